@@ -1,0 +1,58 @@
+"""What a connector's worker halves report after a step, and how reports of several ranks combine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+if TYPE_CHECKING:
+    from baton.contract.events import KVConnectorKVEvents
+    from baton.contract.stats import KVConnectorStats
+
+
+class KVConnectorWorkerMetadata(ABC):
+    """Worker to scheduler, once per step and rank: the return channel (vLLM's class of the same name)."""
+
+    @abstractmethod
+    def aggregate(self, other: Self) -> Self:
+        """Combine the reports of two ranks of the same step. Must not depend on the order of ranks."""
+
+
+class KVConnectorTransferResults(NamedTuple):
+    """What ended since the last step on one rank. A failed receive is in `finished_recving` too."""
+
+    finished_sending: set[str] | None = None
+    finished_recving: set[str] | None = None
+    failed_recving: set[str] | None = None
+
+
+@dataclass(slots=True)
+class KVConnectorOutput:
+    """A step's report of one rank, or of all ranks once aggregated (vLLM's fields).
+
+    The scheduler hands the aggregated one to `update_connector_output` *before* it acts on the sets, and a
+    scheduler half MAY add to `finished_sending` and `finished_recving` there: it is the one that knows when a
+    loan has ended or a lease was proved. `invalid_block_ids` and `failed_recving` are acted on earlier and are
+    the workers' alone.
+    """
+
+    finished_sending: set[str] | None = None
+    finished_recving: set[str] | None = None
+    failed_recving: set[str] | None = None
+    invalid_block_ids: set[int] = field(default_factory=set)
+    kv_connector_stats: KVConnectorStats | None = None
+    kv_cache_events: KVConnectorKVEvents | None = None
+    kv_connector_worker_meta: KVConnectorWorkerMetadata | None = None
+    expected_finished_count: int = 0  # Above 0: replaces the number of ranks that an id waits for.
+
+    def is_empty(self) -> bool:
+        return not (
+            self.finished_sending
+            or self.finished_recving
+            or self.failed_recving
+            or self.invalid_block_ids
+            or self.kv_connector_stats
+            or self.kv_cache_events
+            or self.kv_connector_worker_meta
+        )

@@ -1,0 +1,188 @@
+"""Configuration of one engine: frozen, validated, derived in one place.
+
+Attribute names follow vLLM's `VllmConfig`, so that a connector reads the same names in both hosts:
+`config.cache_config.block_size`, `config.kv_transfer_config.engine_id`, ...
+"""
+
+import uuid
+from typing import Any, Literal
+
+import msgspec
+
+from baton.core.errors import ConfigError
+from baton.core.hashing import HASH_SEED
+from baton.core.layout import ModelFingerprint
+
+KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
+LoadFailurePolicy = Literal["recompute", "fail"]
+
+
+class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Same fields and the same JSON as vLLM's `KVTransferConfig` (config/kv_transfer.py, 0.32).
+
+    One default differs: a failed load is recomputed, which the user sees as latency only.
+    """
+
+    kv_connector: str | None = None
+    kv_role: KVRole | None = None
+    engine_id: str = msgspec.field(default_factory=lambda: str(uuid.uuid4()))
+    kv_buffer_device: str = "cpu"
+    kv_buffer_size: float = 1e9
+    kv_rank: int | None = None
+    kv_parallel_size: int = 1
+    kv_ip: str = "127.0.0.1"
+    kv_port: int = 14579
+    kv_connector_extra_config: dict[str, Any] = {}
+    kv_connector_module_path: str | None = None
+    enable_permute_local_kv: bool = False
+    kv_load_failure_policy: LoadFailurePolicy = "recompute"
+
+    def __post_init__(self) -> None:
+        if self.kv_connector is not None and self.kv_role is None:
+            raise ConfigError(
+                "is required with kv_connector; one of kv_producer, kv_consumer, kv_both",
+                field="kv_transfer_config.kv_role",
+            )
+        if self.kv_connector_module_path == "":
+            raise ConfigError(
+                "must name a module, or be left out", field="kv_transfer_config.kv_connector_module_path"
+            )
+        if not self.engine_id:
+            raise ConfigError("must not be empty", field="kv_transfer_config.engine_id")
+
+    @property
+    def is_kv_transfer_instance(self) -> bool:
+        return self.kv_connector is not None and self.kv_role is not None
+
+    @property
+    def is_kv_producer(self) -> bool:
+        return self.kv_connector is not None and self.kv_role in ("kv_producer", "kv_both")
+
+    @property
+    def is_kv_consumer(self) -> bool:
+        return self.kv_connector is not None and self.kv_role in ("kv_consumer", "kv_both")
+
+    def get_from_extra_config(self, key: str, default: Any) -> Any:
+        return self.kv_connector_extra_config.get(key, default)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "KVTransferConfig":
+        """Raises ConfigError naming the field."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ConfigError(str(error), field="kv_transfer_config") from error
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One checkpoint, as its folder describes it. Made by `baton.engine.checkpoint.load_model_config`."""
+
+    model: str  # Folder.
+    served_model_name: str
+    dtype: str  # "float32", "bfloat16", "float16": weights, activations and KV.
+    max_model_len: int  # Tokens of prompt plus output.
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    architecture_digest: str  # Of what config.json says, in canonical form.
+    weights_digest: str  # Of the weights' content.
+    hf_config: dict[str, Any]  # config.json as it is.
+    generation_config: dict[str, Any] = {}  # generation_config.json as it is; empty without one.
+
+    def fingerprint(self, hash_seed: str) -> ModelFingerprint:
+        return ModelFingerprint(
+            model=self.architecture_digest,
+            revision=self.weights_digest,
+            dtype=self.dtype,
+            num_layers=self.num_hidden_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            hash_seed=hash_seed,
+        )
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    block_size: int = 16  # Tokens in a block.
+    num_gpu_blocks: int = 2048  # vLLM's name; blocks of the pool, wherever it lies.
+    enable_prefix_caching: bool = True
+    hash_seed: str = HASH_SEED
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_size <= 1024:
+            raise ConfigError("must be in [1, 1024]", field="cache_config.block_size")
+        if self.num_gpu_blocks < 2:
+            raise ConfigError("must be at least 2", field="cache_config.num_gpu_blocks")
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    max_num_batched_tokens: int = 2048  # Token budget of one step.
+    max_num_seqs: int = 256  # Requests running at once.
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0  # Largest chunk of one prompt in a step; 0: the whole budget.
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < 1:
+            raise ConfigError("must be positive", field="scheduler_config.max_num_batched_tokens")
+        if self.max_num_seqs < 1:
+            raise ConfigError("must be positive", field="scheduler_config.max_num_seqs")
+
+
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    tensor_parallel_size: int = 1
+    executor: Literal["inprocess", "multiprocess"] = "inprocess"
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size < 1:
+            raise ConfigError("must be positive", field="parallel_config.tensor_parallel_size")
+        if self.tensor_parallel_size > 1 and self.executor == "inprocess":
+            raise ConfigError(
+                "more than one rank needs executor 'multiprocess'", field="parallel_config.executor"
+            )
+
+
+class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    device: Literal["cpu", "cuda"] = "cpu"
+    num_threads: int = 1  # Torch intra-op threads of one rank (CPU).
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything one engine needs to know. Crosses process boundaries as msgpack."""
+
+    model_config: ModelConfig
+    cache_config: CacheConfig = CacheConfig()
+    scheduler_config: SchedulerConfig = SchedulerConfig()
+    parallel_config: ParallelConfig = ParallelConfig()
+    device_config: DeviceConfig = DeviceConfig()
+    kv_transfer_config: KVTransferConfig | None = None
+    seed: int = 0
+    enable_kv_events: bool = False
+
+    def __post_init__(self) -> None:
+        tp, heads = self.parallel_config.tensor_parallel_size, self.model_config.num_kv_heads
+        if self.model_config.num_attention_heads % tp:
+            raise ConfigError(
+                f"must divide the model's {self.model_config.num_attention_heads} attention heads",
+                field="parallel_config.tensor_parallel_size",
+            )
+        if heads % tp and tp % heads:
+            raise ConfigError(
+                f"must divide the model's {heads} KV heads or be a multiple of them",
+                field="parallel_config.tensor_parallel_size",
+            )
+        if not self.scheduler_config.enable_chunked_prefill and (
+            self.scheduler_config.max_num_batched_tokens < self.model_config.max_model_len
+        ):
+            raise ConfigError(
+                "must be at least max_model_len when chunked prefill is off",
+                field="scheduler_config.max_num_batched_tokens",
+            )

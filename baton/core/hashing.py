@@ -1,0 +1,58 @@
+"""Hashes that say which tokens a block of KV was computed from.
+
+A block's hash covers its parent's, so equal hashes mean equal prefixes:
+
+    hash(i) = SHA-256(hash(i-1) | tokens of block i | extra)        hash(-1) = seed
+
+`extra` is everything besides the tokens that changes the KV: cache salt, adapter, media hashes.
+SHA-256 rather than something faster: a collision would hand one user another's answer.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from typing import NewType
+
+from baton.core.ids import PromptHash
+
+BlockHash = NewType("BlockHash", bytes)  # 32 bytes.
+
+HASH_SEED = "baton-1"
+"""Default seed. Two engines share caches only if their seeds are equal; the handshake compares them."""
+
+
+def root_hash(seed: str = HASH_SEED) -> BlockHash:
+    return BlockHash(hashlib.sha256(seed.encode()).digest())
+
+
+def extra_key(*, cache_salt: str | None = None, adapter: str | None = None, media: Sequence[str] = ()) -> bytes:
+    """One unambiguous byte string for all that changes the KV besides the tokens; empty if nothing does."""
+    if cache_salt is None and adapter is None and not media:
+        return b""
+    parts = ["" if cache_salt is None else "s" + cache_salt, "" if adapter is None else "a" + adapter]
+    parts += ["m" + m for m in media]
+    encoded = [p.encode() for p in parts]
+    return b"".join(len(p).to_bytes(4, "little") + p for p in encoded)
+
+
+def block_hash(parent: BlockHash, token_ids: Sequence[int], extra: bytes = b"") -> BlockHash:
+    """Hash of one full block of `token_ids` (each below 2**32) behind `parent`."""
+    digest = hashlib.sha256(parent)
+    digest.update(array("I", token_ids).tobytes())
+    digest.update(extra)
+    return BlockHash(digest.digest())
+
+
+def prompt_hash(
+    token_ids: Sequence[int], num_tokens: int, extra: bytes = b"", seed: str = HASH_SEED
+) -> PromptHash:
+    """Hash of the first `num_tokens` tokens, at any length, block-aligned or not.
+
+    Independent of the block size, so that engines with different block sizes agree on it.
+    """
+    assert 0 <= num_tokens <= len(token_ids)
+    digest = hashlib.sha256(root_hash(seed))
+    digest.update(num_tokens.to_bytes(8, "little"))
+    digest.update(array("I", token_ids[:num_tokens]).tobytes())
+    digest.update(extra)
+    return PromptHash(digest.digest())

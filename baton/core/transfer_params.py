@@ -1,0 +1,143 @@
+"""`kv_transfer_params`, parsed once at the door and never looked at as a dict again.
+
+A router sends `{"do_remote_decode": true}` with the prefill leg. The producer's answer carries vLLM's keys, so
+that existing proxies hand it on unchanged to the decode leg, and one more, `baton_ticket`: the signed part, and
+the only part that a consumer believes.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias, assert_never
+
+import msgspec
+
+from baton.core.errors import BadTransferParams
+from baton.core.ids import EngineId, TransferId
+
+FIELD = "kv_transfer_params"
+MAX_TICKET_CHARS = 1 << 20  # A ticket of 128k tokens in 16-token blocks is below 64 KiB.
+MAX_BLOCK_ID = 2**32 - 1
+MAX_TRANSFER_ID_CHARS = 256
+
+
+class Compute(msgspec.Struct, frozen=True):
+    """Prefill here and hold the blocks for whoever brings the ticket."""
+
+    transfer_id: TransferId | None = None
+
+
+class Fetch(msgspec.Struct, frozen=True):
+    """Decode here; the prompt's KV is where the ticket says.
+
+    `remote_engine_id` is unsigned; it is kept to be compared with the ticket's.
+    """
+
+    ticket: str
+    remote_engine_id: EngineId
+
+
+KVTransferParams: TypeAlias = Compute | Fetch
+
+
+def parse_transfer_params(raw: Mapping[str, Any] | None) -> KVTransferParams | None:
+    """Raises BadTransferParams naming the field. None when the request asks for no transfer."""
+    if raw is None:
+        return None
+    if not isinstance(raw, Mapping):
+        raise BadTransferParams(f"must be an object, not {type(raw).__name__}", field=FIELD)
+    decode_elsewhere = _flag(raw, "do_remote_decode")
+    prefilled_elsewhere = _flag(raw, "do_remote_prefill")
+    if decode_elsewhere and prefilled_elsewhere:
+        raise BadTransferParams(
+            "a request is prefilled elsewhere (do_remote_prefill) or decoded elsewhere (do_remote_decode), not both",
+            field=FIELD,
+        )
+    if decode_elsewhere:
+        transfer_id = _optional(raw, "transfer_id", str)
+        if transfer_id is not None and not 0 < len(transfer_id) <= MAX_TRANSFER_ID_CHARS:
+            raise BadTransferParams(
+                f"must have 1 to {MAX_TRANSFER_ID_CHARS} characters", field=f"{FIELD}.transfer_id"
+            )
+        return Compute(TransferId(transfer_id) if transfer_id is not None else None)
+    if prefilled_elsewhere:
+        return _parse_fetch(raw)
+    return None
+
+
+def _parse_fetch(raw: Mapping[str, Any]) -> Fetch:
+    ticket = _required(raw, "baton_ticket", str)
+    if not 0 < len(ticket) <= MAX_TICKET_CHARS:
+        raise BadTransferParams(f"must have 1 to {MAX_TICKET_CHARS} characters", field=f"{FIELD}.baton_ticket")
+    engine_id = _required(raw, "remote_engine_id", str)
+    # vLLM's keys are hints that we do not believe; a wrong type still means that the sender is confused.
+    _optional(raw, "remote_host", str)
+    _optional(raw, "remote_request_id", str)
+    _ranged(raw, "remote_port", 1, 65535)
+    _ranged(raw, "tp_size", 1, 4096)
+    _check_block_ids(raw.get("remote_block_ids"))
+    return Fetch(ticket, EngineId(engine_id))
+
+
+def _check_block_ids(value: Any) -> None:
+    field = f"{FIELD}.remote_block_ids"
+    if value is None:
+        return
+    if not isinstance(value, list):
+        raise BadTransferParams(f"must be a list, not {type(value).__name__}", field=field)
+    groups = value if value and isinstance(value[0], list) else [value]
+    for group in groups:
+        if not isinstance(group, list):
+            raise BadTransferParams("must be one list of block ids per cache group", field=field)
+        for block_id in group:
+            if not isinstance(block_id, int) or isinstance(block_id, bool):
+                raise BadTransferParams(f"block ids are integers, not {type(block_id).__name__}", field=field)
+            if not 0 <= block_id <= MAX_BLOCK_ID:
+                raise BadTransferParams(f"block id {block_id} is out of range", field=field)
+
+
+def _flag(raw: Mapping[str, Any], key: str) -> bool:
+    value = raw.get(key)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise BadTransferParams(f"must be true or false, not {type(value).__name__}", field=f"{FIELD}.{key}")
+    return value
+
+
+def _required(raw: Mapping[str, Any], key: str, kind: type[str]) -> str:
+    value = _optional(raw, key, kind)
+    if value is None:
+        raise BadTransferParams("is missing; do_remote_prefill needs the producer's answer whole", field=f"{FIELD}.{key}")
+    return value
+
+
+def _optional(raw: Mapping[str, Any], key: str, kind: type[str]) -> str | None:
+    value = raw.get(key)
+    if value is not None and not isinstance(value, kind):
+        raise BadTransferParams(f"must be a string, not {type(value).__name__}", field=f"{FIELD}.{key}")
+    return value
+
+
+def _ranged(raw: Mapping[str, Any], key: str, low: int, high: int) -> None:
+    value = raw.get(key)
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise BadTransferParams(f"must be an integer, not {type(value).__name__}", field=f"{FIELD}.{key}")
+    if not low <= value <= high:
+        raise BadTransferParams(f"must be in [{low}, {high}], is {value}", field=f"{FIELD}.{key}")
+
+
+def to_wire(params: KVTransferParams) -> dict[str, Any]:
+    """The inverse of parsing, without vLLM's hints."""
+    match params:
+        case Compute(transfer_id):
+            return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+        case Fetch(ticket, remote_engine_id):
+            return {
+                "do_remote_decode": False,
+                "do_remote_prefill": True,
+                "baton_ticket": ticket,
+                "remote_engine_id": remote_engine_id,
+            }
+        case _:
+            assert_never(params)

@@ -1,0 +1,129 @@
+"""What goes into an engine and what comes out, as it crosses the process boundary (msgpack).
+
+Imports no torch and reads no clock: the server, the scheduler and the simulator all speak it.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from baton.core.errors import UserError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_LOGPROBS = 20
+SAMPLING_EPS = 1e-5
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to choose the next token. Names and ranges are those of vLLM and OpenAI.
+
+    `n` is not here: the server makes one engine request per sample.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0  # Below SAMPLING_EPS: greedy.
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: all tokens.
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0  # Over prompt and output; above 1 discourages.
+    presence_penalty: float = 0.0  # Over output, once per token.
+    frequency_penalty: float = 0.0  # Over output, per occurrence.
+    logit_bias: dict[int, float] = {}
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: off; n: the chosen token's and the n most likely ones'.
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, field: str, mend: str) -> None:
+            if not ok:
+                raise UserError(f"{mend}, is {getattr(self, field)}", field=field)
+
+        need(self.max_tokens >= 1, "max_tokens", "must be at least 1")
+        need(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "must be in [0, max_tokens]")
+        need(0.0 <= self.temperature <= 100.0, "temperature", "must be in [0, 100]")
+        need(0.0 < self.top_p <= 1.0, "top_p", "must be in (0, 1]")
+        need(self.top_k >= -1, "top_k", "must be -1, 0 (both: all tokens) or positive")
+        need(0.0 <= self.min_p <= 1.0, "min_p", "must be in [0, 1]")
+        need(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "must be in (0, 100]")
+        need(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "must be in [-2, 2]")
+        need(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "must be in [-2, 2]")
+        need(
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            "logprobs",
+            f"must be in [0, {MAX_LOGPROBS}]",
+        )
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < SAMPLING_EPS
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt, one completion. Validated by the server; the engine core trusts it."""
+
+    request_id: str  # Unique inside this engine.
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    arrival_time_s: float  # The front end's monotonic clock; for ordering and metrics only.
+    priority: int = 0  # Lower runs first (policy "priority").
+    cache_salt: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Natural logarithm, after temperature and penalties have *not* been applied (raw model logprobs)."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely token.
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Of one output position: the chosen token, then the most likely ones, best first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step did for one request. `finish_reason` is set exactly once, in the last one."""
+
+    request_id: str
+    new_token_ids: list[int]
+    new_logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # The stop id that ended it, if one did.
+    error: str | None = None  # With finish_reason "error": what happened, for the client.
+    error_is_users: bool = False  # True: HTTP 400; False: HTTP 500.
+    kv_transfer_params: dict[str, Any] | None = None  # With the last one, if the connector returned any.
+    num_cached_tokens: int = 0  # Prompt tokens not computed here: local prefix hits and transferred.
+    num_transferred_tokens: int = 0  # Of those, the ones that a connector loaded.
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """After one step."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_for_remote_kvs: int = 0
+    num_delayed_free: int = 0  # Finished, blocks still lent.
+    kv_cache_usage: float = 0.0  # Blocks in use / blocks of the pool, in [0, 1].
+    num_preempted: int = 0  # In this step.
+    prefix_cache_queries: int = 0  # Tokens, in this step.
+    prefix_cache_hits: int = 0
+    external_prefix_cache_queries: int = 0
+    external_prefix_cache_hits: int = 0
+    num_kv_load_failures: int = 0  # Requests whose load failed, in this step.
+    num_prompt_tokens: int = 0  # Computed, in this step.
+    num_generation_tokens: int = 0
+    kv_connector_stats: dict[str, Any] | None = None  # KVConnectorStats.to_dict() of this step.
+
+
+class EngineOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one step, to the front end."""
+
+    outputs: list[EngineOutput]
+    stats: SchedulerStats | None = None
