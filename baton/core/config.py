@@ -4,6 +4,7 @@ Attribute names follow vLLM's `VllmConfig`, so that a connector reads the same n
 `config.cache_config.block_size`, `config.kv_transfer_config.engine_id`, ...
 """
 
+import hmac
 import uuid
 from typing import Any, Literal
 
@@ -155,6 +156,25 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int = 1  # Torch intra-op threads of one rank (CPU).
 
 
+class ClusterSecret(msgspec.Struct, frozen=True):
+    """What the engines of one cluster share: signs tickets, keys the control channel. Never printed."""
+
+    key: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.key) < 16:
+            raise ConfigError("must have at least 16 bytes", field="secret")
+
+    def __repr__(self) -> str:
+        return "ClusterSecret(***)"
+
+    __str__ = __repr__
+
+    def derive(self, purpose: str) -> bytes:
+        """32 bytes for one purpose, so that no two uses share a key."""
+        return hmac.digest(self.key, purpose.encode(), "sha256")
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything one engine needs to know. Crosses process boundaries as msgpack."""
 
@@ -164,6 +184,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     parallel_config: ParallelConfig = ParallelConfig()
     device_config: DeviceConfig = DeviceConfig()
     kv_transfer_config: KVTransferConfig | None = None
+    cluster_secret: ClusterSecret | None = None  # None: loopback only, unsigned peers on this host are trusted.
     seed: int = 0
     enable_kv_events: bool = False
 
