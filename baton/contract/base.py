@@ -108,7 +108,7 @@ class KVConnectorSchedulerHalf(ABC):
 
     @abstractmethod
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
-        """Every step, empty ones too. Takes over the connector's per-step state; must not modify its argument."""
+        """Every step, empty ones too. Takes over the per-step state; must not modify its argument."""
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Every step, with the aggregated report, before the scheduler acts on it (see KVConnectorOutput)."""
@@ -178,7 +178,7 @@ class KVConnectorWorkerHalf(ABC):
         """Once, before the first step. Each `[num_blocks, kv_heads, block_tokens, 2 * head_dim]`."""
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
-        """Instead of the above, when `prefer_cross_layer_blocks` and the host holds all layers in one tensor."""
+        """Instead of the above, if `prefer_cross_layer_blocks` and the host has one tensor for all layers."""
 
     def unregister_kv_caches(self) -> None:
         """Before the host gives the cache's memory away (sleep). Idempotent; transfers are drained."""
@@ -196,7 +196,7 @@ class KVConnectorWorkerHalf(ABC):
     # --- Step ----------------------------------------------------------------------------------
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """First in the step, metadata not yet bound: wait for saves whose source is about to be overwritten."""
+        """First in the step, metadata not bound: wait for saves whose source is about to be overwritten."""
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self._connector_metadata = connector_metadata
@@ -213,7 +213,7 @@ class KVConnectorWorkerHalf(ABC):
 
     @abstractmethod
     def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
-        """Start this step's loads. Before the forward when the step has synchronous loads, else right after."""
+        """Start this step's loads: before the forward if the step has synchronous loads, else right after."""
 
     @abstractmethod
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -263,7 +263,7 @@ class KVConnectorWorkerHalf(ABC):
         """End every thread, socket and file of this half. Idempotent."""
 
 
-class KVConnectorBase_V1(KVConnectorSchedulerHalf, KVConnectorWorkerHalf):  # noqa: N801  vLLM's name.
+class KVConnectorBase_V1(KVConnectorSchedulerHalf, KVConnectorWorkerHalf):
     """Both halves in one class; an instance is one or the other, by `role`.
 
     Raises ValueError without a `kv_transfer_config`.
@@ -343,4 +343,8 @@ class SupportsHMA(ABC):
 
 def supports_hma(connector: Any) -> bool:
     """Works on instances and on classes."""
-    return issubclass(connector, SupportsHMA) if isinstance(connector, type) else isinstance(connector, SupportsHMA)
+    return (
+        issubclass(connector, SupportsHMA)
+        if isinstance(connector, type)
+        else isinstance(connector, SupportsHMA)
+    )

@@ -1,7 +1,7 @@
 """What a connector may rely on in its host, structurally.
 
-vLLM's `Request`, `SchedulerOutput`, `KVCacheBlocks` and `VllmConfig` satisfy these as they are; so do the embedded
-engine's. Members are read-only properties so that frozen and mutable hosts both fit.
+vLLM's `Request`, `SchedulerOutput`, `KVCacheBlocks` and `VllmConfig` satisfy these as they are; so do the
+embedded engine's. Members are read-only properties so that frozen and mutable hosts both fit.
 """
 
 from collections.abc import Sequence

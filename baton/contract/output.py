@@ -33,8 +33,8 @@ class KVConnectorOutput:
 
     The scheduler hands the aggregated one to `update_connector_output` *before* it acts on the sets, and a
     scheduler half MAY add to `finished_sending` and `finished_recving` there: it is the one that knows when a
-    loan has ended or a lease was proved. `invalid_block_ids` and `failed_recving` are acted on earlier and are
-    the workers' alone.
+    loan has ended or a lease was proved. `invalid_block_ids` and `failed_recving` are acted on earlier: they
+    are the workers' alone.
     """
 
     finished_sending: set[str] | None = None

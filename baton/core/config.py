@@ -184,7 +184,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     parallel_config: ParallelConfig = ParallelConfig()
     device_config: DeviceConfig = DeviceConfig()
     kv_transfer_config: KVTransferConfig | None = None
-    cluster_secret: ClusterSecret | None = None  # None: loopback only, unsigned peers on this host are trusted.
+    cluster_secret: ClusterSecret | None = (
+        None  # None: loopback only, unsigned peers on this host are trusted.
+    )
     seed: int = 0
     enable_kv_events: bool = False
 

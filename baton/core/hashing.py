@@ -25,7 +25,9 @@ def root_hash(seed: str = HASH_SEED) -> BlockHash:
     return BlockHash(hashlib.sha256(seed.encode()).digest())
 
 
-def extra_key(*, cache_salt: str | None = None, adapter: str | None = None, media: Sequence[str] = ()) -> bytes:
+def extra_key(
+    *, cache_salt: str | None = None, adapter: str | None = None, media: Sequence[str] = ()
+) -> bytes:
     """One unambiguous byte string for all that changes the KV besides the tokens; empty if nothing does."""
     if cache_salt is None and adapter is None and not media:
         return b""

@@ -1,8 +1,8 @@
 """`kv_transfer_params`, parsed once at the door and never looked at as a dict again.
 
-A router sends `{"do_remote_decode": true}` with the prefill leg. The producer's answer carries vLLM's keys, so
-that existing proxies hand it on unchanged to the decode leg, and one more, `baton_ticket`: the signed part, and
-the only part that a consumer believes.
+A router sends `{"do_remote_decode": true}` with the prefill leg. The producer's answer carries vLLM's keys,
+so that existing proxies hand it on unchanged to the decode leg, and one more, `baton_ticket`: the signed
+part, and the only part that a consumer believes.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ def parse_transfer_params(raw: Mapping[str, Any] | None) -> KVTransferParams | N
     prefilled_elsewhere = _flag(raw, "do_remote_prefill")
     if decode_elsewhere and prefilled_elsewhere:
         raise BadTransferParams(
-            "a request is prefilled elsewhere (do_remote_prefill) or decoded elsewhere (do_remote_decode), not both",
+            "prefilled elsewhere (do_remote_prefill) or decoded elsewhere (do_remote_decode), not both",
             field=FIELD,
         )
     if decode_elsewhere:
@@ -66,7 +66,9 @@ def parse_transfer_params(raw: Mapping[str, Any] | None) -> KVTransferParams | N
 def _parse_fetch(raw: Mapping[str, Any]) -> Fetch:
     ticket = _required(raw, "baton_ticket", str)
     if not 0 < len(ticket) <= MAX_TICKET_CHARS:
-        raise BadTransferParams(f"must have 1 to {MAX_TICKET_CHARS} characters", field=f"{FIELD}.baton_ticket")
+        raise BadTransferParams(
+            f"must have 1 to {MAX_TICKET_CHARS} characters", field=f"{FIELD}.baton_ticket"
+        )
     engine_id = _required(raw, "remote_engine_id", str)
     # vLLM's keys are hints that we do not believe; a wrong type still means that the sender is confused.
     _optional(raw, "remote_host", str)
@@ -106,7 +108,9 @@ def _flag(raw: Mapping[str, Any], key: str) -> bool:
 def _required(raw: Mapping[str, Any], key: str, kind: type[str]) -> str:
     value = _optional(raw, key, kind)
     if value is None:
-        raise BadTransferParams("is missing; do_remote_prefill needs the producer's answer whole", field=f"{FIELD}.{key}")
+        raise BadTransferParams(
+            "is missing; do_remote_prefill needs the producer's answer whole", field=f"{FIELD}.{key}"
+        )
     return value
 
 

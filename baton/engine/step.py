@@ -1,7 +1,7 @@
 """What the scheduler tells the ranks in one step, and what they answer. vLLM v1's names and meaning.
 
-No torch: block ids and token ids are ints. Both directions cross process boundaries (pickled between processes
-of one engine that we started ourselves; never between hosts).
+No torch: block ids and token ids are ints. Both directions cross process boundaries (pickled between the
+processes of one engine, which we started ourselves; never between hosts).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CachedRequestData:
     """Requests that the ranks know already; parallel lists.
 
     For an id in `resumed_req_ids` (preempted before) `new_block_ids` is the whole new block table and
-    `all_token_ids` its prompt and output so far; for all others `new_block_ids` is appended (None: nothing new).
+    `all_token_ids` its prompt and output so far; for all others `new_block_ids` is appended (None: nothing).
     """
 
     req_ids: list[str] = field(default_factory=list)

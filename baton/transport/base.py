@@ -8,9 +8,9 @@ The life of a transport in one rank's process:
     post_read(prepared, local, remote) -> OpId      at once; never blocks the caller
     poll() -> completions                   each posted operation ends exactly once
 
-Operations are *bound to an incarnation*: a read from a process that took the place of the one connected to MUST
-end with `ok=False`. Completion order is unspecified. A transport's threads sleep when there is nothing to do,
-and belong to it: `close()` ends all of them.
+Operations are *bound to an incarnation*: a read from a process that took the place of the one connected to
+MUST end with `ok=False`. Completion order is unspecified. A transport's threads sleep when there is nothing
+to do, and belong to it: `close()` ends all of them.
 """
 
 from abc import ABC, abstractmethod
@@ -51,7 +51,7 @@ class PeerHandle(ABC):
     address: Address
 
 
-class Prepared(ABC):
+class Prepared(ABC):  # noqa: B024  A marker: each transport prepares what it needs.
     """Spans towards one peer, checked against both sides' regions, ready to be posted by block index."""
 
 
@@ -81,7 +81,9 @@ class Transport(ABC):
         """Check spans against the peer's and our regions. Raises PeerError if they leave a region."""
 
     @abstractmethod
-    def post_read(self, prepared: Prepared, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> OpId:
+    def post_read(
+        self, prepared: Prepared, local_blocks: Sequence[int], remote_blocks: Sequence[int]
+    ) -> OpId:
         """Copy remote_blocks[i] into local_blocks[i], for all spans. Blocks that are adjacent on both sides
         are merged. Raises TransferError (nothing was posted) for a block outside the prepared regions."""
 

@@ -1,0 +1,112 @@
+"""The door: whatever a client sends as `kv_transfer_params` is parsed, or refused by the field's name."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.errors import BadTransferParams
+from baton.core.transfer_params import (
+    MAX_TICKET_CHARS,
+    Compute,
+    Fetch,
+    KVTransferParams,
+    parse_transfer_params,
+    to_wire,
+)
+
+ANSWER: dict[str, Any] = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "P0",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "remote_block_ids": [[3, 4]],
+    "remote_request_id": "cmpl-1",
+    "tp_size": 1,
+    "baton_ticket": "abc",
+}
+
+
+def test_no_params_and_empty_params_ask_for_nothing() -> None:
+    assert parse_transfer_params(None) is None
+    assert parse_transfer_params({}) is None
+    assert parse_transfer_params({"do_remote_prefill": False, "do_remote_decode": None}) is None
+
+
+def test_both_legs_of_a_dispatch_parse() -> None:
+    assert parse_transfer_params({"do_remote_decode": True, "transfer_id": "t"}) == Compute("t")  # type: ignore[arg-type]
+    assert parse_transfer_params(ANSWER) == Fetch("abc", "P0")  # type: ignore[arg-type]
+
+
+def test_vllms_own_nulls_are_fine_on_the_prefill_leg() -> None:
+    leg = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+    }
+    assert parse_transfer_params(leg) == Compute(None)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"do_remote_prefill": "yes"}, "do_remote_prefill"),
+        ({"do_remote_decode": 1}, "do_remote_decode"),
+        ({"baton_ticket": None}, "baton_ticket"),
+        ({"baton_ticket": 7}, "baton_ticket"),
+        ({"baton_ticket": ""}, "baton_ticket"),
+        ({"baton_ticket": "a" * (MAX_TICKET_CHARS + 1)}, "baton_ticket"),
+        ({"remote_engine_id": None}, "remote_engine_id"),
+        ({"remote_host": 1}, "remote_host"),
+        ({"remote_port": 0}, "remote_port"),
+        ({"remote_port": True}, "remote_port"),
+        ({"tp_size": "2"}, "tp_size"),
+        ({"remote_block_ids": "1,2"}, "remote_block_ids"),
+        ({"remote_block_ids": [[-1]]}, "remote_block_ids"),
+        ({"remote_block_ids": [[2**32]]}, "remote_block_ids"),
+        ({"remote_block_ids": [[1.5]]}, "remote_block_ids"),
+        ({"remote_block_ids": [[1], 2]}, "remote_block_ids"),
+    ],
+)
+def test_a_bad_field_is_named(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(BadTransferParams, match=rf"kv_transfer_params\.{field}: ") as caught:
+        parse_transfer_params({**ANSWER, **change})
+    assert caught.value.field == f"kv_transfer_params.{field}"
+
+
+def test_the_request_that_killed_other_engines_is_a_clear_400() -> None:
+    with pytest.raises(BadTransferParams, match="baton_ticket: is missing"):
+        parse_transfer_params({"do_remote_prefill": True})
+
+
+def test_both_directions_at_once_make_no_sense() -> None:
+    with pytest.raises(BadTransferParams, match="not both"):
+        parse_transfer_params({**ANSWER, "do_remote_decode": True})
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*ANSWER, "transfer_id", "other"]), json_values))
+def test_no_json_gets_past_the_door_but_as_a_typed_value(raw: dict[str, Any]) -> None:
+    assert (field := _field_refused(raw)) is None or field.startswith("kv_transfer_params")
+
+
+def _field_refused(raw: dict[str, Any]) -> str | None:
+    try:
+        parse_transfer_params(raw)
+    except BadTransferParams as refusal:
+        return refusal.field or "unnamed"
+    return None
+
+
+@given(st.sampled_from([Compute(None), Compute("t"), Fetch("x", "P")]))  # type: ignore[arg-type]
+def test_what_we_write_we_read(params: KVTransferParams) -> None:
+    assert parse_transfer_params(to_wire(params)) == params
