@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Self
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, NamedTuple, Self
 
-if TYPE_CHECKING:
-    from baton.contract.events import KVConnectorKVEvents
-    from baton.contract.stats import KVConnectorStats
+from baton.contract.events import KVConnectorKVEvents
+from baton.contract.reports import AllRanks, AnyRank, FailedOf, Merge, NotCombined, Quorum
+from baton.contract.stats import KVConnectorStats
 
 
 class KVConnectorWorkerMetadata(ABC):
@@ -17,6 +17,25 @@ class KVConnectorWorkerMetadata(ABC):
     @abstractmethod
     def aggregate(self, other: Self) -> Self:
         """Combine the reports of two ranks of the same step. Must not depend on the order of ranks."""
+
+
+@dataclass(kw_only=True)
+class RankReport(KVConnectorWorkerMetadata):
+    """A worker report whose fields declare how they combine (`baton.contract.reports`).
+
+    A subclass declares its fields and nothing else. On their way the ranks' reports are only gathered, which
+    every host can do; the scheduler half combines `each_rank()` with a RankCombiner, which remembers across
+    steps.
+    """
+
+    rank: NotCombined[int] = 0
+    others: NotCombined[tuple[Any, ...]] = ()  # What other ranks said in the same step.
+
+    def aggregate(self, other: Self) -> Self:
+        return replace(self, others=(*self.others, replace(other, others=()), *other.others))
+
+    def each_rank(self) -> list[tuple[int, Self]]:
+        return [(report.rank, report) for report in (replace(self, others=()), *self.others)]
 
 
 class KVConnectorTransferResults(NamedTuple):
@@ -37,14 +56,16 @@ class KVConnectorOutput:
     are the workers' alone.
     """
 
-    finished_sending: set[str] | None = None
-    finished_recving: set[str] | None = None
-    failed_recving: set[str] | None = None
-    invalid_block_ids: set[int] = field(default_factory=set)
-    kv_connector_stats: KVConnectorStats | None = None
-    kv_cache_events: KVConnectorKVEvents | None = None
-    kv_connector_worker_meta: KVConnectorWorkerMetadata | None = None
-    expected_finished_count: int = 0  # Above 0: replaces the number of ranks that an id waits for.
+    finished_sending: AllRanks[set[str] | None] = None
+    finished_recving: AllRanks[set[str] | None] = None
+    failed_recving: Annotated[set[str] | None, FailedOf("finished_recving")] = None
+    invalid_block_ids: AnyRank[set[int]] = field(default_factory=set)
+    kv_connector_stats: Merge[KVConnectorStats | None] = None
+    kv_cache_events: Quorum[KVConnectorKVEvents | None] = None
+    kv_connector_worker_meta: Merge[KVConnectorWorkerMetadata | None] = None
+    expected_finished_count: NotCombined[int] = (
+        0  # Above 0: replaces the number of ranks that an id waits for.
+    )
 
     def is_empty(self) -> bool:
         return not (

@@ -1,0 +1,36 @@
+"""One step's connector reports of all ranks, as one. Every executor calls this same aggregator.
+
+The rules stand beside the fields of KVConnectorOutput; here is only what is particular to it: how many ranks
+a finished id waits for, and that a report of nothing is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+from baton.contract.base import KVConnectorSchedulerHalf
+from baton.contract.output import KVConnectorOutput
+from baton.contract.reports import RankCombiner
+
+
+class KVOutputAggregator:
+    """Lives as long as its executor: ids that wait for further ranks are remembered across steps."""
+
+    def __init__(self, expected_count: int, num_ranks: int | None = None) -> None:
+        """`expected_count`: how many reports a finished id waits for; normally one of each rank."""
+        self._combiner = RankCombiner(KVConnectorOutput, num_ranks or expected_count)
+        self._combiner.expected_count = expected_count
+
+    @classmethod
+    def from_connector(cls, connector: KVConnectorSchedulerHalf, world_size: int) -> Self:
+        return cls(connector.get_finished_count() or world_size, world_size)
+
+    def aggregate(self, outputs: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput | None:
+        """`outputs`: one per rank, in rank order, of the same step. None when there is nothing to tell."""
+        reports = [(rank, output) for rank, output in enumerate(outputs) if output is not None]
+        for _, output in reports:
+            if output.expected_finished_count > 0:
+                self._combiner.expected_count = output.expected_finished_count
+        combined = self._combiner.combine(reports)
+        return None if combined.is_empty() else combined

@@ -1,0 +1,61 @@
+"""How an engine gets its connector without knowing any: a dotted path to an object that makes the halves.
+
+The engine's processes are started with `"package.module:attribute"` and call `load_factory` once each.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from baton.contract.null import NullSchedulerHalf, NullWorkerHalf
+from baton.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from baton.contract.base import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
+    from baton.core.config import EngineConfig
+
+FIELD = "connector_factory"
+
+
+@runtime_checkable
+class ConnectorFactory(Protocol):
+    """Makes the halves of the connector that a configuration names."""
+
+    def scheduler_half(self, config: EngineConfig) -> KVConnectorSchedulerHalf: ...
+
+    def worker_half(self, config: EngineConfig, tp_rank: int) -> KVConnectorWorkerHalf: ...
+
+
+class NullFactory:
+    """No connector, whatever the configuration says."""
+
+    def scheduler_half(self, config: EngineConfig) -> KVConnectorSchedulerHalf:
+        return NullSchedulerHalf()
+
+    def worker_half(self, config: EngineConfig, tp_rank: int) -> KVConnectorWorkerHalf:
+        return NullWorkerHalf()
+
+
+null_factory = NullFactory()
+
+
+def load_factory(path: str | None) -> ConnectorFactory:
+    """The object at "package.module:attribute"; without a path, the one that makes null halves.
+
+    Raises ConfigError if there is none, or if it is not a ConnectorFactory.
+    """
+    if path is None:
+        return null_factory
+    module_name, colon, attribute = path.partition(":")
+    if not (module_name and colon and attribute):
+        raise ConfigError(f"must look like 'package.module:attribute', is {path!r}", field=FIELD)
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except ImportError as error:
+        raise ConfigError(f"cannot import {module_name!r}: {error}", field=FIELD) from error
+    except AttributeError as error:
+        raise ConfigError(f"{module_name!r} has no {attribute!r}", field=FIELD) from error
+    if not isinstance(factory, ConnectorFactory):
+        raise ConfigError(f"{path!r} has no scheduler_half and worker_half", field=FIELD)
+    return factory
