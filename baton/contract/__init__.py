@@ -27,6 +27,7 @@ from baton.contract.events import (
     QuorumKVEvents,
 )
 from baton.contract.factory import ConnectorFactory, NullFactory, load_factory
+from baton.contract.halves import TwoHalves
 from baton.contract.null import NullConnectorMetadata, NullSchedulerHalf, NullWorkerHalf
 from baton.contract.output import (
     KVConnectorOutput,
@@ -87,6 +88,7 @@ __all__ = [
     "RankReport",
     "Sum",
     "SupportsHMA",
+    "TwoHalves",
     "load_factory",
     "supports_hma",
 ]

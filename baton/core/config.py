@@ -137,6 +137,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     executor: Literal["inprocess", "multiprocess"] = "inprocess"
+    rank: int = 0  # Of this process; set for each rank by whoever makes its connector.
 
     @property
     def world_size(self) -> int:
