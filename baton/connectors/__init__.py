@@ -1,0 +1,1 @@
+"""Connectors: halves that drive protocol machines and turn their effects into transport or tier calls."""

@@ -1,0 +1,69 @@
+"""Settings of the pull connector: `kv_connector_extra_config`, typed and checked once.
+
+    {"host": "10.0.0.7", "port": 14600, "transports": ["local", "tcp"], "timers": {"ttl_s": 20}}
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from baton.core.errors import ConfigError
+from baton.core.timers import Timers
+
+FIELD = "kv_transfer_config.kv_connector_extra_config"
+LOOPBACK = "127.0.0.1"
+
+
+class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
+    host: str = LOOPBACK  # Where the control channel and the data servers listen.
+    port: int = 0  # Of the control channel; 0: any free one. Peers learn it from tickets.
+    advertise_host: str | None = None  # What peers connect to, if not `host`: behind NAT, or host 0.0.0.0.
+    transports: tuple[str, ...] = ("local", "tcp")  # Those this engine offers; as a reader it prefers the first.
+    timers: Timers = Timers()
+    connect_timeout_s: float = 10.0  # One attempt to reach a peer's rank by one transport.
+    shutdown_timeout_s: float = 5.0  # What `shutdown` waits for threads, each.
+    raises_user_errors: bool | None = None  # None: as the host can bear (see PullSchedulerHalf).
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError("must be in [0, 65535]", field=f"{FIELD}.port")
+        if not self.transports or len(set(self.transports)) < len(self.transports):
+            raise ConfigError("must name at least one transport, each once", field=f"{FIELD}.transports")
+        for name in ("connect_timeout_s", "shutdown_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError("must be positive", field=f"{FIELD}.{name}")
+        if self.advertise_host is None and self.host in ("0.0.0.0", "::"):
+            raise ConfigError("is needed when host is a wildcard address", field=f"{FIELD}.advertise_host")
+
+    @property
+    def host_for_peers(self) -> str:
+        return self.advertise_host or self.host
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any], *, has_secret: bool) -> PullSettings:
+        """Raises ConfigError naming the key."""
+        known = cls.__struct_fields__
+        for key in extra:
+            if key not in known:
+                raise ConfigError(f"is not known; known are {', '.join(known)}", field=f"{FIELD}.{key}")
+        try:
+            settings = msgspec.convert(dict(extra), cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(str(error), field=FIELD) from error
+        if not has_secret and not _is_loopback(settings.host):
+            raise ConfigError(
+                f"{settings.host!r} is reachable from outside, which needs a cluster secret (BATON_SECRET)",
+                field=f"{FIELD}.host",
+            )
+        return settings
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,80 @@
+"""From a configuration to a connector class. Three ways to be found, in this order:
+
+    kv_connector_module_path   a module that has a class called `kv_connector`; wins over every registered name
+    built in                   the names below; loaded only when asked for
+    entry point                group "baton.connectors", in whatever distribution is installed
+
+The same JSON names the same connector in the embedded engine and in vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, Final
+
+from baton.contract import KVConnectorBase_V1
+from baton.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from baton.contract.host import KVTransferConfigLike
+
+ENTRY_POINT_GROUP = "baton.connectors"
+BUILT_IN: Final = {"BatonPullConnector": "baton.connectors.pull:BatonPullConnector"}
+FIELD = "kv_transfer_config.kv_connector"
+
+
+def connector_class(config: KVTransferConfigLike) -> type[KVConnectorBase_V1]:
+    """Raises ConfigError, listing the known names, if there is no such connector or it cannot be used."""
+    name = config.kv_connector
+    assert name is not None, "asked for the class of no connector"
+    if config.kv_connector_module_path is not None:
+        found = _from_module(config.kv_connector_module_path, name)
+    elif name in BUILT_IN:
+        module, _, attribute = BUILT_IN[name].partition(":")
+        found = getattr(importlib.import_module(module), attribute)
+    elif name in (by_entry_point := _entry_points()):
+        try:
+            found = by_entry_point[name].load()
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"entry point {by_entry_point[name].value!r} fails: {error}", field=FIELD) from error
+    else:
+        raise ConfigError(f"{name!r} is not known; known are {', '.join(known_names())}", field=FIELD)
+    return _checked(found, name)
+
+
+def known_names() -> list[str]:
+    return sorted({*BUILT_IN, *_entry_points()})
+
+
+def _from_module(path: str, name: str) -> Any:
+    field = "kv_transfer_config.kv_connector_module_path"
+    try:
+        module = importlib.import_module(path)
+    except ImportError as error:
+        raise ConfigError(f"cannot import {path!r}: {error}", field=field) from error
+    if not hasattr(module, name):
+        raise ConfigError(f"{path!r} has no {name!r}", field=field)
+    return getattr(module, name)
+
+
+def _entry_points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _checked(found: Any, name: str) -> type[KVConnectorBase_V1]:
+    if not (isinstance(found, type) and issubclass(found, KVConnectorBase_V1)):
+        raise ConfigError(f"{name!r} is {found!r}, which is no KVConnectorBase_V1", field=FIELD)
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise ConfigError(f"{name!r} does not define {missing}", field=FIELD)
+    try:
+        inspect.signature(found).bind("vllm_config", "role", "kv_cache_config")
+    except TypeError as error:
+        raise ConfigError(
+            f"the constructor of {name!r} must take (vllm_config, role, kv_cache_config); "
+            "the two-argument form of older connectors is not supported",
+            field=FIELD,
+        ) from error
+    return found
