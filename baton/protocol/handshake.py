@@ -1,0 +1,88 @@
+"""Before two engines share memory: are they the same model, and where does the other's memory lie?
+
+Two phases, so that engines of different versions can at least say why they do not talk. First versions and
+fingerprints are compared, field by field; only then is the opaque payload decoded, whose format may differ
+between versions. What comes out of `decode_ranks` has been checked and may be planned with.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from baton.core.errors import PeerError
+from baton.core.ids import Address
+from baton.core.layout import ModelFingerprint, RankLayout, differences
+from baton.protocol.messages import MAX_REASON_CHARS, Hello, Refused, Welcome
+from baton.protocol.plan import check_layout
+
+PROTOCOL_VERSION = 1
+MAX_RANKS = 4096
+MAX_TRANSPORTS = 16
+MAX_ENDPOINT_BYTES = 1 << 16  # Of one transport of one rank.
+
+
+class RankCard(msgspec.Struct, frozen=True):
+    """How to reach one rank's memory."""
+
+    tp_rank: int
+    layout: RankLayout
+    endpoints: dict[str, bytes]  # By transport name, in the order of the owner's preference.
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(tuple[RankCard, ...])
+
+
+def encode_ranks(cards: Sequence[RankCard]) -> bytes:
+    payload = _encoder.encode(tuple(cards))
+    decode_ranks(payload)  # Nothing leaves here that a peer would have to refuse.
+    return payload
+
+
+def decode_ranks(payload: bytes) -> tuple[RankCard, ...]:
+    """Raises PeerError unless it describes every rank of one engine, in order, soundly."""
+    try:
+        cards = _decoder.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise PeerError(f"malformed rank cards: {error}") from error
+    if not 0 < len(cards) <= MAX_RANKS:
+        raise PeerError(f"{len(cards)} rank cards, expected 1 to {MAX_RANKS}")
+    for tp_rank, card in enumerate(cards):
+        layout = card.layout
+        if (card.tp_rank, layout.tp_rank, layout.tp_size) != (tp_rank, tp_rank, len(cards)):
+            raise PeerError(
+                f"rank card {tp_rank} of {len(cards)} calls itself rank {card.tp_rank} "
+                f"with the layout of rank {layout.tp_rank} of {layout.tp_size}"
+            )
+        check_layout(layout)
+        _check_endpoints(card.endpoints)
+    return cards
+
+
+def make_hello(own_address: Address, fingerprint: ModelFingerprint) -> Hello:
+    return Hello(PROTOCOL_VERSION, fingerprint, own_address)
+
+
+def answer_hello(hello: Hello, fingerprint: ModelFingerprint, payload: bytes) -> Welcome | Refused:
+    reasons = incompatibilities(fingerprint, hello.protocol_version, hello.fingerprint)
+    if reasons:
+        return Refused(tuple(reason[:MAX_REASON_CHARS] for reason in reasons))
+    return Welcome(PROTOCOL_VERSION, fingerprint, payload)
+
+
+def incompatibilities(
+    ours: ModelFingerprint, their_version: int, their_fingerprint: ModelFingerprint
+) -> list[str]:
+    """One line for each thing that differs; empty when we may talk."""
+    reasons = differences(ours, their_fingerprint)
+    if their_version != PROTOCOL_VERSION:
+        reasons.insert(0, f"protocol_version: ours {PROTOCOL_VERSION}, theirs {their_version}")
+    return reasons
+
+
+def _check_endpoints(endpoints: Mapping[str, bytes]) -> None:
+    if len(endpoints) > MAX_TRANSPORTS:
+        raise PeerError(f"{len(endpoints)} transports on one rank, at most {MAX_TRANSPORTS}")
+    for name, endpoint in endpoints.items():
+        if len(endpoint) > MAX_ENDPOINT_BYTES:
+            raise PeerError(f"endpoint {name!r} has {len(endpoint)} bytes, at most {MAX_ENDPOINT_BYTES}")

@@ -1,0 +1,211 @@
+"""Everything one scheduler half may say to another, and the frame that carries it.
+
+One closed union; no sentinels, no prefixes. Durations cross the wire, instants never do: two processes share
+no clock. Every message is idempotent: dropping, repeating, delaying and reordering it is safe.
+
+    frame = msgpack [version, sender, target, [message, ...]]     at most MAX_FRAME_BYTES
+
+What `decode_envelope` returns is well-formed in every field; what it does not like is a PeerError and nothing
+else.
+"""
+
+from collections.abc import Iterable
+from math import isfinite
+from typing import NoReturn, TypeAlias
+
+import msgspec
+
+from baton.core.errors import PeerError
+from baton.core.ids import Address, LoanId
+from baton.core.layout import ModelFingerprint
+from baton.protocol.effects import Send
+
+WIRE_VERSION = 1  # Of the frame and of every message in it.
+MAX_FRAME_BYTES = 1 << 22  # A Welcome of 64 ranks with 128 layers each is about 0.6 MiB.
+MAX_MESSAGES = 4096  # In one frame.
+MAX_ENGINE_ID_CHARS = 256
+MAX_REASONS = 32
+MAX_REASON_CHARS = 512
+U64_MAX = 2**64 - 1
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    pass
+
+
+# --- Pull: D borrows P's blocks to read them ------------------------------------------------------
+
+
+class Renew(_Message, frozen=True, tag="renew"):
+    """D -> P: keep these blocks for me. The first one binds the loan to this `claim` alone."""
+
+    loan_id: LoanId
+    claim: int  # New for every fetch of this incarnation of D.
+    sequence: int
+
+    def __post_init__(self) -> None:
+        _check_u64(*self.loan_id, self.claim, self.sequence)
+
+
+class Renewed(_Message, frozen=True, tag="renewed"):
+    """P -> D: held for `ttl_s`, counted from the moment you *sent* `sequence`."""
+
+    loan_id: LoanId
+    claim: int
+    sequence: int
+    ttl_s: float
+
+    def __post_init__(self) -> None:
+        _check_u64(*self.loan_id, self.claim, self.sequence)
+        if not (isfinite(self.ttl_s) and self.ttl_s >= 0):
+            raise ValueError(f"ttl_s is {self.ttl_s}, which is no duration")
+
+
+class Released(_Message, frozen=True, tag="released"):
+    """D -> P: I am done, whatever the outcome; free the blocks."""
+
+    loan_id: LoanId
+    claim: int
+
+    def __post_init__(self) -> None:
+        _check_u64(*self.loan_id, self.claim)
+
+
+class Gone(_Message, frozen=True, tag="gone"):
+    """P -> D: you hold no such loan. Whatever you read may be another request's."""
+
+    loan_id: LoanId
+    claim: int
+
+    def __post_init__(self) -> None:
+        _check_u64(*self.loan_id, self.claim)
+
+
+# --- Peers ----------------------------------------------------------------------------------------
+
+
+class Hello(_Message, frozen=True, tag="hello"):
+    """Anybody -> P: may we talk, and where does your memory lie? Repeated until answered."""
+
+    protocol_version: int
+    fingerprint: ModelFingerprint
+    address: Address  # Ours; must be the envelope's sender.
+
+    def __post_init__(self) -> None:
+        _check_u64(self.protocol_version)
+        _check_address(self.address)
+
+
+class Welcome(_Message, frozen=True, tag="welcome"):
+    """P -> anybody: we may. `payload` is read only after the other fields have been compared.
+
+    It holds the ranks' layouts and endpoints (baton.protocol.handshake), whose format may differ between
+    versions.
+    """
+
+    protocol_version: int
+    fingerprint: ModelFingerprint
+    payload: bytes
+
+    def __post_init__(self) -> None:
+        _check_u64(self.protocol_version)
+
+
+class Refused(_Message, frozen=True, tag="refused"):
+    """P -> anybody: we may not, and here is each thing that differs."""
+
+    reasons: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.reasons) > MAX_REASONS or any(len(r) > MAX_REASON_CHARS for r in self.reasons):
+            raise ValueError("more reasons than anybody reads")
+
+
+class Stranger(_Message, frozen=True, tag="stranger"):
+    """Anybody -> anybody: you wrote to `about`; I am not it, and know nothing of it. Never answered."""
+
+    about: Address
+
+    def __post_init__(self) -> None:
+        _check_address(self.about)
+
+
+Message: TypeAlias = Renew | Renewed | Released | Gone | Hello | Welcome | Refused | Stranger
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    version: int
+    sender: Address
+    target: Address
+    messages: tuple[Message, ...]
+
+    def __post_init__(self) -> None:
+        _check_address(self.sender)
+        _check_address(self.target)
+        if len(self.messages) > MAX_MESSAGES:
+            raise ValueError(f"{len(self.messages)} messages in one frame, at most {MAX_MESSAGES}")
+
+
+class _Head(msgspec.Struct, array_like=True):
+    """What every version of the frame has in common."""
+
+    version: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+_head_decoder = msgspec.msgpack.Decoder(_Head)
+
+
+def encode_envelope(envelope: Envelope) -> bytes:
+    frame = _encoder.encode(envelope)
+    assert len(frame) <= MAX_FRAME_BYTES, f"a frame of {len(frame)} bytes"
+    return frame
+
+
+def decode_envelope(frame: bytes) -> Envelope:
+    """Raises PeerError for whatever is malformed, oversize or of another version."""
+    if len(frame) > MAX_FRAME_BYTES:
+        raise PeerError(f"frame of {len(frame)} bytes, at most {MAX_FRAME_BYTES}")
+    try:
+        envelope = _decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        _blame(frame, error)
+    if envelope.version != WIRE_VERSION:
+        raise PeerError(f"frame of wire version {envelope.version}, ours is {WIRE_VERSION}")
+    return envelope
+
+
+def pack_sends(sender: Address, sends: Iterable[Send]) -> list[Envelope]:
+    """What one turn of the driver has to say: one envelope per peer, or a few when there is very much."""
+    by_target: dict[Address, list[Message]] = {}
+    for send in sends:
+        by_target.setdefault(send.to, []).append(send.message)
+    return [
+        Envelope(WIRE_VERSION, sender, target, tuple(messages[start : start + MAX_MESSAGES]))
+        for target, messages in by_target.items()
+        for start in range(0, len(messages), MAX_MESSAGES)
+    ]
+
+
+def _blame(frame: bytes, error: Exception) -> NoReturn:
+    """A frame of another version need not look like ours: say that rather than which field surprised us."""
+    try:
+        version = _head_decoder.decode(frame).version
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        version = WIRE_VERSION
+    if version != WIRE_VERSION:
+        raise PeerError(f"frame of wire version {version}, ours is {WIRE_VERSION}") from error
+    raise PeerError(f"malformed frame: {error}") from error
+
+
+def _check_u64(*numbers: int) -> None:
+    for number in numbers:
+        if not 0 <= number <= U64_MAX:
+            raise ValueError(f"{number} is outside u64")
+
+
+def _check_address(address: Address) -> None:
+    _check_u64(address.epoch)
+    if not 0 < len(address.engine_id) <= MAX_ENGINE_ID_CHARS:
+        raise ValueError(f"an engine_id has 1 to {MAX_ENGINE_ID_CHARS} characters")

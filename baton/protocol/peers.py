@@ -1,0 +1,192 @@
+"""The engines we know, and the handshake with each: asked once, kept while used, left alone after a failure.
+
+    (unknown) --want--> ASKING --Welcome, compatible--> READY      (PeerReady)
+    ASKING --Refused, unsound Welcome, no answer--> RESTING        (PeerLost; doubling from 1 to 60 s)
+    READY --Stranger about it, idle, crowded out--> (unknown)      (PeerLost)
+    RESTING --back-off over, and wanted again--> ASKING
+
+Memory is bounded: at most `peers_max` records, made by our own `want` only. Whoever says Hello is answered
+from what we know of ourselves, and forgotten.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from baton.core.errors import PeerError
+from baton.core.ids import Address
+from baton.core.layout import ModelFingerprint
+from baton.core.timers import Timers
+from baton.protocol.effects import PeerEffect, PeerLost, PeerReady, Send
+from baton.protocol.handshake import (
+    RankCard,
+    answer_hello,
+    decode_ranks,
+    incompatibilities,
+    make_hello,
+)
+from baton.protocol.messages import Envelope, Hello, Message, Refused, Stranger, Welcome
+
+NEVER = float("inf")
+BACK_OFF_MIN_S = 1.0
+BACK_OFF_MAX_S = 60.0
+HELLOS_MAX = 5  # Unanswered, one round trip apart; then the peer counts as unreachable.
+PEERS_MAX = 1024
+
+
+def admit(own_address: Address, envelope: Envelope) -> tuple[tuple[Message, ...], list[Send]]:
+    """The messages that are for this incarnation, and what to say if none is.
+
+    What was meant for a predecessor MUST NOT reach a machine. Its writer is told that it is gone, unless all
+    it said was Stranger: a Stranger is never answered, or two engines would tell each other for ever.
+    """
+    if envelope.target == own_address:
+        return envelope.messages, []
+    if all(isinstance(message, Stranger) for message in envelope.messages):
+        return (), []
+    return (), [Send(envelope.sender, Stranger(envelope.target))]
+
+
+@dataclass(slots=True)
+class _Peer:
+    state: Literal["asking", "ready", "resting"]
+    wanted_at: float
+    next_hello: float = NEVER
+    num_hellos: int = 0
+    num_failures: int = 0
+    rests_until: float = -NEVER
+    reason: str = ""  # Of the last failure.
+    welcome: Welcome | None = None
+    ranks: tuple[RankCard, ...] = ()
+
+
+class PeerTable:
+    def __init__(
+        self,
+        own_address: Address,
+        fingerprint: ModelFingerprint,
+        timers: Timers,
+        payload: bytes | None = None,
+        *,
+        peers_max: int = PEERS_MAX,
+    ) -> None:
+        """`payload` is what our Welcome says (`encode_ranks`); until it is known, nobody is answered."""
+        self._own_address = own_address
+        self._fingerprint = fingerprint
+        self._timers = timers
+        self._payload = payload
+        self._peers_max = peers_max
+        self._peers: dict[Address, _Peer] = {}
+        # Longer than anything we may want of a peer, so that an idle one has nothing of ours in hand.
+        self._idle_max_s = max(600.0, 2 * timers.deadline_s)
+
+    def announce(self, payload: bytes) -> None:
+        """Our ranks have registered their memory: from now on we answer."""
+        self._payload = payload
+
+    def want(self, address: Address, now: float) -> list[PeerEffect]:
+        """Leads to PeerReady or PeerLost, at once or later. Call it at every use: it is what keeps a peer."""
+        peer = self._peers.get(address)
+        if peer is None:
+            effects = self._make_room()
+            self._peers[address] = peer = _Peer("asking", now)
+            return [*effects, self._hello(address, peer, now)]
+        peer.wanted_at = now
+        if peer.state == "ready":
+            assert peer.welcome is not None
+            return [PeerReady(address, peer.welcome, peer.ranks)]
+        if peer.state == "asking":
+            return []  # The answer is on its way.
+        if now < peer.rests_until:
+            return [PeerLost(address, peer.reason)]
+        peer.state, peer.num_hellos = "asking", 0
+        return [self._hello(address, peer, now)]
+
+    def receive(self, sender: Address, message: Message, now: float) -> list[PeerEffect]:
+        match message:
+            case Hello():
+                if message.address != sender or self._payload is None:
+                    return []  # Not who it says it is; or it will ask again.
+                return [Send(sender, answer_hello(message, self._fingerprint, self._payload))]
+            case Welcome():
+                return self._welcomed(sender, message, now)
+            case Refused(reasons):
+                return self._failed(
+                    sender, f"refused by the peer: {'; '.join(reasons) or 'no reason given'}", now
+                )
+            case Stranger(about):
+                if self._peers.pop(about, None) is None:
+                    return []
+                return [PeerLost(about, "restarted or gone: somebody else answers there")]
+            case _:
+                return []
+
+    def wake(self, now: float) -> list[PeerEffect]:
+        effects: list[PeerEffect] = []
+        for address, peer in list(self._peers.items()):
+            if peer.state == "asking" and now >= peer.next_hello:
+                if peer.num_hellos >= HELLOS_MAX:
+                    effects += self._failed(address, f"no answer to {HELLOS_MAX} hellos", now)
+                else:
+                    effects.append(self._hello(address, peer, now))
+            elif now >= self._idle_at(peer):
+                del self._peers[address]
+                if peer.state == "ready":
+                    effects.append(PeerLost(address, "not used for long"))
+        return effects
+
+    def is_ready(self, address: Address) -> bool:
+        peer = self._peers.get(address)
+        return peer is not None and peer.state == "ready"
+
+    @property
+    def next_deadline(self) -> float:
+        return min(
+            (p.next_hello if p.state == "asking" else self._idle_at(p) for p in self._peers.values()),
+            default=NEVER,
+        )
+
+    @property
+    def num_open(self) -> int:
+        return len(self._peers)
+
+    def _hello(self, address: Address, peer: _Peer, now: float) -> Send:
+        peer.num_hellos += 1
+        peer.next_hello = now + self._timers.round_trip_max_s
+        return Send(address, make_hello(self._own_address, self._fingerprint))
+
+    def _welcomed(self, sender: Address, welcome: Welcome, now: float) -> list[PeerEffect]:
+        peer = self._peers.get(sender)
+        if peer is None or peer.state != "asking":
+            return []  # A duplicate, or the answer to a hello that has been given up.
+        reasons = incompatibilities(self._fingerprint, welcome.protocol_version, welcome.fingerprint)
+        if reasons:
+            return self._failed(sender, f"incompatible: {'; '.join(reasons)}", now)
+        try:
+            ranks = decode_ranks(welcome.payload)
+        except PeerError as error:
+            return self._failed(sender, str(error), now)
+        peer.state, peer.welcome, peer.ranks = "ready", welcome, ranks
+        peer.num_failures = 0
+        return [PeerReady(sender, welcome, ranks)]
+
+    def _failed(self, address: Address, reason: str, now: float) -> list[PeerEffect]:
+        peer = self._peers.get(address)
+        if peer is None or peer.state != "asking":
+            return []
+        peer.state, peer.reason = "resting", reason
+        peer.rests_until = now + min(BACK_OFF_MIN_S * 2**peer.num_failures, BACK_OFF_MAX_S)
+        peer.num_failures += 1
+        return [PeerLost(address, reason)]
+
+    def _idle_at(self, peer: _Peer) -> float:
+        return max(peer.wanted_at + self._idle_max_s, peer.rests_until)
+
+    def _make_room(self) -> list[PeerEffect]:
+        """Whoever has not been wanted for longest goes, those that rest before those that work."""
+        if len(self._peers) < self._peers_max:
+            return []
+        address = min(
+            self._peers, key=lambda a: (self._peers[a].state != "resting", self._peers[a].wanted_at)
+        )
+        peer = self._peers.pop(address)
+        return [] if peer.state == "resting" else [PeerLost(address, "crowded out by other peers")]

@@ -1,0 +1,246 @@
+"""Consumer half of pull: read at once, ask meanwhile, accept what is proved.
+
+    QUEUED --start----------------------------------------------------------> OPEN       (fetch: both at once)
+    OPEN --all pairs read, and held_until lies after the last completion----> delivered
+    QUEUED, OPEN --Gone, read error, abort, deadline, producer lost---------> DRAINING   (fails now)
+    DRAINING --every own read has ended-------------------------------------> FreeTarget
+
+The fence is on completion. `held_until` is our belief in the lease, always less than the truth: counted from
+the *send* of a renewal, less the drift allowance. `completed_at` is when we hear of the last rank's last
+read, which is later than the truth. A read that outlived the belief is not lost yet: a later Renewed proves
+that the loan never ended (see pull_producer), Gone that it did.
+
+    send of Renew                 heard of last read      held_until = sent + ttl_s * (1 - drift_max)
+    |---------------- believed ---------|-------------------------|
+    |<--- P holds at least from here to ... ------------------------------>|
+"""
+
+from dataclasses import dataclass, field
+
+from baton.core.ids import Address, LoanId, Pair
+from baton.core.timers import Timers
+from baton.protocol.effects import CancelReads, ConsumerEffect, Deliver, Fail, FreeTarget, Send, StartReads
+from baton.protocol.messages import Gone, Message, Released, Renew, Renewed, Stranger
+
+NEVER = float("inf")
+
+
+@dataclass(slots=True)
+class _Fetch:
+    claim: int
+    loan_id: LoanId
+    producer: Address
+    give_up_at: float
+    next_renew: float
+    renewed_at: float  # Last *sent*.
+    reading: set[Pair] | None = None  # None while queued.
+    completed_at: float | None = None
+    held_until: float = -NEVER
+    draining: bool = False
+    sent_at: dict[int, float] = field(default_factory=dict)  # By sequence, until answered.
+
+
+class PullConsumer:
+    def __init__(self, timers: Timers) -> None:
+        self._timers = timers
+        self._fetches: dict[int, _Fetch] = {}
+        self._in_use: dict[tuple[Address, LoanId], int] = {}
+        self._num_claims = 0
+        self._num_renewals = 0
+
+    # --- Requests ---------------------------------------------------------------------------------
+
+    def fetch(
+        self, loan_id: LoanId, producer: Address, pairs: tuple[Pair, ...], now: float
+    ) -> tuple[int, list[ConsumerEffect]] | None:
+        """Claim and read. None: a request of ours uses this loan already; its ticket is good for one.
+
+        Without pairs there is nothing to move and so nothing to prove; the loan is claimed and released.
+        """
+        reserved = self.reserve(loan_id, producer, now)
+        if reserved is None:
+            return None
+        claim, effects = reserved
+        return claim, [*effects, *self.start(claim, pairs, now)]
+
+    def reserve(
+        self, loan_id: LoanId, producer: Address, now: float
+    ) -> tuple[int, list[ConsumerEffect]] | None:
+        """Claim, and keep renewing until `start` or `abort`: for a request that waits for room."""
+        if (producer, loan_id) in self._in_use:
+            return None
+        claim = self._new_claim()
+        fetch = _Fetch(claim, loan_id, producer, now + self._timers.deadline_s, now, now)
+        self._fetches[claim] = fetch
+        self._in_use[producer, loan_id] = claim
+        return claim, [self._renew(fetch, now)]
+
+    def start(self, claim: int, pairs: tuple[Pair, ...], now: float) -> list[ConsumerEffect]:
+        """Read what was reserved. Nothing happens if the claim has failed meanwhile: its Fail is out."""
+        fetch = self._fetches.get(claim)
+        if fetch is None or fetch.draining:
+            return []
+        assert fetch.reading is None, "a claim is started once"
+        fetch.reading = set(pairs)
+        if not pairs:
+            return self._deliver(fetch)
+        return [StartReads(claim, pairs)]
+
+    def release_unused(self, loan_id: LoanId, producer: Address, now: float) -> list[ConsumerEffect]:
+        """The ticket verified but its request will not be admitted: P need not wait for its deadline."""
+        if (producer, loan_id) in self._in_use:
+            return []  # Somebody here does use it.
+        return [Send(producer, Released(loan_id, self._new_claim()))]
+
+    def read_ended(
+        self, claim: int, pair: Pair, ok: bool, now: float, error: str = ""
+    ) -> list[ConsumerEffect]:
+        fetch = self._fetches.get(claim)
+        if fetch is None or not fetch.reading or pair not in fetch.reading:
+            return []  # Said before.
+        fetch.reading.discard(pair)
+        if fetch.draining:
+            return self._drained(fetch)
+        if not ok:
+            ranks = f"rank {pair.producer_rank} to rank {pair.consumer_rank}"
+            return self._fail(fetch, f"read failed, {ranks}: {error or 'no reason given'}")
+        if self._has_unread(fetch):
+            return []
+        return self._completed(fetch, now)
+
+    def abort(self, claim: int, now: float) -> list[ConsumerEffect]:
+        fetch = self._fetches.get(claim)
+        return [] if fetch is None else self._fail(fetch, "aborted")
+
+    def peer_lost(self, address: Address, reason: str, now: float) -> list[ConsumerEffect]:
+        """Fails whatever is fetched from it. Nothing is sent there: see Stranger in docs/protocol.md."""
+        lost = [fetch for fetch in self._fetches.values() if fetch.producer == address]
+        return [effect for fetch in lost for effect in self._fail(fetch, reason, tell=False)]
+
+    # --- Messages and time ------------------------------------------------------------------------
+
+    def receive(self, sender: Address, message: Message, now: float) -> list[ConsumerEffect]:
+        match message:
+            case Renewed(loan_id, claim, sequence, ttl_s):
+                fetch = self._of(sender, loan_id, claim)
+                if fetch is None or fetch.draining:
+                    return [Send(sender, Released(loan_id, claim))]  # The first one may have been lost.
+                sent_at = fetch.sent_at.pop(sequence, None)
+                if sent_at is None:
+                    return []  # A duplicate.
+                fetch.held_until = max(fetch.held_until, self._believed_until(sent_at, ttl_s))
+                return self._settle(fetch)
+            case Gone(loan_id, claim):
+                fetch = self._of(sender, loan_id, claim)
+                return [] if fetch is None else self._fail(fetch, "the producer no longer holds the blocks")
+            case Stranger(about):
+                return self.peer_lost(about, "the producer has restarted or is gone", now)
+            case _:
+                return []  # Not for a borrower.
+
+    def wake(self, now: float) -> list[ConsumerEffect]:
+        effects: list[ConsumerEffect] = []
+        for fetch in [f for f in self._fetches.values() if not f.draining and now >= f.give_up_at]:
+            effects += self._fail(fetch, self._overdue(fetch))
+        open_fetches = [fetch for fetch in self._fetches.values() if not fetch.draining]
+        due = {fetch.producer for fetch in open_fetches if now >= fetch.next_renew}
+        for fetch in open_fetches:
+            # What is nearly due goes along, so that a peer comes to hear one envelope per period.
+            if fetch.producer in due and fetch.next_renew - now < self._timers.renew_every_s / 2:
+                effects.append(self._renew(fetch, now))
+        return effects
+
+    def is_held(self, claim: int, now: float) -> bool:
+        """Would bytes that arrived now be accepted on what has been said so far?"""
+        fetch = self._fetches.get(claim)
+        return fetch is not None and not fetch.draining and now < fetch.held_until
+
+    @property
+    def next_deadline(self) -> float:
+        waiting = (f for f in self._fetches.values() if not f.draining)
+        return min((min(f.next_renew, f.give_up_at) for f in waiting), default=NEVER)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._fetches)
+
+    # --- Steps ------------------------------------------------------------------------------------
+
+    def _new_claim(self) -> int:
+        self._num_claims += 1
+        return self._num_claims
+
+    def _of(self, sender: Address, loan_id: LoanId, claim: int) -> _Fetch | None:
+        fetch = self._fetches.get(claim)
+        if fetch is None or fetch.loan_id != loan_id or fetch.producer != sender:
+            return None
+        return fetch
+
+    def _renew(self, fetch: _Fetch, now: float) -> Send:
+        self._num_renewals += 1
+        fetch.sent_at[self._num_renewals] = now
+        fetch.renewed_at = now
+        fetch.next_renew = now + self._renew_every_s(fetch)
+        return Send(fetch.producer, Renew(fetch.loan_id, fetch.claim, self._num_renewals))
+
+    def _renew_every_s(self, fetch: _Fetch) -> float:
+        if fetch.completed_at is None:
+            return self._timers.renew_every_s
+        # Only the proof is missing now, and every round trip without it is latency.
+        return min(self._timers.renew_every_s, self._timers.round_trip_max_s)
+
+    def _believed_until(self, sent_at: float, ttl_s: float) -> float:
+        # Counted from the send, not the answer: P counts from the receipt, which lies between the two.
+        return sent_at + ttl_s * (1 - self._timers.drift_max)
+
+    def _has_unread(self, fetch: _Fetch) -> bool:
+        return bool(fetch.reading)
+
+    def _completed(self, fetch: _Fetch, now: float) -> list[ConsumerEffect]:
+        fetch.completed_at = now
+        effects = self._settle(fetch)
+        if fetch.claim in self._fetches:  # Unproved: ask again soon, at once if the last question is old.
+            fetch.next_renew = min(fetch.next_renew, fetch.renewed_at + self._renew_every_s(fetch))
+            if now >= fetch.next_renew:
+                effects.append(self._renew(fetch, now))
+        return effects
+
+    def _settle(self, fetch: _Fetch) -> list[ConsumerEffect]:
+        if fetch.completed_at is None or not self._is_proved(fetch, fetch.completed_at):
+            return []
+        return self._deliver(fetch)
+
+    def _deliver(self, fetch: _Fetch) -> list[ConsumerEffect]:
+        self._forget(fetch)
+        return [Send(fetch.producer, Released(fetch.loan_id, fetch.claim)), Deliver(fetch.claim)]
+
+    def _is_proved(self, fetch: _Fetch, completed_at: float) -> bool:
+        return completed_at < fetch.held_until
+
+    def _overdue(self, fetch: _Fetch) -> str:
+        if fetch.reading is None:
+            waited_for = "room"
+        elif fetch.reading:
+            waited_for = f"{len(fetch.reading)} reads"
+        else:
+            waited_for = "an answer of the producer"
+        return f"deadline of {self._timers.deadline_s:g} s passed, waiting for {waited_for}"
+
+    def _fail(self, fetch: _Fetch, reason: str, *, tell: bool = True) -> list[ConsumerEffect]:
+        if fetch.draining:
+            return []
+        fetch.draining = True
+        effects: list[ConsumerEffect] = [Fail(fetch.claim, reason)]
+        if tell:
+            effects.insert(0, Send(fetch.producer, Released(fetch.loan_id, fetch.claim)))
+        return [*effects, *(self._drained(fetch) or [CancelReads(fetch.claim)])]
+
+    def _drained(self, fetch: _Fetch) -> list[ConsumerEffect]:
+        if fetch.reading:
+            return []
+        self._forget(fetch)
+        return [FreeTarget(fetch.claim)]
+
+    def _forget(self, fetch: _Fetch) -> None:
+        del self._fetches[fetch.claim]
+        del self._in_use[fetch.producer, fetch.loan_id]
