@@ -1,0 +1,94 @@
+"""The memory of one rank's KV cache: one allocation, touched at start, described by its own strides.
+
+    |<----------------------------- one storage ------------------------------>|
+    | layer 0: block 0, block 1, ...          | layer 1: block 0, ...          | ...
+
+Each layer is a view `[num_blocks, num_kv_heads_of_rank, block_size, 2 * head_dim]`, K in front of V.
+"""
+
+import torch
+
+from baton.core.config import CacheConfig, ModelConfig
+from baton.core.layout import LayerLayout, RankLayout, Region
+from baton.core.topology import kv_heads_of
+
+
+def layer_name(layer: int) -> str:
+    """The key of a layer's cache, as vLLM and connectors know it."""
+    return f"model.layers.{layer}.self_attn.attn"
+
+
+def kv_cache_bytes(model_config: ModelConfig, cache_config: CacheConfig, tp_rank: int, tp_size: int) -> int:
+    """What `allocate_kv_cache` takes on one rank."""
+    heads = kv_heads_of(tp_rank, tp_size=tp_size, num_kv_heads=model_config.num_kv_heads)
+    slot_bytes = len(heads) * 2 * model_config.head_dim * torch_dtype(model_config.dtype).itemsize
+    num_slots = cache_config.num_gpu_blocks * cache_config.block_size
+    return model_config.num_hidden_layers * num_slots * slot_bytes
+
+
+def allocate_kv_cache(
+    model_config: ModelConfig,
+    cache_config: CacheConfig,
+    tp_rank: int,
+    tp_size: int,
+    device: str | torch.device,
+) -> dict[str, torch.Tensor]:
+    """Layer name to cache, in layer order. Every page is written: first touch costs ten copies."""
+    heads = kv_heads_of(tp_rank, tp_size=tp_size, num_kv_heads=model_config.num_kv_heads)
+    shape = (
+        model_config.num_hidden_layers,
+        cache_config.num_gpu_blocks,
+        len(heads),
+        cache_config.block_size,
+        2 * model_config.head_dim,
+    )
+    # Not torch.zeros: it maps zero pages lazily and touches nothing.
+    storage = torch.empty(shape, dtype=torch_dtype(model_config.dtype), device=device).zero_()
+    return {layer_name(layer): storage[layer] for layer in range(model_config.num_hidden_layers)}
+
+
+def describe(
+    kv_caches: dict[str, torch.Tensor], *, tp_rank: int, tp_size: int, num_kv_heads: int
+) -> RankLayout:
+    """Where the bytes lie, read off the tensors. `num_kv_heads` is the whole model's."""
+    regions: list[Region] = []
+    region_of_storage: dict[int, int] = {}
+    layers: list[LayerLayout] = []
+    first = next(iter(kv_caches.values()))
+    for name, cache in kv_caches.items():
+        assert cache.shape == first.shape
+        assert cache.dtype == first.dtype
+        num_blocks, _, block_tokens, width = cache.shape
+        itemsize = cache.element_size()
+        block_stride, head_stride, token_stride, element_stride = cache.stride()
+        assert (token_stride, element_stride) == (width, 1), "a head of a block is one contiguous run"
+        storage = cache.untyped_storage()
+        address = storage.data_ptr()
+        if address not in region_of_storage:
+            region_of_storage[address] = len(regions)
+            regions.append(Region(address, storage.nbytes(), str(cache.device)))
+        layers.append(
+            LayerLayout(
+                name=name,
+                region=region_of_storage[address],
+                offset=cache.data_ptr() - address,
+                block_stride=block_stride * itemsize,
+                head_stride=head_stride * itemsize,
+                head_bytes=block_tokens * width * itemsize,
+            )
+        )
+    return RankLayout(
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        num_kv_heads=num_kv_heads,
+        num_blocks=num_blocks,
+        block_tokens=block_tokens,
+        dtype=str(first.dtype).removeprefix("torch."),
+        regions=tuple(regions),
+        layers=tuple(layers),
+    )
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The names that ModelConfig uses."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]

@@ -1,0 +1,132 @@
+"""What one forward pass knows besides its tokens: where they lie in the paged cache, and who watches.
+
+A batch is flattened: the scheduled tokens of request 0, then of request 1, ...
+
+    request        0                1     2
+    tokens    | 5 6 7 8 |           9  | 40 41 |         num_scheduled   [4, 1, 2]
+    positions | 0 1 2 3 |           17 | 8  9  |         num_computed    [0, 17, 8]
+    query_start_loc  0              4    5       7       seq_lens        [4, 18, 10]
+
+Passed as an argument to everything that needs it; there is no current context of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+if TYPE_CHECKING:
+    from baton.contract import KVConnectorWorkerHalf
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+BlockIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """Of one step; vLLM's names. The tensors share memory with the arrays and lie on the CPU."""
+
+    num_actual_tokens: int
+    num_reqs: int
+    max_query_len: int
+    max_seq_len: int
+    block_size: int
+    query_start_loc_np: IntArray  # [R + 1]
+    seq_lens_np: IntArray  # [R], with this step's tokens.
+    slot_mapping_np: IntArray  # [T]: block id * block_size + offset.
+    block_table_np: IntArray  # [R, most blocks of a request]; unused entries are 0.
+    positions_np: IntArray  # [T]
+    query_start_loc: torch.Tensor = field(init=False)
+    seq_lens: torch.Tensor = field(init=False)
+    slot_mapping: torch.Tensor = field(init=False)
+    block_table: torch.Tensor = field(init=False)
+    positions: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.query_start_loc = torch.from_numpy(self.query_start_loc_np)
+        self.seq_lens = torch.from_numpy(self.seq_lens_np)
+        self.slot_mapping = torch.from_numpy(self.slot_mapping_np)
+        self.block_table = torch.from_numpy(self.block_table_np)
+        self.positions = torch.from_numpy(self.positions_np)
+
+
+@dataclass(slots=True)
+class ForwardContext:
+    """`attn_metadata` None: a dummy run, in which attention does nothing and no connector is called."""
+
+    attn_metadata: AttentionMetadata | None = None
+    kv_caches: dict[str, torch.Tensor] = field(default_factory=dict)
+    worker_half: KVConnectorWorkerHalf | None = None
+
+    @property
+    def watcher(self) -> KVConnectorWorkerHalf | None:
+        """The half whose per-layer hooks this pass calls, if any."""
+        if self.attn_metadata is None or self.worker_half is None:
+            return None
+        return self.worker_half if self.worker_half.has_connector_metadata() else None
+
+
+def build_attention_metadata(
+    num_computed: Sequence[int] | IntArray,
+    num_scheduled: Sequence[int] | IntArray,
+    block_ids: Sequence[BlockIds],
+    block_size: int,
+) -> AttentionMetadata:
+    """One entry per request in each argument; `block_ids[i]` is request i's whole table, or more.
+
+    Tables that are int arrays (rows of a table kept from step to step) cost a tenth of lists of ints.
+    """
+    computed = np.asarray(num_computed, dtype=np.int64)
+    scheduled = np.asarray(num_scheduled, dtype=np.int64)
+    num_reqs = len(computed)
+    assert num_reqs == len(scheduled) == len(block_ids) > 0
+    seq_lens = computed + scheduled
+    query_start_loc = np.zeros(num_reqs + 1, dtype=np.int64)
+    np.cumsum(scheduled, out=query_start_loc[1:])
+    num_tokens = int(query_start_loc[-1])
+    max_query_len = int(scheduled.max())
+    block_table = _block_table(block_ids, -(-seq_lens // block_size))
+    if max_query_len == 1 and num_tokens == num_reqs:
+        positions, rows = computed, np.arange(num_reqs, dtype=np.int64)
+    else:
+        positions = np.arange(num_tokens, dtype=np.int64)
+        positions += np.repeat(computed - query_start_loc[:-1], scheduled)
+        rows = np.repeat(np.arange(num_reqs, dtype=np.int64), scheduled)
+    block_index, offset = np.divmod(positions, block_size)
+    slot_mapping = block_table[rows, block_index]
+    slot_mapping *= block_size
+    slot_mapping += offset
+    return AttentionMetadata(
+        num_actual_tokens=num_tokens,
+        num_reqs=num_reqs,
+        max_query_len=max_query_len,
+        max_seq_len=int(seq_lens.max()),
+        block_size=block_size,
+        query_start_loc_np=query_start_loc,
+        seq_lens_np=seq_lens,
+        slot_mapping_np=slot_mapping,
+        block_table_np=block_table,
+        positions_np=positions,
+    )
+
+
+def _block_table(block_ids: Sequence[BlockIds], num_blocks: IntArray) -> IntArray:
+    width = int(num_blocks.max())
+    table = np.zeros((len(block_ids), width), dtype=np.int64)
+    if all(isinstance(ids, np.ndarray) for ids in block_ids):
+        for row, (ids, count) in enumerate(zip(block_ids, num_blocks.tolist(), strict=True)):
+            assert len(ids) >= count, "a request has tokens beyond its blocks"
+            table[row, :count] = ids[:count]
+        return table
+    counts = num_blocks.tolist()
+    used = [ids if len(ids) == count else ids[:count] for ids, count in zip(block_ids, counts, strict=True)]
+    assert list(map(len, used)) == counts, "a request has tokens beyond its blocks"
+    flat = np.fromiter(chain.from_iterable(used), dtype=np.int64, count=sum(counts))
+    table[np.arange(width) < num_blocks[:, None]] = flat
+    return table
