@@ -1,0 +1,141 @@
+"""Processes of one engine: started fresh, joined to their parent by one socket, never outliving it.
+
+    parent  Child.spawn("package.module:function")      child  function(socket)
+      |<------------------- socket pair ----------------------->|
+      |  end of stream: the child is gone                        |  end of stream: the parent is gone
+
+A child hears of its parent's death three ways: the end of the stream where it reads it, a thread that waits
+for just that (a child that is busy ends after `grace_s`), and on Linux a signal from the kernel, which also
+ends a child that holds the GIL for ever.
+
+A plain interpreter is started rather than `multiprocessing`'s spawn: that one runs the user's main module
+again in each child.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+PARENT_GONE = 70  # Exit status of a child that outlived its parent; EX_SOFTWARE.
+KILL_WAIT_S = 10.0  # The kernel ends a killed process at once, unless it sits in a driver.
+PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
+
+_BOOTSTRAP = (
+    "import json, sys; arguments = json.loads(sys.argv[1]); sys.path[:] = arguments.pop('path'); "
+    "from baton.engine.child import run; run(**arguments)"
+)
+
+
+@dataclass(slots=True)
+class Child:
+    name: str
+    process: subprocess.Popen[bytes]
+    socket: socket.socket  # Our end.
+
+    @classmethod
+    def spawn(
+        cls,
+        target: str,
+        *,
+        name: str,
+        grace_s: float,
+        environment: Mapping[str, str],
+        dies_with_thread: bool = False,
+    ) -> Child:
+        """Runs `target` ("package.module:function") with the child's end of the socket.
+
+        `environment` is added to ours. `dies_with_thread`: Linux may also end the child when the calling
+        *thread* ends, which is what its death signal goes by.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            arguments = {
+                "path": [os.path.abspath(entry) for entry in sys.path],
+                "target": target,
+                "name": name,
+                "fd": theirs.fileno(),
+                "parent_pid": os.getpid(),
+                "grace_s": grace_s,
+                "dies_with_thread": dies_with_thread,
+            }
+            process = subprocess.Popen(
+                [sys.executable, "-c", _BOOTSTRAP, json.dumps(arguments)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **environment},
+            )
+        return cls(name, process, ours)
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def describe_exit(self) -> str:
+        """For messages, once the stream has ended."""
+        try:
+            status = self.process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return f"{self.name} closed its connection"
+        if status < 0:
+            return f"{self.name} was ended by {signal.Signals(-status).name}"
+        return f"{self.name} ended with exit status {status}"
+
+    def stop(self, timeout_s: float) -> None:
+        """Wait for it to end, then end it. Idempotent."""
+        try:
+            self.process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            logger.warning("%s did not end within %.0f s; killing it", self.name, timeout_s)
+            self.process.kill()
+            self.process.wait(timeout=KILL_WAIT_S)
+        self.socket.close()
+
+    def kill(self) -> None:
+        """End it now. Idempotent."""
+        self.process.kill()
+        self.process.wait(timeout=KILL_WAIT_S)
+        self.socket.close()
+
+
+def run(*, target: str, name: str, fd: int, parent_pid: int, grace_s: float, dies_with_thread: bool) -> None:
+    """The child's first call."""
+    # Ctrl-C reaches the whole terminal group; our parent decides what it means for us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end = socket.socket(fileno=fd)
+    os.set_inheritable(fd, False)
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+        if dies_with_thread:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(PARENT_GONE)  # It died before we asked to be told.
+    threading.Thread(target=_follow_parent, args=(os.dup(fd), grace_s), name="parent", daemon=True).start()
+    module_name, _, function_name = target.partition(":")
+    function: Callable[[socket.socket], None] = getattr(importlib.import_module(module_name), function_name)
+    with end:
+        function(end)
+
+
+def _follow_parent(fd: int, grace_s: float) -> None:
+    """Ends this process `grace_s` after its parent. A daemon thread: its owner is the process itself."""
+    poll = select.poll()
+    poll.register(fd, getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
+    poll.poll()
+    threading.Event().wait(grace_s)
+    os._exit(PARENT_GONE)

@@ -1,0 +1,333 @@
+"""Chooses the next token of each row of logits: [B, V] float32 in, one token id a row out.
+
+    raw logits --> bias, min_tokens, penalties --> greedy rows: argmax
+                                               \\-> / temperature --> min-p, top-k, top-p --> draw
+    raw logits --> log_softmax                     (what `logprobs` reports)
+
+A draw is a function of the request's seed and the token's absolute position, and of nothing else: no state
+moves along. So batch mates cannot change a request's tokens, a preempted request draws again what it drew
+before, and an engine that continues another engine's sequence draws what that one would have drawn.
+
+Shapes: B rows, V vocabulary, R rows that are drawn at random.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.engine.api import SamplingParams, TokenLogprob, TokenLogprobs
+
+Int64s = npt.NDArray[np.int64]
+UInt64s = npt.NDArray[np.uint64]
+
+TOP_P_WIDTH = 1024  # Candidates sorted at first; a distribution so flat that p needs more sorts all of V.
+
+
+def seed_of(*parts: object) -> int:
+    """64 bits that depend on every part and on their order."""
+    text = "\0".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def uniforms(seeds: UInt64s, positions: Int64s) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) for each (seed, position). SplitMix64's finaliser (Steele et al., 2014), twice."""
+    mixed = _mix(seeds + _mix(positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)))
+    fractions: npt.NDArray[np.float64] = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return fractions
+
+
+def _mix(x: UInt64s) -> UInt64s:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class TokenCounts:
+    """How often each token occurred in one request's output; tokens of its prompt are there with count 0.
+
+    Sparse, since V is large and a request's own vocabulary is small.
+    """
+
+    def __init__(self, prompt: Sequence[int], output: Sequence[int] = ()) -> None:
+        self._slot = {token: slot for slot, token in enumerate(dict.fromkeys(prompt))}
+        capacity = max(64, 2 * len(self._slot))
+        self._tokens = np.zeros(capacity, np.int64)
+        self._counts = np.zeros(capacity, np.float32)
+        self._tokens[: len(self._slot)] = list(self._slot)
+        for token in output:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        slot = self._slot.setdefault(token, len(self._slot))
+        if slot == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._tokens[slot] = token
+        self._counts[slot] += 1
+
+    @property
+    def tokens(self) -> Int64s:
+        return self._tokens[: len(self._slot)]
+
+    @property
+    def counts(self) -> npt.NDArray[np.float32]:
+        return self._counts[: len(self._slot)]
+
+
+@dataclass(slots=True, eq=False)
+class SamplingRow:
+    """What the sampler knows of one request. `counts` exists only if a penalty needs it."""
+
+    params: SamplingParams
+    seed: int
+    num_prompt_tokens: int
+    blocked_token_ids: tuple[int, ...]  # Not before `min_tokens`: the ids that would end the output.
+    counts: TokenCounts | None
+
+    @classmethod
+    def of(
+        cls,
+        request_id: str,
+        params: SamplingParams,
+        *,
+        prompt: Sequence[int],
+        output: Sequence[int] = (),
+        eos_token_ids: Sequence[int],
+        engine_seed: int,
+    ) -> SamplingRow:
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+        return cls(
+            params=params,
+            # Without a seed of its own a request still gets one, so that every draw is made the same way.
+            seed=seed_of(params.seed) if params.seed is not None else seed_of(engine_seed, request_id),
+            num_prompt_tokens=len(prompt),
+            blocked_token_ids=tuple(sorted(ends)) if params.min_tokens else (),
+            counts=TokenCounts(prompt, output) if has_penalties(params) else None,
+        )
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    return (
+        params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    )
+
+
+class Sampled(NamedTuple):
+    token_ids: list[int]
+    logprobs: dict[int, TokenLogprobs]  # By row; only rows that asked.
+
+
+class _Plan:
+    """What `rows` need, gathered once and reused while the batch does not change."""
+
+    def __init__(self, rows: list[SamplingRow], vocab_size: int, device: torch.device) -> None:
+        def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        self.rows = rows
+        self.biased = [
+            (row, token, bias)
+            for row, state in enumerate(rows)
+            for token, bias in state.params.logit_bias.items()
+            if 0 <= token < vocab_size
+        ]
+        self.blocked = [row for row, state in enumerate(rows) if state.blocked_token_ids]
+        self.penalised = [row for row, state in enumerate(rows) if state.counts is not None]
+        self.with_logprobs = [row for row, state in enumerate(rows) if state.params.logprobs is not None]
+        self.random = [row for row, state in enumerate(rows) if not state.params.is_greedy]
+        self.is_plain = not (
+            self.biased or self.blocked or self.penalised or self.with_logprobs or self.random
+        )
+        params = [rows[row].params for row in self.random]
+        self.random_index = column(self.random, torch.int64)
+        self.temperature = column([p.temperature for p in params], torch.float32)
+        self.seeds = np.array([rows[row].seed for row in self.random], np.uint64)
+        self.min_p = [p.min_p for p in params]
+        self.top_p = [p.top_p for p in params]
+        self.top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+        self.is_truncated = any(
+            min_p > 0 or top_p < 1 or top_k < vocab_size
+            for min_p, top_p, top_k in zip(self.min_p, self.top_p, self.top_k, strict=True)
+        )
+
+
+class Sampler:
+    def __init__(self) -> None:
+        self._plan: _Plan | None = None
+
+    def sample(self, logits_BV: torch.Tensor, rows: list[SamplingRow], positions: Int64s) -> Sampled:
+        """`positions[b]` is where row b's new token will stand: the number of tokens it has so far."""
+        assert logits_BV.dtype is torch.float32
+        assert logits_BV.shape[0] == len(rows) == len(positions)
+        plan = self._plan
+        if plan is None or plan.rows != rows:
+            plan = self._plan = _Plan(rows, logits_BV.shape[1], logits_BV.device)
+        if plan.is_plain:
+            token_ids: list[int] = logits_BV.argmax(dim=-1).tolist()
+            return Sampled(token_ids, {})
+
+        adjusted_BV = _adjust(logits_BV, plan, positions)
+        chosen_B = adjusted_BV.argmax(dim=-1)
+        if plan.random:
+            chosen_B[plan.random_index] = _draw(adjusted_BV[plan.random_index], plan, positions)
+        token_ids = chosen_B.tolist()
+        for row in plan.penalised:
+            counts = rows[row].counts
+            assert counts is not None
+            counts.add(token_ids[row])
+        return Sampled(token_ids, _logprobs(logits_BV, plan, token_ids))
+
+
+def _adjust(logits_BV: torch.Tensor, plan: _Plan, positions: Int64s) -> torch.Tensor:
+    """Bias, min_tokens and penalties, on a copy: the raw logits are still needed for logprobs."""
+    blocked = [
+        (row, token)
+        for row in plan.blocked
+        if positions[row] - plan.rows[row].num_prompt_tokens < plan.rows[row].params.min_tokens
+        for token in plan.rows[row].blocked_token_ids
+        if token < logits_BV.shape[1]
+    ]
+    if not (plan.biased or blocked or plan.penalised):
+        return logits_BV
+    logits_BV = logits_BV.clone()
+    device = logits_BV.device
+    if plan.biased:
+        rows, tokens, biases = zip(*plan.biased, strict=True)
+        index = (torch.tensor(rows, device=device), torch.tensor(tokens, device=device))
+        logits_BV.index_put_(index, torch.tensor(biases, device=device), accumulate=True)
+    if blocked:
+        rows, tokens = zip(*blocked, strict=True)
+        logits_BV[torch.tensor(rows, device=device), torch.tensor(tokens, device=device)] = -math.inf
+    if plan.penalised:
+        _penalise(logits_BV, [(row, plan.rows[row]) for row in plan.penalised])
+    return logits_BV
+
+
+def _penalise(logits_BV: torch.Tensor, penalised: list[tuple[int, SamplingRow]]) -> None:
+    """In place, and only where a token has occurred."""
+    counts_of = [state.counts for _, state in penalised if state.counts is not None]
+    lengths = [len(counts.tokens) for counts in counts_of]
+
+    def spread(values: list[float]) -> torch.Tensor:
+        return torch.from_numpy(np.repeat(np.array(values, np.float32), lengths)).to(logits_BV.device)
+
+    rows = torch.from_numpy(np.repeat(np.array([row for row, _ in penalised]), lengths)).to(logits_BV.device)
+    tokens = torch.from_numpy(np.concatenate([c.tokens for c in counts_of])).to(logits_BV.device)
+    counts = torch.from_numpy(np.concatenate([c.counts for c in counts_of])).to(logits_BV.device)
+    repetition = spread([state.params.repetition_penalty for _, state in penalised])
+    presence = spread([state.params.presence_penalty for _, state in penalised])
+    frequency = spread([state.params.frequency_penalty for _, state in penalised])
+    logits = logits_BV[rows, tokens]
+    # Keskar et al., 2019: a penalty above 1 has to push down on both sides of zero.
+    logits = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits_BV[rows, tokens] = logits - presence * (counts > 0) - frequency * counts
+
+
+def _draw(logits_RV: torch.Tensor, plan: _Plan, positions: Int64s) -> torch.Tensor:
+    logits_RV = logits_RV / plan.temperature[:, None]
+    if plan.is_truncated:
+        logits_RV = truncate(logits_RV, min_p=plan.min_p, top_k=plan.top_k, top_p=plan.top_p)
+    probs_RV = logits_RV.softmax(dim=-1)
+    # Inversion: one random number a row rather than V of them. The first token whose cumulative probability
+    # exceeds u * total; a token of probability 0 adds nothing, so it is never the first to exceed.
+    cumulative_RV = probs_RV.cumsum(dim=-1)
+    u_R = torch.from_numpy(uniforms(plan.seeds, positions[plan.random])).to(cumulative_RV)
+    target_R1 = (u_R * cumulative_RV[:, -1])[:, None]
+    chosen_R = torch.searchsorted(cumulative_RV, target_R1, right=True)[:, 0]
+    # In float32 u * total may round up to the total, which nothing exceeds.
+    return torch.where(chosen_R < logits_RV.shape[1], chosen_R, probs_RV.argmax(dim=-1))
+
+
+def truncate(
+    logits_RV: torch.Tensor, *, min_p: Sequence[float], top_k: Sequence[int], top_p: Sequence[float]
+) -> torch.Tensor:
+    """Sets to -inf what min-p, then top-k, then top-p leave out. `top_k` is in [1, V].
+
+        min-p   keeps p >= min_p * the largest p
+        top-k   keeps what is at least the k-th largest
+        top-p   of what is left, renormalised: keeps what is at least the last member of the smallest set of
+                most likely tokens that reaches p
+
+    Equal logits are kept or dropped together, so the result does not depend on the order of a sort.
+    """
+    V = logits_RV.shape[1]
+    device = logits_RV.device
+    log_min_p = torch.tensor([math.log(p) if p > 0 else -math.inf for p in min_p], device=device)
+    floor_R = logits_RV.amax(dim=-1) + log_min_p
+    widest_k = max((k for k in top_k if k < V), default=0)
+    has_top_p = any(p < 1 for p in top_p)
+    if widest_k or has_top_p:
+        width = min(V, max(widest_k, TOP_P_WIDTH if has_top_p else 0))
+        floor_R = _floor(logits_RV, floor_R, width, top_k, top_p)
+    return logits_RV.masked_fill(logits_RV < floor_R[:, None], -math.inf)
+
+
+def _floor(
+    logits_RV: torch.Tensor,
+    floor_R: torch.Tensor,
+    width: int,
+    top_k: Sequence[int],
+    top_p: Sequence[float],
+) -> torch.Tensor:
+    """The smallest logit that each row keeps, judged by its `width` largest; by all where those do not do."""
+    R, V = logits_RV.shape
+    device = logits_RV.device
+    best_RW = logits_RV.topk(width, dim=-1).values
+    is_limited_R = torch.tensor([k < V for k in top_k], device=device)
+    kth_R = best_RW[torch.arange(R, device=device), torch.tensor([min(k, width) - 1 for k in top_k])]
+    floor_R = torch.where(is_limited_R, torch.maximum(floor_R, kth_R), floor_R)
+    if all(p >= 1 for p in top_p):
+        return floor_R
+
+    p_R = torch.tensor(list(top_p), device=device)
+    left_RV = logits_RV.masked_fill(logits_RV < floor_R[:, None], -math.inf)
+    probs_RW = (best_RW - left_RV.logsumexp(dim=-1, keepdim=True)).exp()
+    probs_RW = probs_RW.masked_fill(best_RW < floor_R[:, None], 0.0)
+    cumulative_RW = probs_RW.cumsum(dim=-1)
+    num_kept_R = ((cumulative_RW - probs_RW) < p_R[:, None]).sum(dim=-1)
+    cut_R = best_RW.gather(1, (num_kept_R - 1).clamp(min=0)[:, None])[:, 0]
+    result_R = torch.where(p_R < 1, torch.maximum(floor_R, cut_R), floor_R)
+
+    # The set has not reached p, and something that counts may lie beyond the width: look again, at all of V.
+    is_short_R = (p_R < 1) & (cumulative_RW[:, -1] < p_R) & (best_RW[:, -1] >= floor_R)
+    if width < V and bool(is_short_R.any()):
+        short = is_short_R.nonzero()[:, 0]
+        rows: list[int] = short.tolist()
+        result_R[short] = _floor(
+            logits_RV[short], floor_R[short], V, [top_k[row] for row in rows], [top_p[row] for row in rows]
+        )
+    return result_R
+
+
+def _logprobs(logits_BV: torch.Tensor, plan: _Plan, token_ids: list[int]) -> dict[int, TokenLogprobs]:
+    if not plan.with_logprobs:
+        return {}
+    wanted = [plan.rows[row].params.logprobs or 0 for row in plan.with_logprobs]
+    logprobs_LV = logits_BV[plan.with_logprobs].log_softmax(dim=-1)
+    chosen_ids = [token_ids[row] for row in plan.with_logprobs]
+    chosen_L1 = logprobs_LV.gather(1, torch.tensor(chosen_ids, device=logits_BV.device)[:, None])
+    ranks: list[int] = ((logprobs_LV > chosen_L1).sum(dim=-1) + 1).tolist()
+    chosen: list[float] = chosen_L1[:, 0].tolist()
+    top = logprobs_LV.topk(min(max(wanted), logits_BV.shape[1]), dim=-1)
+    top_ids: list[list[int]] = top.indices.tolist()
+    top_values: list[list[float]] = top.values.tolist()
+    return {
+        row: TokenLogprobs(
+            chosen=TokenLogprob(chosen_ids[i], chosen[i], ranks[i]),
+            top=tuple(
+                TokenLogprob(token, value, rank)
+                for rank, (token, value) in enumerate(
+                    zip(top_ids[i][: wanted[i]], top_values[i][: wanted[i]], strict=True), start=1
+                )
+            ),
+        )
+        for i, row in enumerate(plan.with_logprobs)
+    }
