@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from baton.core.errors import PeerError
-from baton.core.ids import Address
+from baton.core.ids import Address, Epoch
 from baton.core.layout import ModelFingerprint, RankLayout, differences
-from baton.protocol.messages import MAX_REASON_CHARS, Hello, Refused, Welcome
+from baton.protocol.messages import MAX_REASON_CHARS, U64_MAX, Hello, Refused, Welcome
 from baton.protocol.plan import check_layout
 
 PROTOCOL_VERSION = 1
@@ -27,6 +27,7 @@ class RankCard(msgspec.Struct, frozen=True):
     tp_rank: int
     layout: RankLayout
     endpoints: dict[str, bytes]  # By transport name, in the order of the owner's preference.
+    epoch: Epoch = Epoch(0)  # Of the process that holds this memory; its endpoints are bound to it.
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -54,6 +55,8 @@ def decode_ranks(payload: bytes) -> tuple[RankCard, ...]:
                 f"rank card {tp_rank} of {len(cards)} calls itself rank {card.tp_rank} "
                 f"with the layout of rank {layout.tp_rank} of {layout.tp_size}"
             )
+        if not 0 <= card.epoch <= U64_MAX:
+            raise PeerError(f"rank card {tp_rank} has epoch {card.epoch}, which is outside u64")
         check_layout(layout)
         _check_endpoints(card.endpoints)
     return cards
