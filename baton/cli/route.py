@@ -1,0 +1,86 @@
+"""`baton route`: the P/D router in front of engines that run already."""
+
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Route requests between prefill and decode engines.")
+
+
+@app.command()
+def route(
+    prefill: Annotated[list[str], typer.Option(help="Root URL of a prefill engine; repeat for more.")],
+    decode: Annotated[list[str], typer.Option(help="Root URL of a decode engine; repeat for more.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
+    policy: Annotated[
+        str, typer.Option(help="least_in_flight, round_robin or prefix_affinity.")
+    ] = "least_in_flight",
+    on_prefill_failure: Annotated[
+        str, typer.Option(help="local: the decode engine prefills by itself; fail: the request fails.")
+    ] = "local",
+    min_prefill_tokens: Annotated[
+        int, typer.Option(help="Shorter prompts (estimated) go straight to a decode engine.", min=0)
+    ] = 0,
+    connect_timeout_s: Annotated[float, typer.Option(help="To connect to an engine.")] = 2.0,
+    prefill_timeout_s: Annotated[float, typer.Option(help="For the whole prefill leg.")] = 120.0,
+    first_byte_timeout_s: Annotated[float, typer.Option(help="For a stream's first piece.")] = 120.0,
+    answer_timeout_s: Annotated[float, typer.Option(help="For an answer that is not streamed.")] = 600.0,
+    idle_timeout_s: Annotated[float, typer.Option(help="Between two pieces of a stream.")] = 60.0,
+    total_timeout_s: Annotated[float, typer.Option(help="For one request, all attempts together.")] = 3600.0,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Serve an OpenAI-compatible endpoint; the dashboard is at /, the fleet's state at /fleet."""
+    import msgspec
+    import uvicorn
+
+    from baton.core.errors import UserError
+    from baton.router.app import create_app
+    from baton.router.settings import RouterSettings
+
+    wanted = {
+        "prefill_urls": [url.rstrip("/") for url in prefill],
+        "decode_urls": [url.rstrip("/") for url in decode],
+        "policy": policy,
+        "on_prefill_failure": on_prefill_failure,
+        "min_prefill_tokens": min_prefill_tokens,
+        "timeouts": {
+            "connect_s": connect_timeout_s,
+            "prefill_s": prefill_timeout_s,
+            "first_byte_s": first_byte_timeout_s,
+            "answer_s": answer_timeout_s,
+            "idle_s": idle_timeout_s,
+            "total_s": total_timeout_s,
+        },
+    }
+    try:
+        settings = msgspec.convert(wanted, RouterSettings)
+    except (msgspec.ValidationError, UserError) as error:
+        raise typer.BadParameter(str(error)) from error
+    uvicorn.run(
+        create_app(settings),
+        host=host,
+        port=port,
+        log_level=log_level,
+        log_config=_log_config(log_level),
+        access_log=False,
+        # Streams in flight get this long to end once we are told to stop.
+        timeout_graceful_shutdown=5,
+    )
+
+
+def _log_config(level: str) -> dict[str, object]:
+    """One plain line per event on standard error, uvicorn's and ours alike."""
+    loggers = {
+        name: {"handlers": ["stderr"], "level": level.upper(), "propagate": False} for name in _LOGGERS
+    }
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+        "loggers": loggers,
+    }
+
+
+_LOGGERS = ("baton", "uvicorn", "uvicorn.error")

@@ -1,0 +1,257 @@
+"""The router as an ASGI application.
+
+A client that goes away, in whatever phase, ends its request at once: `_or_disconnect` runs the work beside an
+ear on the connection and cancels whichever is left over. Cancelled work closes its leg; the engine aborts.
+"""
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import httpx
+import msgspec
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from baton.core.errors import UserError
+from baton.router.dashboard import PAGE
+from baton.router.errors import ClientGone, RouterError
+from baton.router.fleet import Fleet, Prober, ProberDied
+from baton.router.legs import parse_body
+from baton.router.metrics import RouterMetrics
+from baton.router.proxy import Incoming, Proxy
+from baton.router.settings import RouterSettings
+from baton.router.upstream import KEEPALIVE_S, Upstream, end_to_end
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = "x-request-id"
+_GOOD_REQUEST_ID = re.compile(r"[!-~]{1,256}")
+CLIENT_CLOSED_REQUEST = 499  # nginx's; for the metrics only, nobody receives it.
+
+
+def create_app(settings: RouterSettings) -> Starlette:
+    return Router(settings).app()
+
+
+class Router:
+    """Owns what one router consists of, and its life."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._client = httpx.AsyncClient(
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEPALIVE_S
+            ),
+            trust_env=False,  # A proxy of the environment must not get between us and our engines.
+            follow_redirects=False,
+        )
+        self.fleet = Fleet(settings)
+        self._metrics = RouterMetrics(self.fleet)
+        upstream = Upstream(self._client, self.fleet, self._metrics, settings)
+        self._proxy = Proxy(settings, self.fleet, upstream, self._metrics)
+        self._prober = Prober(self.fleet, self._client, settings.probe)
+        self._fault: ProberDied | None = None
+        self._num_requests = 0
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/v1/completions", _Endpoint(self, is_handoff=True), methods=["POST"]),
+                Route("/v1/chat/completions", _Endpoint(self, is_handoff=True), methods=["POST"]),
+                Route("/v1/models", _Endpoint(self), methods=["GET"]),
+                Route("/tokenize", _Endpoint(self), methods=["POST"]),
+                Route("/detokenize", _Endpoint(self), methods=["POST"]),
+                Route("/health", self._health),
+                Route("/metrics", self._exposition),
+                Route("/fleet", self._fleet_state),
+                Route("/", self._dashboard),
+            ],
+            lifespan=self._life,
+        )
+
+    @asynccontextmanager
+    async def _life(self, app: Starlette) -> AsyncIterator[None]:
+        watch = asyncio.create_task(self._prober.run(), name="baton-router-prober")
+        watch.add_done_callback(self._hear_prober)
+        try:
+            yield
+        finally:
+            watch.cancel()
+            with suppress(asyncio.CancelledError, ExceptionGroup):  # Heard of already, see `_hear_prober`.
+                await watch
+            await self._client.aclose()
+
+    def _hear_prober(self, watch: asyncio.Task[None]) -> None:
+        if watch.cancelled():
+            return
+        self._fault = ProberDied(f"the task that watches the engines has ended: {watch.exception()!r}")
+        logger.critical("%s", self._fault, exc_info=watch.exception())
+
+    async def _health(self, request: Request) -> Response:
+        if self._fault is not None:
+            return JSONResponse({"status": "broken", "reason": str(self._fault)}, status_code=500)
+        if not self.fleet.can_serve:
+            return JSONResponse(
+                {"status": "unavailable", "reason": "no decode engine has answered"}, status_code=503
+            )
+        return JSONResponse({"status": "ok"})
+
+    async def _exposition(self, request: Request) -> Response:
+        return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _fleet_state(self, request: Request) -> Response:
+        state = {
+            "policy": self._settings.policy,
+            "on_prefill_failure": self._settings.on_prefill_failure,
+            "in_flight": self._num_requests,
+            "engines": self.fleet.snapshot(),
+        }
+        return Response(msgspec.json.encode(state), media_type="application/json")
+
+    async def _dashboard(self, request: Request) -> Response:
+        # The page is one file with its style and script in it, and talks to nobody but this router.
+        policy = (
+            "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+        )
+        return HTMLResponse(PAGE, headers={"content-security-policy": policy})
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send, *, is_handoff: bool) -> None:
+        headers = Headers(scope=scope)
+        request_id = headers.get(REQUEST_ID, "")
+        if not _GOOD_REQUEST_ID.fullmatch(request_id):
+            request_id = str(uuid.uuid4())
+        wire = _Wire(send)
+        self._num_requests += 1
+        self._metrics.in_flight.set(self._num_requests)
+        status = CLIENT_CLOSED_REQUEST
+        try:
+            status = await self._answer(scope, headers, request_id, receive, wire, is_handoff=is_handoff)
+        except UserError as error:
+            status = await _refuse(wire, RouterError.of_user(error), request_id)
+        except RouterError as error:
+            status = await _refuse(wire, error, request_id)
+        except ClientGone as error:
+            logger.info("%s: client: %s", request_id, error)
+        finally:
+            self._num_requests -= 1
+            self._metrics.in_flight.set(self._num_requests)
+            self._metrics.requests.labels(str(status)).inc()
+
+    async def _answer(
+        self,
+        scope: Scope,
+        headers: Headers,
+        request_id: str,
+        receive: Receive,
+        wire: "_Wire",
+        *,
+        is_handoff: bool,
+    ) -> int:
+        if self._num_requests > self._settings.max_requests:
+            raise RouterError.unavailable(f"{self._settings.max_requests} requests are in flight; try again")
+        raw = await self._read_body(receive)
+        query = scope["query_string"].decode("latin-1")
+        incoming = Incoming(
+            method=scope["method"],
+            path=scope["path"] + (f"?{query}" if query else ""),
+            headers={**end_to_end(headers), REQUEST_ID: request_id},
+            request_id=request_id,
+            body=raw,
+            received_at_s=time.monotonic(),
+        )
+        if is_handoff:
+            return await _or_disconnect(self._proxy.complete(incoming, parse_body(raw), wire), receive)
+        return await _or_disconnect(self._proxy.forward(incoming, wire), receive)
+
+    async def _read_body(self, receive: Receive) -> bytes:
+        limit = self._settings.max_body_bytes
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._settings.timeouts.body_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone("left before its request was whole")
+                    body += message.get("body", b"")
+                    if len(body) > limit:
+                        raise RouterError(413, "invalid_request_error", f"the body is over {limit} bytes")
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError as error:
+            raise RouterError(408, "timeout_error", "the request did not arrive whole in time") from error
+
+
+class _Endpoint:
+    """An ASGI application, so that starlette leaves the connection to us."""
+
+    def __init__(self, router: Router, *, is_handoff: bool = False) -> None:
+        self._router = router
+        self._is_handoff = is_handoff
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._router.serve(scope, receive, send, is_handoff=self._is_handoff)
+
+
+class _Wire:
+    """`send`, remembering whether the answer has begun."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.has_started = False
+
+    async def __call__(self, message: Message) -> None:
+        self.has_started = True
+        await self._send(message)
+
+
+async def _refuse(wire: _Wire, error: RouterError, request_id: str) -> int:
+    assert not wire.has_started, "an answer that has begun can only be ended by its stream"
+    body = msgspec.json.encode(error.shape())
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        REQUEST_ID: request_id,
+    }
+    if error.status in (408, 413):
+        headers["connection"] = "close"  # The rest of the body is still on its way.
+    if error.status == 503:
+        headers["retry-after"] = "1"
+    await wire(
+        {
+            "type": "http.response.start",
+            "status": error.status,
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        }
+    )
+    await wire({"type": "http.response.body", "body": body, "more_body": False})
+    return error.status
+
+
+async def _or_disconnect(work: Coroutine[Any, Any, int], receive: Receive) -> int:
+    """The work's result, unless the client goes away first: then the work is cancelled, to its end."""
+    working = asyncio.create_task(work)
+    listening = asyncio.create_task(_wait_disconnect(receive))
+    try:
+        await asyncio.wait({working, listening}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone("closed its connection")
+        return working.result()
+    finally:
+        for task in (working, listening):
+            task.cancel()
+        await asyncio.gather(working, listening, return_exceptions=True)
+
+
+async def _wait_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

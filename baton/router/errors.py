@@ -1,0 +1,66 @@
+"""What the router itself says when a request cannot be answered, in OpenAI's error shape."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from baton.core.errors import BatonError, UserError
+
+
+class RouterError(BatonError):
+    """Ends one request with an HTTP status of the router's own."""
+
+    def __init__(self, status: int, kind: str, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.message = message
+        self.param = param
+
+    @classmethod
+    def of_user(cls, error: UserError) -> "RouterError":
+        return cls(400, "invalid_request_error", str(error), param=error.field)
+
+    @classmethod
+    def gateway(cls, message: str) -> "RouterError":
+        return cls(502, "upstream_error", message)
+
+    @classmethod
+    def unavailable(cls, message: str) -> "RouterError":
+        return cls(503, "unavailable_error", message)
+
+    @classmethod
+    def too_late(cls, message: str) -> "RouterError":
+        return cls(504, "timeout_error", message)
+
+    def shape(self) -> dict[str, Any]:
+        return error_shape(self.status, self.kind, self.message, self.param)
+
+
+def error_shape(status: int, kind: str, message: str, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def error_event(message: str) -> bytes:
+    """The end of a stream that broke: an error that clients raise, then the mark that they wait for."""
+    shape = msgspec.json.encode(error_shape(502, "upstream_error", message))
+    return b"data: " + shape + b"\n\ndata: [DONE]\n\n"
+
+
+class ClientGone(BatonError):
+    """The client has closed its connection, or might as well have: nothing more can be said to it."""
+
+
+FailureKind = Literal["unreachable", "broken", "timeout"]
+
+
+class LegFailure(BatonError):
+    """One leg to one engine did not end with an answer.
+
+    `was_sent` is False only when the engine cannot have seen the request; then its ticket is still unused.
+    """
+
+    def __init__(self, kind: FailureKind, url: str, message: str, *, was_sent: bool) -> None:
+        super().__init__(f"{url}: {message}")
+        self.kind: FailureKind = kind
+        self.was_sent = was_sent

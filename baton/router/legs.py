@@ -1,0 +1,153 @@
+"""The bodies of the two legs, made from the client's: pure functions of JSON.
+
+    client's body --prefill_body--> P   one token, not streamed, do_remote_decode, a transfer id of its own
+    P's answer    --ticket_of-----> params
+    client's body + params -decode_body-> D   otherwise as the client sent it
+
+Addresses and tickets come from engines only: a body that brings its own is refused.
+"""
+
+import hashlib
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from baton.core.errors import PeerError, UserError
+
+PARAMS = "kv_transfer_params"
+PREFIX_CHARS = 1024  # Of the prompt's beginning: what "begins alike" means to the affinity policy.
+PREFIX_TOKENS = 256
+CHARS_PER_TOKEN = 4  # A guess, good enough for a threshold.
+
+# Meaningless or harmful on a leg that computes one token for nobody to read.
+_NOT_FOR_PREFILL = frozenset(
+    {
+        "stream_options",
+        "min_tokens",
+        "min_completion_tokens",
+        "logprobs",
+        "top_logprobs",
+        "best_of",
+        "echo",
+        "return_token_ids",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What routing looks at."""
+
+    num_prompt_tokens: int  # Exact for token ids, a guess for text.
+    prefix_key: bytes
+    direct_reason: str | None  # Why this request cannot be handed over, if it cannot.
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """Raises UserError naming the field."""
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise UserError(f"is not JSON: {error}", field="body") from error
+    if not isinstance(body, dict):
+        raise UserError(f"must be a JSON object, not {type(body).__name__}", field="body")
+    extra = body.get("vllm_xargs")
+    for holder, field in ((body, PARAMS), (extra, f"vllm_xargs.{PARAMS}")):
+        if isinstance(holder, Mapping) and holder.get(PARAMS) is not None:
+            raise UserError("is set by the router, never by a client; leave it out", field=field)
+    return body
+
+
+def new_transfer_id() -> str:
+    """128 random bits: new for every dispatch, retries included."""
+    return secrets.token_hex(16)
+
+
+def prefill_body(body: Mapping[str, Any], transfer_id: str) -> dict[str, Any]:
+    leg = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
+    leg |= {"stream": False, "n": 1, "max_tokens": 1}
+    if "max_completion_tokens" in body:
+        leg["max_completion_tokens"] = 1
+    leg[PARAMS] = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+    return leg
+
+
+def decode_body(body: Mapping[str, Any], ticket: Mapping[str, Any] | None) -> dict[str, Any]:
+    leg = {key: value for key, value in body.items() if key != PARAMS}
+    if ticket is not None:
+        leg[PARAMS] = ticket
+    return leg
+
+
+def ticket_of(answer: bytes) -> dict[str, Any] | None:
+    """P's `kv_transfer_params`, unchanged; None if it lent nothing (a prompt below one block, say)."""
+    try:
+        parsed = msgspec.json.decode(answer)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise PeerError(f"the prefill engine's answer is not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise PeerError(f"the prefill engine's answer is a {type(parsed).__name__}, not an object")
+    ticket = parsed.get(PARAMS)
+    if ticket is not None and not isinstance(ticket, dict):
+        raise PeerError(
+            f"{PARAMS} in the prefill engine's answer is a {type(ticket).__name__}, not an object"
+        )
+    return ticket or None
+
+
+def shape_of(body: Mapping[str, Any]) -> Shape:
+    """Never raises: what is malformed is for an engine to refuse, in its own words."""
+    messages, prompt = body.get("messages"), body.get("prompt")
+    direct_reason = _direct_reason(body)
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+    if isinstance(messages, list):
+        texts = list(_texts(messages))
+        num_chars = sum(len(text) for text in texts)
+        return Shape(num_chars // CHARS_PER_TOKEN, _key(body, _leading(texts)), direct_reason)
+    if isinstance(prompt, str):
+        return Shape(len(prompt) // CHARS_PER_TOKEN, _key(body, prompt[:PREFIX_CHARS]), direct_reason)
+    if isinstance(prompt, list):
+        return Shape(len(prompt), _key(body, repr(prompt[:PREFIX_TOKENS])), direct_reason)
+    return Shape(0, _key(body, ""), direct_reason)
+
+
+def _direct_reason(body: Mapping[str, Any]) -> str | None:
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(part, int) for part in prompt):
+        return "several_prompts"  # A ticket is for one prompt.
+    if body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs") is not None):
+        return "prompt_logprobs"  # They need the prompt to be computed where they are asked for.
+    return None
+
+
+def _texts(messages: Iterable[Any]) -> Iterator[str]:
+    for message in messages:
+        if not isinstance(message, Mapping):
+            continue
+        content = message.get("content")
+        yield str(message.get("role", ""))
+        if isinstance(content, str):
+            yield content
+        elif isinstance(content, list):
+            for part in content:
+                if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+                    yield part["text"]
+
+
+def _leading(texts: Iterable[str]) -> str:
+    leading = ""
+    for text in texts:
+        leading += f"{len(text)}:{text[:PREFIX_CHARS]}"
+        if len(leading) >= PREFIX_CHARS:
+            break
+    return leading[:PREFIX_CHARS]
+
+
+def _key(body: Mapping[str, Any], leading: str) -> bytes:
+    # Two salts never share a block, so they need not share an engine.
+    whole = f"{body.get('model')}\0{body.get('cache_salt')}\0{leading}"
+    return hashlib.blake2b(whole.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -1,0 +1,73 @@
+"""What the router counts, in a registry of its own (so that two routers fit into one process)."""
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from baton.router.fleet import Fleet
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class RouterMetrics:
+    def __init__(self, fleet: Fleet) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "baton:router_requests",
+            "Requests of clients, by the status that they got (499: the client went away).",
+            ["status"],
+            registry=self.registry,
+        )
+        self.in_flight = Gauge("baton:router_in_flight", "Requests being served.", registry=self.registry)
+        self.legs = Counter(
+            "baton:router_legs",
+            "Legs to engines by outcome: an HTTP status, unreachable, broken, timeout or cancelled.",
+            ["role", "engine", "outcome"],
+            registry=self.registry,
+        )
+        self.prefills = Counter(
+            "baton:router_prefills",
+            "Where prompts were prefilled: remote, or local and why.",
+            ["where", "reason"],
+            registry=self.registry,
+        )
+        self.retries = Counter(
+            "baton:router_retries", "Legs tried again on another engine.", ["role"], registry=self.registry
+        )
+        self.broken_streams = Counter(
+            "baton:router_broken_streams",
+            "Streams that ended with an error event because the decode engine failed.",
+            registry=self.registry,
+        )
+        self.prefill_seconds = Histogram(
+            "baton:router_prefill_seconds", "Of the prefill leg.", buckets=_SECONDS, registry=self.registry
+        )
+        self.first_byte_seconds = Histogram(
+            "baton:router_first_byte_seconds",
+            "From the whole request received to the first byte of the answer.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.registry.register(_FleetCollector(fleet))
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _FleetCollector(Collector):
+    """Read from the fleet when asked: nothing to keep in step."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        up = GaugeMetricFamily("baton:router_engine_up", "1: gets requests.", labels=["role", "engine"])
+        in_flight = GaugeMetricFamily(
+            "baton:router_engine_in_flight", "Legs being served.", labels=["role", "engine"]
+        )
+        for engine in self._fleet.engines:
+            up.add_metric([engine.role, engine.url], float(engine.is_up))
+            in_flight.add_metric([engine.role, engine.url], engine.in_flight)
+        return [up, in_flight]

@@ -1,0 +1,73 @@
+"""Which engine gets a request: pure functions of what the router knows, so that they can be checked at rest.
+
+A policy maps the states of one role's engines and a request to an index, or to None when none is eligible. It
+never returns an engine that is not eligible. Round robin needs no memory: the request carries its `turn`.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from baton.router.settings import PolicyName
+
+# How much busier than the idlest engine the one that holds a prefix may be before the prefix is given up.
+AFFINITY_SLACK = 4
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    url: str
+    is_eligible: bool  # Up, and not tried by this request before.
+    in_flight: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRequest:
+    turn: int  # Counts the router's requests.
+    prefix_key: bytes = b""  # Equal for prompts that begin alike.
+
+
+Policy: TypeAlias = Callable[[Sequence[EngineState], RoutedRequest], int | None]
+
+
+def choose_round_robin(states: Sequence[EngineState], request: RoutedRequest) -> int | None:
+    """The first eligible engine at or after the request's turn."""
+    eligible = [index for index, state in enumerate(states) if state.is_eligible]
+    return min(eligible, key=lambda index: (index - request.turn) % len(states), default=None)
+
+
+def choose_least_in_flight(states: Sequence[EngineState], request: RoutedRequest) -> int | None:
+    """The idlest eligible engine; among equals, round robin."""
+    eligible = [index for index, state in enumerate(states) if state.is_eligible]
+    return min(
+        eligible,
+        key=lambda index: (states[index].in_flight, (index - request.turn) % len(states)),
+        default=None,
+    )
+
+
+def choose_prefix_affinity(states: Sequence[EngineState], request: RoutedRequest) -> int | None:
+    """The engine that earlier prompts with this prefix went to, unless it is much busier than the idlest.
+
+    Rendezvous hashing: an engine that goes away moves only its own prefixes, and they come back with it.
+    """
+    eligible = [index for index, state in enumerate(states) if state.is_eligible]
+    if not eligible:
+        return None
+    busiest = min(states[index].in_flight for index in eligible) + AFFINITY_SLACK
+    return max(
+        (index for index in eligible if states[index].in_flight <= busiest),
+        key=lambda index: _weight(states[index].url, request.prefix_key),
+    )
+
+
+def _weight(url: str, prefix_key: bytes) -> bytes:
+    return hashlib.blake2b(url.encode(), key=prefix_key[:64], digest_size=16).digest()
+
+
+POLICIES: dict[PolicyName, Policy] = {
+    "round_robin": choose_round_robin,
+    "least_in_flight": choose_least_in_flight,
+    "prefix_affinity": choose_prefix_affinity,
+}

@@ -1,0 +1,90 @@
+"""What an operator may set on the router: frozen, validated once, every number with its unit."""
+
+from typing import Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from baton.core.errors import ConfigError
+
+Role = Literal["prefill", "decode"]
+PolicyName = Literal["least_in_flight", "round_robin", "prefix_affinity"]
+
+
+class LegTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Every wait of the router ends; these say when."""
+
+    connect_s: float = 2.0
+    prefill_s: float = 120.0  # The whole prefill leg, queueing at the engine included.
+    first_byte_s: float = 120.0  # Of a streamed answer.
+    answer_s: float = 600.0  # The whole of an answer that is not streamed.
+    idle_s: float = 60.0  # Between two pieces of a stream; also how long a client may stop reading.
+    total_s: float = 3600.0  # One request, all attempts together.
+    body_s: float = 30.0  # For the client to send its request.
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not getattr(self, name) > 0:
+                raise ConfigError("must be positive", field=f"timeouts.{name}")
+
+
+class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How the router finds out who is there. An engine that is down is asked less and less often."""
+
+    every_s: float = 2.0
+    timeout_s: float = 2.0
+    backoff_first_s: float = 0.5
+    backoff_max_s: float = 10.0
+    failures_to_eject: int = 3  # In a row. A refused connection needs no second one.
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not getattr(self, name) > 0:
+                raise ConfigError("must be positive", field=f"probe.{name}")
+        if self.backoff_max_s < self.backoff_first_s:
+            raise ConfigError("must be at least probe.backoff_first_s", field="probe.backoff_max_s")
+
+
+class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    prefill_urls: tuple[str, ...]
+    decode_urls: tuple[str, ...]
+    policy: PolicyName = "least_in_flight"
+    on_prefill_failure: Literal["local", "fail"] = "local"  # local: the decode engine prefills by itself.
+    min_prefill_tokens: int = 0  # Shorter prompts (estimated) go straight to a decode engine; 0: none does.
+    prefill_attempts: int = 2
+    decode_attempts: int = 2
+    max_body_bytes: int = 32 << 20
+    max_answer_bytes: int = 64 << 20  # Of an answer that is not streamed: it is held whole.
+    max_requests: int = 4096  # In flight at once; more get 503.
+    timeouts: LegTimeouts = LegTimeouts()
+    probe: ProbeSettings = ProbeSettings()
+
+    def __post_init__(self) -> None:
+        _check_urls(self.prefill_urls, "prefill_urls")
+        _check_urls(self.decode_urls, "decode_urls")
+        for name in (
+            "prefill_attempts",
+            "decode_attempts",
+            "max_body_bytes",
+            "max_answer_bytes",
+            "max_requests",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError("must be at least 1", field=name)
+        if self.min_prefill_tokens < 0:
+            raise ConfigError("must not be negative", field="min_prefill_tokens")
+
+
+def _check_urls(urls: tuple[str, ...], field: str) -> None:
+    if not urls:
+        raise ConfigError("needs at least one engine, e.g. http://127.0.0.1:8100", field=field)
+    if len(set(urls)) != len(urls):
+        raise ConfigError("names an engine twice", field=field)
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{url!r} is no http(s) URL; e.g. http://127.0.0.1:8100", field=field)
+        if parts.query or parts.fragment or url.endswith("/"):
+            raise ConfigError(f"{url!r} must end before any query and without a slash", field=field)
+        if parts.path.endswith("/v1"):
+            raise ConfigError(f"{url!r} must be the engine's root, without /v1", field=field)
