@@ -1,0 +1,169 @@
+"""The HTTP face of one engine: which path does what.
+
+POST /v1/completions, /v1/chat/completions      OpenAI's, with vLLM's extensions and `kv_transfer_params`
+GET  /v1/models, POST /tokenize, /detokenize
+GET  /health (503 once the engine is dead or the server drains), /version, /metrics
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import prometheus_client
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+import baton
+from baton.core.errors import UserError
+from baton.engine.client import EngineDeadError
+from baton.server.chat import admit_chat
+from baton.server.completions import admit_completion
+from baton.server.errors import ApiError
+from baton.server.http import (
+    CLIENT_GONE,
+    ClientGone,
+    EventStream,
+    error_response,
+    json_response,
+    read_body,
+    request_id_of,
+    until_client_leaves,
+)
+from baton.server.protocol.chat import ChatRequest, plain_messages
+from baton.server.protocol.completion import CompletionRequest
+from baton.server.protocol.parse import parse_body
+from baton.server.protocol.sampling import check_token_ids
+from baton.server.protocol.tokenize import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from baton.server.service import Service
+
+
+def build_app(service: Service) -> FastAPI:
+    """The service outlives the app; whoever made it closes it."""
+    app = FastAPI(title="Baton", version=baton.__version__, openapi_url=None)
+    service.engine.on_stats = service.metrics.observe_stats
+    _add_error_handlers(app)
+    _add_generation(app, service)
+    _add_tokens(app, service)
+    _add_state(app, service)
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def handle(request: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    async def handle_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return error_response(
+            ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        )
+
+    for kind in (UserError, ApiError, EngineDeadError):
+        app.add_exception_handler(kind, handle)
+    app.add_exception_handler(HTTPException, handle_http)
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions")
+    async def completions(http: Request) -> Response:
+        async def answer(body: bytes, request_id: str) -> Response:
+            request = parse_body(body, CompletionRequest)
+            work = await admit_completion(service, request, request_id)
+            if request.stream:
+                return EventStream(work.chunks(), request_id=request_id)
+            return json_response(
+                await until_client_leaves(http.receive, work.answer()), request_id=request_id
+            )
+
+        return await _answer(service, http, answer)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(http: Request) -> Response:
+        async def answer(body: bytes, request_id: str) -> Response:
+            request = parse_body(body, ChatRequest)
+            work = await admit_chat(service, request, request_id)
+            if request.stream:
+                return EventStream(work.chunks(), request_id=request_id)
+            return json_response(
+                await until_client_leaves(http.receive, work.answer()), request_id=request_id
+            )
+
+        return await _answer(service, http, answer)
+
+
+async def _answer(
+    service: Service, http: Request, answer: Callable[[bytes, str], Awaitable[Response]]
+) -> Response:
+    """Errors carry the request's id as well."""
+    request_id = request_id_of(http)
+    try:
+        service.check_open()
+        return await answer(await read_body(http), request_id)
+    except ClientGone:
+        return Response(status_code=CLIENT_GONE)
+    except Exception as error:  # Told to the client; unexpected ones are logged.
+        return error_response(error, request_id)
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(http: Request) -> Response:
+        request = parse_body(await read_body(http), TokenizeRequest)
+        service.check_model(request.model)
+        request.check()
+        if request.messages is not None:
+            tokens = await service.encoder.encode_chat(
+                plain_messages(request.messages),
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                variables=request.chat_template_kwargs or {},
+            )
+        else:
+            tokens = await service.encoder.encode(
+                request.prompt or "", add_special_tokens=request.add_special_tokens
+            )
+        answer = TokenizeResponse(
+            count=len(tokens), max_model_len=service.model_config.max_model_len, tokens=tokens
+        )
+        return json_response(answer)
+
+    @app.post("/detokenize")
+    async def detokenize(http: Request) -> Response:
+        request = parse_body(await read_body(http), DetokenizeRequest)
+        service.check_model(request.model)
+        check_token_ids(request.tokens, service.model_config.vocab_size, "tokens")
+        return json_response(
+            DetokenizeResponse(service.tokenizer.decode(request.tokens, skip_special_tokens=False))
+        )
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models")
+    async def models() -> Response:
+        card: dict[str, Any] = {
+            "id": service.model_name,
+            "object": "model",
+            "created": service.started_at,
+            "owned_by": "baton",
+            "root": service.model_config.model,
+            "parent": None,
+            "max_model_len": service.model_config.max_model_len,
+        }
+        return json_response({"object": "list", "data": [card]})
+
+    @app.get("/health")
+    async def health() -> Response:
+        service.check_open()
+        return Response(status_code=200)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return json_response({"version": baton.__version__})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.exposition(), media_type=prometheus_client.CONTENT_TYPE_LATEST)

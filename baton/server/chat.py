@@ -1,0 +1,150 @@
+"""`POST /v1/chat/completions`: from body to answer, whole or streamed."""
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import UNSET, UnsetType
+
+from baton.core.errors import UserError
+from baton.engine.api import TokenLogprobs
+from baton.server.collect import TokenCount, collect
+from baton.server.logprobs import LogprobFormat
+from baton.server.protocol.chat import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessage,
+    ChatRequest,
+    Delta,
+    plain_messages,
+)
+from baton.server.protocol.parse import refuse_unsupported
+from baton.server.protocol.sampling import check_logprobs
+from baton.server.samples import Piece, RunningSamples, Sample
+from baton.server.service import Service
+
+
+@dataclass(frozen=True, slots=True)
+class ChatWork:
+    """An admitted request: nothing about it can be the client's fault any more, but what the engine finds."""
+
+    service: Service
+    request: ChatRequest
+    samples: Sequence[Sample]
+    id: str
+    created: int
+
+    async def answer(self) -> ChatCompletion:
+        async with RunningSamples(self.service.engine, self.samples, self.service.metrics) as running:
+            answer = await collect(running, self.samples)
+        return ChatCompletion(
+            id=self.id,
+            created=self.created,
+            model=self.service.model_name,
+            choices=[
+                ChatChoice(
+                    index=choice.sample.index,
+                    message=ChatMessage(content=choice.text),
+                    logprobs=self._logprobs(choice.logprobs),
+                    finish_reason=choice.finish.reason,
+                    stop_reason=choice.finish.stop_reason,
+                    token_ids=choice.token_ids if self.request.return_token_ids else UNSET,
+                )
+                for choice in answer.choices
+            ],
+            usage=answer.usage,
+            prompt_token_ids=self._prompt_token_ids,
+            kv_transfer_params=answer.kv_transfer_params,
+        )
+
+    async def chunks(self) -> AsyncGenerator[ChatChunk, None]:
+        count = TokenCount(self.samples)
+        begun: set[int] = set()
+        async with RunningSamples(self.service.engine, self.samples, self.service.metrics) as running:
+            async for piece in running.pieces():
+                count.add(piece)
+                index = piece.sample.index
+                if index not in begun:
+                    yield self._opening(index, is_first=not begun)
+                    begun.add(index)
+                if (chunk := self._chunk(piece)) is not None:
+                    yield chunk
+        if self.request.includes_usage:
+            yield self._body([], usage=count.usage())
+
+    def _opening(self, index: int, *, is_first: bool) -> ChatChunk:
+        """OpenAI's first chunk of a choice: who speaks."""
+        opening = ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))
+        return self._body([opening], prompt_token_ids=self._prompt_token_ids if is_first else UNSET)
+
+    def _chunk(self, piece: Piece) -> ChatChunk | None:
+        """None when the piece has nothing to show yet."""
+        wants_tokens = self.request.return_token_ids or self.request.logprobs
+        if not (piece.text or piece.finish or wants_tokens):
+            return None
+        finish = piece.finish
+        choice = ChatChunkChoice(
+            index=piece.sample.index,
+            delta=Delta(content=piece.text) if piece.text or not finish else Delta(),
+            logprobs=self._logprobs(piece.logprobs),
+            finish_reason=finish.reason if finish else None,
+            stop_reason=finish.stop_reason if finish else UNSET,
+            token_ids=piece.token_ids if self.request.return_token_ids else UNSET,
+        )
+        return self._body(
+            [choice], kv_transfer_params=(finish.kv_transfer_params if finish else None) or UNSET
+        )
+
+    def _body(self, choices: list[ChatChunkChoice], **fields: Any) -> ChatChunk:
+        if self.request.includes_usage:
+            fields.setdefault("usage", None)
+        return ChatChunk(
+            id=self.id, created=self.created, model=self.service.model_name, choices=choices, **fields
+        )
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
+        if not self.request.logprobs:
+            return None
+        return LogprobFormat(self.service.tokenizer).chat(logprobs, num_top=self.request.top_logprobs or 0)
+
+    @property
+    def _prompt_token_ids(self) -> list[int] | UnsetType:
+        return self.samples[0].request.prompt_token_ids if self.request.return_token_ids else UNSET
+
+
+async def admit_chat(service: Service, request: ChatRequest, request_id: str) -> ChatWork:
+    """Raises UserError or ApiError; the engine has not heard of the request then."""
+    service.check_model(request.model)
+    response_type = request.response_format.type if request.response_format else "text"
+    refuse_unsupported(
+        {
+            "tools": (request.tools, "is not supported"),
+            "functions": (request.functions, "is not supported"),
+            "chat_template": (request.chat_template, "cannot be chosen by a request"),
+            "response_format.type": (response_type != "text", "only text is supported"),
+        }
+    )
+    if request.top_logprobs is not None and not request.logprobs:
+        raise UserError("needs logprobs: true", field="top_logprobs")
+    top_logprobs = check_logprobs(request.top_logprobs, "top_logprobs")
+    token_ids = await service.encoder.encode_chat(
+        plain_messages(request.messages),
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        variables=request.chat_template_kwargs or {},
+    )
+    by_new_name = request.max_completion_tokens is not None
+    samples = service.make_samples(
+        request,
+        [token_ids],
+        request_id=f"chatcmpl-{request_id}",
+        max_tokens=request.max_completion_tokens if by_new_name else request.max_tokens,
+        max_tokens_field="max_completion_tokens" if by_new_name else "max_tokens",
+        logprobs=(top_logprobs or 0) if request.logprobs else None,
+        prompt_field="messages",
+    )
+    return ChatWork(service, request, samples, f"chatcmpl-{request_id}", int(time.time()))

@@ -1,0 +1,86 @@
+"""Pieces put together: whole choices for an answer that is not streamed, and the token counts of both."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import UNSET, UnsetType
+
+from baton.engine.api import TokenLogprobs
+from baton.server.protocol.usage import PromptTokensDetails, Usage
+from baton.server.samples import Finish, Piece, RunningSamples, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One sample from beginning to end."""
+
+    sample: Sample
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    finish: Finish
+
+    @classmethod
+    def of(cls, sample: Sample, pieces: Sequence[Piece]) -> "Choice":
+        finish = pieces[-1].finish
+        assert finish is not None, "the last piece of a sample says how it ended"
+        return cls(
+            sample=sample,
+            text="".join(piece.text for piece in pieces),
+            token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
+            logprobs=[entry for piece in pieces for entry in piece.logprobs],
+            finish=finish,
+        )
+
+
+class TokenCount:
+    """Usage of an answer. A prompt counts once, however many samples it has."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        by_prompt = {sample.prompt_index: len(sample.request.prompt_token_ids) for sample in samples}
+        self._num_prompt = sum(by_prompt.values())
+        self._num_generated = 0
+        self._cached: dict[int, Finish] = {}  # By prompt: the first sample's.
+        self._firsts = {sample.prompt_index: sample.index for sample in reversed(samples)}
+
+    def add(self, piece: Piece) -> None:
+        self._num_generated += len(piece.token_ids)
+        if piece.finish is not None and self._firsts[piece.sample.prompt_index] == piece.sample.index:
+            self._cached[piece.sample.prompt_index] = piece.finish
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self._num_prompt,
+            completion_tokens=self._num_generated,
+            total_tokens=self._num_prompt + self._num_generated,
+            prompt_tokens_details=PromptTokensDetails(
+                cached_tokens=sum(finish.num_cached_tokens for finish in self._cached.values()),
+                transferred_tokens=sum(finish.num_transferred_tokens for finish in self._cached.values()),
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """All choices, finished, in the order of their indices."""
+
+    choices: list[Choice]
+    usage: Usage
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | UnsetType:
+        """At most one choice has any: a request that lends has one sample."""
+        for choice in self.choices:
+            if choice.finish.kv_transfer_params is not None:
+                return choice.finish.kv_transfer_params
+        return UNSET
+
+
+async def collect(running: RunningSamples, samples: Sequence[Sample]) -> Answer:
+    count = TokenCount(samples)
+    pieces: dict[int, list[Piece]] = {sample.index: [] for sample in samples}
+    async for piece in running.pieces():
+        count.add(piece)
+        pieces[piece.sample.index].append(piece)
+    return Answer([Choice.of(sample, pieces[sample.index]) for sample in samples], count.usage())

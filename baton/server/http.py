@@ -1,0 +1,142 @@
+"""HTTP around the endpoints: bounded bodies, request ids, event streams, and clients that go away.
+
+Work for a client runs beside a listener for its disconnection; whichever ends first ends the other. So a
+closed connection aborts its engine requests, also while a long prompt is still being computed.
+"""
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from starlette.types import Receive, Scope, Send
+
+from baton.core.errors import UserError
+from baton.server.errors import ApiError, as_event, describe, log_if_unexpected
+from baton.server.service import MAX_REQUEST_ID_CHARS
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 32 << 20  # A million token ids take about 8 MiB.
+CLIENT_GONE = 499  # nginx's status; nobody is there to read it.
+_DONE = b"data: [DONE]\n\n"
+_REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARS}}}")
+
+
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+def request_id_of(request: Request) -> str:
+    """The client's X-Request-Id, or a new one. Raises UserError."""
+    given = request.headers.get("x-request-id")
+    if given is None:
+        return uuid.uuid4().hex
+    if not _REQUEST_ID.fullmatch(given):
+        raise UserError(
+            f"must be 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters without spaces",
+            field="X-Request-Id",
+        )
+    return given
+
+
+async def read_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """Raises ApiError 413 as soon as it is too long, without reading the rest."""
+    chunks: list[bytes] = []
+    length = 0
+    async for chunk in request.stream():
+        length += len(chunk)
+        if length > max_bytes:
+            raise ApiError(413, f"the body has more than {max_bytes} bytes", code="body_too_large")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def json_response(value: Any, *, status: int = 200, request_id: str | None = None) -> Response:
+    headers = {"X-Request-Id": request_id} if request_id is not None else None
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
+
+
+async def until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Raises ClientGone, with the work cancelled and ended, when the client leaves first."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_wait_disconnect(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _wait_disconnect(receive: Receive) -> None:
+    """The body has been read, so the next message but empty remains of it is the end."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events, ended by `[DONE]`.
+
+    An error before the first event is an ordinary answer with its status; after it, an event of its own:
+    the status is gone.
+    """
+
+    def __init__(self, events: AsyncGenerator[Any, None], *, request_id: str) -> None:
+        self.status_code = 200
+        self.background = None
+        self.media_type = "text/event-stream"
+        self.init_headers(
+            {"X-Request-Id": request_id, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
+        self._events = events
+        self._request_id = request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_client_leaves(receive, self._serve(scope, receive, send))
+        except ClientGone:
+            logger.debug("request %s: the client has gone", self._request_id)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            try:
+                first = await anext(events)
+            except Exception as error:  # Told to the client, with its status.
+                await error_response(error, self._request_id)(scope, receive, send)
+                return
+            start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            await send(start)
+            await _send_body(send, _event(first))
+            try:
+                async for event in events:
+                    await _send_body(send, _event(event))
+            except Exception as error:  # Told to the client, in its stream.
+                log_if_unexpected(error, self._request_id)
+                await _send_body(send, _event(as_event(error)))
+            await _send_body(send, _DONE, more=False)
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def error_response(error: Exception, request_id: str | None = None) -> Response:
+    """An unexpected one is logged here, with its traceback."""
+    log_if_unexpected(error, request_id or "-")
+    status, body = describe(error)
+    return json_response({"error": body}, status=status, request_id=request_id)

@@ -1,0 +1,228 @@
+"""What Prometheus sees: vLLM's metric names with the prefix `baton:`, and those of the KV transfer.
+
+Every series carries `model_name` and `engine` (always "0": one server, one engine). Counters get `_total`
+from the exposition format.
+
+    gauges      num_requests_running, num_requests_waiting, kv_cache_usage_perc,
+                num_requests_waiting_for_remote_kvs, num_requests_delayed_free
+    counters    prompt_tokens, generation_tokens, num_preemptions, prefix_cache_queries, prefix_cache_hits,
+                external_prefix_cache_queries, external_prefix_cache_hits (tokens),
+                request_success{finished_reason}, kv_load_failures (requests)
+    histograms  time_to_first_token_seconds, inter_token_latency_seconds,
+                request_time_per_output_token_seconds, e2e_request_latency_seconds,
+                request_prompt_tokens, request_generation_tokens, request_params_max_tokens
+
+Of the connector, from `SchedulerStats.kv_connector_stats` (see `TransferStats` for the dict's keys):
+
+    histogram   kv_transfer_seconds
+    counters    kv_transfer_bytes, kv_transfer_failures{reason}, kv_transfer_expired_loans
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from baton.engine.api import EngineRequest, SchedulerStats
+
+logger = logging.getLogger(__name__)
+
+_LABELS = ("model_name", "engine")
+_ENGINE = "0"
+
+_FIRST_TOKEN_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+)  # fmt: skip
+_BETWEEN_TOKENS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0
+)  # fmt: skip
+_REQUEST_S = (
+    0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0
+)  # fmt: skip
+_TRANSFER_S = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0
+)  # fmt: skip
+_TOKENS = tuple(float(2**exponent) for exponent in range(18))
+
+
+class _Registry:
+    """Makes metrics of one model in one private registry."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._values = (model_name, _ENGINE)
+
+    def gauge(self, name: str, documentation: str) -> Gauge:
+        return Gauge(f"baton:{name}", documentation, _LABELS, registry=self.registry).labels(*self._values)
+
+    def counter(self, name: str, documentation: str) -> Counter:
+        return Counter(f"baton:{name}", documentation, _LABELS, registry=self.registry).labels(*self._values)
+
+    def counter_by(self, label: str, name: str, documentation: str) -> Callable[[str], Counter]:
+        family = Counter(f"baton:{name}", documentation, (*_LABELS, label), registry=self.registry)
+        return lambda value: family.labels(*self._values, value)
+
+    def histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(f"baton:{name}", documentation, _LABELS, registry=self.registry, buckets=buckets)
+        return family.labels(*self._values)
+
+
+class EngineMetrics:
+    """From the engine's statistics, after each step."""
+
+    def __init__(self, make: _Registry) -> None:
+        self._running = make.gauge("num_requests_running", "Requests in the running batch.")
+        self._waiting = make.gauge("num_requests_waiting", "Requests waiting to be scheduled.")
+        self._remote = make.gauge("num_requests_waiting_for_remote_kvs", "Requests waiting for KV.")
+        self._delayed = make.gauge("num_requests_delayed_free", "Finished requests with blocks still lent.")
+        self._usage = make.gauge("kv_cache_usage_perc", "Used KV blocks; 1 is all of them.")
+        self._prompt_tokens = make.counter("prompt_tokens", "Prompt tokens computed.")
+        self._generation_tokens = make.counter("generation_tokens", "Tokens generated.")
+        self._preemptions = make.counter("num_preemptions", "Requests preempted for want of blocks.")
+        self._queries = make.counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
+        self._hits = make.counter("prefix_cache_hits", "Tokens found in the prefix cache.")
+        self._external_queries = make.counter(
+            "external_prefix_cache_queries", "Tokens asked of the connector."
+        )
+        self._external_hits = make.counter("external_prefix_cache_hits", "Tokens that the KV connector had.")
+        self._load_failures = make.counter("kv_load_failures", "Requests whose KV could not be loaded.")
+
+    def observe(self, stats: SchedulerStats) -> None:
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._remote.set(stats.num_waiting_for_remote_kvs)
+        self._delayed.set(stats.num_delayed_free)
+        self._usage.set(stats.kv_cache_usage)
+        self._prompt_tokens.inc(stats.num_prompt_tokens)
+        self._generation_tokens.inc(stats.num_generation_tokens)
+        self._preemptions.inc(stats.num_preempted)
+        self._queries.inc(stats.prefix_cache_queries)
+        self._hits.inc(stats.prefix_cache_hits)
+        self._external_queries.inc(stats.external_prefix_cache_queries)
+        self._external_hits.inc(stats.external_prefix_cache_hits)
+        self._load_failures.inc(stats.num_kv_load_failures)
+
+
+class TransferStats(msgspec.Struct, frozen=True):
+    """What we read of a connector's `KVConnectorStats.to_dict()`, of one step; its other keys are its own."""
+
+    bytes: int = 0  # Received.
+    seconds: tuple[float, ...] = ()  # One for each handoff that was delivered.
+    failures: dict[str, int] = {}  # By reason: handoffs that were not.
+    expired_loans: int = 0  # Lent, never released, taken back by time.
+
+
+class TransferMetrics:
+    """From the connector's own statistics."""
+
+    def __init__(self, make: _Registry) -> None:
+        self._bytes = make.counter("kv_transfer_bytes", "Bytes of KV received from other engines.")
+        self._seconds = make.histogram("kv_transfer_seconds", "Duration of one KV handoff.", _TRANSFER_S)
+        self._failures = make.counter_by("reason", "kv_transfer_failures", "KV handoffs that failed.")
+        self._expired = make.counter("kv_transfer_expired_loans", "Loans that ended by time, not by release.")
+
+    def observe(self, raw: dict[str, Any]) -> None:
+        try:
+            stats = msgspec.convert(raw, TransferStats)
+        except msgspec.ValidationError as error:
+            # Somebody else's connector with another idea of these keys: its numbers are lost, not the server.
+            logger.warning("the connector's statistics are not counted: %s", error)
+            return
+        self._bytes.inc(max(0, stats.bytes))
+        for seconds in stats.seconds:
+            self._seconds.observe(seconds)
+        for reason, count in stats.failures.items():
+            self._failures(reason).inc(max(0, count))
+        self._expired.inc(max(0, stats.expired_loans))
+
+
+class RequestMetrics:
+    """Of what clients see."""
+
+    def __init__(self, make: _Registry) -> None:
+        self.success = make.counter_by("finished_reason", "request_success", "Requests that ended.")
+        self.first_token = make.histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_S
+        )
+        self.between_tokens = make.histogram(
+            "inter_token_latency_seconds", "Between two tokens of one request.", _BETWEEN_TOKENS_S
+        )
+        self.per_token = make.histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time between a request's tokens, after the first.",
+            _BETWEEN_TOKENS_S,
+        )
+        self.end_to_end = make.histogram(
+            "e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST_S
+        )
+        self.prompt_tokens = make.histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self.generation_tokens = make.histogram("request_generation_tokens", "Its tokens generated.", _TOKENS)
+        self.max_tokens = make.histogram("request_params_max_tokens", "Its max_tokens.", _TOKENS)
+
+
+class RequestObserver:
+    """Times one engine request."""
+
+    def __init__(self, metrics: RequestMetrics, request: EngineRequest, clock: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._request = request
+        self._clock = clock
+        self._num_tokens = 0
+        self._first_s = 0.0
+        self._latest_s = 0.0
+        self._ended = False
+
+    def tokens(self, count: int) -> None:
+        if not count:
+            return
+        now_s = self._clock()
+        if not self._num_tokens:
+            self._metrics.first_token.observe(now_s - self._request.arrival_time_s)
+            self._first_s = now_s
+        else:
+            self._metrics.between_tokens.observe(now_s - self._latest_s)
+        self._latest_s = now_s
+        self._num_tokens += count
+
+    def finish(self, reason: str) -> None:
+        """Only the first call counts: a request that ended cannot be aborted any more."""
+        if self._ended:
+            return
+        self._ended = True
+        metrics = self._metrics
+        metrics.success(reason).inc()
+        metrics.end_to_end.observe(self._clock() - self._request.arrival_time_s)
+        metrics.prompt_tokens.observe(len(self._request.prompt_token_ids))
+        metrics.generation_tokens.observe(self._num_tokens)
+        metrics.max_tokens.observe(self._request.sampling_params.max_tokens)
+        if self._num_tokens > 1:
+            metrics.per_token.observe((self._latest_s - self._first_s) / (self._num_tokens - 1))
+
+
+class ServerMetrics:
+    """All metrics of one server, in a registry of its own, so that two servers in one process do not meet."""
+
+    def __init__(self, model_name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        make = _Registry(model_name)
+        self._registry = make.registry
+        self._engine = EngineMetrics(make)
+        self._transfer = TransferMetrics(make)
+        self._requests = RequestMetrics(make)
+        self._clock = clock
+
+    def observe_stats(self, stats: SchedulerStats) -> None:
+        """For `EngineClient.on_stats`."""
+        self._engine.observe(stats)
+        if stats.kv_connector_stats:
+            self._transfer.observe(stats.kv_connector_stats)
+
+    def observe(self, request: EngineRequest) -> RequestObserver:
+        return RequestObserver(self._requests, request, self._clock)
+
+    def exposition(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self._registry)

@@ -1,0 +1,162 @@
+"""The fields that completions and chat share, and how they become `SamplingParams`."""
+
+from typing import Any
+
+import msgspec
+
+from baton.core.errors import UserError
+from baton.engine.api import MAX_LOGPROBS, SamplingParams
+
+MAX_SAMPLES = 128  # `n`; OpenAI's limit.
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256  # Of one stop string: as much text is held back while it may still come.
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BIASED_TOKENS = 1024
+MAX_BIAS = 100.0
+SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
+PRIORITY_MAX = 2**31
+MAX_CACHE_SALT_CHARS = 1024
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """None: not given; the checkpoint's generation_config.json may have a value, else the API's default."""
+
+    model: str | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+    @property
+    def num_samples(self) -> int:
+        if self.n is None:
+            return 1
+        if not 1 <= self.n <= MAX_SAMPLES:
+            raise UserError(f"must be in [1, {MAX_SAMPLES}], is {self.n}", field="n")
+        return self.n
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def check_stream_options(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise UserError("is only allowed with stream: true", field="stream_options")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if len(strings) > MAX_STOP_STRINGS:
+            raise UserError(f"at most {MAX_STOP_STRINGS} strings, are {len(strings)}", field="stop")
+        for string in strings:
+            if not 0 < len(string) <= MAX_STOP_CHARS:
+                raise UserError(f"each string has 1 to {MAX_STOP_CHARS} characters", field="stop")
+        return strings
+
+    @property
+    def checked_priority(self) -> int:
+        priority = self.priority or 0
+        if not -PRIORITY_MAX <= priority < PRIORITY_MAX:
+            raise UserError("must fit into 32 bits", field="priority")
+        return priority
+
+    @property
+    def checked_cache_salt(self) -> str | None:
+        if self.cache_salt is not None and not 0 < len(self.cache_salt) <= MAX_CACHE_SALT_CHARS:
+            raise UserError(f"must have 1 to {MAX_CACHE_SALT_CHARS} characters", field="cache_salt")
+        return self.cache_salt
+
+    def sampling_params(
+        self, *, max_tokens: int, logprobs: int | None, vocab_size: int, defaults: dict[str, Any]
+    ) -> SamplingParams:
+        """Raises UserError. `defaults` is the checkpoint's generation_config.json."""
+        if self.seed is not None and not SEED_MIN <= self.seed <= SEED_MAX:
+            raise UserError("must fit into 64 bits", field="seed")
+
+        def chosen(name: str, default: float) -> float:
+            given = getattr(self, name)
+            if given is not None:
+                return float(given)
+            value = defaults.get(name)
+            return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
+
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens or 0,
+            temperature=chosen("temperature", 1.0),
+            top_p=chosen("top_p", 1.0),
+            top_k=int(chosen("top_k", 0)),
+            min_p=chosen("min_p", 0.0),
+            seed=self.seed,
+            repetition_penalty=chosen("repetition_penalty", 1.0),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=self._checked_bias(vocab_size),
+            stop_token_ids=self._checked_stop_ids(vocab_size),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=logprobs,
+        )
+
+    def _checked_bias(self, vocab_size: int) -> dict[int, float]:
+        if not self.logit_bias:
+            return {}
+        if len(self.logit_bias) > MAX_BIASED_TOKENS:
+            raise UserError(f"at most {MAX_BIASED_TOKENS} tokens", field="logit_bias")
+        bias: dict[int, float] = {}
+        for key, value in self.logit_bias.items():
+            # isdecimal alone would let other scripts' digits through.
+            if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < vocab_size):
+                raise UserError(
+                    f"keys are token ids in [0, {vocab_size}), is {key[:20]!r}", field="logit_bias"
+                )
+            if not -MAX_BIAS <= value <= MAX_BIAS:
+                raise UserError(
+                    f"must be in [{-MAX_BIAS:g}, {MAX_BIAS:g}], is {value}", field=f"logit_bias.{key}"
+                )
+            bias[int(key)] = value
+        return bias
+
+    def _checked_stop_ids(self, vocab_size: int) -> tuple[int, ...]:
+        ids = tuple(self.stop_token_ids or ())
+        if len(ids) > MAX_STOP_TOKEN_IDS:
+            raise UserError(f"at most {MAX_STOP_TOKEN_IDS} ids", field="stop_token_ids")
+        check_token_ids(ids, vocab_size, "stop_token_ids")
+        return ids
+
+
+def check_token_ids(ids: tuple[int, ...] | list[int], vocab_size: int, field: str) -> None:
+    for index, token_id in enumerate(ids):
+        if not 0 <= token_id < vocab_size:
+            raise UserError(f"must be in [0, {vocab_size}), is {token_id}", field=f"{field}[{index}]")
+
+
+def check_logprobs(count: int | None, field: str) -> int | None:
+    """The engine checks it too, but under its own field name."""
+    if count is not None and not 0 <= count <= MAX_LOGPROBS:
+        raise UserError(f"must be in [0, {MAX_LOGPROBS}], is {count}", field=field)
+    return count

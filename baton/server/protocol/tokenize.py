@@ -1,0 +1,42 @@
+"""`/tokenize` and `/detokenize`, in vLLM's words."""
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from baton.core.errors import UserError
+from baton.server.protocol.chat import ChatMessageParam
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessageParam] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise UserError("give either prompt or messages", field="prompt")
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+class DetokenizeResponse(msgspec.Struct, frozen=True):
+    prompt: str

@@ -1,0 +1,186 @@
+"""From engine requests to pieces of text: the samples of one HTTP request, merged into one stream.
+
+    engine.generate -> SampleText -> Piece --+
+    engine.generate -> SampleText -> Piece --+--> pieces()          one task per sample
+    ...                                      +
+
+Leaving the context ends every sample that still runs: its task is cancelled, which closes the engine's
+iterator, which aborts the engine request. The first error ends all of them.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from baton.core.errors import UserError
+from baton.engine.api import EngineOutput, EngineRequest, SchedulerStats, TokenLogprobs
+from baton.server.errors import ApiError
+from baton.server.metrics import ServerMetrics
+from baton.server.text import SampleText
+
+
+class Engine(Protocol):
+    """What the server needs of `baton.engine.client.EngineClient`."""
+
+    on_stats: Callable[[SchedulerStats], None] | None
+
+    @property
+    def is_dead(self) -> bool: ...
+    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        """Closing it early aborts the request. Raises EngineDeadError."""
+
+    async def wait_dead(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One choice of the answer."""
+
+    index: int
+    prompt_index: int
+    request: EngineRequest
+    text: SampleText
+    include_stop: bool = False  # Show the stop token (or string) that ended it.
+    waits_for_first: bool = False  # Submit once the first sample has its first token.
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a sample ended."""
+
+    reason: str  # "stop" or "length".
+    stop_reason: int | str | None
+    kv_transfer_params: dict[str, Any] | None
+    num_cached_tokens: int
+    num_transferred_tokens: int
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one engine output adds to one sample. `text` lags behind `token_ids` while text is held back."""
+
+    sample: Sample
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: Finish | None = None
+
+
+_END = None  # In the queue: one sample has ended.
+
+
+class RunningSamples:
+    """`async with RunningSamples(...) as running: async for piece in running.pieces()`."""
+
+    def __init__(self, engine: Engine, samples: Sequence[Sample], metrics: ServerMetrics) -> None:
+        self._engine = engine
+        self._samples = samples
+        self._metrics = metrics
+        self._queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+        self._has_first_token = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [asyncio.create_task(self._run(sample)) for sample in self._samples]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Until all samples have ended. Raises what the first failing one raised."""
+        num_running = len(self._samples)
+        while num_running:
+            item = await self._queue.get()
+            if item is _END:
+                num_running -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield item
+
+    async def _run(self, sample: Sample) -> None:
+        try:
+            if sample.waits_for_first:
+                await self._has_first_token.wait()
+            async with aclosing(_pieces_of(sample, self._engine, self._metrics)) as pieces:
+                async for piece in pieces:
+                    self._queue.put_nowait(piece)
+                    self._has_first_token.set()
+        except Exception as error:
+            self._queue.put_nowait(error)
+        else:
+            self._queue.put_nowait(_END)
+
+
+async def _pieces_of(sample: Sample, engine: Engine, metrics: ServerMetrics) -> AsyncGenerator[Piece, None]:
+    observer = metrics.observe(sample.request)
+    try:
+        async with aclosing(engine.generate(sample.request)) as outputs:
+            async for output in outputs:
+                _raise_if_failed(output)
+                observer.tokens(len(output.new_token_ids))
+                piece = _piece(sample, output)
+                if piece.finish is not None:
+                    observer.finish(piece.finish.reason)
+                yield piece
+                if piece.finish is not None:
+                    return  # Ended by a stop string: closing the iterator aborts the rest.
+        raise AssertionError("the engine ended a request without a finish reason")
+    except (GeneratorExit, asyncio.CancelledError):
+        observer.finish("abort")
+        raise
+    except Exception:
+        observer.finish("error")
+        raise
+
+
+def _raise_if_failed(output: EngineOutput) -> None:
+    match output.finish_reason:
+        case "error" if output.error_is_users:
+            raise UserError(output.error or "the engine refused the request")
+        case "error":
+            raise ApiError(500, output.error or "the engine failed the request", code="engine_error")
+        case "abort":
+            raise ApiError(503, "the engine aborted the request", code="aborted")
+
+
+def _piece(sample: Sample, output: EngineOutput) -> Piece:
+    """Decode the output's tokens, up to a stop string."""
+    piece = Piece(sample)
+    logprobs = output.new_logprobs or []
+    # Ended by EOS or by a stop token: that token is the last one, and is not shown.
+    ended_by_token = output.finish_reason == "stop" and not sample.include_stop
+    shown = len(output.new_token_ids) - (1 if ended_by_token else 0)
+    for position, token_id in enumerate(output.new_token_ids):
+        piece.token_ids.append(token_id)
+        piece.logprobs += logprobs[position : position + 1]
+        if position < shown:
+            piece.text += sample.text.feed(token_id)
+        if sample.text.stopped_by is not None:
+            break
+    if output.finish_reason is not None and sample.text.stopped_by is None:
+        piece.text += sample.text.finish()
+    if sample.text.stopped_by is not None:
+        piece.finish = _finish("stop", sample.text.stopped_by, output)
+    elif output.finish_reason is not None:
+        piece.finish = _finish(output.finish_reason, output.stop_token_id, output)
+    return piece
+
+
+def _finish(reason: str, stop_reason: int | str | None, output: EngineOutput) -> Finish:
+    return Finish(
+        reason=reason,
+        stop_reason=stop_reason,
+        kv_transfer_params=output.kv_transfer_params,
+        num_cached_tokens=output.num_cached_tokens,
+        num_transferred_tokens=output.num_transferred_tokens,
+    )

@@ -1,0 +1,152 @@
+"""One engine as the endpoints see it: what it serves, who may come in, and requests made from request bodies.
+
+Everything that a client can get wrong is found here, before the engine hears of the request.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import msgspec
+
+from baton.core.config import ModelConfig
+from baton.core.errors import UserError
+from baton.core.transfer_params import FIELD as TRANSFER_FIELD
+from baton.core.transfer_params import parse_transfer_params
+from baton.engine.api import EngineRequest
+from baton.server.errors import ApiError
+from baton.server.metrics import ServerMetrics
+from baton.server.protocol.sampling import SamplingFields
+from baton.server.samples import Engine, Sample
+from baton.server.stop_strings import StopStringFinder
+from baton.server.text import Detokenizer, SampleText
+from baton.server.tokens import PromptEncoder, Tokenizer, check_length
+
+Door: TypeAlias = Callable[[Mapping[str, Any] | None], None]
+"""Raises UserError for `kv_transfer_params` that this engine's connector cannot honour."""
+
+MAX_CHOICES = 1024  # Prompts times samples of one HTTP request.
+MAX_REQUEST_ID_CHARS = 256
+
+
+def core_door(raw: Mapping[str, Any] | None) -> None:
+    """What can be checked without knowing the connector."""
+    parse_transfer_params(raw)
+
+
+@dataclass(kw_only=True)
+class Service:
+    engine: Engine
+    model_config: ModelConfig
+    tokenizer: Tokenizer
+    make_detokenizer: Callable[[Sequence[int], bool], Detokenizer]  # (prompt, skip special tokens)
+    encoder: PromptEncoder
+    metrics: ServerMetrics
+    door: Door = core_door
+    is_draining: bool = False
+    started_at: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def model_name(self) -> str:
+        return self.model_config.served_model_name
+
+    def check_open(self) -> None:
+        """Raises ApiError 503 when no new request can be taken."""
+        if self.engine.is_dead:
+            raise ApiError(503, "the engine has stopped", code="engine_dead")
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down", code="draining")
+
+    def check_model(self, name: str | None) -> None:
+        """None means the one model that there is."""
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                404,
+                f"the model {name!r} does not exist; this server has {self.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def make_samples(
+        self,
+        fields: SamplingFields,
+        prompts: Sequence[list[int]],
+        *,
+        request_id: str,
+        max_tokens: int | None,
+        max_tokens_field: str,
+        logprobs: int | None,
+        prompt_field: str,
+    ) -> list[Sample]:
+        """Choice `p * n + i` is sample i of prompt p. Raises UserError."""
+        fields.check_stream_options()
+        n = fields.num_samples
+        if len(prompts) * n > MAX_CHOICES:
+            raise UserError(f"at most {MAX_CHOICES} choices; are {len(prompts)} prompts times {n}", field="n")
+        self._check_transfer(fields, num_prompts=len(prompts))
+        arrival_time_s = time.monotonic()
+        samples = []
+        for prompt_index, token_ids in enumerate(prompts):
+            where = prompt_field if len(prompts) == 1 else f"{prompt_field}[{prompt_index}]"
+            room = check_length(
+                token_ids,
+                max_tokens,
+                self.model_config.max_model_len,
+                field=where,
+                max_field=max_tokens_field,
+            )
+            params = fields.sampling_params(
+                max_tokens=room,
+                logprobs=logprobs,
+                vocab_size=self.model_config.vocab_size,
+                defaults=self.model_config.generation_config,
+            )
+            for sample_index in range(n):
+                index = prompt_index * n + sample_index
+                is_first = sample_index == 0
+                seed = None if params.seed is None else params.seed + sample_index
+                request = EngineRequest(
+                    # The client may send one X-Request-Id twice; the engine never sees an id twice.
+                    request_id=f"{request_id}-{index}-{secrets.token_hex(4)}",
+                    prompt_token_ids=token_ids,
+                    sampling_params=msgspec.structs.replace(params, seed=seed),
+                    arrival_time_s=arrival_time_s,
+                    priority=fields.checked_priority,
+                    cache_salt=fields.checked_cache_salt,
+                    kv_transfer_params=fields.kv_transfer_params if is_first else None,
+                )
+                samples.append(
+                    Sample(
+                        index=index,
+                        prompt_index=prompt_index,
+                        request=request,
+                        text=self._text(fields, token_ids),
+                        include_stop=bool(fields.include_stop_str_in_output),
+                        # One fetches the KV; the others then find it in the prefix cache.
+                        waits_for_first=not is_first and _is_set(fields, "do_remote_prefill"),
+                    )
+                )
+        return samples
+
+    def _check_transfer(self, fields: SamplingFields, *, num_prompts: int) -> None:
+        self.door(fields.kv_transfer_params)
+        fetches, lends = _is_set(fields, "do_remote_prefill"), _is_set(fields, "do_remote_decode")
+        if (fetches or lends) and num_prompts > 1:
+            raise UserError("stands for one prompt; send each in a request of its own", field=TRANSFER_FIELD)
+        if lends and fields.num_samples > 1:
+            raise UserError("must be 1 with do_remote_decode: one prefill, one loan", field="n")
+
+    def _text(self, fields: SamplingFields, prompt_token_ids: list[int]) -> SampleText:
+        skip_special = fields.skip_special_tokens is not False
+        return SampleText(
+            self.make_detokenizer(prompt_token_ids, skip_special),
+            StopStringFinder(fields.stop_strings, include_in_output=bool(fields.include_stop_str_in_output)),
+            min_tokens=fields.min_tokens or 0,
+        )
+
+
+def _is_set(fields: SamplingFields, flag: str) -> bool:
+    """After the door, a flag is a bool or absent."""
+    return bool((fields.kv_transfer_params or {}).get(flag))

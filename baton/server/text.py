@@ -1,0 +1,42 @@
+"""One sample's tokens as text: decoded as they come, stop strings found, the stop token left out."""
+
+from typing import Protocol
+
+from baton.server.stop_strings import StopStringFinder
+
+
+class Detokenizer(Protocol):
+    """`baton.engine.tokenizer.IncrementalDetokenizer`: holds back incomplete characters."""
+
+    def feed(self, token_ids: list[int]) -> str: ...
+    def finish(self) -> str: ...
+
+
+class SampleText:
+    """Feed it tokens in order; `stopped_by` tells the stop string that ended it."""
+
+    def __init__(self, detokenizer: Detokenizer, stops: StopStringFinder, *, min_tokens: int = 0) -> None:
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+
+    @property
+    def stopped_by(self) -> str | None:
+        return self._stops.found
+
+    def feed(self, token_id: int) -> str:
+        """The text that may be shown now."""
+        self._num_tokens += 1
+        text = self._detokenizer.feed([token_id])
+        if self._num_tokens < self._min_tokens:
+            return text  # Too early to end, so not looked at.
+        return self._stops.feed(text)
+
+    def finish(self) -> str:
+        """What was held back, once the tokens have ended for another reason than a stop string.
+
+        The rest of an incomplete character can still complete a stop string.
+        """
+        rest = self._stops.feed(self._detokenizer.finish())
+        return rest if self.stopped_by is not None else rest + self._stops.flush()

@@ -1,0 +1,109 @@
+"""What the server needs of a tokenizer, and prompts as token ids.
+
+Text is encoded on one thread of its own: a long prompt takes tens of milliseconds, and other clients' streams
+must not stop meanwhile.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+from baton.core.errors import UserError
+from baton.server.protocol.completion import Prompt
+from baton.server.protocol.sampling import check_token_ids
+
+T = TypeVar("T")
+
+SHORT_CHARS = 4096  # Encoded at once, below a millisecond: cheaper than a change of threads.
+
+
+class Tokenizer(Protocol):
+    """`baton.engine.tokenizer.Tokenizer`."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any],
+    ) -> list[int]:
+        """Raises UserError if the model has no template or the template refuses the messages."""
+
+
+class PromptEncoder:
+    """Owns the encoding thread; `close` ends it."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="encode")
+
+    async def encode(
+        self, prompt: Prompt, *, add_special_tokens: bool = True, field: str = "prompt"
+    ) -> list[int]:
+        """Raises UserError for token ids outside the vocabulary."""
+        if not isinstance(prompt, str):
+            check_token_ids(prompt, self._vocab_size, field)
+            return prompt
+        text = prompt
+        return await self._run(
+            len(text), lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Mapping[str, Any],
+    ) -> list[int]:
+        """Raises UserError."""
+        if add_generation_prompt and continue_final_message:
+            raise UserError("needs add_generation_prompt: false", field="continue_final_message")
+        num_chars = sum(len(message["content"]) for message in messages)
+        return await self._run(
+            num_chars,
+            lambda: self._tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=variables,
+            ),
+        )
+
+    async def _run(self, num_chars: int, work: Callable[[], T]) -> T:
+        if num_chars <= SHORT_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+
+def check_length(
+    token_ids: list[int], max_tokens: int | None, max_model_len: int, *, field: str, max_field: str
+) -> int:
+    """How many tokens may be generated. Raises UserError when the prompt leaves too little room."""
+    room = max_model_len - len(token_ids)
+    if not token_ids:
+        raise UserError("must have at least one token", field=field)
+    if room < 1:
+        raise UserError(
+            f"has {len(token_ids)} tokens; the model's {max_model_len} are for prompt and answer together",
+            field=field,
+        )
+    if max_tokens is None:
+        return room
+    if max_tokens > room:
+        raise UserError(
+            f"must be at most {room}: the prompt has {len(token_ids)} tokens of {max_model_len}",
+            field=max_field,
+        )
+    if max_tokens < 1:
+        raise UserError(f"must be at least 1, is {max_tokens}", field=max_field)
+    return max_tokens
