@@ -1,0 +1,54 @@
+"""The ends of operations: each operation that was opened is finished exactly once, from whatever thread."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+
+from baton.transport.base import Completion, OpId
+
+
+class CompletionQueue:
+    """Thread-safe. `on_completion` is called after each end, outside the lock, on the ending thread."""
+
+    def __init__(self, on_completion: Callable[[], None] | None = None) -> None:
+        self._on_completion = on_completion
+        self._numbers = itertools.count(1)
+        self._posted_at: dict[OpId, float] = {}
+        self._ended: list[Completion] = []
+        self._changed = threading.Condition()
+
+    def open(self) -> OpId:
+        with self._changed:
+            op = OpId(next(self._numbers))
+            self._posted_at[op] = time.monotonic()
+            return op
+
+    def withdraw(self, op: OpId) -> None:
+        """Forget an operation whose posting failed: its caller gets an exception, not a completion."""
+        with self._changed:
+            del self._posted_at[op]
+
+    def finish(self, op: OpId, *, nbytes: int, error: str | None = None) -> None:
+        with self._changed:
+            assert op in self._posted_at, f"operation {op} ended twice"
+            duration_s = time.monotonic() - self._posted_at.pop(op)
+            self._ended.append(Completion(op, error is None, nbytes, duration_s, error))
+            self._changed.notify_all()
+        if self._on_completion is not None:
+            self._on_completion()
+
+    def is_open(self, op: OpId) -> bool:
+        with self._changed:
+            return op in self._posted_at
+
+    def poll(self) -> list[Completion]:
+        if not self._ended:  # The idle engine step pays for no lock.
+            return []
+        with self._changed:
+            ended, self._ended = self._ended, []
+            return ended
+
+    def wait(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._ended), timeout_s)

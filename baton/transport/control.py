@@ -1,0 +1,320 @@
+"""Control messages between engines: small frames, encrypted and authenticated with the cluster secret.
+
+    channel = ControlChannel(secret=secret)      bound; `channel.url` goes into tickets and introductions
+    channel.send(url, frame)                     to a peer, dialled on first use
+    for received in channel.poll(timeout_s=1):   requests from peers, and answers to ours
+        channel.send(received.route, answer)
+    channel.wake()                               from any thread: poll returns now
+
+One thread owns the channel; only `wake` may be called from others. Nothing blocks but `poll`. Delivery is
+best effort: frames may be lost or late, are never altered, and the protocol above expects no more.
+
+Every engine of a cluster derives the same CURVE key pairs from the secret. Who does not know it cannot
+finish the handshake in either direction; without a secret the channel speaks only to this host. What a
+stranger sends (another protocol, frames too long or too many) is dropped and counted, and costs nobody
+else anything.
+"""
+
+import math
+import os
+import re
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import NewType, TypeAlias
+
+import zmq
+from zmq.utils import z85
+
+from baton.core.config import ClusterSecret
+from baton.core.errors import ConfigError, PeerError, TransferError
+from baton.transport.loopback import bracketed, check_bind_host, is_loopback, is_wildcard
+
+Route = NewType("Route", bytes)  # Of one incoming connection; dies with it.
+Destination: TypeAlias = Route | str  # str: a url.
+
+MAX_FRAME_BYTES = 4 << 20
+QUEUE_FRAMES_MAX = 1000  # Waiting in each direction of one connection; more are dropped.
+PEERS_MAX = 256  # Dialled at once; the one used longest ago goes first.
+PEER_IDLE_S = 300.0
+POLL_FRAMES_MAX = 1000  # Returned by one poll, so that a flood cannot keep its caller.
+HANDSHAKE_TIMEOUT_MS = 5_000
+HEARTBEAT_EVERY_MS = 5_000
+HEARTBEAT_TIMEOUT_MS = 15_000
+RECONNECT_FIRST_MS = 100
+RECONNECT_MAX_MS = 2_000
+
+_CURVE_OVERHEAD_BYTES = 64  # Nonce, authenticator and flags around an encrypted frame.
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"  # RFC 27: where a context asks who may come in.
+_ZAP_DOMAIN = b"baton"
+_URL = re.compile(r"tcp://(?P<host>[A-Za-z0-9_.\-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[0-9]{1,5})")
+_FAILED_HANDSHAKE = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """One frame. `route` is where an answer goes."""
+
+    route: Destination
+    frame: bytes
+
+
+@dataclass(slots=True)
+class ControlCounters:
+    """What was dropped, and why. Read by metrics from any thread."""
+
+    strangers: int = 0  # Handshakes that failed.
+    malformed: int = 0  # Wrong number of parts, or too long.
+    unroutable: int = 0  # To a connection that is gone.
+    overflowed: int = 0  # To a peer whose queue is full.
+
+
+@dataclass(eq=False)
+class _Dialled:
+    socket: "zmq.Socket[bytes]"
+    used_at: float
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """CURVE key pairs, derived: nothing has to be distributed but the secret."""
+
+    server_public: bytes
+    server_secret: bytes
+    client_public: bytes
+    client_secret: bytes
+
+    @classmethod
+    def of(cls, secret: ClusterSecret) -> "_Keys":
+        server, client = (z85.encode(secret.derive(f"control-curve-{role}")) for role in ("server", "client"))
+        return cls(zmq.curve_public(server), server, zmq.curve_public(client), client)
+
+
+@dataclass(eq=False)
+class ControlChannel:
+    """Raises ConfigError for an address that may not or cannot be bound."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: a free one.
+    secret: ClusterSecret | None = None
+    advertise_host: str | None = None  # What peers dial; needed when `host` is a wildcard.
+    max_frame_bytes: int = MAX_FRAME_BYTES
+    counters: ControlCounters = field(default_factory=ControlCounters, init=False)
+    url: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        check_bind_host(self.host, self.secret, field="control.host")
+        if self.advertise_host is None and is_wildcard(self.host):
+            raise ConfigError(
+                f"is needed when binding to {self.host}: peers cannot dial a wildcard",
+                field="control.advertise_host",
+            )
+        self._keys = _Keys.of(self.secret) if self.secret is not None else None
+        self._dialled: OrderedDict[str, _Dialled] = OrderedDict()
+        self._closed = False
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        self._context.set(zmq.MAX_SOCKETS, PEERS_MAX + 16)
+        for cpu in range(os.cpu_count() or 1):
+            # Its I/O thread would inherit the one core that a host such as vLLM pins its worker to.
+            self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, cpu)
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._zap = self._context.socket(zmq.ROUTER)
+        self._zap.linger = 0
+        self._zap.bind(_ZAP_ADDRESS)
+        self._poller.register(self._zap, zmq.POLLIN)
+        self._router = self._context.socket(zmq.ROUTER)
+        self._tune(self._router)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if self._keys is not None:
+            self._router.curve_server = True
+            self._router.curve_secretkey = self._keys.server_secret
+            self._router.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+        self._monitor = self._router.get_monitor_socket(_FAILED_HANDSHAKE)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        try:
+            self._router.bind(f"tcp://{bracketed(self.host)}:{self.port or '*'}")
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"cannot bind {self.host}:{self.port}: {error}", field="control.port"
+            ) from error
+        self._poller.register(self._router, zmq.POLLIN)
+        bound = self._router.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(bound, bytes)
+        self.port = int(bound.rstrip(b"\0").rpartition(b":")[2])
+        self.url = f"tcp://{bracketed(self.advertise_host or self.host)}:{self.port}"
+
+    def send(self, to: Destination, frame: bytes) -> bool:
+        """Queue one frame; never blocks. False: dropped (and counted), as a network may drop it.
+
+        Raises PeerError for a url that is none, TransferError for one beyond this host when no secret is set.
+        """
+        assert len(frame) <= self.max_frame_bytes, f"a control frame of {len(frame)} bytes"
+        try:
+            if isinstance(to, str):
+                self._dial(to).send(frame, zmq.NOBLOCK)
+            else:
+                self._router.send_multipart([to, frame], zmq.NOBLOCK)
+        except zmq.Again:
+            self.counters.overflowed += 1
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self.counters.unroutable += 1
+            return False
+        return True
+
+    def poll(self, timeout_s: float) -> list[Received]:
+        """Frames that have come; waits until there are some, or `wake`, or the time is up."""
+        received: list[Received] = []
+        deadline = time.monotonic() + timeout_s
+        while True:
+            rest_s = deadline - time.monotonic()
+            ready = {key for key, _ in self._poller.poll(max(0, math.ceil(rest_s * 1000)))}
+            woken = self._wake_fd in ready
+            if woken:
+                os.eventfd_read(self._wake_fd)
+            self._answer_zap()
+            self._count_strangers()
+            self._receive(self._router, None, received)
+            for url, dialled in list(self._dialled.items()):
+                if dialled.socket in ready:
+                    self._receive(dialled.socket, url, received)
+            # Handshakes and strangers are no news for the caller.
+            if received or woken or time.monotonic() >= deadline:
+                self._hang_up_idle()
+                return received
+
+    def wake(self) -> None:
+        """Make a `poll`, now or the next, return at once. From any thread; harmless after close."""
+        if not self._closed:
+            try:
+                os.eventfd_write(self._wake_fd, 1)
+            except OSError:
+                assert self._closed, "the wake descriptor was closed under an open channel"
+
+    def forget(self, url: str) -> None:
+        """Close the connection to a peer and drop what is queued for it."""
+        if dialled := self._dialled.pop(url, None):
+            self._hang_up(dialled)
+
+    def close(self) -> None:
+        """Drop everything, free the port. Idempotent; takes no longer than closing sockets does."""
+        if self._closed:
+            return
+        self._closed = True
+        for url in list(self._dialled):
+            self.forget(url)
+        if hasattr(self, "_monitor"):
+            self._router.disable_monitor()
+        # Linger 0 everywhere: term() would otherwise wait for peers that are gone.
+        self._context.destroy(linger=0)
+        os.close(self._wake_fd)
+
+    def _dial(self, url: str) -> "zmq.Socket[bytes]":
+        if dialled := self._dialled.get(url):
+            dialled.used_at = time.monotonic()
+            self._dialled.move_to_end(url)
+            return dialled.socket
+        host = check_url(url)
+        if self._keys is None and not is_loopback(host):
+            raise TransferError(f"without a cluster secret only this host is spoken to, not {url}")
+        while len(self._dialled) >= PEERS_MAX:
+            self._hang_up(self._dialled.popitem(last=False)[1])
+        socket = self._context.socket(zmq.DEALER)
+        try:
+            self._tune(socket)
+            socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_FIRST_MS)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+            if self._keys is not None:
+                socket.curve_serverkey = self._keys.server_public
+                socket.curve_publickey = self._keys.client_public
+                socket.curve_secretkey = self._keys.client_secret
+            socket.connect(url)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise PeerError(f"{url!r} cannot be dialled: {error}") from error
+        self._poller.register(socket, zmq.POLLIN)
+        self._dialled[url] = _Dialled(socket, time.monotonic())
+        return socket
+
+    def _hang_up(self, dialled: _Dialled) -> None:
+        self._poller.unregister(dialled.socket)
+        dialled.socket.close(linger=0)
+
+    def _hang_up_idle(self) -> None:
+        now = time.monotonic()
+        while self._dialled:
+            url, oldest = next(iter(self._dialled.items()))
+            if now - oldest.used_at < PEER_IDLE_S:
+                return
+            self.forget(url)
+
+    def _tune(self, socket: "zmq.Socket[bytes]") -> None:
+        socket.linger = 0
+        socket.setsockopt(zmq.SNDHWM, QUEUE_FRAMES_MAX)
+        socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES_MAX)
+        socket.setsockopt(zmq.MAXMSGSIZE, self.max_frame_bytes + _CURVE_OVERHEAD_BYTES)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_EVERY_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        socket.setsockopt(zmq.IPV6, 1)
+
+    def _receive(self, socket: "zmq.Socket[bytes]", url: str | None, received: list[Received]) -> None:
+        while len(received) < POLL_FRAMES_MAX:
+            try:
+                parts = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            # A ROUTER puts the route in front of what came; a DEALER's connection is its own route.
+            expected = 2 if url is None else 1
+            if len(parts) != expected or len(parts[-1]) > self.max_frame_bytes:
+                self.counters.malformed += 1
+                continue
+            if url is not None:
+                self._dialled[url].used_at = time.monotonic()
+                self._dialled.move_to_end(url)
+            received.append(Received(url if url is not None else Route(parts[0]), parts[-1]))
+
+    def _answer_zap(self) -> None:
+        """RFC 27: say whether a client that proved to own a key may come in. Ours is the only key."""
+        while True:
+            try:
+                route, *request = self._zap.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            _, version, request_id, domain, _, _, mechanism, *credentials = request
+            assert (version, domain) == (b"1.0", _ZAP_DOMAIN), "only our own context asks here"
+            assert self._keys is not None
+            ours = mechanism == b"CURVE" and credentials == [z85.decode(self._keys.client_public)]
+            status = (b"200", b"OK") if ours else (b"400", b"not of this cluster")
+            self._zap.send_multipart([route, b"", b"1.0", request_id, *status, b"", b""])
+
+    def _count_strangers(self) -> None:
+        while True:
+            try:
+                self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.counters.strangers += 1
+
+
+def check_url(url: str) -> str:
+    """The host that a control url names. Raises PeerError if it is no tcp://host:port."""
+    match = _URL.fullmatch(url)
+    if match is None or not 0 < int(match["port"]) <= 65535:
+        raise PeerError(f"{url[:100]!r} is no control url; they read tcp://host:port")
+    return match["host"].strip("[]")

@@ -1,0 +1,347 @@
+"""Between processes of one host: the reader copies straight out of the owner's memory (process_vm_readv).
+
+    owner   register: publishes pid, regions and the address of its *identity page* (epoch, nonce)
+    reader  connect:  reads the nonce out of the peer's memory; a same-host claim is proved, never believed
+            read:     one call = [epoch page | up to 1022 blocks | epoch page]
+
+A pid is no identity, so every call fetches the peer's epoch page before and after the blocks, and what it
+read counts only if both were right: a successor with the same pid has another epoch, and an owner that
+closes its transport voids the page before it gives the memory back. The owner's process takes no part in
+a read.
+
+There are no writes here: they could be bound to nobody.
+"""
+
+import ctypes
+import errno
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from baton.core.errors import PeerError, TransferError
+from baton.core.ids import Address
+from baton.core.layout import CopySpan, Region
+from baton.transport.base import Capabilities, Completion, OpId, PeerHandle, Prepared, Transport
+from baton.transport.completions import CompletionQueue
+from baton.transport.host_identity import HostProcess, require_same_host, this_process
+from baton.transport.iovec import IOV_MAX, Scratch, iovec_array, read_process_memory
+from baton.transport.spans import Copies, Int64s, SpanTable, check_regions, require_host_memory
+from baton.transport.threads import join_all, start_owned_thread
+
+logger = logging.getLogger(__name__)
+
+PAGE_BYTES = 16  # Epoch and generation, 8 bytes each.
+NONCE_BYTES = 32
+CALL_BYTES_MAX = 8 << 20  # Bounds how long a cancel waits: about 2 ms.
+CALL_COPIES_MAX = IOV_MAX - 2  # The epoch page goes before and after.
+CLOSE_TIMEOUT_S = 10.0  # A thread ends after the call that it is in.
+
+_PR_SET_PTRACER = 0x59616D61
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+_libc = ctypes.CDLL(None)
+
+
+class LocalEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: int
+    engine_id: str
+    epoch: int
+    process: HostProcess
+    identity_address: int  # PAGE_BYTES of epoch page, then the nonce.
+    generation: int  # Second half of the epoch page: two ranks or two lives of one epoch differ in it.
+    nonce: bytes
+    regions: tuple[Region, ...]
+
+
+@dataclass(eq=False)
+class LocalPeer(PeerHandle):
+    address: Address
+    endpoint: LocalEndpoint
+    lost: str | None = None  # Why nothing more can be read.
+
+    @property
+    def epoch_page(self) -> bytes:
+        return _epoch_page(self.address.epoch, self.endpoint.generation)
+
+
+@dataclass(frozen=True)
+class LocalPrepared(Prepared):
+    peer: LocalPeer
+    table: SpanTable
+
+
+@dataclass(eq=False)
+class _Reading:
+    """One posted operation. Only the reader thread touches memory for it."""
+
+    op: OpId
+    peer: LocalPeer
+    batches: Iterator[Copies]
+    copied_bytes: int = 0
+    cancelled: bool = False
+
+
+@dataclass
+class _Queue:
+    """What the callers and the reader thread share."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    waiting: deque[_Reading] = field(default_factory=deque)
+    by_op: dict[OpId, _Reading] = field(default_factory=dict)
+    closed: bool = False
+
+
+class LocalTransport(Transport):
+    """One rank's. All calls may come from any thread."""
+
+    name = "local"
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        thread_cpus: Collection[int] | None = None,
+        on_completion: Callable[[], None] | None = None,
+    ) -> None:
+        self._address = address
+        self._thread_cpus = thread_cpus
+        self._completions = CompletionQueue(on_completion)
+        self._identity = Scratch.of(PAGE_BYTES + NONCE_BYTES)
+        self._regions: tuple[Region, ...] = ()
+        self._registered = False
+        self._queue = _Queue()
+        self._thread: threading.Thread | None = None  # Started with the first peer: an owner needs none.
+        self._died: str | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(same_host=True, one_sided=True)
+
+    def register(self, regions: Sequence[Region]) -> bytes:
+        assert not self._registered, "register() is called once"
+        require_host_memory(self.name, regions)
+        self._registered = True
+        self._regions = tuple(regions)
+        # Yama's mode 1 lets a process name who may read it. Any of the same user, as without Yama; a kernel
+        # without Yama answers EINVAL, which is fine.
+        _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+        generation = secrets.randbits(64)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._identity.write(_epoch_page(self._address.epoch, generation) + nonce)
+        return msgspec.msgpack.encode(
+            LocalEndpoint(
+                version=1,
+                engine_id=self._address.engine_id,
+                epoch=self._address.epoch,
+                process=this_process(),
+                identity_address=self._identity.address,
+                generation=generation,
+                nonce=nonce,
+                regions=self._regions,
+            )
+        )
+
+    def connect(self, address: Address, endpoint: bytes) -> LocalPeer:
+        named = _decode_endpoint(address, endpoint)
+        require_same_host(this_process(), named.process)
+        _prove_identity(named)
+        with self._queue.changed:
+            if self._queue.closed:
+                raise TransferError("the local transport is closed")
+            if self._thread is None:
+                # One copies at memory speed; more would take cores from the engine.
+                self._thread = start_owned_thread(
+                    "baton-local", self._read_queued, on_death=self._fail_all, cpus=self._thread_cpus
+                )
+        return LocalPeer(address, named)
+
+    def prepare(self, peer: PeerHandle, spans: Sequence[CopySpan]) -> LocalPrepared:
+        assert isinstance(peer, LocalPeer)
+        return LocalPrepared(peer, SpanTable(spans, self._regions, peer.endpoint.regions))
+
+    def post_read(
+        self, prepared: Prepared, local_blocks: Sequence[int], remote_blocks: Sequence[int]
+    ) -> OpId:
+        assert isinstance(prepared, LocalPrepared)
+        copies = prepared.table.expand(local_blocks, remote_blocks)
+        with self._queue.changed:
+            if reason := prepared.peer.lost or self._died or ("closed" if self._queue.closed else None):
+                raise TransferError(f"cannot read from {prepared.peer.address.engine_id}: {reason}")
+            op = self._completions.open()
+            batches = copies.batches(count_max=CALL_COPIES_MAX, bytes_max=CALL_BYTES_MAX)
+            reading = _Reading(op, prepared.peer, batches)
+            self._queue.by_op[op] = reading
+            self._queue.waiting.append(reading)
+            self._queue.changed.notify()
+            return op
+
+    def poll(self) -> list[Completion]:
+        return self._completions.poll()
+
+    def wait_completion(self, timeout_s: float) -> bool:
+        return self._completions.wait(timeout_s)
+
+    def cancel(self, op: OpId) -> None:
+        with self._queue.changed:
+            if reading := self._queue.by_op.get(op):
+                reading.cancelled = True
+
+    def disconnect(self, peer: PeerHandle) -> None:
+        assert isinstance(peer, LocalPeer)
+        with self._queue.changed:
+            peer.lost = peer.lost or "disconnected"
+
+    def close(self) -> None:
+        # First of all: what others are reading right now must not count once the memory goes back.
+        self._identity.clear()
+        with self._queue.changed:
+            self._queue.closed = True
+            self._queue.changed.notify_all()
+        if self._thread is not None:
+            join_all([self._thread], CLOSE_TIMEOUT_S)
+
+    # The reader thread.
+
+    def _read_queued(self) -> None:
+        pages = (Scratch.of(PAGE_BYTES), Scratch.of(PAGE_BYTES))
+        while (reading := self._next_reading()) is not None:
+            self._read_one_batch(reading, pages)
+
+    def _next_reading(self) -> _Reading | None:
+        """The next operation that has something to do; None when the transport closes and none is left."""
+        with self._queue.changed:
+            self._queue.changed.wait_for(lambda: self._queue.waiting or self._queue.closed)
+            return self._queue.waiting.popleft() if self._queue.waiting else None
+
+    def _read_one_batch(self, reading: _Reading, pages: tuple[Scratch, Scratch]) -> None:
+        """One call's worth, then to the back of the queue: a long prompt must not hold up a short one."""
+        if stopped := self._reason_to_stop(reading):
+            self._end(reading, stopped)
+            return
+        batch = next(reading.batches, None)
+        if batch is None:
+            self._end(reading, None)
+            return
+        try:
+            _read_batch(reading.peer, batch, pages)
+        except TransferError as error:
+            self._end(reading, str(error))
+            return
+        reading.copied_bytes += batch.total_bytes
+        with self._queue.changed:
+            self._queue.waiting.append(reading)
+
+    def _reason_to_stop(self, reading: _Reading) -> str | None:
+        with self._queue.changed:
+            if reading.cancelled:
+                return "cancelled"
+            return reading.peer.lost or ("the transport was closed" if self._queue.closed else None)
+
+    def _end(self, reading: _Reading, error: str | None) -> None:
+        with self._queue.changed:
+            del self._queue.by_op[reading.op]
+        self._completions.finish(reading.op, nbytes=reading.copied_bytes, error=error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        """The reader thread died of a bug: nobody may wait for it."""
+        with self._queue.changed:
+            self._died = f"the reader thread died: {error!r}"
+            self._queue.closed = True
+            self._queue.changed.notify_all()
+            readings = list(self._queue.by_op.values())
+            self._queue.by_op.clear()
+            self._queue.waiting.clear()
+        for reading in readings:
+            self._completions.finish(reading.op, nbytes=reading.copied_bytes, error=self._died)
+
+
+def _decode_endpoint(address: Address, endpoint: bytes) -> LocalEndpoint:
+    try:
+        named = msgspec.msgpack.decode(endpoint, type=LocalEndpoint)
+    except msgspec.MsgspecError as error:
+        raise PeerError(f"malformed local endpoint of {address.engine_id}: {error}") from error
+    if named.version != 1:
+        raise TransferError(f"local endpoint version {named.version} is not spoken here")
+    if len(named.nonce) != NONCE_BYTES or not 0 <= named.generation < 2**64:
+        raise PeerError(
+            f"malformed local endpoint of {address.engine_id}: nonce or generation of the wrong size"
+        )
+    if (named.engine_id, named.epoch) != address:
+        raise PeerError(f"the local endpoint of {address.engine_id} speaks of another engine or epoch")
+    check_regions([*named.regions, Region(named.identity_address, PAGE_BYTES + NONCE_BYTES)])
+    return named
+
+
+def _prove_identity(named: LocalEndpoint) -> None:
+    expected = _epoch_page(named.epoch, named.generation) + named.nonce
+    found = Scratch.of(len(expected))
+    nbytes = np.array([len(expected)], dtype=np.int64)
+    try:
+        read_process_memory(
+            named.process.pid,
+            iovec_array(np.array([found.address], dtype=np.int64), nbytes),
+            iovec_array(np.array([named.identity_address], dtype=np.int64), nbytes),
+        )
+    except OSError as error:
+        raise TransferError(_explain(error, named.process.pid)) from error
+    if not secrets.compare_digest(found.read(), expected):
+        raise PeerError(
+            f"process {named.process.pid} is not {named.engine_id}: its memory does not hold the nonce"
+        )
+
+
+def _read_batch(peer: LocalPeer, batch: Copies, pages: tuple[Scratch, Scratch]) -> None:
+    """Raises TransferError; then the destination holds anything."""
+    pid = peer.endpoint.process.pid
+    before, after = pages
+    page = np.array([PAGE_BYTES], dtype=np.int64)
+    page_address = np.array([peer.endpoint.identity_address], dtype=np.int64)
+    while True:
+        before.clear()
+        after.clear()
+        lengths = np.concatenate((page, batch.nbytes, page))
+        local = np.concatenate((_one(before.address), batch.local, _one(after.address)))
+        remote = np.concatenate((page_address, batch.remote, page_address))
+        try:
+            count = read_process_memory(pid, iovec_array(local, lengths), iovec_array(remote, lengths))
+        except OSError as error:
+            raise TransferError(_explain(error, pid)) from error
+        if before.read() != peer.epoch_page:
+            raise TransferError(f"process {pid} is not {peer.address.engine_id} of this epoch any more")
+        if count == int(lengths.sum()):
+            break
+        if count <= PAGE_BYTES:
+            raise TransferError(f"memory of {peer.address.engine_id} (process {pid}) cannot be read")
+        # Short. What came is judged by the pages of the next call: a page once voided stays so.
+        batch = batch.skip(count - PAGE_BYTES)
+    if after.read() != peer.epoch_page:
+        raise TransferError(f"{peer.address.engine_id} withdrew its memory during the read")
+
+
+def _one(address: int) -> Int64s:
+    return np.array([address], dtype=np.int64)
+
+
+def _epoch_page(epoch: int, generation: int) -> bytes:
+    return epoch.to_bytes(8, "little") + generation.to_bytes(8, "little")
+
+
+def _explain(error: OSError, pid: int) -> str:
+    match error.errno:
+        case errno.ESRCH:
+            return f"process {pid} has ended"
+        case errno.EPERM | errno.EACCES:
+            return (
+                f"the kernel forbids reading the memory of process {pid}: run both engines as one user and "
+                "set kernel.yama.ptrace_scope to 0 or 1, or grant CAP_SYS_PTRACE; in a container, allow "
+                "process_vm_readv in the seccomp profile"
+            )
+        case errno.ENOSYS:
+            return "this kernel has no process_vm_readv (or seccomp hides it)"
+        case _:
+            return f"cannot read the memory of process {pid}: {error.strerror}"

@@ -1,0 +1,180 @@
+"""Between hosts: the owner serves its regions over tcp, the reader receives into its blocks.
+
+    register   opens the owner's listener (tcp_owner); its address and token are the endpoint
+    connect    a few lanes, each introduced in both directions (tcp_wire, tcp_reader)
+    post_read  chunks of the copies become requests; `recvmsg` scatters each answer into the blocks
+
+Bytes go from block to socket and from socket to block, with no buffer of ours between. A connection
+belongs to one incarnation by its first frames, so a read can never come from a successor.
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from baton.core.config import ClusterSecret
+from baton.core.errors import ConfigError, TransferError
+from baton.core.ids import Address
+from baton.core.layout import CopySpan, Region
+from baton.transport.base import Capabilities, Completion, OpId, PeerHandle, Prepared, Transport
+from baton.transport.completions import CompletionQueue
+from baton.transport.loopback import check_bind_host, is_loopback, is_wildcard
+from baton.transport.spans import SpanTable, require_host_memory
+from baton.transport.tcp_owner import TcpCounters, TcpOwner, keep_alive
+from baton.transport.tcp_reader import TcpPeer
+from baton.transport.tcp_wire import (
+    HANDSHAKE_TIMEOUT_S,
+    VERSION,
+    TcpEndpoint,
+    connection_key,
+    decode_endpoint,
+    introduce,
+)
+
+LANES = 2
+
+
+@dataclass(frozen=True)
+class TcpPrepared(Prepared):
+    peer: TcpPeer
+    table: SpanTable
+
+
+class TcpTransport(Transport):
+    """One rank's. All calls may come from any thread."""
+
+    name = "tcp"
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,  # 0: a free one.
+        advertise_host: str | None = None,  # What peers dial; needed when `host` is a wildcard.
+        secret: ClusterSecret | None = None,
+        num_lanes: int = LANES,
+        thread_cpus: Collection[int] | None = None,
+        on_completion: Callable[[], None] | None = None,
+    ) -> None:
+        check_bind_host(host, secret, field="tcp.host")
+        if advertise_host is None and is_wildcard(host):
+            raise ConfigError(
+                f"is needed when binding to {host}: peers cannot dial a wildcard", field="tcp.advertise_host"
+            )
+        self._address = address
+        self._host = host
+        self._port = port
+        self._advertise_host = advertise_host or host
+        self._secret = secret
+        self._num_lanes = num_lanes
+        self._thread_cpus = thread_cpus
+        self._completions = CompletionQueue(on_completion)
+        self._regions: tuple[Region, ...] = ()
+        self._owner: TcpOwner | None = None
+        self._lock = threading.Lock()
+        self._peers: set[TcpPeer] = set()
+        self._closed = False
+        self.counters = TcpCounters()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(same_host=False, one_sided=False)
+
+    def register(self, regions: Sequence[Region]) -> bytes:
+        assert self._owner is None, "register() is called once"
+        require_host_memory(self.name, regions)
+        self._regions = tuple(regions)
+        self._owner = TcpOwner(
+            self._address,
+            self._regions,
+            self._host,
+            self._port,
+            self._secret,
+            self._thread_cpus,
+            self.counters,
+        )
+        return msgspec.msgpack.encode(
+            TcpEndpoint(
+                version=VERSION,
+                engine_id=self._address.engine_id,
+                epoch=self._address.epoch,
+                host=self._advertise_host,
+                port=self._owner.port,
+                token=self._owner.token,
+                regions=self._regions,
+            )
+        )
+
+    def connect(self, address: Address, endpoint: bytes) -> TcpPeer:
+        named = decode_endpoint(address, endpoint)
+        if self._secret is None and not is_loopback(named.host):
+            raise TransferError(f"without a cluster secret only this host is dialled, not {named.host}")
+        key = connection_key(self._secret, named.token)
+        sockets: list[socket.socket] = []
+        try:
+            for _ in range(self._num_lanes):
+                sockets.append(_dial(named.host, named.port))
+                introduce(sockets[-1], key, caller=self._address, target=address)
+            with self._lock:
+                if self._closed:
+                    raise TransferError("the tcp transport is closed")
+                peer = TcpPeer(address, named, sockets, self._completions, self._thread_cpus)
+                self._peers.add(peer)
+                return peer
+        except BaseException as error:
+            for sock in sockets:
+                sock.close()
+            if isinstance(error, OSError):
+                raise TransferError(
+                    f"cannot reach {address.engine_id} at {named.host}:{named.port}: {error}"
+                ) from error
+            raise
+
+    def prepare(self, peer: PeerHandle, spans: Sequence[CopySpan]) -> TcpPrepared:
+        assert isinstance(peer, TcpPeer)
+        return TcpPrepared(peer, SpanTable(spans, self._regions, peer.endpoint.regions))
+
+    def post_read(
+        self, prepared: Prepared, local_blocks: Sequence[int], remote_blocks: Sequence[int]
+    ) -> OpId:
+        assert isinstance(prepared, TcpPrepared)
+        return prepared.peer.post(prepared.table.expand(local_blocks, remote_blocks))
+
+    def poll(self) -> list[Completion]:
+        return self._completions.poll()
+
+    def wait_completion(self, timeout_s: float) -> bool:
+        return self._completions.wait(timeout_s)
+
+    def cancel(self, op: OpId) -> None:
+        with self._lock:
+            peers = list(self._peers)
+        for peer in peers:  # Each knows its own operations; there are few peers, and cancels are rare.
+            peer.cancel(op)
+
+    def disconnect(self, peer: PeerHandle) -> None:
+        assert isinstance(peer, TcpPeer)
+        peer.close("disconnected")
+        with self._lock:
+            self._peers.discard(peer)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            peers = list(self._peers)
+        for peer in peers:
+            peer.lose("the transport was closed")
+        for peer in peers:
+            self.disconnect(peer)
+        if self._owner is not None:
+            self._owner.close()
+
+
+def _dial(host: str, port: int) -> socket.socket:
+    sock = socket.create_connection((host, port), timeout=HANDSHAKE_TIMEOUT_S)
+    keep_alive(sock)
+    return sock

@@ -1,0 +1,332 @@
+"""The reader's end of tcp: one peer, a few lanes to it, bytes received straight into their blocks.
+
+    queue of readings --take--> lane 0: request, request | answer, answer ...
+                      --take--> lane 1: ...
+
+A lane is a connection and the thread that alone sends and receives on it. It keeps a few requests under
+way, so that the owner never waits for the next. Operations take turns, one chunk at a time.
+
+A cancelled operation ends as soon as each lane has turned the rest of its answers away from the blocks
+into a scrap buffer, without the peer's help. A lane that fails takes the peer down: all its operations
+end, not ok.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.core.errors import TransferError
+from baton.core.ids import Address
+from baton.transport.base import OpId, PeerHandle
+from baton.transport.completions import CompletionQueue
+from baton.transport.iovec import ScatteredMemory, Scratch, iovec_array
+from baton.transport.spans import Copies
+from baton.transport.tcp_wire import (
+    COPIES_MAX,
+    DATA,
+    HEADER,
+    READ,
+    REQUEST_BYTES_MAX,
+    TcpEndpoint,
+)
+from baton.transport.threads import join_all, start_owned_thread
+
+REQUESTS_PER_LANE = 2  # One being answered, one waiting at the owner.
+CHUNK_BYTES_MIN = 256 << 10  # Below, a request costs more than a second lane gains.
+STALL_S = 20.0  # An owner that owes an answer and sends nothing for so long is gone.
+CLOSE_TIMEOUT_S = 10.0
+_SCRAP_BYTES = 256 << 10
+
+
+@dataclass(eq=False)
+class Reading:
+    """One posted operation. Guarded by its peer's lock."""
+
+    op: OpId
+    chunks: Iterator[Copies]
+    under_way: int = 0  # Chunks that a lane holds; only these can touch memory.
+    all_taken: bool = False
+    copied_bytes: int = 0
+    error: str | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.under_way == 0 and (self.all_taken or self.error is not None)
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """One request under way on a lane."""
+
+    request: int
+    reading: Reading
+    header: Scratch
+    target: ScatteredMemory
+    nbytes: int
+    discarded: bool = False
+
+    def discard(self, scrap: Scratch) -> None:
+        """What is still to come of this answer goes to the scrap buffer, again and again the same one."""
+        # The header is checked even so: it belongs to the framing, not to the blocks.
+        done = self.target.done_bytes
+        header_rest = max(0, HEADER.size - done)
+        lengths = [header_rest] if header_rest else []
+        rest = self.target.rest_bytes - header_rest
+        full, tail = divmod(rest, scrap.nbytes)
+        lengths += [scrap.nbytes] * full + ([tail] if tail else [])
+        addresses = [scrap.address] * len(lengths)
+        if header_rest:
+            addresses[0] = self.header.address + done
+        self.target = ScatteredMemory(
+            np.array(addresses, dtype=np.int64), np.array(lengths, dtype=np.int64), done_before=done
+        )
+        self.discarded = True
+
+
+class TcpPeer(PeerHandle):
+    """Connected, until `lost` says why not. All methods from any thread."""
+
+    def __init__(
+        self,
+        address: Address,
+        endpoint: TcpEndpoint,
+        sockets: list[socket.socket],
+        completions: CompletionQueue,
+        thread_cpus: Collection[int] | None,
+    ) -> None:
+        self.address = address
+        self.endpoint = endpoint
+        self.lost: str | None = None
+        self.lock = threading.Lock()
+        self._completions = completions
+        self._queue: deque[Reading] = deque()
+        self._by_op: dict[OpId, Reading] = {}
+        self._lanes = [_Lane(self, sock) for sock in sockets]
+        self._threads = [
+            start_owned_thread(
+                f"baton-tcp-{number}",
+                lane.run,
+                on_death=lambda error: self.lose(f"a lane's thread died: {error!r}"),
+                cpus=thread_cpus,
+            )
+            for number, lane in enumerate(self._lanes)
+        ]
+
+    def post(self, copies: Copies) -> OpId:
+        """Raises TransferError, with nothing posted, once the peer is lost."""
+        share = copies.total_bytes // len(self._lanes)
+        chunk_bytes = min(max(share, CHUNK_BYTES_MIN), REQUEST_BYTES_MAX)
+        with self.lock:
+            if self.lost is not None:
+                raise TransferError(f"cannot read from {self.address.engine_id}: {self.lost}")
+            op = self._completions.open()
+            if len(copies):
+                chunks = copies.batches(count_max=COPIES_MAX, bytes_max=chunk_bytes)
+                reading = Reading(op, chunks)
+                self._by_op[op] = reading
+                self._queue.append(reading)
+                self._wake_lanes()
+                return op
+        self._completions.finish(op, nbytes=0)
+        return op
+
+    def cancel(self, op: OpId) -> None:
+        with self.lock:
+            reading = self._by_op.get(op)
+            if reading is None:
+                return
+            reading.error = "cancelled"
+            self._unqueue(reading)
+            over = self._pop_if_over(reading)
+            self._wake_lanes()
+        self._finish(over)
+
+    def lose(self, reason: str) -> None:
+        """End everything with this peer. Chunks that lanes hold end with their lanes."""
+        with self.lock:
+            if self.lost is not None:
+                return
+            self.lost = reason
+            self._queue.clear()
+            over: list[Reading] = []
+            for reading in list(self._by_op.values()):
+                reading.error = reading.error or reason
+                over += self._pop_if_over(reading)
+            self._wake_lanes()
+        self._finish(over)
+
+    def close(self, reason: str) -> None:
+        """When this returns, nothing writes into our blocks for this peer."""
+        self.lose(reason)
+        join_all(self._threads, CLOSE_TIMEOUT_S)
+        with self.lock:
+            for lane in self._lanes:
+                lane.close_wake_fd()
+
+    # For the lanes.
+
+    def take_nowait(self) -> tuple[Reading, Copies] | None:
+        """The next chunk to ask for; operations take turns."""
+        over: list[Reading] = []
+        taken = None
+        with self.lock:
+            while taken is None and self._queue:
+                reading = self._queue.popleft()
+                chunk = next(reading.chunks, None)
+                if chunk is None:
+                    reading.all_taken = True
+                    over += self._pop_if_over(reading)
+                else:
+                    reading.under_way += 1
+                    self._queue.append(reading)
+                    taken = (reading, chunk)
+        self._finish(over)
+        return taken
+
+    def return_chunk(self, reading: Reading, nbytes: int, error: str | None = None) -> None:
+        """A lane is done with a chunk and touches no memory for it any more."""
+        with self.lock:
+            reading.under_way -= 1
+            reading.copied_bytes += nbytes
+            if error is not None:
+                reading.error = reading.error or error
+                self._unqueue(reading)
+            over = self._pop_if_over(reading)
+        self._finish(over)
+
+    def _unqueue(self, reading: Reading) -> None:
+        with contextlib.suppress(ValueError):  # A lane may have taken its last chunk.
+            self._queue.remove(reading)
+
+    def _pop_if_over(self, reading: Reading) -> list[Reading]:
+        if not reading.is_over or reading.op not in self._by_op:
+            return []
+        return [self._by_op.pop(reading.op)]
+
+    def _finish(self, over: list[Reading]) -> None:
+        """Outside the lock: the completion hook is somebody else's code."""
+        for reading in over:
+            self._completions.finish(reading.op, nbytes=reading.copied_bytes, error=reading.error)
+
+    def _wake_lanes(self) -> None:
+        for lane in self._lanes:
+            lane.wake()
+
+
+class _Lane:
+    """One connection. Everything but `wake` and `close_wake_fd` happens on its thread."""
+
+    def __init__(self, peer: TcpPeer, sock: socket.socket) -> None:
+        self._peer = peer
+        self._sock = sock
+        self._sock.setblocking(False)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._wake_fd, select.POLLIN)
+        self._under_way: deque[_Chunk] = deque()
+        self._unsent = b""
+        self._requests = 0
+        self._scrap: Scratch | None = None
+        self._heard_at = time.monotonic()
+
+    def wake(self) -> None:
+        if self._wake_fd >= 0:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def close_wake_fd(self) -> None:
+        if self._wake_fd >= 0:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+
+    def run(self) -> None:
+        reason = "the lane ended"
+        try:
+            while self._peer.lost is None:
+                self._request_more()
+                self._discard_cancelled()
+                if not self._receive():
+                    self._wait()
+        except (OSError, TransferError) as error:
+            reason = f"connection to {self._peer.address.engine_id} lost: {error}"
+        finally:
+            self._sock.close()
+            self._peer.lose(reason)
+            for chunk in self._under_way:
+                if not chunk.discarded:
+                    self._peer.return_chunk(chunk.reading, 0, reason)
+            self._under_way.clear()
+
+    def _request_more(self) -> None:
+        while len(self._under_way) < REQUESTS_PER_LANE and (taken := self._peer.take_nowait()):
+            reading, copies = taken
+            if not self._under_way:
+                self._heard_at = time.monotonic()
+            self._requests += 1
+            header = Scratch.of(HEADER.size)
+            target = ScatteredMemory(
+                np.concatenate((np.array([header.address]), copies.local)),
+                np.concatenate((np.array([HEADER.size]), copies.nbytes)),
+            )
+            nbytes = target.total_bytes - HEADER.size
+            self._under_way.append(_Chunk(self._requests, reading, header, target, nbytes))
+            request = iovec_array(copies.remote, copies.nbytes).astype("<i8", copy=False)
+            self._unsent += HEADER.pack(READ, len(copies), self._requests) + request.tobytes()
+        if self._unsent:
+            with contextlib.suppress(BlockingIOError):
+                self._unsent = self._unsent[self._sock.send(self._unsent) :]
+
+    def _discard_cancelled(self) -> None:
+        for chunk in self._under_way:
+            if chunk.reading.error is not None and not chunk.discarded:
+                self._scrap = self._scrap or Scratch.of(_SCRAP_BYTES)
+                chunk.discard(self._scrap)
+                self._peer.return_chunk(chunk.reading, 0)
+
+    def _receive(self) -> bool:
+        """Take what has come. False: nothing has."""
+        if not self._under_way:
+            return False
+        chunk = self._under_way[0]
+        try:
+            count = chunk.target.receive_from(self._sock.fileno(), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        if count == 0:
+            raise TransferError("the other end closed it")
+        self._heard_at = time.monotonic()
+        if chunk.target.done_bytes >= HEADER.size:
+            kind, _, request = HEADER.unpack(chunk.header.read())
+            if kind != DATA or request != chunk.request:
+                raise TransferError(
+                    "the owner refused the request" if kind != DATA else "answers out of order"
+                )
+        if chunk.target.rest_bytes == 0:
+            self._under_way.popleft()
+            if not chunk.discarded:
+                self._peer.return_chunk(chunk.reading, chunk.nbytes)
+        return True
+
+    def _wait(self) -> None:
+        """Sleep until there is something to do. Raises TransferError when the owner is gone or silent."""
+        events = select.POLLIN | (select.POLLOUT if self._unsent else 0)
+        self._poll.register(self._sock, events)
+        timeout_ms = None
+        if self._under_way:
+            timeout_ms = max(0.0, self._heard_at + STALL_S - time.monotonic()) * 1000
+        ready = dict(self._poll.poll(timeout_ms))
+        if self._wake_fd in ready:
+            os.eventfd_read(self._wake_fd)
+        elif not ready and self._under_way:
+            raise TransferError(f"nothing came for {STALL_S:g} s")
+        if not self._under_way and self._sock.fileno() in ready:
+            # Nothing is owed: the owner has closed, or talks nonsense.
+            said = self._sock.recv(1)
+            raise TransferError("the other end closed it" if not said else "bytes that nobody asked for")
