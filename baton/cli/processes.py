@@ -1,0 +1,239 @@
+"""Child processes that are watched, logged and never left behind.
+
+    with Fleet(log_folder) as fleet:
+        child = fleet.start("decode-0", [sys.executable, ...])
+        fleet.wait_ready({child: "http://127.0.0.1:8200/health"}, timeout_s=60)
+        fleet.wait_exit(None)           # the first child that ends
+                                        # leaving the block ends all of them, and their children
+
+Three nets, each for what the one before lets through: leaving the block sends SIGTERM, then SIGKILL to each
+child's whole process group; a parent killed with -9 takes its children along (`with_parent.py`); and what the
+children start themselves follows them by its own means (`baton.engine.child`). The thread that starts a child
+has to live as long as the child: Linux takes a thread's end for the parent's.
+"""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+import httpx
+
+from baton.core.errors import BatonError
+
+STOP_GRACE_S = 8.0  # From SIGTERM to SIGKILL; an engine needs below a second, a busy machine more.
+READY_POLL_S = 0.1
+HEALTH_TIMEOUT_S = 2.0
+LOG_TAIL_LINES = 20
+_TAIL_BYTES = 16 << 10
+
+_WITH_PARENT = Path(__file__).with_name("with_parent.py")
+
+
+class ChildDied(BatonError):
+    """A child ended that should not have. Says which, how, and what it said last."""
+
+    def __init__(self, child: "Child") -> None:
+        tail = child.log_tail()
+        said = f"; the end of {child.log_path}:\n{tail}" if tail else f"; {child.log_path} is empty"
+        super().__init__(f"{child.name} {child.describe_exit()}{said}")
+        self.child = child
+
+
+class StartTimeout(BatonError):
+    """Children did not become ready in time."""
+
+
+class Stopped(BatonError):
+    """Somebody asked this program to end (SIGTERM, SIGHUP)."""
+
+
+class Child:
+    """One process, leader of its own process group, its output in a file."""
+
+    def __init__(self, name: str, command: Sequence[str], *, env: Mapping[str, str], log_path: Path) -> None:
+        self.name = name
+        self.log_path = log_path
+        with log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_WITH_PARENT), str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **env},
+                process_group=0,  # Ctrl-C in a terminal reaches us only; we stop them in order.
+            )
+        self.pid = self._process.pid
+        self._pidfd = os.pidfd_open(self.pid)
+        self._is_reaped = False
+
+    def fileno(self) -> int:
+        """Readable once the process has ended."""
+        return self._pidfd
+
+    def has_ended(self) -> bool:
+        return self._is_reaped or bool(select.select([self._pidfd], [], [], 0)[0])
+
+    def describe_exit(self) -> str:
+        assert self.has_ended()
+        # Left as a zombie: as long as it is one, nobody else can get its process group's number.
+        if self._is_reaped:
+            status = self._process.returncode
+        else:
+            result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            assert result is not None
+            status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        if status < 0:
+            return f"was ended by {signal.Signals(-status).name}"
+        return f"ended with exit status {status}"
+
+    def log_tail(self, num_lines: int = LOG_TAIL_LINES) -> str:
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - _TAIL_BYTES))
+            return "\n".join(log.read().decode(errors="replace").splitlines()[-num_lines:])
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the process, unless it has ended."""
+        if not self._is_reaped:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def reap(self) -> None:
+        """End what is left of it and of its group, and forget it. Idempotent."""
+        if self._is_reaped:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        self._is_reaped = True
+        os.close(self._pidfd)
+
+
+class Fleet:
+    """Children that live and end together."""
+
+    def __init__(self, log_folder: Path, *, stop_grace_s: float = STOP_GRACE_S) -> None:
+        self.log_folder = log_folder
+        self.children: list[Child] = []
+        self._stop_grace_s = stop_grace_s
+        log_folder.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self, name: str, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Child:
+        child = Child(name, command, env=env or {}, log_path=self.log_folder / f"{name}.log")
+        self.children.append(child)
+        return child
+
+    def wait_exit(self, timeout_s: float | None) -> Child | None:
+        """The first child that has ended; None when the time is up."""
+        ended, _, _ = select.select(self.children, [], [], timeout_s)
+        return ended[0] if ended else None
+
+    def wait_ready(
+        self,
+        health_urls: Mapping[Child, str],
+        *,
+        timeout_s: float,
+        on_ready: Callable[[Child], None] = lambda child: None,
+    ) -> None:
+        """Until every URL answers 200. Raises ChildDied at once if any child ends, StartTimeout in time."""
+        deadline_s = time.monotonic() + timeout_s
+        waiting = dict(health_urls)
+        with httpx.Client(timeout=HEALTH_TIMEOUT_S, trust_env=False) as client:
+            while waiting:
+                for child, url in list(waiting.items()):
+                    if _is_healthy(client, url):
+                        del waiting[child]
+                        on_ready(child)
+                if not waiting:
+                    return
+                if ended := self.wait_exit(READY_POLL_S):
+                    raise ChildDied(ended)
+                if time.monotonic() > deadline_s:
+                    late = next(iter(waiting))
+                    raise StartTimeout(
+                        f"{', '.join(child.name for child in waiting)} not ready after {timeout_s:.0f} s; "
+                        f"the end of {late.log_path}:\n{late.log_tail()}"
+                    )
+
+    def stop(self) -> None:
+        """Ask all to end, last started first; end those that do not. Idempotent."""
+        children = list(reversed(self.children))
+        self.children.clear()
+        deadline_s = time.monotonic() + self._stop_grace_s
+        try:
+            for child in children:
+                child.send_signal(signal.SIGTERM)
+            running = [child for child in children if not child.has_ended()]
+            while running and (left_s := deadline_s - time.monotonic()) > 0:
+                select.select(running, [], [], left_s)
+                running = [child for child in running if not child.has_ended()]
+        finally:
+            for child in children:  # Also when a second Ctrl-C interrupts the grace.
+                child.reap()
+
+
+def _is_healthy(client: httpx.Client, url: str) -> bool:
+    try:
+        return client.get(url).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def free_ports(count: int) -> list[int]:
+    """Loopback TCP ports that nobody listens on, all different.
+
+    Another program may take one before a child of ours does; that child then ends, saying so.
+    """
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for holder in sockets:
+            holder.bind(("127.0.0.1", 0))
+        return [holder.getsockname()[1] for holder in sockets]
+    finally:
+        for holder in sockets:
+            holder.close()
+
+
+def is_port_free(host: str, port: int) -> bool:
+    with closing(socket.socket()) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As the server itself will.
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+@contextmanager
+def raising_on_stop_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block with `Stopped`, as Ctrl-C does with KeyboardInterrupt."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(signal.Signals(number).name)
+
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, stop) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)

@@ -1,0 +1,178 @@
+"""A whole P/D system as child processes: which ones, with what arguments, and their start in the right order.
+
+    engines (all at once) --all healthy--> router --healthy--> ready
+
+The router comes last, so that its first look at the fleet finds everybody. All of them share a secret made
+for this one life of the system, which travels by environment and is written nowhere.
+"""
+
+import json
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from baton.cli.processes import Fleet, free_ports
+
+CONNECTOR = "BatonPullConnector"
+LOOPBACK = "127.0.0.1"
+ROUTER_START_S = 30.0
+
+KVRole = Literal["kv_producer", "kv_consumer"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineArguments:
+    """The same for all engines of the system. None: the engine's own default."""
+
+    model: Path
+    tp: int = 1
+    block_size: int | None = None
+    num_blocks: int | None = None
+    max_model_len: int | None = None
+    dtype: str | None = None
+    served_model_name: str | None = None
+    extra: tuple[str, ...] = ()  # For `baton serve`, as they are.
+
+    def command(self, port: int, transfer_config: dict[str, str] | None) -> list[str]:
+        options: dict[str, object | None] = {
+            "--host": LOOPBACK,
+            "--port": port,
+            "--tensor-parallel-size": self.tp,
+            "--block-size": self.block_size,
+            "--num-blocks": self.num_blocks,
+            "--max-model-len": self.max_model_len,
+            "--dtype": self.dtype,
+            "--served-model-name": self.served_model_name,
+            "--kv-transfer-config": json.dumps(transfer_config) if transfer_config else None,
+        }
+        given = [text for key, value in options.items() if value is not None for text in (key, str(value))]
+        return [sys.executable, "-m", "baton.cli", "serve", str(self.model), *given, *self.extra]
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    name: str
+    port: int
+    role: KVRole | None  # None: an engine by itself.
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self.port}"
+
+    def command(self, arguments: EngineArguments) -> list[str]:
+        if self.role is None:
+            return arguments.command(self.port, None)
+        transfer = {"kv_connector": CONNECTOR, "kv_role": self.role, "engine_id": self.name}
+        return arguments.command(self.port, transfer)
+
+
+@dataclass(frozen=True, slots=True)
+class SystemPlan:
+    """Everything that will run, before any of it does."""
+
+    arguments: EngineArguments
+    prefill: tuple[EnginePlan, ...]
+    decode: tuple[EnginePlan, ...]
+    single: tuple[EnginePlan, ...]
+    router_host: str
+    router_port: int
+
+    @property
+    def engines(self) -> tuple[EnginePlan, ...]:
+        return (*self.prefill, *self.decode, *self.single)
+
+    @property
+    def router_url(self) -> str:
+        return f"http://{self.router_host}:{self.router_port}"
+
+    def router_command(self) -> list[str]:
+        command = [sys.executable, "-m", "baton.cli", "route"]
+        command += ["--host", self.router_host, "--port", str(self.router_port)]
+        for engine in self.prefill:
+            command += ["--prefill", engine.url]
+        for engine in self.decode:
+            command += ["--decode", engine.url]
+        return command
+
+
+def plan_system(
+    arguments: EngineArguments,
+    *,
+    num_prefill: int,
+    num_decode: int,
+    num_single: int = 0,
+    router_host: str = LOOPBACK,
+    router_port: int | None = None,
+) -> SystemPlan:
+    """Ports are free ones of the loopback; so is the router's unless it is given."""
+    roles: list[tuple[str, KVRole | None, int]] = [
+        ("prefill", "kv_producer", num_prefill),
+        ("decode", "kv_consumer", num_decode),
+        ("single", None, num_single),
+    ]
+    ports = iter(free_ports(num_prefill + num_decode + num_single + 1))
+    engines = {
+        kind: tuple(EnginePlan(f"{kind}-{index}", next(ports), role) for index in range(count))
+        for kind, role, count in roles
+    }
+    spare_port = next(ports)
+    return SystemPlan(
+        arguments,
+        prefill=engines["prefill"],
+        decode=engines["decode"],
+        single=engines["single"],
+        router_host=router_host,
+        router_port=spare_port if router_port is None else router_port,
+    )
+
+
+def start_system(fleet: Fleet, plan: SystemPlan, *, timeout_s: float, console: Console) -> None:
+    """Returns when all of it answers. Raises ChildDied or StartTimeout; the fleet's owner stops the rest."""
+    env = {"BATON_SECRET": secrets.token_hex(32), "TOKENIZERS_PARALLELISM": "false"}
+    with _showing_start(console) as show:
+        began_s = time.monotonic()
+        engines = {fleet.start(e.name, e.command(plan.arguments), env=env): e for e in plan.engines}
+        for engine in engines.values():
+            show(engine.name, None)
+        fleet.wait_ready(
+            {child: f"{engine.url}/health" for child, engine in engines.items()},
+            timeout_s=timeout_s,
+            on_ready=lambda child: show(child.name, time.monotonic() - began_s),
+        )
+        began_s = time.monotonic()
+        router = fleet.start("router", plan.router_command())
+        show(router.name, None)
+        fleet.wait_ready({router: f"{plan.router_url}/health"}, timeout_s=ROUTER_START_S)
+        show(router.name, time.monotonic() - began_s)
+
+
+@contextmanager
+def _showing_start(console: Console) -> Iterator[Callable[[str, float | None], None]]:
+    """Spinners on a terminal, one line per event elsewhere. Called with None when something starts."""
+    if not console.is_terminal:
+
+        def show_line(name: str, took_s: float | None) -> None:
+            console.print(f"{name}: starting" if took_s is None else f"{name}: ready after {took_s:.1f} s")
+
+        yield show_line
+        return
+
+    columns = (SpinnerColumn(finished_text="[green]✓"), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        tasks = {}
+
+        def show(name: str, took_s: float | None) -> None:
+            if took_s is None:
+                tasks[name] = progress.add_task(f"{name} starts", total=1)
+            else:
+                progress.update(tasks[name], completed=1, description=f"{name} ready")
+
+        yield show

@@ -1,0 +1,84 @@
+"""`baton up MODEL`: engines and a router from one command, ended together."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Bring a whole prefill/decode system up on this machine.")
+
+START_TIMEOUT_S = 180.0
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
+def up(
+    context: typer.Context,
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of the checkpoint.")],
+    prefill: Annotated[int, typer.Option(help="Number of prefill engines.", min=1, max=64)] = 1,
+    decode: Annotated[int, typer.Option(help="Number of decode engines.", min=1, max=64)] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel size of each engine.", min=1)] = 1,
+    host: Annotated[
+        str, typer.Option(help="Address of the router; engines stay on the loopback.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the router.", min=1, max=65535)] = 8000,
+    block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.", min=1)] = None,
+    num_blocks: Annotated[int | None, typer.Option(help="KV blocks of each engine.", min=2)] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt plus answer.", min=1)] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Name in the API.")] = None,
+    log_dir: Annotated[Path, typer.Option(help="Folder for the logs.")] = Path(".baton/logs"),
+    start_timeout_s: Annotated[
+        float, typer.Option(help="For everything to be ready.", min=1)
+    ] = START_TIMEOUT_S,
+) -> None:
+    """Start engines and a router, and stop all of them on Ctrl-C or when one of them dies.
+
+    What follows `--` goes to each engine's `baton serve`, for example: baton up MODEL -- --max-num-seqs 64
+    """
+    from rich.console import Console
+
+    from baton.cli.processes import (
+        ChildDied,
+        Fleet,
+        StartTimeout,
+        Stopped,
+        is_port_free,
+        raising_on_stop_signals,
+    )
+    from baton.cli.system import EngineArguments, plan_system, start_system
+
+    if not (model / "config.json").is_file():
+        raise typer.BadParameter(f"{model} has no config.json; `baton model new DIR` makes a small model")
+    if not is_port_free(host, port):
+        raise typer.BadParameter(f"{host}:{port} is taken; choose another --port")
+    arguments = EngineArguments(
+        model, tp, block_size, num_blocks, max_model_len, dtype, served_model_name, tuple(context.args)
+    )
+    plan = plan_system(arguments, num_prefill=prefill, num_decode=decode, router_host=host, router_port=port)
+    console = Console(highlight=False)
+    try:
+        with raising_on_stop_signals(), Fleet(log_dir) as fleet:
+            start_system(fleet, plan, timeout_s=start_timeout_s, console=console)
+            for engine in plan.engines:
+                console.print(f"{engine.name:<12} {engine.url}", soft_wrap=True)
+            console.print(
+                f"{'router':<12} [bold]{plan.router_url}[/]  (dashboard at /, logs in {log_dir})",
+                soft_wrap=True,
+            )
+            console.print(_example(plan.router_url), soft_wrap=True, markup=False)
+            ended = fleet.wait_exit(None)
+            assert ended is not None
+            raise ChildDied(ended)
+    except (KeyboardInterrupt, Stopped):
+        console.print("stopped")
+    except (ChildDied, StartTimeout) as error:
+        Console(stderr=True, highlight=False).print(str(error), markup=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+def _example(url: str) -> str:
+    return (
+        "Try it (Ctrl-C stops everything):\n"
+        f"  curl {url}/v1/completions -H 'content-type: application/json' \\\n"
+        """    -d '{"prompt": "The quick brown fox", "max_tokens": 32, "stream": true}'"""
+    )
