@@ -1,0 +1,46 @@
+"""The scheduler's door: what can never run is refused on arrival, with what to change.
+
+A request that has passed may wait, be preempted or be cut at the pool's size, but it always ends.
+"""
+
+from __future__ import annotations
+
+from baton.core.config import EngineConfig
+from baton.core.errors import UserError
+from baton.engine.api import EngineRequest
+
+
+def check_can_run(asked: EngineRequest, config: EngineConfig) -> None:
+    """Raises UserError naming the field.
+
+    `max_tokens` is not held against the pool: most answers end long before, and one that outgrows the whole
+    pool ends there with finish reason "length".
+    """
+    prompt, max_tokens = asked.prompt_token_ids, asked.sampling_params.max_tokens
+    context = config.model_config.max_model_len
+    if not prompt:
+        raise UserError("must have at least one token", field="prompt")
+    if min(prompt) < 0 or max(prompt) >= config.model_config.vocab_size:
+        raise UserError(
+            f"has a token id outside the vocabulary, [0, {config.model_config.vocab_size})", field="prompt"
+        )
+    if len(prompt) >= context:
+        raise UserError(
+            f"has {len(prompt)} tokens; with one token of output that is more than the context length of "
+            f"{context}: shorten the prompt",
+            field="prompt",
+        )
+    if len(prompt) + max_tokens > context:
+        raise UserError(
+            f"is {max_tokens}; with the prompt's {len(prompt)} tokens that is more than the context length "
+            f"of {context}: ask for at most {context - len(prompt)}, or shorten the prompt",
+            field="max_tokens",
+        )
+    cache = config.cache_config
+    num_needed = -(-(len(prompt) + 1) // cache.block_size)
+    if num_needed > cache.num_gpu_blocks:
+        raise UserError(
+            f"has {len(prompt)} tokens, which need {num_needed} KV blocks of {cache.block_size} tokens; "
+            f"this engine has {cache.num_gpu_blocks}: shorten the prompt, or give the engine more blocks",
+            field="prompt",
+        )

@@ -1,0 +1,161 @@
+"""One request as the scheduler and the connectors see it: its tokens, how far it is computed, where it stands.
+
+    WAITING --> RUNNING --> FINISHED_*
+       |  ^        |  ^
+       |  |        v  |
+       |  |     PREEMPTED          (blocks lost; starts again from its tokens)
+       v  |
+    WAITING_FOR_REMOTE_KVS         (holds blocks that a connector fills; back to WAITING or PREEMPTED)
+
+Status names are vLLM's, since connectors read them. Satisfies `baton.contract.host.Request`.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+from baton.core.hashing import HASH_SEED, BlockHash, block_hash, extra_key, root_hash
+from baton.engine.api import EngineRequest, FinishReason
+
+
+class RequestStatus(enum.IntEnum):
+    WAITING = enum.auto()
+    WAITING_FOR_REMOTE_KVS = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    # Everything from here on is final.
+    FINISHED_STOPPED = enum.auto()
+    FINISHED_LENGTH_CAPPED = enum.auto()
+    FINISHED_ABORTED = enum.auto()
+    FINISHED_ERROR = enum.auto()
+
+    @staticmethod
+    def is_finished(status: RequestStatus) -> bool:
+        return status >= RequestStatus.FINISHED_STOPPED
+
+
+FINISH_REASONS: dict[RequestStatus, FinishReason] = {
+    RequestStatus.FINISHED_STOPPED: "stop",
+    RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    RequestStatus.FINISHED_ABORTED: "abort",
+    RequestStatus.FINISHED_ERROR: "error",
+}
+
+
+class Request:
+    """`order` is the request's place in every queue and in the running list: smaller goes first, larger is
+    preempted first."""
+
+    __slots__ = (
+        "_all_token_ids",
+        "_block_size",
+        "_extra",
+        "_hash_seed",
+        "arrival_time",
+        "asks_connector",
+        "block_hashes",
+        "cache_salt",
+        "is_known_to_ranks",
+        "kv_transfer_params",
+        "max_tokens",
+        "min_tokens",
+        "needs_resend",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_transferred_tokens",
+        "order",
+        "priority",
+        "prompt_token_ids",
+        "request_id",
+        "sampling_params",
+        "status",
+        "stop_token_ids",
+    )
+
+    def __init__(
+        self,
+        asked: EngineRequest,
+        *,
+        block_size: int,
+        eos_token_ids: tuple[int, ...] = (),
+        hash_seed: str = HASH_SEED,
+        order: tuple[float, ...] = (0,),
+    ) -> None:
+        sampling = asked.sampling_params
+        self.request_id = asked.request_id
+        self.prompt_token_ids = asked.prompt_token_ids
+        self.sampling_params = sampling
+        self.arrival_time = asked.arrival_time_s
+        self.priority = asked.priority
+        self.cache_salt = asked.cache_salt
+        # Connectors tick off what they have done in here, so it is the request's own copy.
+        self.kv_transfer_params: dict[str, Any] | None = (
+            None if asked.kv_transfer_params is None else dict(asked.kv_transfer_params)
+        )
+        self.order = order
+
+        self.status = RequestStatus.WAITING
+        self.num_prompt_tokens = len(asked.prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = -1  # As reported to the client; -1 until the request first runs.
+        self.num_transferred_tokens = 0
+        self.is_known_to_ranks = False
+        self.needs_resend = False  # The ranks' copy is stale: send tokens and block table whole.
+        self.asks_connector = True  # False once a connector has failed this request: recompute, never loop.
+
+        self.max_tokens = sampling.max_tokens
+        self.min_tokens = sampling.min_tokens
+        eos = () if sampling.ignore_eos else eos_token_ids
+        self.stop_token_ids = frozenset((*eos, *sampling.stop_token_ids))
+
+        self._all_token_ids = list(asked.prompt_token_ids)
+        self._block_size = block_size
+        self._hash_seed = hash_seed
+        self._extra = extra_key(cache_salt=asked.cache_salt)
+        self.block_hashes: list[BlockHash] = []  # Of every full block of known tokens, computed or not.
+        self._hash_full_blocks()
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.status.name}, "
+            f"computed {self.num_computed_tokens}/{self.num_tokens}, prompt {self.num_prompt_tokens})"
+        )
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        """Prompt and output. Not to be changed by the reader."""
+        return self._all_token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._all_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self._all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self._all_token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status >= RequestStatus.FINISHED_STOPPED
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return FINISH_REASONS.get(self.status)
+
+    def append_output_token(self, token_id: int) -> None:
+        self._all_token_ids.append(token_id)
+        if not len(self._all_token_ids) % self._block_size:
+            self._hash_full_blocks()
+
+    def _hash_full_blocks(self) -> None:
+        size, tokens, hashes = self._block_size, self._all_token_ids, self.block_hashes
+        parent = hashes[-1] if hashes else root_hash(self._hash_seed)
+        for start in range(len(hashes) * size, len(tokens) - size + 1, size):
+            parent = block_hash(parent, tokens[start : start + size], self._extra)
+            hashes.append(parent)

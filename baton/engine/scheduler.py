@@ -1,0 +1,538 @@
+"""What runs in the next step, and what the last one means. vLLM v1's scheduler in shape and semantics.
+
+    add_request --> waiting --> running --> finished          schedule()            decides one step
+                       ^  \\        |                          update_from_output()  takes its result
+                       |   loading  | preempted: by recompute,
+                       |      |     | the youngest first
+                       +- loaded <--+
+
+One token budget per step serves decodes and prompt chunks alike. Running requests come first, then those
+whose load has arrived (they hold blocks already), then the waiting. All three are kept in the order of
+arrival (policy "fcfs") or of priority, and whoever is last in that order gives its blocks up when the pool
+is short; so the first one always gets on.
+
+One step is in flight at a time: `update_from_output` of a step comes before the next `schedule`. That is
+why a preempted request has no stale output, and why freed blocks need no fence against a step that still
+writes them.
+
+Outputs of requests that end between steps (aborted, refused by the connector) come with the next step's.
+Imports no torch and reads no clock.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import insort
+from collections.abc import Iterable
+
+from baton.contract import KVConnectorOutput, KVConnectorSchedulerHalf
+from baton.contract.events import KVCacheEvent
+from baton.core.config import EngineConfig
+from baton.core.errors import UserError
+from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, SchedulerStats, TokenLogprobs
+from baton.engine.connector_calls import ConnectorCalls, Match, RequestFault
+from baton.engine.door import check_can_run
+from baton.engine.kv_cache import KVCache, KVCacheBlocks
+from baton.engine.remote_kv import NO_FAILURES, LoadFailures, RemoteKV
+from baton.engine.request import Request, RequestStatus
+from baton.engine.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from baton.engine.step_counts import StepCounts
+from baton.engine.waiting import WaitingQueue
+
+
+class _Admission(enum.Enum):
+    """What became of a waiting request's turn."""
+
+    DONE = enum.auto()  # It runs, loads, or has ended.
+    LATER = enum.auto()  # The connector wants to be asked again; others may pass.
+    NO_ROOM = enum.auto()  # Blocks or budget do not suffice; nobody passes.
+
+
+class _Step:
+    """A step in the making."""
+
+    __slots__ = ("budget", "is_short_of_blocks", "output", "scheduled")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.output = SchedulerOutput()
+        self.scheduled: list[Request] = []
+        self.is_short_of_blocks = False  # Running requests go short; nobody may join them.
+
+
+class Scheduler:
+    def __init__(self, config: EngineConfig, scheduler_half: KVConnectorSchedulerHalf) -> None:
+        self.config = config
+        self.kv_cache = KVCache(config.cache_config, enable_events=config.enable_kv_events)
+        self.requests: dict[
+            str, Request
+        ] = {}  # All that are not forgotten, finished ones that hold blocks too.
+        self.running: list[Request] = []  # By order.
+        self.waiting = WaitingQueue()  # Without blocks.
+        self.loaded = WaitingQueue()  # With blocks: their load has ended.
+        transfer = config.kv_transfer_config
+        policy = transfer.kv_load_failure_policy if transfer is not None else "recompute"
+        self.remote = RemoteKV(self.kv_cache, policy)
+
+        self._half = scheduler_half
+        self._connector = ConnectorCalls(scheduler_half)
+        self._limits = config.scheduler_config
+        self._num_tokens_max = min(config.model_config.max_model_len, self.kv_cache.num_tokens_max + 1)
+        self._num_arrived = 0
+        self._finished_ids: set[str] = set()  # Since the last schedule().
+        self._outputs: list[EngineOutput] = []  # For the next update_from_output() to return.
+        self._events: list[KVCacheEvent] = []
+        self._counts = StepCounts()
+        scheduler_half.bind_kv_cache_manager(self.kv_cache)
+
+    # --- Requests come and go --------------------------------------------------------------------
+
+    def add_request(self, asked: EngineRequest) -> None:
+        """Raises UserError if the request can never run; then it leaves no trace."""
+        check_can_run(asked, self.config)
+        if asked.request_id in self.requests:
+            raise UserError(f"{asked.request_id!r} is in use; choose a new one", field="request_id")
+        request = Request(
+            asked,
+            block_size=self.kv_cache.block_size,
+            eos_token_ids=self.config.model_config.eos_token_ids,
+            hash_seed=self.config.cache_config.hash_seed,
+            order=self._next_order(asked),
+        )
+        self.requests[request.request_id] = request
+        self.waiting.push(request)
+        try:
+            self._connector.announce(request)
+        except RequestFault as fault:
+            self._fail(request, fault)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ids that are unknown or have finished are ignored: an abort may cross the last output."""
+        for request_id in request_ids:
+            request = self.requests.get(request_id)
+            if request is not None and not request.is_finished:
+                self._finish(request, RequestStatus.FINISHED_ABORTED)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.running or self.waiting or self.loaded or self.remote.num_loading)
+
+    def has_requests(self) -> bool:
+        """Whether there is a reason to step: also transfers to finish, ranks to tell, outputs to hand out."""
+        return bool(
+            self.has_unfinished_requests()
+            or self.remote.num_held
+            or self._finished_ids
+            or self._outputs
+            or self._half.has_pending_push_work()
+        )
+
+    def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
+        """False, with nothing forgotten, while any request holds blocks or if the connector could not."""
+        if not self.kv_cache.reset_prefix_cache():
+            return False
+        return not reset_connector or self._half.reset_cache() is not False
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """KV events since the last call. Empty unless `enable_kv_events`; then somebody has to call this."""
+        events, self._events = self._events, []
+        return events
+
+    def shutdown(self) -> None:
+        self._half.shutdown()
+
+    # --- Deciding a step -------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        step = _Step(self._limits.max_num_batched_tokens)
+        self._continue_running(step)
+        if not step.is_short_of_blocks:
+            self._admit_waiting(step)
+        return self._close(step)
+
+    def _continue_running(self, step: _Step) -> None:
+        index = 0
+        while index < len(self.running) and step.budget > 0:
+            request = self.running[index]
+            num_new = self._chunk(len(request.all_token_ids) - request.num_computed_tokens, step.budget)
+            fresh = self.kv_cache.allocate_slots(request, num_new)
+            if fresh is not None:
+                self._run_known(request, num_new, fresh, step)
+                index += 1
+                continue
+            step.is_short_of_blocks = True
+            if self._half.has_pending_block_frees():
+                index += 1  # Blocks are on their way: skip a step rather than compute everything again.
+            else:
+                self._preempt_last(step)  # Perhaps this very request; those before it have their blocks.
+
+    def _admit_waiting(self, step: _Step) -> None:
+        asked_later: list[tuple[WaitingQueue, Request]] = []
+        while step.budget > 0 and len(self.running) < self._limits.max_num_seqs:
+            queue = self.loaded if self.loaded else self.waiting
+            request = queue.peek()
+            if request is None:
+                break
+            admission = self._admit(request, step)
+            if admission is _Admission.NO_ROOM:
+                if self.running or not self._release_youngest_loaded(other_than=request):
+                    break
+                continue
+            queue.remove(request)
+            if admission is _Admission.LATER:
+                asked_later.append((queue, request))
+        for queue, request in asked_later:
+            queue.push(request)
+
+    def _admit(self, request: Request, step: _Step) -> _Admission:
+        try:
+            if self.kv_cache.has_blocks(request):
+                return self._resume_loaded(request, step)
+            return self._start(request, step)
+        except RequestFault as fault:
+            self._fail(request, fault)
+            return _Admission.DONE
+
+    def _start(self, request: Request, step: _Step) -> _Admission:
+        hits, num_local = self.kv_cache.get_computed_blocks(request)
+        match = self._connector.find_match(request, num_local)
+        if match is None:
+            return _Admission.LATER
+        if match.is_async:
+            return self._start_loading(request, hits, num_local, match)
+
+        # However much is cached or loaded, the last token is computed here, for its logits.
+        num_computed = min(num_local + match.num_tokens, request.num_tokens - 1)
+        num_new = self._chunk_of_prompt(request.num_tokens - num_computed, step.budget)
+        if not num_new or not self._allocate(request, num_new, hits, num_local, num_computed - num_local):
+            return _Admission.NO_ROOM
+        self._tell_allocated(request, match.num_tokens)
+        request.num_computed_tokens = num_computed
+        if match.num_tokens:
+            self.remote.note_sync_load(request, num_local, match.num_tokens)
+            request.num_transferred_tokens = num_computed - num_local
+            step.output.has_sync_kv_loads = True
+        self._counts.count_lookup(request, num_local, match.num_tokens)
+        self._run_admitted(request, num_new, step)
+        return _Admission.DONE
+
+    def _start_loading(
+        self, request: Request, hits: KVCacheBlocks, num_local: int, match: Match
+    ) -> _Admission:
+        holders = (*self.running, *self.loaded.members())
+        if not self.remote.has_room_to_load(request, hits, holders):
+            return _Admission.NO_ROOM
+        if not self._allocate(request, 0, hits, num_local, match.num_tokens, delay_cache_blocks=True):
+            return _Admission.NO_ROOM
+        self._tell_allocated(request, match.num_tokens)
+        self._counts.count_lookup(request, num_local, match.num_tokens)
+        self.remote.park(request, num_local, match.num_tokens)
+        return _Admission.DONE
+
+    def _resume_loaded(self, request: Request, step: _Step) -> _Admission:
+        num_new = self._chunk_of_prompt(request.num_tokens - request.num_computed_tokens, step.budget)
+        if not num_new or self.kv_cache.allocate_slots(request, num_new) is None:
+            return _Admission.NO_ROOM
+        self._tell_allocated(request, 0)
+        self._run_admitted(request, num_new, step)
+        return _Admission.DONE
+
+    def _close(self, step: _Step) -> SchedulerOutput:
+        output = step.output
+        output.finished_req_ids, self._finished_ids = self._finished_ids, set()
+        output.total_num_scheduled_tokens = self._limits.max_num_batched_tokens - step.budget
+        output.kv_connector_metadata = self._half.build_connector_meta(output)
+        num_scheduled = output.num_scheduled_tokens
+        for request in step.scheduled:
+            request.num_computed_tokens += num_scheduled[request.request_id]
+        return output
+
+    # --- Parts of a step -------------------------------------------------------------------------
+
+    def _run_admitted(self, request: Request, num_new: int, step: _Step) -> None:
+        request.status = RequestStatus.RUNNING
+        insort(self.running, request, key=_order)
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = request.num_computed_tokens
+        if request.is_known_to_ranks:
+            request.needs_resend = True
+            self._run_known(request, num_new, KVCacheBlocks(), step)
+            return
+        request.is_known_to_ranks = True
+        step.output.scheduled_new_reqs.append(
+            NewRequestData(
+                req_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                sampling_params=request.sampling_params,
+                block_ids=self.kv_cache.get_block_ids(request.request_id),
+                num_computed_tokens=request.num_computed_tokens,
+            )
+        )
+        self._spend(request, num_new, step)
+
+    def _run_known(self, request: Request, num_new: int, fresh: KVCacheBlocks, step: _Step) -> None:
+        cached: CachedRequestData = step.output.scheduled_cached_reqs
+        request_id = request.request_id
+        cached.req_ids.append(request_id)
+        cached.num_computed_tokens.append(request.num_computed_tokens)
+        cached.num_output_tokens.append(request.num_output_tokens)
+        if request.needs_resend:
+            request.needs_resend = False
+            cached.resumed_req_ids.add(request_id)
+            cached.all_token_ids[request_id] = request.all_token_ids.copy()
+            cached.new_block_ids.append(self.kv_cache.get_block_ids(request_id))
+        else:
+            cached.new_block_ids.append(fresh.get_block_ids() if fresh.blocks[0] else None)
+        self._spend(request, num_new, step)
+
+    def _spend(self, request: Request, num_new: int, step: _Step) -> None:
+        step.output.num_scheduled_tokens[request.request_id] = num_new
+        step.scheduled.append(request)
+        step.budget -= num_new
+        if request.num_computed_tokens < request.num_prompt_tokens:
+            self._counts.num_prompt_tokens += min(
+                num_new, request.num_prompt_tokens - request.num_computed_tokens
+            )
+
+    def _chunk(self, num_tokens: int, budget: int) -> int:
+        longest = self._limits.long_prefill_token_threshold
+        return min(num_tokens, budget, longest) if longest else min(num_tokens, budget)
+
+    def _chunk_of_prompt(self, num_tokens: int, budget: int) -> int:
+        """0: it has to wait for a step with more budget, because prompts are not to be chunked."""
+        if self._limits.enable_chunked_prefill:
+            return self._chunk(num_tokens, budget)
+        return num_tokens if num_tokens <= budget else 0
+
+    def _allocate(
+        self,
+        request: Request,
+        num_new: int,
+        hits: KVCacheBlocks,
+        num_local: int,
+        num_external: int,
+        *,
+        delay_cache_blocks: bool = False,
+    ) -> bool:
+        fresh = self.kv_cache.allocate_slots(
+            request, num_new, num_local, hits, num_external, delay_cache_blocks=delay_cache_blocks
+        )
+        return fresh is not None
+
+    def _tell_allocated(self, request: Request, num_external: int) -> None:
+        self._connector.allocated(request, self.kv_cache.get_blocks(request.request_id), num_external)
+
+    def _preempt_last(self, step: _Step) -> None:
+        request = self.running.pop()
+        assert request.request_id not in step.output.num_scheduled_tokens, "running is in order"
+        step.output.preempted_req_ids.add(request.request_id)
+        self._counts.num_preempted += 1
+        self._send_back(request)
+
+    def _release_youngest_loaded(self, *, other_than: Request) -> bool:
+        """Nothing runs and the first in line has no room: somebody who holds blocks has to give way."""
+        request = self.loaded.youngest(other_than=other_than)
+        if request is None:
+            return False
+        self.loaded.remove(request)
+        self._counts.num_preempted += 1
+        self._send_back(request)
+        return True
+
+    def _send_back(self, request: Request) -> None:
+        self.kv_cache.free(request)
+        request.status = RequestStatus.PREEMPTED if request.is_known_to_ranks else RequestStatus.WAITING
+        request.num_computed_tokens = 0
+        if request.num_cached_tokens < 0:
+            request.num_transferred_tokens = 0  # Loaded for nothing.
+        self.waiting.push(request)
+
+    def _next_order(self, asked: EngineRequest) -> tuple[float, ...]:
+        self._num_arrived += 1
+        if self._limits.policy == "priority":
+            return (asked.priority, asked.arrival_time_s, self._num_arrived)
+        return (self._num_arrived,)
+
+    # --- Taking a step's result ------------------------------------------------------------------
+
+    def update_from_output(self, step: SchedulerOutput, result: ModelRunnerOutput) -> EngineOutputs:
+        report = result.kv_connector_output
+        if report is None:
+            report = KVConnectorOutput()
+        failures = self._find_load_failures(report)
+        self._take_tokens(result, failures)
+        for request in failures.to_fail:
+            self._fail(request, RequestFault(_LOAD_FAILED, is_users=False))
+        self._handle_transfers(report)
+        stats = self._make_stats(report)
+        self._gather_events()
+        outputs, self._outputs = self._outputs, []
+        return EngineOutputs(outputs=outputs, stats=stats)
+
+    def _find_load_failures(self, report: KVConnectorOutput) -> LoadFailures:
+        if not report.failed_recving and not report.invalid_block_ids:
+            self.remote.forget_sync_loads()
+            return NO_FAILURES
+        failures = self.remote.find_failures(
+            report.failed_recving or (), report.invalid_block_ids, (*self.running, *self.loaded.members())
+        )
+        self._counts.num_kv_load_failures += failures.num_failed
+        for request, num_valid in failures.to_roll_back:
+            self._roll_back(request, num_valid)
+        return failures
+
+    def _roll_back(self, request: Request, num_valid: int) -> None:
+        """Compute again from the first bad block on, at once: the request keeps its place and its blocks."""
+        self.kv_cache.distrust(request, num_valid)
+        num_lost = max(0, request.num_cached_tokens - num_valid)
+        request.num_cached_tokens -= num_lost
+        request.num_transferred_tokens = max(0, request.num_transferred_tokens - num_lost)
+        request.num_computed_tokens = num_valid
+        request.needs_resend = request.is_known_to_ranks
+
+    def _take_tokens(self, result: ModelRunnerOutput, failures: LoadFailures) -> None:
+        any_finished = False
+        for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
+            request = self.requests.get(request_id)
+            if not token_ids or request is None or request.status is not RequestStatus.RUNNING:
+                continue  # A part of a prompt; or aborted since it was scheduled.
+            if request in failures:
+                continue  # Computed on bad blocks.
+            any_finished |= self._take_tokens_of(request, token_ids, result.logprobs.get(request_id))
+        if any_finished:
+            self.running = [request for request in self.running if not request.is_finished]
+
+    def _take_tokens_of(
+        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> bool:
+        """True if that ended the request."""
+        final: RequestStatus | None = None
+        for num_taken, token_id in enumerate(token_ids, start=1):
+            request.append_output_token(token_id)
+            final = self._final_status(request, token_id)
+            if final is not None:
+                token_ids = token_ids[:num_taken]
+                logprobs = logprobs[:num_taken] if logprobs is not None else None
+                break
+        self._counts.num_generation_tokens += len(token_ids)
+        if final is None:
+            self._outputs.append(
+                EngineOutput(
+                    request_id=request.request_id,
+                    new_token_ids=token_ids,
+                    new_logprobs=logprobs,
+                    num_cached_tokens=request.num_cached_tokens,
+                    num_transferred_tokens=request.num_transferred_tokens,
+                )
+            )
+            return False
+        stop_token_id = token_ids[-1] if final is RequestStatus.FINISHED_STOPPED else None
+        self._end(request, final, token_ids=token_ids, logprobs=logprobs, stop_token_id=stop_token_id)
+        return True
+
+    def _final_status(self, request: Request, token_id: int) -> RequestStatus | None:
+        num_tokens = len(request.all_token_ids)
+        num_output = num_tokens - request.num_prompt_tokens
+        if token_id in request.stop_token_ids and num_output >= request.min_tokens:
+            return RequestStatus.FINISHED_STOPPED
+        if num_output >= request.max_tokens or num_tokens >= self._num_tokens_max:
+            return RequestStatus.FINISHED_LENGTH_CAPPED
+        return None
+
+    def _handle_transfers(self, report: KVConnectorOutput) -> None:
+        self._half.update_connector_output(report)  # It may add to the two sets.
+        if report.finished_recving:
+            arrived, to_free = self.remote.take_arrived(report.finished_recving)
+            for request in arrived:
+                self.loaded.push(request)
+            self._forget(to_free)
+        if report.finished_sending:
+            self._forget(self.remote.take_sent(report.finished_sending))
+
+    # --- Ends ------------------------------------------------------------------------------------
+
+    def _fail(self, request: Request, fault: RequestFault) -> None:
+        self._finish(request, RequestStatus.FINISHED_ERROR, error=str(fault), error_is_users=fault.is_users)
+
+    def _finish(
+        self,
+        request: Request,
+        status: RequestStatus,
+        *,
+        error: str | None = None,
+        error_is_users: bool = False,
+    ) -> None:
+        """End a request that has not ended by its tokens, wherever it stands."""
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        else:
+            _ = self.waiting.remove(request) or self.loaded.remove(request)
+        self._end(request, status, error=error, error_is_users=error_is_users)
+
+    def _end(
+        self,
+        request: Request,
+        status: RequestStatus,
+        *,
+        token_ids: list[int] | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+        error_is_users: bool = False,
+    ) -> None:
+        """The one way out: asks the connector once, keeps what is lent, and makes the last output."""
+        assert not request.is_finished
+        request.status = status
+        self._finished_ids.add(request.request_id)
+        num_blocks = -(-request.num_computed_tokens // self.kv_cache.block_size)
+        block_ids = self.kv_cache.get_block_ids(request.request_id)[0][:num_blocks]
+        delay_free, params = self._connector.finished(request, block_ids)
+        if not self.remote.hold(request, is_lent=delay_free):
+            self._forget([request])
+        self._outputs.append(
+            EngineOutput(
+                request_id=request.request_id,
+                new_token_ids=token_ids if token_ids is not None else [],
+                new_logprobs=logprobs,
+                finish_reason=request.finish_reason,
+                stop_token_id=stop_token_id,
+                error=error,
+                error_is_users=error_is_users,
+                kv_transfer_params=params,
+                num_cached_tokens=max(0, request.num_cached_tokens),
+                num_transferred_tokens=request.num_transferred_tokens,
+            )
+        )
+
+    def _forget(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.kv_cache.free(request)
+            del self.requests[request.request_id]
+
+    # --- Reports ---------------------------------------------------------------------------------
+
+    def _make_stats(self, report: KVConnectorOutput) -> SchedulerStats:
+        connector_stats = report.kv_connector_stats
+        if (own := self._half.get_kv_connector_stats()) is not None:
+            connector_stats = own if connector_stats is None else connector_stats.aggregate(own)
+        counts, self._counts = self._counts, StepCounts()
+        return counts.to_stats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting) + len(self.loaded),
+            num_waiting_for_remote_kvs=self.remote.num_loading,
+            num_delayed_free=self.remote.num_held,
+            kv_cache_usage=self.kv_cache.usage,
+            kv_connector_stats=None if connector_stats is None else connector_stats.to_dict(),
+        )
+
+    def _gather_events(self) -> None:
+        of_connector = self._half.take_events()
+        if self.config.enable_kv_events:
+            self._events += self.kv_cache.block_pool.take_events()
+            self._events += of_connector
+
+
+_LOAD_FAILED = "the KV of this prompt could not be loaded, and kv_load_failure_policy is 'fail'"
+
+
+def _order(request: Request) -> tuple[float, ...]:
+    return request.order
