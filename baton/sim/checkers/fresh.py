@@ -1,0 +1,29 @@
+"""I1 fresh: D uses a block only if every byte came from blocks that P held, unmodified, for exactly this
+request's tokens, for the whole duration of the copy."""
+
+from typing import TYPE_CHECKING
+
+from baton.sim.checkers.violation import Violation
+from baton.sim.facts import Landing
+
+if TYPE_CHECKING:
+    from baton.sim.engine import Engine
+
+
+def check_delivery(engine: "Engine", landing: Landing) -> None:
+    if landing.is_torn:
+        raise Violation("I1", "accepted bytes whose source was not held")
+    if not _is_right(engine, landing):
+        raise Violation("I1", "delivered wrong bytes")
+
+
+def check_use(engine: "Engine", landing: Landing) -> None:
+    """When the request has finished: what it decoded from is still what was delivered."""
+    if not _is_right(engine, landing):
+        raise Violation("I1", "delivered blocks changed while in use")
+
+
+def _is_right(engine: "Engine", landing: Landing) -> bool:
+    return all(
+        engine.pool.holds(block, (landing.prompt, index)) for index, block in enumerate(landing.blocks)
+    )

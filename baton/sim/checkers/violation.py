@@ -1,0 +1,14 @@
+"""An invariant did not hold."""
+
+
+class Violation(Exception):
+    """`invariant` is one of I1 to I6, `what` a constant text: together the name of a kind, for tables."""
+
+    def __init__(self, invariant: str, what: str) -> None:
+        super().__init__(f"{invariant} {what}")
+        self.invariant = invariant
+        self.what = what
+
+    @property
+    def kind(self) -> str:
+        return f"{self.invariant} {self.what}"

@@ -1,0 +1,44 @@
+"""What an engine of the world is made of: the production machines, exactly.
+
+A mutant (baton.sim.mutants) is this with one part replaced; nothing in production knows that it can be.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.core.ids import Address, Epoch, PromptHash
+from baton.core.layout import ModelFingerprint
+from baton.core.timers import Timers
+from baton.protocol.effects import Send
+from baton.protocol.messages import Envelope, Message
+from baton.protocol.peers import admit
+from baton.protocol.pull_consumer import PullConsumer
+from baton.protocol.pull_producer import PullProducer
+from baton.protocol.ticket import Ticket, check_ticket
+
+
+def verify(
+    ticket: Ticket,
+    fingerprint: ModelFingerprint,
+    prompt_hash_of: Callable[[int], PromptHash],
+    num_tokens: int,
+) -> None:
+    check_ticket(
+        ticket,
+        fingerprint=fingerprint,
+        prompt_hash_of=prompt_hash_of,
+        num_prompt_tokens=num_tokens,
+        block_tokens=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    producer: Callable[[Epoch, Timers], PullProducer] = PullProducer
+    consumer: Callable[[Timers], PullConsumer] = PullConsumer
+    admit: Callable[[Address, Envelope], tuple[tuple[Message, ...], list[Send]]] = admit
+    verify: Callable[[Ticket, ModelFingerprint, Callable[[int], PromptHash], int], None] = verify
+    bound_reads: bool = True  # The transport's part: a read from a successor's memory fails.
+
+
+PRODUCTION = Parts()

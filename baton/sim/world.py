@@ -1,0 +1,125 @@
+"""A deterministic world: one seed, one event queue, one thread, no sleeping.
+
+Which faults a world has is itself drawn from its seed: some worlds lose nothing, some lose half, and only
+some combine a late copy with a crash with a slow read. A world is replayed by its seed alone.
+"""
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.sim.checkers.violation import Violation
+
+EVENTS_MAX = 20_000  # A hundred times what a busy world needs.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """Probabilities, unless said otherwise. The default is a world in which nothing goes wrong."""
+
+    # The network
+    loss: float = 0.0
+    duplicate: float = 0.0
+    delay_mean_s: float = 0.005
+    late_copy_s: float = 0.0  # A duplicate may show up this much later.
+    malformed: float = 0.0  # Frames of garbage, beside the true ones.
+    meddle: float = 0.0  # Another engine of the cluster repeats the message under its own name.
+    partitions: float = 0.0
+    ambush: float = 0.0  # D is cut off the moment it believes in a lease.
+    # Memory
+    read_mean_s: float = 0.02
+    read_hang: float = 0.0  # Ends a minute later, if ever.
+    read_error: float = 0.0
+    rank_deaths: float = 0.0  # All running reads of one rank fail at once; its siblings go on.
+    # Processes
+    timer_late_s: float = 0.0
+    crashes: float = 0.0  # Expected number per engine.
+    pauses: float = 0.0
+    drains: float = 0.0
+    # Requests
+    abort: float = 0.0
+    prefill_fails: float = 0.0
+    leg_loss: float = 0.0
+    leg_delay_s: float = 0.05
+    ticket_replay: float = 0.0
+    ticket_alter: float = 0.0
+    id_clash: float = 0.0  # Two clients use one request id.
+    prefix_hit: float = 0.0  # D has some of the prompt already, or all of it.
+    queueing: float = 0.0  # D has no room yet: claims, waits, and starts late or never.
+    reject: float = 0.0  # D verifies a ticket and does not admit the request.
+    clingy: bool = False  # D would renew for ever.
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> "Faults":
+        pick = rng.choice
+        return cls(
+            loss=pick([0.0, 0.0, 0.05, 0.4]),
+            duplicate=pick([0.0, 0.3]),
+            delay_mean_s=pick([0.001, 0.1, 1.5]),
+            late_copy_s=pick([0.0, 10.0]),
+            malformed=pick([0.0, 0.0, 0.2]),
+            meddle=pick([0.0, 0.0, 0.2]),
+            partitions=pick([0.0, 0.0, 1.0]),
+            ambush=pick([0.0, 0.0, 0.5]),
+            read_mean_s=pick([0.01, 0.5, 5.0]),
+            read_hang=pick([0.0, 0.0, 0.15]),
+            read_error=pick([0.0, 0.0, 0.1]),
+            rank_deaths=pick([0.0, 0.0, 0.5]),
+            timer_late_s=pick([0.0, 0.5]),
+            crashes=pick([0.0, 0.0, 0.5, 1.5]),
+            pauses=pick([0.0, 0.0, 1.0]),
+            drains=pick([0.0, 0.0, 0.5]),
+            abort=pick([0.0, 0.3]),
+            prefill_fails=pick([0.0, 0.2]),
+            leg_loss=pick([0.0, 0.1]),
+            leg_delay_s=pick([0.01, 1.0]),
+            ticket_replay=pick([0.0, 0.5]),
+            ticket_alter=pick([0.0, 0.2]),
+            id_clash=pick([0.0, 0.5]),
+            prefix_hit=pick([0.0, 0.3]),
+            queueing=pick([0.0, 0.3]),
+            reject=pick([0.0, 0.1]),
+            clingy=pick([False] * 5 + [True]),
+        )
+
+
+class World:
+    def __init__(self, seed: int, *, traced: bool = False) -> None:
+        self.rng = random.Random(seed)
+        self.faults = Faults.draw(self.rng)
+        self.now = 0.0
+        self.num_events = 0
+        self.counts: Counter[str] = Counter()
+        self.trace: list[str] | None = [] if traced else None
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._tiebreak = itertools.count()
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.now + delay_s, next(self._tiebreak), action))
+
+    def chance(self, probability: float) -> bool:
+        return probability > 0 and self.rng.random() < probability
+
+    def spread(self, mean_s: float) -> float:
+        return self.rng.expovariate(1 / mean_s) if mean_s > 0 else 0.0
+
+    def count(self, what: str) -> None:
+        self.counts[what] += 1
+
+    def note(self, who: str, what: object) -> None:
+        """One line of the trace, when somebody reads it."""
+        if self.trace is not None:
+            self.trace.append(f"{self.now:9.3f}  {who:4s} {what}")
+
+    def run(self, until_s: float) -> None:
+        queue = self._queue
+        while queue and queue[0][0] <= until_s:
+            self.num_events += 1
+            if self.num_events > EVENTS_MAX:
+                raise Violation("I4", "livelock: the event budget is spent")
+            self.now, _, action = heapq.heappop(queue)
+            action()
+        self.now = until_s
