@@ -30,7 +30,7 @@ def load_model_config(
     max_model_len: int | None = None,
     served_model_name: str | None = None,
 ) -> ModelConfig:
-    """Reads all of the weights once to digest them: seconds per ten gigabytes, and the page cache is warm then."""
+    """Reads all of the weights once, to digest them: seconds per ten gigabytes."""
     root = Path(folder)
     if not root.is_dir():
         raise UserError(

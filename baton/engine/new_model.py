@@ -1,9 +1,9 @@
 """Writes a small random checkpoint that any Hugging Face loader reads: to try, test and demonstrate with.
 
-The weights are random but not arbitrary. Scales are chosen so that greedy output wanders: every layer adds about
-as much to the residual stream as it finds, attention looks at few tokens rather than at the average of all, and
-the last token's own embedding is too faint to repeat itself. Two prompts that differ in one token soon answer
-differently, which is what a test of KV transfer needs. The same arguments make the same bytes.
+The weights are random but not arbitrary. Scales are chosen so that greedy output wanders: every layer adds
+about as much to the residual stream as it finds, attention looks at few tokens rather than at the average of
+all, and the last token's own embedding is too faint to repeat itself. Two prompts that differ in one token
+soon answer differently, which is what a test of KV transfer needs. The same arguments make the same bytes.
 """
 
 import json

@@ -1,7 +1,7 @@
 """A small byte-level BPE tokenizer with a ChatML template, trained in a second on Python's own manual.
 
-Any text round-trips, since every byte is a token. The corpus ships with the interpreter (`pydoc_data.topics`), so
-that no network is needed and the same Python makes the same vocabulary.
+Any text round-trips, since every byte is a token. The corpus ships with the interpreter
+(`pydoc_data.topics`), so that no network is needed and the same Python makes the same vocabulary.
 """
 
 import json

@@ -1,0 +1,25 @@
+"""Paged attention: one interface (`backend`), one implementation for each kind of device.
+
+cpu    sdpa     torch's scaled-dot-product attention over gathered blocks
+cuda   cuda     a Triton kernel that walks the block table itself
+"""
+
+from baton.core.errors import UserError
+from baton.engine.attention.backend import AttentionBackend, AttentionShape
+
+__all__ = ["AttentionBackend", "AttentionShape", "build_backend"]
+
+
+def build_backend(shape: AttentionShape) -> AttentionBackend:
+    """The backend for the shape's device. Raises UserError where it cannot run."""
+    match shape.device.type:
+        case "cpu":
+            from baton.engine.attention.sdpa import SdpaBackend
+
+            return SdpaBackend(shape)
+        case "cuda":
+            from baton.engine.attention.cuda import build_cuda_backend
+
+            return build_cuda_backend(shape)
+        case other:
+            raise UserError(f"must be cpu or cuda, is {other!r}", field="device")

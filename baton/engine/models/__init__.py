@@ -1,0 +1,46 @@
+"""The models that the embedded engine runs, and how their weights get into them."""
+
+import torch
+
+from baton.core.config import ModelConfig
+from baton.core.errors import UserError
+from baton.engine.architecture import parse_architecture
+from baton.engine.attention.kv_memory import torch_dtype
+from baton.engine.models.decoder import Decoder
+from baton.engine.models.loading import load_weights
+from baton.engine.models.parallel import ProcessGroup, SingleRank, TensorParallelGroup
+
+__all__ = ["Decoder", "ProcessGroup", "SingleRank", "TensorParallelGroup", "build_model", "load_weights"]
+
+
+def build_model(
+    model_config: ModelConfig,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    device: str | torch.device = "cpu",
+    *,
+    group: TensorParallelGroup | None = None,
+) -> Decoder:
+    """One rank's share, its parameters still empty: `load_weights` is next.
+
+    Without `group`, several ranks speak through `torch.distributed`'s default group, which must be up.
+    """
+    if group is None:
+        group = SingleRank() if tp_size == 1 else ProcessGroup()
+    assert (group.rank, group.size) == (tp_rank, tp_size)
+    architecture = parse_architecture(model_config.hf_config)
+    for name, size in (
+        ("num_attention_heads", architecture.num_heads),
+        ("intermediate_size", architecture.intermediate_size),
+    ):
+        if size % tp_size:
+            raise UserError(
+                f"must divide the model's {name} ({size})", field="parallel_config.tensor_parallel_size"
+            )
+    return Decoder(
+        architecture,
+        max_positions=model_config.max_model_len,
+        dtype=torch_dtype(model_config.dtype),
+        device=torch.device(device),
+        group=group,
+    )

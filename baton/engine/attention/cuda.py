@@ -1,0 +1,115 @@
+"""Paged attention on a GPU: one Triton kernel that walks the block table, for prefill and decode alike.
+
+The plan is computed on the CPU and goes to the device in one copy per array. Work is cut into tiles of
+query tokens of one request; a decoding request is a tile of one.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from baton.core.errors import UserError
+from baton.engine.attention.backend import AttentionBackend, AttentionShape
+from baton.engine.forward_context import AttentionMetadata, IntArray
+
+_TILE_ROWS = 64  # Query tokens times query heads per KV head in one program of the kernel.
+_DOT_ROWS_MIN = 16  # Tensor cores take no smaller matrix.
+
+
+def why_unavailable() -> str | None:
+    """None where the backend can run; else what is missing, for an error or a skipped test."""
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device (a CPU build of torch, no driver, or no GPU)"
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "the triton package is not installed"
+    return None
+
+
+def build_cuda_backend(shape: AttentionShape) -> "CudaBackend":
+    """Raises UserError saying what is missing."""
+    if (reason := why_unavailable()) is not None:
+        raise UserError(f"cuda cannot be used: {reason}; use cpu", field="device_config.device")
+    return CudaBackend(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """On the device. One entry per tile in the `tile_*` tensors, which are the columns of `tiles`."""
+
+    write_rows: torch.Tensor  # [T * H], indices into the cache seen as [N * H * P, C].
+    block_table: torch.Tensor  # [R, blocks], int32
+    tiles: torch.Tensor  # [tiles, 4], int32: request, first token, number of tokens, position of the first.
+    rows_per_tile: int
+    window: int  # 0: all keys.
+
+
+class CudaBackend(AttentionBackend):
+    def plan(self, metadata: AttentionMetadata, window: int | None) -> _Plan:
+        device = self.shape.device
+        tokens_per_tile = max(1, _TILE_ROWS // self.shape.group_size)
+        if metadata.max_query_len == 1:
+            tokens_per_tile = 1
+        tiles = cut_tiles(metadata.query_start_loc_np, metadata.seq_lens_np, tokens_per_tile)
+        rows = tokens_per_tile * self.shape.group_size
+        return _Plan(
+            write_rows=_to_device(self._write_rows(metadata), device),
+            block_table=_to_device(metadata.block_table_np.astype(np.int32), device),
+            tiles=_to_device(tiles.astype(np.int32), device),
+            rows_per_tile=max(_DOT_ROWS_MIN, 1 << (rows - 1).bit_length()),
+            window=0 if window is None else window,
+        )
+
+    def _write_rows(self, metadata: AttentionMetadata) -> IntArray:
+        block_ids, offsets = np.divmod(metadata.slot_mapping_np, metadata.block_size)
+        heads = np.arange(self.shape.num_kv_heads, dtype=np.int64)
+        rows = (block_ids[:, None] * len(heads) + heads) * metadata.block_size + offsets[:, None]
+        return rows.reshape(-1)
+
+    def write(self, k_THD: torch.Tensor, v_THD: torch.Tensor, cache_NHPC: torch.Tensor, plan: _Plan) -> None:
+        width = cache_NHPC.shape[-1]
+        rows = torch.cat((k_THD, v_THD), dim=-1).view(-1, width)
+        cache_NHPC.view(-1, width).index_copy_(0, plan.write_rows, rows)
+
+    def attend(self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: _Plan) -> torch.Tensor:
+        from baton.engine.attention.triton_kernel import paged_attention
+
+        out_TQD = torch.empty_like(q_TQD)
+        paged_attention(
+            q_TQD,
+            cache_NHPC,
+            out_TQD,
+            plan.block_table,
+            plan.tiles,
+            rows_per_tile=plan.rows_per_tile,
+            window=plan.window,
+            scale=self.shape.scale,
+        )
+        return out_TQD.view(len(q_TQD), -1)
+
+
+def cut_tiles(query_start_loc: IntArray, seq_lens: IntArray, tokens_per_tile: int) -> IntArray:
+    """`[tiles, 4]`: request, first token, number of tokens, position of the first token in its request."""
+    query_lens = np.diff(query_start_loc)
+    num_tiles = -(-query_lens // tokens_per_tile)
+    request = np.repeat(np.arange(len(query_lens)), num_tiles)
+    first_tile = np.cumsum(num_tiles) - num_tiles
+    offset = (np.arange(len(request)) - first_tile[request]) * tokens_per_tile
+    return np.stack(
+        (
+            request,
+            query_start_loc[:-1][request] + offset,
+            np.minimum(query_lens[request] - offset, tokens_per_tile),
+            (seq_lens - query_lens)[request] + offset,
+        ),
+        axis=1,
+    )
+
+
+def _to_device(array: IntArray, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

@@ -1,0 +1,306 @@
+"""Paged attention on a CPU: gather a request's blocks into one run of keys, then torch's SDPA.
+
+A KV head of a block is contiguous in the cache, so a gather is one `index_select` of long rows, and its
+result is what SDPA wants. Query heads that share a KV head become queries of that head, which never repeats
+keys. Requests that decode one token go together, by similar length; a prompt's chunk goes alone, in tiles of
+queries:
+
+    keys of the request   |<-- computed before -->|<-- this chunk -->|
+    tile 0                |x x x x x x x x x x x x|x x x .           |   no key behind a tile's last query
+    tile 1                |x x x x x x x x x x x x|x x x x x x .     |
+    tile 1, window 6      |                . x x x|x x x x x x .     |   nor before its first one's window
+
+Slots that hold no key of the request (the tail of its last block, padding) are zeroed after the gather: a
+stale NaN there would survive any mask.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from baton.engine.attention.backend import AttentionBackend, AttentionShape
+from baton.engine.forward_context import AttentionMetadata, IntArray
+
+_TILE_ROWS = 512  # Rows of one prefill tile at most: query tokens times query heads per KV head.
+_TILE_SCORES = 1 << 22  # Elements of its mask at most: the longer the context, the fewer rows.
+_GROUP_BYTES = 16 << 20  # Keys and values that one decode group gathers, so that they stay in the cache.
+_PADDING_SHARE = 0.25  # Of a group's longest request, by which a shorter one may be padded ...
+_PADDING_BLOCKS = 2  # ... or this many blocks, if that is more.
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    """Requests with one query each."""
+
+    tokens: torch.Tensor | None  # [B], indices into T; None: all of the step's tokens, in order.
+    rows: torch.Tensor  # [B * H * blocks], indices into the cache seen as [N * H, P * C].
+    num_reqs: int
+    first_key: int  # Gathered keys to skip.
+    num_keys: int
+    mask: torch.Tensor | None  # [B, 1, 1, keys], added to the scores; None: every key is seen.
+    stale: torch.Tensor | None  # Gathered slots without a key, indices into [B * H * L, C].
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Consecutive queries of one request, and the keys they see."""
+
+    first_token: int  # Into T.
+    num_tokens: int
+    first_key: int  # Into the request's gathered keys.
+    num_keys: int
+    mask: torch.Tensor  # [tokens * G, keys]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """One request with more than one query."""
+
+    rows: torch.Tensor  # [H * blocks], as above.
+    tiles: list[_Tile]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    write_rows: torch.Tensor  # [T * H], indices into the cache seen as [N * H * P, C].
+    decodes: list[_DecodeGroup]
+    prefills: list[_Prefill]
+
+
+class SdpaBackend(AttentionBackend):
+    """For float32, bfloat16 and float16 on a CPU."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        self._heads = np.arange(shape.num_kv_heads, dtype=np.int64)
+        # Gathered keys and values, reused by every layer: fresh memory of this size costs more than the copy.
+        self._scratch = torch.empty(0, dtype=shape.dtype)
+
+    # --- Once per step ---------------------------------------------------------------------------
+
+    def plan(self, metadata: AttentionMetadata, window: int | None) -> _Plan:
+        query_lens = np.diff(metadata.query_start_loc_np)
+        (decoding,) = np.nonzero(query_lens == 1)
+        (prefilling,) = np.nonzero(query_lens > 1)
+        return _Plan(
+            write_rows=self._write_rows(metadata),
+            decodes=self._plan_decodes(metadata, decoding, window) if len(decoding) else [],
+            prefills=[self._plan_prefill(metadata, request, window) for request in prefilling.tolist()],
+        )
+
+    def _write_rows(self, metadata: AttentionMetadata) -> torch.Tensor:
+        block_ids, offsets = np.divmod(metadata.slot_mapping_np, metadata.block_size)
+        rows = block_ids[:, None] * len(self._heads) + self._heads
+        rows *= metadata.block_size
+        rows += offsets[:, None]
+        return torch.from_numpy(rows.reshape(-1))
+
+    def _gather_rows(self, block_ids: IntArray) -> torch.Tensor:
+        """Block ids `[..., blocks]` to cache rows, in the order `[..., H, blocks]`."""
+        rows = block_ids[..., None, :] * len(self._heads) + self._heads[:, None]
+        return torch.from_numpy(rows.reshape(-1))
+
+    def _plan_decodes(
+        self, metadata: AttentionMetadata, decoding: IntArray, window: int | None
+    ) -> list[_DecodeGroup]:
+        lengths = metadata.seq_lens_np[decoding]
+        if window is not None:
+            lengths = np.minimum(lengths, window)
+        num_blocks = -(-lengths // metadata.block_size)
+        block_bytes = (
+            metadata.block_size * len(self._heads) * 2 * self.shape.head_dim * self.shape.dtype.itemsize
+        )
+        groups = []
+        for members in group_by_length(num_blocks, max_blocks=_GROUP_BYTES // block_bytes):
+            requests = decoding[members]
+            if len(requests) == 1:
+                groups.append(self._lone_decode(metadata, int(requests[0]), window))
+            else:
+                groups.append(self._decode_together(metadata, requests, window))
+        return groups
+
+    def _lone_decode(self, metadata: AttentionMetadata, request: int, window: int | None) -> _DecodeGroup:
+        """Exactly its keys, so there is nothing to mask and nothing stale."""
+        block_size = metadata.block_size
+        seq_len = int(metadata.seq_lens_np[request])
+        first_key = 0 if window is None else max(0, seq_len - window)
+        first_block = first_key // block_size
+        block_ids = metadata.block_table_np[request, first_block : -(-seq_len // block_size)]
+        token = metadata.query_start_loc_np[request : request + 1]
+        return _DecodeGroup(
+            tokens=None if metadata.num_actual_tokens == 1 else torch.from_numpy(token),
+            rows=self._gather_rows(block_ids),
+            num_reqs=1,
+            first_key=first_key - first_block * block_size,
+            num_keys=seq_len - first_key,
+            mask=None,
+            stale=None,
+        )
+
+    def _decode_together(
+        self, metadata: AttentionMetadata, requests: IntArray, window: int | None
+    ) -> _DecodeGroup:
+        block_size = metadata.block_size
+        seq_lens = metadata.seq_lens_np[requests]
+        first_keys = np.zeros_like(seq_lens) if window is None else np.maximum(seq_lens - window, 0)
+        first_blocks = first_keys // block_size
+        last_blocks = (seq_lens - 1) // block_size
+        width = int((last_blocks - first_blocks).max()) + 1
+        # Shorter requests are padded with their own last block; what it adds is stale.
+        columns = np.minimum(first_blocks[:, None] + np.arange(width), last_blocks[:, None])
+        # Both in keys from the first gathered block on.
+        ends = (seq_lens - first_blocks * block_size)[:, None]
+        starts = (first_keys - first_blocks * block_size)[:, None]
+        num_keys = int(ends.max())
+        keys = np.arange(width * block_size)
+        hidden = (keys >= ends) | (keys < starts)
+        in_order = len(requests) == metadata.num_actual_tokens
+        return _DecodeGroup(
+            tokens=None if in_order else torch.from_numpy(metadata.query_start_loc_np[requests]),
+            rows=self._gather_rows(metadata.block_table_np[requests[:, None], columns]),
+            num_reqs=len(requests),
+            first_key=0,
+            num_keys=num_keys,
+            mask=self._mask(hidden[:, None, None, :num_keys]) if hidden[:, :num_keys].any() else None,
+            stale=self._stale_slots(keys[:num_keys] >= ends, width * block_size),
+        )
+
+    def _stale_slots(self, stale: npt.NDArray[np.bool_], num_slots: int) -> torch.Tensor | None:
+        request, slot = np.nonzero(stale)
+        if not len(slot):
+            return None
+        rows = (request[:, None] * len(self._heads) + self._heads) * num_slots + slot[:, None]
+        return torch.from_numpy(rows.reshape(-1))
+
+    def _mask(self, hidden: npt.NDArray[np.bool_]) -> torch.Tensor:
+        mask = torch.zeros(hidden.shape, dtype=self.shape.dtype)
+        return mask.masked_fill_(torch.from_numpy(hidden), -torch.inf)
+
+    def _plan_prefill(self, metadata: AttentionMetadata, request: int, window: int | None) -> _Prefill:
+        first_token, end_token = metadata.query_start_loc_np[request : request + 2].tolist()
+        seq_len = int(metadata.seq_lens_np[request])
+        first_position = seq_len - (end_token - first_token)
+        back = seq_len if window is None else window - 1  # Keys that a query sees before itself.
+        group_size = self.shape.group_size
+        tile_rows = min(_TILE_ROWS, _TILE_SCORES // seq_len)
+        tile_tokens = min(end_token - first_token, max(1, tile_rows // group_size))
+        context = min(back, seq_len - 1)
+        mask = self._tile_mask(tile_tokens, context, back)
+        first_block = max(0, first_position - back) // metadata.block_size
+        block_ids = metadata.block_table_np[request, first_block : -(-seq_len // metadata.block_size)]
+        tiles = []
+        for token in range(first_token, end_token, tile_tokens):
+            num_tokens = min(tile_tokens, end_token - token)
+            position = first_position + token - first_token
+            first_key = max(0, position - back)
+            before = position - first_key
+            tiles.append(
+                _Tile(
+                    first_token=token,
+                    num_tokens=num_tokens,
+                    first_key=first_key - first_block * metadata.block_size,
+                    num_keys=before + num_tokens,
+                    mask=mask[: num_tokens * group_size, context - before : context + num_tokens],
+                )
+            )
+        return _Prefill(rows=self._gather_rows(block_ids), tiles=tiles)
+
+    def _tile_mask(self, num_tokens: int, context: int, back: int) -> torch.Tensor:
+        """Of a tile whose first query has `context` keys before it; a tile with fewer takes a slice.
+
+        Row r is query r // G, column c is the key at c - context from the first query.
+        """
+        query = (np.arange(num_tokens * self.shape.group_size) // self.shape.group_size)[:, None]
+        key = np.arange(-context, num_tokens)[None, :]
+        return self._mask((key > query) | (key < query - back))
+
+    # --- In every layer --------------------------------------------------------------------------
+
+    def write(self, k_THD: torch.Tensor, v_THD: torch.Tensor, cache_NHPC: torch.Tensor, plan: _Plan) -> None:
+        width = cache_NHPC.shape[-1]
+        rows = torch.cat((k_THD, v_THD), dim=-1).view(-1, width)
+        cache_NHPC.view(-1, width).index_copy_(0, plan.write_rows, rows)
+
+    def attend(self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: _Plan) -> torch.Tensor:
+        out_TQD = torch.empty_like(q_TQD)
+        for group in plan.decodes:
+            self._attend_decodes(q_TQD, cache_NHPC, group, out_TQD)
+        for prefill in plan.prefills:
+            self._attend_prefill(q_TQD, cache_NHPC, prefill, out_TQD)
+        return out_TQD.view(len(q_TQD), -1)
+
+    def _attend_decodes(
+        self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, group: _DecodeGroup, out_TQD: torch.Tensor
+    ) -> None:
+        heads, head_dim = self.shape.num_kv_heads, self.shape.head_dim
+        kv_BHLC = self._gather(cache_NHPC, group.rows, group.num_reqs)
+        if group.stale is not None:
+            kv_BHLC.view(-1, kv_BHLC.shape[-1]).index_fill_(0, group.stale, 0)
+        kv_BHLC = kv_BHLC[:, :, group.first_key : group.first_key + group.num_keys]
+        queries = q_TQD if group.tokens is None else q_TQD.index_select(0, group.tokens)
+        answer = F.scaled_dot_product_attention(
+            queries.view(group.num_reqs, heads, -1, head_dim),
+            kv_BHLC[..., :head_dim],
+            kv_BHLC[..., head_dim:],
+            attn_mask=group.mask,
+            scale=self.shape.scale,
+        ).reshape(group.num_reqs, -1, head_dim)
+        if group.tokens is None:
+            out_TQD.copy_(answer)
+        else:
+            out_TQD.index_copy_(0, group.tokens, answer)
+
+    def _attend_prefill(
+        self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, prefill: _Prefill, out_TQD: torch.Tensor
+    ) -> None:
+        heads, head_dim = self.shape.num_kv_heads, self.shape.head_dim
+        kv_BHLC = self._gather(cache_NHPC, prefill.rows, 1)
+        for tile in prefill.tiles:
+            tokens = slice(tile.first_token, tile.first_token + tile.num_tokens)
+            keys = kv_BHLC[:, :, tile.first_key : tile.first_key + tile.num_keys]
+            q_THGD = q_TQD[tokens].view(tile.num_tokens, heads, -1, head_dim)
+            answer = F.scaled_dot_product_attention(
+                q_THGD.transpose(0, 1).reshape(1, heads, -1, head_dim),
+                keys[..., :head_dim],
+                keys[..., head_dim:],
+                attn_mask=tile.mask,
+                scale=self.shape.scale,
+            )
+            out_TQD[tokens].view_as(q_THGD).copy_(
+                answer.view(heads, tile.num_tokens, -1, head_dim).transpose(0, 1)
+            )
+
+    def _gather(self, cache_NHPC: torch.Tensor, rows: torch.Tensor, num_reqs: int) -> torch.Tensor:
+        """The rows' blocks, in scratch memory: valid until the next gather."""
+        num_blocks, heads, block_size, width = cache_NHPC.shape
+        size = len(rows) * block_size * width
+        if self._scratch.numel() < size:
+            with torch.inference_mode(False):  # Or no later pass outside of it could write here.
+                self._scratch = torch.empty(size, dtype=cache_NHPC.dtype)
+        gathered = self._scratch[:size].view(len(rows), block_size * width)
+        torch.index_select(cache_NHPC.view(num_blocks * heads, -1), 0, rows, out=gathered)
+        return gathered.view(num_reqs, heads, -1, width)
+
+
+def group_by_length(num_blocks: IntArray, *, max_blocks: int) -> list[IntArray]:
+    """Cut requests into groups that waste little on padding and gather at most `max_blocks` each.
+
+    Each group lists its requests in the order of the batch. A request too large for any group has its own.
+    """
+    order = np.argsort(-num_blocks, kind="stable")
+    lengths = num_blocks[order].tolist()
+    groups: list[IntArray] = []
+    start = 0
+    while start < len(lengths):
+        longest = lengths[start]
+        shortest = longest - max(_PADDING_BLOCKS, int(longest * _PADDING_SHARE))
+        most = max(1, max_blocks // longest)
+        end = start + 1
+        while end < len(lengths) and end - start < most and lengths[end] >= shortest:
+            end += 1
+        groups.append(np.sort(order[start:end]))
+        start = end
+    return groups

@@ -1,0 +1,92 @@
+"""The parts of a decoder layer: norm, and linear maps whose rows or columns are split over ranks.
+
+    column-parallel   each rank has some outputs; the input is whole on every rank, and nothing is exchanged
+    row-parallel      each rank has some inputs; the partial sums are added up over the ranks
+
+Several projections of one input are fused into one `PackedLinear`; a checkpoint's tensors are loaded into
+its parts. Parameters are made empty: `loading.py` fills all of them or fails.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from baton.engine.models.parallel import TensorParallelGroup
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class RMSNorm(nn.Module):
+    """In float32 whatever the dtype, as all four families define it."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size, dtype=dtype, device=device)
+        self._eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self._eps)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    return weight * wide.to(x.dtype)
+
+
+class PackedLinear(nn.Module):
+    """Column-parallel projections of one input, in one matrix. `part_sizes`: this rank's outputs of each."""
+
+    def __init__(
+        self,
+        in_features: int,
+        part_sizes: Sequence[int],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.part_sizes = tuple(part_sizes)
+        total = sum(self.part_sizes)
+        self.weight = empty_parameter(total, in_features, dtype=dtype, device=device)
+        self.bias = empty_parameter(total, dtype=dtype, device=device) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def weight_parts(self) -> tuple[torch.Tensor, ...]:
+        return torch.split_with_sizes(self.weight, self.part_sizes)
+
+    def bias_parts(self) -> tuple[torch.Tensor, ...]:
+        assert self.bias is not None
+        return torch.split_with_sizes(self.bias, self.part_sizes)
+
+
+class RowParallelLinear(nn.Module):
+    """`in_features` are this rank's. The bias is added once, after the sum."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        group: TensorParallelGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
+        self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
+        self._group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._group.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        partial = self._group.all_reduce(F.linear(x, self.weight))
+        return partial if self.bias is None else partial + self.bias

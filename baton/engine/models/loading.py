@@ -1,0 +1,132 @@
+"""Fills a rank's parameters from a checkpoint folder, completely and from exactly the right tensors.
+
+A tensor is never read beyond the rank's slice. One that is missing, has another shape, or is left over (a
+bias that the architecture does not have) is a UserError: a model that is nearly right answers wrongly
+without a sign of it.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+
+from baton.core.errors import UserError
+from baton.core.topology import kv_heads_of
+from baton.engine.checkpoint import weight_files
+from baton.engine.models.decoder import Decoder
+from baton.engine.models.layers import PackedLinear, RowParallelLinear
+
+_RECOMPUTED = ".rotary_emb.inv_freq"  # Old checkpoints carry it; it follows from config.json.
+
+
+class _Target(NamedTuple):
+    """`rows` and `columns` of the checkpoint's tensor `name` belong into `destination`; None: all of them."""
+
+    name: str
+    destination: torch.Tensor
+    rows: slice | None = None
+    columns: slice | None = None
+
+
+def load_weights(model: Decoder, folder: str | Path) -> None:
+    """Raises UserError when folder and architecture do not agree."""
+    targets = list(_targets(model))
+    with ExitStack() as stack:
+        home: dict[str, Any] = {}
+        for path in weight_files(folder):
+            file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            home.update(dict.fromkeys(file.keys(), file))
+        _check_names(home, targets, tied=model.architecture.tie_word_embeddings)
+        for target in targets:
+            _fill(target, home[target.name].get_slice(target.name))
+
+
+def _check_names(home: dict[str, Any], targets: list[_Target], *, tied: bool) -> None:
+    wanted = {target.name for target in targets}
+    if missing := sorted(wanted - home.keys()):
+        raise UserError(f"the checkpoint lacks {_some(missing)}", field="model")
+    ignored = {"lm_head.weight"} if tied else set()
+    left_over = sorted(name for name in home.keys() - wanted - ignored if not name.endswith(_RECOMPUTED))
+    if left_over:
+        raise UserError(
+            f"the checkpoint has {_some(left_over)}, which its config.json leaves no place for", field="model"
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _fill(target: _Target, stored: Any) -> None:
+    shape = stored.get_shape()
+    if len(shape) == 1:
+        piece = stored[target.rows] if target.rows is not None else stored[:]
+    else:
+        piece = stored[target.rows or slice(None), target.columns or slice(None)]
+    if piece.shape != target.destination.shape or not _covers(target, shape):
+        raise UserError(
+            f"{target.name} has shape {list(shape)}, which does not fit config.json", field="model"
+        )
+    target.destination.copy_(piece)
+
+
+def _covers(target: _Target, shape: list[int]) -> bool:
+    """Python cuts a slice that reaches too far; then the piece's shape may be right by accident."""
+    cuts = zip((target.rows, target.columns), shape, strict=False)
+    return all(cut is None or cut.stop <= size for cut, size in cuts)
+
+
+def _targets(model: Decoder) -> Iterator[_Target]:
+    a = model.architecture
+    yield _Target("model.embed_tokens.weight", model.embedding)
+    if not a.tie_word_embeddings:
+        yield _Target("lm_head.weight", model.head)
+    yield _Target("model.norm.weight", model.norm.weight)
+    for index, layer in enumerate(model.layers):
+        prefix = f"model.layers.{index}"
+        yield _Target(f"{prefix}.input_layernorm.weight", layer.input_norm.weight)
+        yield _Target(f"{prefix}.post_attention_layernorm.weight", layer.post_norm.weight)
+        yield from _attention_targets(model, layer.attention, f"{prefix}.self_attn")
+        yield from _mlp_targets(model, layer.mlp, f"{prefix}.mlp")
+
+
+def _attention_targets(model: Decoder, attention: Any, prefix: str) -> Iterator[_Target]:
+    a, group = model.architecture, model.group
+    heads = a.num_heads // group.size
+    kv_heads = kv_heads_of(group.rank, tp_size=group.size, num_kv_heads=a.num_kv_heads)
+    query = slice(group.rank * heads * a.head_dim, (group.rank + 1) * heads * a.head_dim)
+    key = slice(kv_heads.start * a.head_dim, kv_heads.stop * a.head_dim)
+    yield from _packed(
+        attention.qkv, ((f"{prefix}.q_proj", query), (f"{prefix}.k_proj", key), (f"{prefix}.v_proj", key))
+    )
+    yield from _row_parallel(attention.output, f"{prefix}.o_proj", query)
+    if attention.qk_norm is not None:
+        # One norm for all heads of a kind, kept once per head: see Attention.
+        for row in range(len(attention.qk_norm)):
+            kind = "q_norm" if row < heads else "k_norm"
+            yield _Target(f"{prefix}.{kind}.weight", attention.qk_norm[row])
+
+
+def _mlp_targets(model: Decoder, mlp: Any, prefix: str) -> Iterator[_Target]:
+    wide = model.architecture.intermediate_size // model.group.size
+    mine = slice(model.group.rank * wide, (model.group.rank + 1) * wide)
+    yield from _packed(mlp.gate_up, ((f"{prefix}.gate_proj", mine), (f"{prefix}.up_proj", mine)))
+    yield from _row_parallel(mlp.down, f"{prefix}.down_proj", mine)
+
+
+def _packed(linear: PackedLinear, parts: tuple[tuple[str, slice], ...]) -> Iterator[_Target]:
+    for (name, rows), weight in zip(parts, linear.weight_parts(), strict=True):
+        yield _Target(f"{name}.weight", weight, rows)
+    if linear.bias is not None:
+        for (name, rows), bias in zip(parts, linear.bias_parts(), strict=True):
+            yield _Target(f"{name}.bias", bias, rows)
+
+
+def _row_parallel(linear: RowParallelLinear, name: str, columns: slice) -> Iterator[_Target]:
+    yield _Target(f"{name}.weight", linear.weight, None, columns)
+    if linear.bias is not None:
+        yield _Target(f"{name}.bias", linear.bias)

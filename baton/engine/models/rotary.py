@@ -1,0 +1,66 @@
+"""Rotary position embedding with the frequency scalings of Llama 3 and of linear interpolation.
+
+Legend: T tokens, A attention heads of any kind, D head size.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from baton.engine.architecture import RopeScaling
+
+
+class Rotary(nn.Module):
+    """Tables of cosine and sine for every position, computed in float32 and kept in the model's dtype."""
+
+    cos: torch.Tensor  # [positions, D]
+    sin: torch.Tensor
+
+    def __init__(
+        self, head_dim: int, *, theta: float, scaling: RopeScaling, max_positions: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        angles = torch.outer(
+            torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(head_dim, theta, scaling)
+        )
+        both_halves = torch.cat((angles, angles), dim=-1)
+        self.register_buffer("cos", both_halves.cos().to(dtype), persistent=False)
+        self.register_buffer("sin", both_halves.sin().to(dtype), persistent=False)
+
+    def forward(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines `[T, 1, D]` of a step, for all of its layers."""
+        return self.cos[positions_T].unsqueeze(1), self.sin[positions_T].unsqueeze(1)
+
+
+def rotate(x_TAD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Each head's first half is the real part, its second the imaginary one."""
+    first, second = x_TAD.chunk(2, dim=-1)
+    return torch.addcmul(x_TAD * cos, torch.cat((-second, first), dim=-1), sin)
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
+    """Radians per position of each pair of dimensions, `[head_dim / 2]`."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    frequencies = 1.0 / (theta**exponents)
+    match scaling.kind:
+        case "default":
+            return frequencies
+        case "linear":
+            return frequencies / scaling.factor
+        case "llama3":
+            return _llama3(frequencies, scaling)
+
+
+def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Slow waves are stretched by `factor`, fast ones kept, those between blended (Llama 3.1)."""
+    wavelengths = 2 * math.pi / frequencies
+    slowest = scaling.original_max_position / scaling.low_freq_factor
+    fastest = scaling.original_max_position / scaling.high_freq_factor
+    stretched = torch.where(wavelengths > slowest, frequencies / scaling.factor, frequencies)
+    blend = (scaling.original_max_position / wavelengths - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    blended = (1 - blend) * stretched / scaling.factor + blend * stretched
+    between = ~(wavelengths < fastest) & ~(wavelengths > slowest)
+    return torch.where(between, blended, stretched)
