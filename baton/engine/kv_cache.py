@@ -188,7 +188,7 @@ class KVCache:
     # --- Checks ----------------------------------------------------------------------------------
 
     def assert_consistent(self, other_holders: Iterable[int] = ()) -> None:
-        """Each block has one holder per table that names it, plus `other_holders` (connectors may touch blocks)."""
+        """Each block has one holder per table that names it, plus `other_holders` (of connectors)."""
         holders = Counter(other_holders)
         for request_id, table in self._tables.items():
             ids = [block.block_id for block in table.blocks]

@@ -1,12 +1,13 @@
 """Everything about KV that comes from or goes to somewhere else: the states between "allocated" and "free".
 
     loading   parked in WAITING_FOR_REMOTE_KVS; a connector fills its blocks
-                 finished_recving ---------------> arrived: back to the scheduler, computed up to what is
-                 valid failed / invalid, "recompute" --> as above, but valid only up to the first bad block
-                 failed / invalid, "fail" -------> finished with an error; blocks held held      finished,
-                 but its blocks are in use by a transfer lent (delay_free)  until finished_sending being
-                 filled       until finished_recving both ended ---------------------> blocks free, request
-                 forgotten
+                 finished_recving ---------------> arrived: back to the scheduler, computed as far as valid
+                 failed / invalid, "recompute" --> as above, but valid only up to the first bad block
+                 failed / invalid, "fail" -------> finished with an error; blocks held
+    held      finished, but its blocks are in use by a transfer
+                 lent (delay_free)  until finished_sending
+                 being filled       until finished_recving
+                 both ended ---------------------> blocks free, request forgotten
 
 A load that has failed is not repeated: the request is recomputed here, so that every handoff ends. Reports
 about requests that are in none of these states are late or wrong; they are counted and change nothing.
@@ -48,7 +49,7 @@ class _Hold:
 
 
 class LoadFailures:
-    """What has to happen now. A background load that failed and is to be recomputed awaits its own end instead.
+    """What has to happen now. A background load that failed and is to be recomputed awaits its end instead.
 
     `request in failures`: its tokens of this step were computed on bad blocks.
     """

@@ -1,4 +1,4 @@
-"""One request as the scheduler and the connectors see it: its tokens, how far it is computed, where it stands.
+"""One request as scheduler and connectors see it: its tokens, how far it is computed, where it stands.
 
     WAITING --> RUNNING --> FINISHED_*
        |  ^        |  ^

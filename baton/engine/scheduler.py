@@ -1,10 +1,10 @@
 """What runs in the next step, and what the last one means. vLLM v1's scheduler in shape and semantics.
 
-    add_request --> waiting --> running --> finished          schedule()            decides one step
-                       ^  \\        |                          update_from_output()  takes its result
-                       |   loading  | preempted: by recompute,
-                       |      |     | the youngest first
-                       +- loaded <--+
+    add_request --> waiting --> running --> finished       schedule() decides one step,
+                       |           ^                       update_from_output() takes its result
+                    loading --> loaded
+
+    Short of blocks, the last of the running goes back to waiting: preemption by recompute.
 
 One token budget per step serves decodes and prompt chunks alike. Running requests come first, then those
 whose load has arrived (they hold blocks already), then the waiting. All three are kept in the order of
