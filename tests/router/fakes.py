@@ -1,0 +1,227 @@
+"""Real HTTP servers on the loopback that behave, or misbehave, as a test tells them to.
+
+Only real servers show what matters to a router: connections that break, stall or close, and bytes as they come.
+"""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+
+from baton.router.app import Router
+from baton.router.settings import ProbeSettings, RouterSettings
+
+TEST_DEADLINE_S = 20.0  # Never reached unless something hangs, which is what it is to show.
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(TEST_DEADLINE_S):
+            await test
+
+    asyncio.run(bounded())
+
+
+class Servers:
+    """Apps behind real servers in this event loop, ended together.
+
+    uvicorn's own `serve` takes the process's signals and looks ten times a second whether it should end.
+    """
+
+    def __init__(self) -> None:
+        self._running: list[tuple[uvicorn.Server, socket.socket]] = []
+
+    async def start(self, app: Any, *, lifespan: Literal["on", "off"] = "off") -> str:
+        """Its URL."""
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(
+            app, log_level="critical", lifespan=lifespan, ws="none", timeout_graceful_shutdown=1
+        )
+        config.load()
+        server = uvicorn.Server(config)
+        server.lifespan = config.lifespan_class(config)
+        self._running.append((server, listener))
+        await server.startup(sockets=[listener])
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(server.shutdown(sockets=[listener]) for server, listener in self._running))
+
+
+@dataclass
+class Received:
+    path: str
+    headers: dict[str, str]
+    raw: bytes
+
+    @property
+    def body(self) -> Any:
+        return json.loads(self.raw)
+
+
+Respond = Callable[["Call"], Awaitable[None]]
+
+
+@dataclass
+class Call:
+    """One request at a fake engine, to be answered by the test."""
+
+    received: Received
+    receive: Any
+    send: Any
+    engine: "FakeEngine"
+
+    async def start(self, status: int, content_type: str, **headers: str) -> None:
+        pairs = [(b"content-type", content_type.encode())]
+        pairs += [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        await self.send({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def piece(self, piece: bytes, *, more: bool = True) -> None:
+        await self.send({"type": "http.response.body", "body": piece, "more_body": more})
+
+    async def answer(self, status: int, body: Any, **headers: str) -> None:
+        await self.start(status, "application/json", **headers)
+        await self.piece(json.dumps(body).encode(), more=False)
+
+    async def stream(self, *events: bytes) -> None:
+        await self.start(200, "text/event-stream")
+        for event in events:
+            await self.piece(event)
+        await self.piece(b"", more=False)
+
+    def cut(self) -> None:
+        """Reset the connection, as the kernel does for a process that was killed."""
+        self.receive.__self__.transport.abort()
+
+    async def wait_disconnect(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        self.engine.saw_disconnect.set()
+
+
+@dataclass
+class FakeEngine:
+    """`respond` is called for every request but `/health`, which `health_status` answers."""
+
+    respond: Respond
+    health_status: int = 200
+    calls: list[Received] = field(default_factory=list)
+    saw_disconnect: asyncio.Event = field(default_factory=asyncio.Event)
+    was_called: asyncio.Event = field(default_factory=asyncio.Event)
+    url: str = ""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        call = Call(Received(scope["path"], headers, body), receive, send, self)
+        if scope["path"] == "/health":
+            await call.answer(self.health_status, {})
+            return
+        self.calls.append(call.received)
+        self.was_called.set()
+        await self.respond(call)
+
+
+TICKET = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "prefill-0",
+    "remote_block_ids": [[3, 1, 2]],
+    "baton_ticket": "signed",
+    "some_future_key": {"nested": [1, None]},
+}
+
+
+async def lends(call: Call) -> None:
+    """A prefill engine as it should be."""
+    await call.answer(200, {"id": "p", "choices": [{"text": "x"}], "kv_transfer_params": TICKET})
+
+
+async def answers(call: Call) -> None:
+    """A decode engine as it should be."""
+    if call.received.body.get("stream"):
+        await call.stream(b'data: {"n": 1}\n\n', b'data: {"n": 2}\n\n', b"data: [DONE]\n\n")
+    else:
+        await call.answer(200, {"choices": [{"text": "answer"}]})
+
+
+def responds(status: int, body: Any) -> Respond:
+    async def respond(call: Call) -> None:
+        await call.answer(status, body)
+
+    return respond
+
+
+async def hangs(call: Call) -> None:
+    await call.wait_disconnect()
+
+
+async def dies(call: Call) -> None:
+    """Killed before it said a word."""
+    call.cut()
+
+
+async def breaks(call: Call) -> None:
+    """Killed in the middle of its answer."""
+    await call.start(200, "application/json", content_length="1000")
+    await call.piece(b"{")
+    call.cut()
+
+
+def dead_url() -> str:
+    """Nobody listens here."""
+    with socket.socket() as once:
+        once.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{once.getsockname()[1]}"
+
+
+@dataclass
+class System:
+    client: httpx.AsyncClient  # Of the router.
+    router: Router
+    app: Starlette
+
+    async def complete(self, **body: Any) -> httpx.Response:
+        return await self.client.post("/v1/completions", json={"prompt": "hello", **body})
+
+
+@asynccontextmanager
+async def system(
+    prefill: list[FakeEngine | str], decode: list[FakeEngine | str], **settings: Any
+) -> AsyncIterator[System]:
+    """Fake engines and a real router in front of them. The prober asks once, then stays quiet."""
+    servers = Servers()
+    try:
+        urls = []
+        for engine in (*prefill, *decode):
+            if isinstance(engine, FakeEngine):
+                engine.url = await servers.start(engine)
+                urls.append(engine.url)
+            else:
+                urls.append(engine)
+        settings.setdefault("probe", ProbeSettings(every_s=3600, backoff_first_s=3600, backoff_max_s=3600))
+        router = Router(
+            RouterSettings(
+                prefill_urls=tuple(urls[: len(prefill)]), decode_urls=tuple(urls[len(prefill) :]), **settings
+            )
+        )
+        app = router.app()
+        url = await servers.start(app, lifespan="on")
+        # No TLS here, and loading the machine's certificates takes longer than most of these tests.
+        async with httpx.AsyncClient(base_url=url, timeout=None, verify=False) as client:
+            yield System(client, router, app)
+    finally:
+        await servers.stop()

@@ -1,0 +1,581 @@
+"""Both legs against fake engines on real sockets: what is sent, what comes back, how each failure ends."""
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from baton.router.settings import LegTimeouts
+from tests.router.fakes import (
+    TICKET,
+    Call,
+    FakeEngine,
+    Respond,
+    answers,
+    breaks,
+    dead_url,
+    dies,
+    hangs,
+    lends,
+    responds,
+    run,
+    system,
+)
+
+SOON = 0.05  # A deadline that a test is willing to wait for.
+
+
+def test_prefill_gets_one_token_and_decode_gets_the_request_with_the_ticket() -> None:
+    async def main() -> None:
+        prefill, decode = FakeEngine(lends), FakeEngine(answers)
+        async with system([prefill], [decode]) as s:
+            asked: dict[str, Any] = {
+                "model": "m",
+                "prompt": [5, 6, 7],
+                "max_tokens": 32,
+                "max_completion_tokens": 32,
+                "min_tokens": 4,
+                "n": 3,
+                "stream": False,
+                "stream_options": {"include_usage": True},
+                "logprobs": 5,
+                "seed": 2**63,
+                "unknown_to_us": {"a": [1.5, None, True]},
+            }
+            answer = await s.client.post("/v1/completions", json=asked)
+        assert answer.json() == {"choices": [{"text": "answer"}]}
+        leg = prefill.calls[0].body
+        params = leg.pop("kv_transfer_params")
+        assert re.fullmatch("[0-9a-f]{32}", params.pop("transfer_id"))
+        assert params == {"do_remote_decode": True, "do_remote_prefill": False}
+        assert leg == {
+            "model": "m",
+            "prompt": [5, 6, 7],
+            "max_tokens": 1,
+            "max_completion_tokens": 1,
+            "n": 1,
+            "stream": False,
+            "seed": 2**63,
+            "unknown_to_us": {"a": [1.5, None, True]},
+        }
+        assert decode.calls[0].body == {**asked, "kv_transfer_params": TICKET}
+        assert prefill.calls[0].path == decode.calls[0].path == "/v1/completions"
+        assert answer.headers["x-baton-prefill"] == "remote"
+
+    run(main())
+
+
+def test_every_dispatch_has_a_transfer_id_of_its_own() -> None:
+    async def main() -> None:
+        prefill, decode = FakeEngine(lends), FakeEngine(answers)
+        async with system([prefill], [decode]) as s:
+            for _ in range(3):
+                assert (await s.complete()).status_code == 200
+        ids = {call.body["kv_transfer_params"]["transfer_id"] for call in prefill.calls}
+        assert len(ids) == 3
+
+    run(main())
+
+
+def test_chat_goes_the_same_way() -> None:
+    async def main() -> None:
+        prefill, decode = FakeEngine(lends), FakeEngine(answers)
+        async with system([prefill], [decode]) as s:
+            asked = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 3}
+            answer = await s.client.post("/v1/chat/completions", json=asked)
+        assert answer.status_code == 200
+        assert "top_logprobs" not in prefill.calls[0].body
+        assert decode.calls[0].body == {**asked, "kv_transfer_params": TICKET}
+        assert decode.calls[0].path == "/v1/chat/completions"
+
+    run(main())
+
+
+def test_the_clients_request_id_and_headers_are_on_both_legs_and_the_id_in_the_answer() -> None:
+    async def main() -> None:
+        prefill, decode = FakeEngine(lends), FakeEngine(answers)
+        async with system([prefill], [decode]) as s:
+            headers = {
+                "X-Request-Id": "mine-1",
+                "Authorization": "Bearer k",
+                "Connection": "x-secret-hop",
+                "X-Secret-Hop": "1",
+            }
+            answer = await s.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+        for received in (prefill.calls[0], decode.calls[0]):
+            assert received.headers["x-request-id"] == "mine-1"
+            assert received.headers["authorization"] == "Bearer k"
+            assert "x-secret-hop" not in received.headers
+        assert answer.headers["x-request-id"] == "mine-1"
+
+    run(main())
+
+
+@pytest.mark.parametrize("sent", [None, "", "with space", "x" * 257])
+def test_a_missing_or_unusable_request_id_is_replaced_by_one_for_both_legs(sent: str | None) -> None:
+    async def main() -> None:
+        prefill, decode = FakeEngine(lends), FakeEngine(answers)
+        async with system([prefill], [decode]) as s:
+            headers = {} if sent is None else {"x-request-id": sent}
+            answer = await s.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+        made = answer.headers["x-request-id"]
+        assert re.fullmatch("[0-9a-f-]{36}", made)
+        assert prefill.calls[0].headers["x-request-id"] == decode.calls[0].headers["x-request-id"] == made
+
+    run(main())
+
+
+def test_a_stream_comes_through_event_by_event_as_the_engine_wrote_it() -> None:
+    async def main() -> None:
+        first_was_read = asyncio.Event()
+        events = [b": comment\n\n", b'data: {"a": "\xc3\xa9"}\r\n\r\n', b"event: x\ndata: [DONE]\n\n"]
+
+        async def respond(call: Call) -> None:
+            await call.start(200, "text/event-stream; charset=utf-8", x_of_engine="1")
+            await call.piece(events[0])
+            await first_was_read.wait()
+            await call.piece(events[1][:9])
+            await call.piece(events[1][9:] + events[2])
+            await call.piece(b"", more=False)
+
+        async with system([FakeEngine(lends)], [FakeEngine(respond)]) as s:
+            body = {"prompt": "a", "stream": True}
+            async with s.client.stream("POST", "/v1/completions", json=body) as answer:
+                chunks = answer.aiter_raw()
+                assert await anext(chunks) == events[0]
+                first_was_read.set()
+                assert b"".join([chunk async for chunk in chunks]) == events[1] + events[2]
+            assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+            assert answer.headers["x-of-engine"] == "1"
+
+    run(main())
+
+
+def test_a_prompt_that_the_prefill_engine_lends_nothing_for_is_decoded_without_a_ticket() -> None:
+    async def main() -> None:
+        prefill = FakeEngine(responds(200, {"choices": [], "kv_transfer_params": None}))
+        decode = FakeEngine(answers)
+        async with system([prefill], [decode]) as s:
+            answer = await s.complete()
+        assert answer.headers["x-baton-prefill"] == "local"
+        assert "kv_transfer_params" not in decode.calls[0].body
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("body", "prefills"),
+    [
+        ({"prompt": [1] * 99}, 0),
+        ({"prompt": [1] * 100}, 1),
+        ({"prompt": [[1] * 100]}, 1),
+        ({"prompt": ["many", "prompts"]}, 0),
+        ({"prompt": [1] * 100, "echo": True, "logprobs": 1}, 0),
+        ({"prompt": [1] * 100, "prompt_logprobs": 1}, 0),
+    ],
+)
+def test_what_is_short_or_cannot_be_handed_over_goes_straight_to_decode(body: Any, prefills: int) -> None:
+    async def main() -> None:
+        prefill, decode = FakeEngine(lends), FakeEngine(answers)
+        async with system([prefill], [decode], min_prefill_tokens=100) as s:
+            assert (await s.client.post("/v1/completions", json=body)).status_code == 200
+        assert len(prefill.calls) == prefills
+        assert len(decode.calls) == 1
+
+    run(main())
+
+
+# ---- what a client may not do
+
+
+@pytest.mark.parametrize(
+    ("raw", "param"),
+    [
+        (b"{", "body"),
+        (b"\xff", "body"),
+        (b"[]", "body"),
+        (b'{"prompt": "a", "kv_transfer_params": {"do_remote_prefill": true}}', "kv_transfer_params"),
+        (b'{"prompt": "a", "kv_transfer_params": false}', "kv_transfer_params"),
+        (b'{"prompt": "a", "vllm_xargs": {"kv_transfer_params": "x"}}', "vllm_xargs.kv_transfer_params"),
+    ],
+)
+def test_a_body_that_no_engine_may_see_gets_400_that_names_the_field(raw: bytes, param: str) -> None:
+    async def main() -> None:
+        prefill, decode = FakeEngine(lends), FakeEngine(answers)
+        async with system([prefill], [decode]) as s:
+            answer = await s.client.post("/v1/completions", content=raw)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert "x-request-id" in answer.headers
+        assert not prefill.calls
+        assert not decode.calls
+
+    run(main())
+
+
+def test_a_null_ticket_is_no_ticket() -> None:
+    async def main() -> None:
+        decode = FakeEngine(answers)
+        async with system([FakeEngine(lends)], [decode]) as s:
+            assert (await s.complete(kv_transfer_params=None)).status_code == 200
+        assert decode.calls[0].body["kv_transfer_params"] == TICKET
+
+    run(main())
+
+
+def test_a_body_over_the_limit_gets_413() -> None:
+    async def main() -> None:
+        async with system([FakeEngine(lends)], [FakeEngine(answers)], max_body_bytes=100) as s:
+            answer = await s.complete(prompt="x" * 100)
+        assert answer.status_code == 413
+
+    run(main())
+
+
+def test_a_body_that_never_comes_gets_408() -> None:
+    async def main() -> None:
+        async with system([FakeEngine(lends)], [FakeEngine(answers)], timeouts=LegTimeouts(body_s=SOON)) as s:
+            reader, writer = await asyncio.open_connection(s.client.base_url.host, s.client.base_url.port)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+            assert b" 408 " in await reader.readline()
+            writer.close()
+            await writer.wait_closed()
+
+    run(main())
+
+
+def test_more_requests_than_allowed_get_503_at_once() -> None:
+    async def main() -> None:
+        decode = FakeEngine(hangs)
+        async with system([FakeEngine(lends)], [decode], max_requests=1) as s:
+            first = asyncio.create_task(s.complete())
+            await decode.was_called.wait()
+            second = await s.complete()
+            assert second.status_code == 503
+            assert second.headers["retry-after"] == "1"
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+
+    run(main())
+
+
+# ---- prefill fails
+
+
+PREFILL_FAILURES: list[Respond] = [
+    responds(500, {"error": {"message": "engine died"}}),
+    responds(503, {}),
+    responds(429, {}),
+    dies,
+    breaks,
+    hangs,
+    responds(200, ["not an object"]),
+    responds(200, {"kv_transfer_params": "not an object"}),
+]
+
+
+@pytest.mark.parametrize("failure", PREFILL_FAILURES)
+def test_a_failed_prefill_is_tried_on_another_engine_under_a_new_transfer_id(failure: Respond) -> None:
+    async def main() -> None:
+        engines = [FakeEngine(failure), FakeEngine(failure)]
+
+        async def recover(call: Call) -> None:
+            await (lends if sum(len(e.calls) for e in engines) > 1 else failure)(call)
+
+        for engine in engines:
+            engine.respond = recover
+        decode = FakeEngine(answers)
+        timeouts = LegTimeouts(prefill_s=SOON) if failure is hangs else LegTimeouts()
+        async with system([*engines], [decode], timeouts=timeouts) as s:
+            answer = await s.complete()
+        assert answer.headers["x-baton-prefill"] == "remote"
+        assert [len(engine.calls) for engine in engines] == [1, 1]
+        ids = {engine.calls[0].body["kv_transfer_params"]["transfer_id"] for engine in engines}
+        assert len(ids) == 2
+        assert len(decode.calls) == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("failure", PREFILL_FAILURES)
+def test_without_a_working_prefill_engine_the_decode_engine_prefills_by_itself(failure: Respond) -> None:
+    async def main() -> None:
+        decode = FakeEngine(answers)
+        timeouts = LegTimeouts(prefill_s=SOON) if failure is hangs else LegTimeouts()
+        async with system([FakeEngine(failure)], [decode], timeouts=timeouts) as s:
+            answer = await s.complete()
+        assert answer.status_code == 200
+        assert answer.headers["x-baton-prefill"] == "local"
+        assert "kv_transfer_params" not in decode.calls[0].body
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"), [(hangs, 504), (dies, 502), (responds(500, {}), 502), (None, 503)]
+)
+def test_the_request_fails_with_its_prefill_if_the_operator_wants_so(
+    failure: Respond | None, status: int
+) -> None:
+    async def main() -> None:
+        decode = FakeEngine(answers)
+        prefill = FakeEngine(failure) if failure is not None else dead_url()
+        settings = {"on_prefill_failure": "fail", "timeouts": LegTimeouts(prefill_s=SOON)}
+        async with system([prefill], [decode], **settings) as s:
+            if failure is None:
+                await wait_down(s.client, "prefill")
+            answer = await s.complete()
+        assert answer.status_code == status
+        assert answer.json()["error"]["code"] == status
+        assert not decode.calls
+
+    run(main())
+
+
+async def wait_down(client: httpx.AsyncClient, role: str) -> None:
+    while (await client.get("/fleet")).json()["engines"][role][0]["status"] != "down":
+        await asyncio.sleep(0)
+
+
+def test_the_clients_error_found_by_prefill_is_passed_on_as_it_is() -> None:
+    async def main() -> None:
+        error = {"error": {"message": "prompt is too long", "param": "prompt", "code": 400}}
+        prefill, decode = FakeEngine(responds(400, error)), FakeEngine(answers)
+        async with system([prefill, FakeEngine(lends)], [decode], policy="round_robin") as s:
+            answers_got = [await s.complete() for _ in range(2)]
+        refused = [answer for answer in answers_got if answer.status_code == 400]
+        assert [answer.json() for answer in refused] == [error]
+        assert len(decode.calls) == 1
+
+    run(main())
+
+
+# ---- decode fails
+
+
+def test_a_decode_engine_that_never_saw_the_request_hands_its_ticket_on() -> None:
+    async def main() -> None:
+        prefill, decode = FakeEngine(lends), FakeEngine(answers)
+        # Policy round robin: the first request tries one of them first, the second the other.
+        async with system([prefill], [dead_url(), decode], policy="round_robin") as s:
+            assert {(await s.complete()).status_code for _ in range(2)} == {200}
+        assert len(prefill.calls) == 2  # None of them again for the retry.
+        assert len(decode.calls) == 2
+        assert all(call.body["kv_transfer_params"] == TICKET for call in decode.calls)
+
+    run(main())
+
+
+@pytest.mark.parametrize("failure", [dies, breaks, hangs, responds(500, {}), responds(429, {})])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_decode_engine_that_failed_before_its_first_byte_costs_a_new_dispatch(
+    failure: Respond, stream: bool
+) -> None:
+    async def main() -> None:
+        prefill = FakeEngine(lends)
+        engines = [FakeEngine(failure), FakeEngine(failure)]
+
+        async def recover(call: Call) -> None:
+            await (answers if sum(len(e.calls) for e in engines) > 1 else failure)(call)
+
+        for engine in engines:
+            engine.respond = recover
+        timeouts = LegTimeouts(first_byte_s=SOON, answer_s=SOON) if failure is hangs else LegTimeouts()
+        async with system([prefill], [*engines], timeouts=timeouts) as s:
+            answer = await s.complete(stream=stream)
+        assert answer.status_code == 200
+        assert answer.content.endswith(b"[DONE]\n\n") is stream
+        assert [len(engine.calls) for engine in engines] == [1, 1]
+        ids = [call.body["kv_transfer_params"]["transfer_id"] for call in prefill.calls]
+        assert len(set(ids)) == 2
+
+    run(main())
+
+
+async def starts_and_breaks(call: Call) -> None:
+    await call.start(200, "text/event-stream")
+    call.cut()
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"), [(dies, 502), (starts_and_breaks, 502), (hangs, 504), (None, 503)]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_a_working_decode_engine_the_client_gets_a_clear_error(
+    failure: Respond | None, status: int, stream: bool
+) -> None:
+    async def main() -> None:
+        decode = FakeEngine(failure) if failure is not None else dead_url()
+        timeouts = LegTimeouts(first_byte_s=SOON, answer_s=SOON)
+        async with system([FakeEngine(lends)], [decode], timeouts=timeouts) as s:
+            if failure is None:
+                await wait_down(s.client, "decode")
+            answer = await s.complete(stream=stream)
+        assert answer.status_code == status
+        assert answer.json()["error"]["code"] == status
+        assert "x-request-id" in answer.headers
+
+    run(main())
+
+
+def test_the_last_decode_engines_own_error_is_passed_on() -> None:
+    async def main() -> None:
+        error = {"error": {"message": "out of blocks", "code": 500}}
+        async with system([FakeEngine(lends)], [FakeEngine(responds(500, error))]) as s:
+            answer = await s.complete(stream=True)
+        assert answer.status_code == 500
+        assert answer.json() == error
+
+    run(main())
+
+
+def test_a_ticket_that_decode_refuses_is_not_the_clients_fault() -> None:
+    async def main() -> None:
+        async def respond(call: Call) -> None:
+            if "kv_transfer_params" in call.received.body:
+                field = "kv_transfer_params.baton_ticket"
+                await call.answer(400, {"error": {"message": "another model's", "param": field}})
+            else:
+                await answers(call)
+
+        decode = FakeEngine(respond)
+        async with system([FakeEngine(lends)], [decode], decode_attempts=1) as s:
+            answer = await s.complete()
+            metrics = (await s.client.get("/metrics")).text
+        assert answer.status_code == 200
+        assert answer.headers["x-baton-prefill"] == "local"
+        assert len(decode.calls) == 2
+        assert 'baton:router_prefills_total{reason="ticket_refused",where="local"} 1.0' in metrics
+
+    run(main())
+
+
+def test_the_clients_error_found_by_decode_is_passed_on_as_it_is() -> None:
+    async def main() -> None:
+        error = {"error": {"message": "must be positive", "param": "max_tokens", "code": 400}}
+        decode = FakeEngine(responds(400, error))
+        async with system([FakeEngine(lends)], [decode, FakeEngine(responds(400, error))]) as s:
+            answer = await s.complete()
+        assert answer.status_code == 400
+        assert answer.json() == error
+
+    run(main())
+
+
+# ---- decode fails in the middle of a stream
+
+
+async def breaks_in_an_event(call: Call) -> None:
+    await call.start(200, "text/event-stream")
+    await call.piece(b'data: {"n": 1}\n\ndata: {"n"')
+    call.cut()
+
+
+async def ends_without_done(call: Call) -> None:
+    await call.stream(b'data: {"n": 1}\n\n')
+
+
+async def falls_silent(call: Call) -> None:
+    await call.start(200, "text/event-stream")
+    await call.piece(b'data: {"n": 1}\n\n')
+    await call.wait_disconnect()
+
+
+@pytest.mark.parametrize(
+    ("failure", "timeouts"),
+    [
+        (breaks_in_an_event, LegTimeouts()),
+        (ends_without_done, LegTimeouts()),
+        (falls_silent, LegTimeouts(idle_s=SOON)),
+        (falls_silent, LegTimeouts(total_s=4 * SOON)),
+    ],
+)
+def test_a_stream_that_breaks_ends_with_an_error_event_and_done(
+    failure: Respond, timeouts: LegTimeouts
+) -> None:
+    async def main() -> None:
+        prefill, decode = FakeEngine(lends), FakeEngine(failure)
+        async with system([prefill], [decode], timeouts=timeouts) as s:
+            answer = await s.complete(stream=True)
+            assert failure is not falls_silent or await decode.saw_disconnect.wait()
+            metrics = (await s.client.get("/metrics")).text
+        events = answer.text.split("\n\n")
+        assert events[0] == 'data: {"n": 1}'
+        assert json.loads(events[1].removeprefix("data: "))["error"]["type"] == "upstream_error"
+        assert events[2:] == ["data: [DONE]", ""]
+        assert len(prefill.calls) == 1  # Nothing is retried once the client has heard something.
+        assert "baton:router_broken_streams_total 1.0" in metrics
+
+    run(main())
+
+
+# ---- the client goes away
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_the_leg_that_it_waits_for(stream: bool) -> None:
+    async def main() -> None:
+        prefill, decode = FakeEngine(hangs), FakeEngine(answers)
+        async with system([prefill], [decode]) as s:
+            asking = asyncio.create_task(s.complete(stream=stream))
+            await prefill.was_called.wait()
+            asking.cancel()
+            await prefill.saw_disconnect.wait()
+            await wait_at_rest(s.client)
+        assert not decode.calls
+
+    run(main())
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_stream_ends_the_decode_leg() -> None:
+    async def main() -> None:
+        decode = FakeEngine(falls_silent)
+        async with system([FakeEngine(lends)], [decode]) as s:
+            body = {"prompt": "a", "stream": True}
+            async with s.client.stream("POST", "/v1/completions", json=body) as answer:
+                assert await anext(answer.aiter_raw()) == b'data: {"n": 1}\n\n'
+            await decode.saw_disconnect.wait()
+            await wait_at_rest(s.client)
+            assert 'requests_total{status="499"} 1.0' in (await s.client.get("/metrics")).text
+
+    run(main())
+
+
+async def wait_at_rest(client: httpx.AsyncClient) -> None:
+    """Nothing in flight, by the router's own count."""
+    while True:
+        state = (await client.get("/fleet")).json()
+        engines = [engine for role in state["engines"].values() for engine in role]
+        if state["in_flight"] == 0 and not any(engine["in_flight"] for engine in engines):
+            return
+        await asyncio.sleep(0)
+
+
+def test_a_client_that_does_not_read_is_let_go() -> None:
+    async def main() -> None:
+        async def floods(call: Call) -> None:
+            await call.start(200, "text/event-stream")
+            gone = asyncio.create_task(call.wait_disconnect())
+            while not gone.done():
+                await call.piece(b"data: " + b"x" * 65536 + b"\n\n")
+                await asyncio.sleep(0)
+
+        decode = FakeEngine(floods)
+        async with system([FakeEngine(lends)], [decode], timeouts=LegTimeouts(idle_s=4 * SOON)) as s:
+            url = s.client.base_url
+            _, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
+            body = msgspec.json.encode({"prompt": "a", "stream": True})
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
+                % (len(body), body)
+            )
+            await decode.saw_disconnect.wait()
+            await wait_at_rest(s.client)
+            writer.transport.abort()
+
+    run(main())
