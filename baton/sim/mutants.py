@@ -99,14 +99,13 @@ class NoCap(PullProducer):
         return NEVER
 
 
-class Backward(PullProducer):
-    """Takes back, when draining, what it has promised."""
+class Abandon(PullProducer):
+    """Takes draining for a reason to break its promises."""
 
-    def receive(self, sender: Address, message: Message, now: float) -> list[ProducerEffect]:
-        effects = super().receive(sender, message, now)
+    def drain(self, deadline: float) -> None:
+        super().drain(deadline)
         for loan in self._loans.values():
-            loan.deadline = min(loan.deadline, self._cap(loan))
-        return effects
+            loan.deadline = -NEVER
 
 
 class AnyClaimer(PullProducer):
@@ -169,7 +168,7 @@ MUTANTS: dict[str, Parts] = {
     "ticket_hash": Parts(verify=verify_all_but_prompt),
     "lease_expiry": Parts(producer=NoExpiry),
     "loan_cap": Parts(producer=NoCap),
-    "forward_only": Parts(producer=Backward),
+    "promises": Parts(producer=Abandon),
     "deadline": Parts(consumer=NoDeadline),
     "incarnation": Parts(admit=admit_all, consumer=AnySender),
 }

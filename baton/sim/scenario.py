@@ -122,6 +122,7 @@ class Scenario:
             delay_s = rng.choice([0.0, rng.uniform(0, 6)])
             world.after(delay_s, lambda: self._leg(name, replay))
             world.after(delay_s + 1.0, lambda: self._leg(name, replay))
+        if world.chance(max(world.faults.ticket_replay, world.faults.last_words)):
             # The router tries the same ticket again at the consumer's successor.
             self.cluster.on_boot.append((attempt.consumer, lambda: self._leg(attempt.consumer, fetch)))
 

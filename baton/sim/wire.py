@@ -8,7 +8,7 @@ owner of its source has been replaced by an incarnation of the same name.
 from typing import TYPE_CHECKING
 
 from baton.core.ids import Address, EngineId, Epoch
-from baton.protocol.messages import WIRE_VERSION, Envelope, encode_envelope
+from baton.protocol.messages import WIRE_VERSION, Envelope, Released, Renew, encode_envelope
 from baton.sim.checkers import contained, fenced
 from baton.sim.facts import Landing, Read
 from baton.sim.memory import toy_spans
@@ -27,6 +27,7 @@ class Wire:
         self._cluster = cluster
         self._world = cluster.world
         self._cut: set[tuple[EngineId, EngineId]] = set()
+        self._dead_once: set[EngineId] = set()
         self.reads: list[Read] = []
 
     # --- Frames -----------------------------------------------------------------------------------
@@ -39,7 +40,8 @@ class Wire:
             for message in envelope.messages:
                 world.note(source, f"-> {target}.{envelope.target.epoch % 1000:03d} {message}")
         frame = encode_envelope(envelope)
-        self._carry(source, target, frame)
+        late_s = self._die_speaking(source, envelope)
+        self._carry(source, target, frame, late_s)
         if world.chance(faults.meddle):
             # An engine of the cluster that says what others said: the channel vouches for its name only.
             false = Envelope(WIRE_VERSION, MEDDLER, envelope.target, envelope.messages)
@@ -53,7 +55,20 @@ class Wire:
         self._world.note("net", f"cut off {sorted(ways)} for {for_s} s")
         self._world.after(for_s, lambda: self._cut.difference_update(ways))
 
-    def _carry(self, source: EngineId, target: EngineId, frame: bytes) -> None:
+    def _die_speaking(self, source: EngineId, envelope: Envelope) -> float:
+        """How late these last words are, if they are: once in the life of a name."""
+        faults, world = self._world.faults, self._world
+        if not faults.last_words or source in self._dead_once:
+            return 0.0
+        if not any(isinstance(message, Renew | Released) for message in envelope.messages):
+            return 0.0
+        if not world.chance(faults.last_words):
+            return 0.0
+        self._dead_once.add(source)
+        world.after(0.0, lambda: self._cluster.crash(source, down_s=0.01))
+        return world.rng.choice([0.0, world.rng.uniform(0, 2)])
+
+    def _carry(self, source: EngineId, target: EngineId, frame: bytes, late_s: float = 0.0) -> None:
         world, faults = self._world, self._world.faults
         if (source, target) in self._cut:
             return
@@ -64,10 +79,10 @@ class Wire:
                 engine.when_awake(lambda: engine.receive(frame))
 
         if not world.chance(faults.loss):
-            world.after(world.spread(faults.delay_mean_s), arrive)
-        if world.chance(faults.duplicate):
-            late_s = world.rng.random() * faults.late_copy_s
             world.after(world.spread(faults.delay_mean_s) + late_s, arrive)
+        if world.chance(faults.duplicate):
+            copy_late_s = world.rng.random() * faults.late_copy_s
+            world.after(world.spread(faults.delay_mean_s) + copy_late_s, arrive)
 
     def _garbled(self, frame: bytes) -> bytes:
         """Something that is no envelope. What happens to decode all the same is not sent: the channel is

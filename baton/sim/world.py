@@ -37,6 +37,9 @@ class Faults:
     # Processes
     timer_late_s: float = 0.0
     crashes: float = 0.0  # Expected number per engine.
+    last_words: float = (
+        0.0  # Dies as it says Renew or Released, and is back while the words are on their way.
+    )
     pauses: float = 0.0
     drains: float = 0.0
     # Requests
@@ -70,6 +73,7 @@ class Faults:
             rank_deaths=pick([0.0, 0.0, 0.5]),
             timer_late_s=pick([0.0, 0.5]),
             crashes=pick([0.0, 0.0, 0.5, 1.5]),
+            last_words=pick([0.0, 0.0, 0.0, 0.3]),
             pauses=pick([0.0, 0.0, 1.0]),
             drains=pick([0.0, 0.0, 0.5]),
             abort=pick([0.0, 0.3]),
