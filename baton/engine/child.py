@@ -72,6 +72,7 @@ class Child:
                 "parent_pid": os.getpid(),
                 "grace_s": grace_s,
                 "dies_with_thread": dies_with_thread,
+                "log_level": logging.getLogger().getEffectiveLevel(),
             }
             process = subprocess.Popen(
                 [sys.executable, "-c", _BOOTSTRAP, json.dumps(arguments)],
@@ -112,8 +113,18 @@ class Child:
         self.socket.close()
 
 
-def run(*, target: str, name: str, fd: int, parent_pid: int, grace_s: float, dies_with_thread: bool) -> None:
+def run(
+    *,
+    target: str,
+    name: str,
+    fd: int,
+    parent_pid: int,
+    grace_s: float,
+    dies_with_thread: bool,
+    log_level: int,
+) -> None:
     """The child's first call."""
+    logging.basicConfig(level=log_level, format=f"%(asctime)s %(levelname)s {name} %(name)s: %(message)s")
     # Ctrl-C reaches the whole terminal group; our parent decides what it means for us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end = socket.socket(fileno=fd)

@@ -113,6 +113,12 @@ class SamplingRow:
             counts=TokenCounts(prompt, output) if has_penalties(params) else None,
         )
 
+    def recount(self, token_ids: Sequence[int]) -> None:
+        """Prompt and output as they are now, after tokens were taken back."""
+        if self.counts is not None:
+            prompt, output = token_ids[: self.num_prompt_tokens], token_ids[self.num_prompt_tokens :]
+            self.counts = TokenCounts(prompt, output)
+
 
 def has_penalties(params: SamplingParams) -> bool:
     return (

@@ -1,0 +1,220 @@
+"""The engine's front end, for an asyncio program: starts the core's process and speaks with it.
+
+    client = await EngineClient.start(config, connector_factory="baton.assemble:connector_factory")
+    async for output in client.generate(request): ...
+    await client.close()
+
+Nothing waits for a core that is gone: its end closes the socket, every open `generate` raises EngineDeadError
+with the reason, and so does every later one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from typing import Self
+
+import msgspec
+
+from baton.core.config import EngineConfig
+from baton.core.errors import BatonError, ConfigError, UserError
+from baton.engine.api import EngineOutput, EngineRequest, SchedulerStats
+from baton.engine.channel import FrameSplitter, frame
+from baton.engine.child import Child
+from baton.engine.core_messages import (
+    Abort,
+    AddRequest,
+    FromCore,
+    Outputs,
+    Start,
+    Started,
+    StartFailed,
+    Stop,
+    Stopped,
+    ToCore,
+)
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 900.0  # Reading a large model's weights from a slow disk, on every rank.
+STOP_TIMEOUT_S = 20.0  # Connector halves and ranks have 10 s of these.
+PARENT_GRACE_S = 15.0  # A core whose front end died may use as long to shut down in order.
+
+
+class EngineDeadError(BatonError):
+    """The engine core is gone. Says why; another engine may serve the request."""
+
+
+_Answer = EngineOutput | EngineDeadError
+
+
+class EngineClient:
+    """Made by `start`. Used from one event loop."""
+
+    def __init__(self, child: Child) -> None:
+        self.on_stats: Callable[[SchedulerStats], None] | None = None
+        self._child = child
+        self._splitter = FrameSplitter()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromCore)
+        # Until the last output, which for a request that was closed early (None) nobody waits for.
+        self._answers: dict[str, asyncio.Queue[_Answer] | None] = {}
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._dead = asyncio.Event()  # Nothing will come any more.
+        self._buried = asyncio.Event()  # The process has ended and left nothing behind.
+        self._last_words: str | None = None
+        self._death: EngineDeadError | None = None
+        self._burial: asyncio.Task[None] | None = None
+        self._transport: asyncio.Transport | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        connector_factory: str | None = None,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> Self:
+        """Returns when the engine is ready. Raises ConfigError, or EngineDeadError with its message."""
+        child = Child.spawn(
+            "baton.engine.core_process:main",
+            name="baton-core",
+            grace_s=PARENT_GRACE_S,
+            environment={"OMP_NUM_THREADS": str(config.device_config.num_threads)},
+        )
+        client = cls(child)
+        try:
+            client._transport, _ = await asyncio.get_running_loop().create_unix_connection(
+                lambda: _Connection(client), sock=child.socket
+            )
+            client._send(Start(config, connector_factory))
+            async with asyncio.timeout(start_timeout_s):
+                await client._started
+        except TimeoutError as error:
+            await client._kill()
+            raise EngineDeadError(f"the engine core was not ready within {start_timeout_s:.0f} s") from error
+        except BaseException:
+            await client._kill()
+            raise
+        return client
+
+    @property
+    def pid(self) -> int:
+        """Of the core's process."""
+        return self._child.process.pid
+
+    @property
+    def is_dead(self) -> bool:
+        return self._dead.is_set()
+
+    async def wait_dead(self) -> None:
+        await self._dead.wait()
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        """Ends after the output that has a `finish_reason`. Closed earlier, it aborts the request.
+
+        Raises UserError for a request id in use, EngineDeadError as soon as the core is gone.
+        """
+        if self._death is not None:
+            raise EngineDeadError(str(self._death))
+        if request.request_id in self._answers:
+            raise UserError(f"{request.request_id!r} is in use; choose a new one", field="request_id")
+        answers: asyncio.Queue[_Answer] = asyncio.Queue()
+        self._answers[request.request_id] = answers
+        try:
+            self._send(AddRequest(request))
+            while True:
+                answer = await answers.get()
+                if isinstance(answer, EngineDeadError):
+                    raise EngineDeadError(str(answer))
+                yield answer
+                if answer.finish_reason is not None:
+                    return
+        finally:
+            if self._answers.get(request.request_id) is answers:
+                self._answers[request.request_id] = None
+                self._send(Abort(request.request_id))
+
+    async def abort(self, request_id: str) -> None:
+        """Its `generate` ends with finish reason "abort", unless it ends otherwise first."""
+        self._send(Abort(request_id))
+
+    async def close(self) -> None:
+        """Ends the core's process. Idempotent; bounded by STOP_TIMEOUT_S, after which it is killed."""
+        self._send(Stop())
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await self._buried.wait()
+        except TimeoutError:
+            logger.warning("the engine core did not end within %.0f s; killing it", STOP_TIMEOUT_S)
+            self._child.process.kill()
+            await self._buried.wait()
+
+    async def _kill(self) -> None:
+        self._child.process.kill()
+        if self._transport is not None:
+            await self._buried.wait()
+        else:
+            await asyncio.to_thread(self._child.kill)
+
+    def _send(self, message: ToCore) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame(self._encoder.encode(message)))
+
+    # --- What the connection tells ------------------------------------------------------------------
+
+    def _receive(self, received: bytes) -> None:
+        for payload in self._splitter.feed(received):
+            match self._decoder.decode(payload):
+                case Outputs(outputs):
+                    self._deliver(outputs.outputs)
+                    if outputs.stats is not None and self.on_stats is not None:
+                        self.on_stats(outputs.stats)
+                case Started():
+                    if not self._started.done():
+                        self._started.set_result(None)
+                case StartFailed(message, is_users):
+                    error = ConfigError(message) if is_users else EngineDeadError(message)
+                    if not self._started.done():
+                        self._started.set_exception(error)
+                case Stopped(reason):
+                    self._last_words = reason
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            if output.finish_reason is not None:
+                answers = self._answers.pop(output.request_id, None)
+            else:
+                answers = self._answers.get(output.request_id)
+            if answers is not None:
+                answers.put_nowait(output)
+
+    def _connection_lost(self) -> None:
+        self._burial = asyncio.get_running_loop().create_task(self._bury())
+
+    async def _bury(self) -> None:
+        how = await asyncio.to_thread(self._child.describe_exit)
+        if self._last_words is not None:
+            how = f"the engine core ended: {self._last_words}"
+        death = self._death = EngineDeadError(how)
+        if not self._started.done():
+            self._started.set_exception(EngineDeadError(f"{how}, before it was ready"))
+        answers_of, self._answers = self._answers, {}
+        for answers in answers_of.values():
+            if answers is not None:
+                answers.put_nowait(death)
+        self._dead.set()
+        await asyncio.to_thread(self._child.stop, STOP_TIMEOUT_S)
+        self._buried.set()
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def data_received(self, data: bytes) -> None:
+        self._client._receive(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._client._connection_lost()

@@ -1,0 +1,208 @@
+"""The worker half's part of one step, in vLLM's order, with the model's forward in its middle.
+
+    with ConnectorStep(...) as step:    handle_preemptions, bind_connector_metadata
+                                        start_load_kv                         (with synchronous loads)
+        hidden = model(...)                 wait_for_layer_load, save_kv_layer  of each layer
+                                        finish_forward
+                                        start_load_kv                         (without)
+                                        wait_for_save
+                                        get_transfer_results, get_block_ids_with_load_errors
+                                        stats, events, worker meta
+                                        clear_connector_metadata
+
+Steps without tokens run the same sequence. `clear_connector_metadata` is always last, also when the model
+raises, which is ours and fatal. What a *connector* raises never leaves this module: it is logged, and turned
+into what keeps every token right:
+
+    raised by                               becomes
+    anything up to the last load   synchronous loads: every block that this step's new and resumed requests
+                                   already hold is reported invalid (local hits among them: the host cannot
+                                   tell which were loaded; they are computed again)
+                                   asynchronous loads: `loads_failed`, and the engine ends the requests that
+                                   began to wait in this step. Their blocks stay held until the connector
+                                   reports them: something may still write there
+    get_transfer_results           nothing finished in this step
+    get_block_ids_with_load_errors all that finished in this step has failed
+    everything else                its report is left out
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from baton.contract.base import KVConnectorMetadata, KVConnectorWorkerHalf
+from baton.contract.null import NullWorkerHalf
+from baton.contract.output import KVConnectorOutput, KVConnectorTransferResults
+from baton.engine.forward_context import ForwardContext
+from baton.engine.step import SchedulerOutput
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class ConnectorStep:
+    def __init__(
+        self,
+        half: KVConnectorWorkerHalf,
+        scheduler_output: SchedulerOutput,
+        context: ForwardContext,
+        block_size: int,
+    ) -> None:
+        self.report = KVConnectorOutput()
+        self.error: str | None = None  # The first thing that the connector raised.
+        self.loads_failed = False
+        self._half = half
+        self._scheduler_output = scheduler_output
+        self._context = context
+        self._block_size = block_size
+        self._is_bound = False
+        context.worker_half = _ContainedHooks(half, self)
+
+    def __enter__(self) -> Self:
+        metadata = self._scheduler_output.kv_connector_metadata
+        assert metadata is not None, "the scheduler attaches metadata to every step"
+        self._load("handle_preemptions", lambda: self._half.handle_preemptions(metadata))
+        self._bind(metadata)
+        if self._scheduler_output.has_sync_kv_loads:
+            self._start_loads()
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self._finish()
+        finally:
+            self._contain("clear_connector_metadata", self._half.clear_connector_metadata, None)
+            self._context.worker_half = None
+
+    def _bind(self, metadata: KVConnectorMetadata) -> None:
+        if not self.loads_failed:
+            self._is_bound = self._load(
+                "bind_connector_metadata", lambda: self._half.bind_connector_metadata(metadata)
+            )
+
+    def _start_loads(self) -> None:
+        if self._is_bound:
+            self._load("start_load_kv", lambda: self._half.start_load_kv(self._context))
+
+    def _finish(self) -> None:
+        half = self._half
+        if self._scheduler_output.total_num_scheduled_tokens:
+            self._contain("finish_forward", half.finish_forward, None)
+        if not self._scheduler_output.has_sync_kv_loads:
+            self._start_loads()
+        if self._is_bound:
+            self._contain("wait_for_save", half.wait_for_save, None)
+        self._collect_transfers()
+        report = self.report
+        report.kv_connector_stats = self._contain("get_kv_connector_stats", half.get_kv_connector_stats, None)
+        report.kv_cache_events = self._contain(
+            "get_kv_connector_kv_cache_events", half.get_kv_connector_kv_cache_events, None
+        )
+        report.kv_connector_worker_meta = self._contain(
+            "build_connector_worker_meta", half.build_connector_worker_meta, None
+        )
+
+    def _collect_transfers(self) -> None:
+        report = self.report
+        results = self._contain(
+            "get_transfer_results",
+            lambda: self._half.get_transfer_results(self._scheduler_output.finished_req_ids),
+            KVConnectorTransferResults(),
+        )
+        report.finished_sending = results.finished_sending
+        report.finished_recving = results.finished_recving
+        report.failed_recving = results.failed_recving
+        invalid = self._contain(
+            "get_block_ids_with_load_errors", self._half.get_block_ids_with_load_errors, None
+        )
+        if invalid is None:
+            # Which blocks are bad is unknown, so none of what arrived may be used.
+            report.failed_recving = set(results.finished_recving or ()) | set(results.failed_recving or ())
+        else:
+            report.invalid_block_ids = set(invalid)
+        if self._scheduler_output.has_sync_kv_loads and (self.loads_failed or invalid is None):
+            report.invalid_block_ids |= self._blocks_held_before_this_step()
+
+    def _blocks_held_before_this_step(self) -> set[int]:
+        """Of new and resumed requests: a superset of what this step loads synchronously."""
+        output = self._scheduler_output
+        tables = [(new.num_computed_tokens, new.block_ids) for new in output.scheduled_new_reqs]
+        cached = output.scheduled_cached_reqs
+        tables += [
+            (num_computed, blocks)
+            for req_id, num_computed, blocks in zip(
+                cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+            )
+            if req_id in cached.resumed_req_ids and blocks is not None
+        ]
+        return {
+            block_id
+            for num_computed, groups in tables
+            for block_ids in groups
+            for block_id in block_ids[: -(-num_computed // self._block_size)]
+        }
+
+    def _load(self, name: str, call: Callable[[], None]) -> bool:
+        """A call without which this step's loads cannot be trusted."""
+        try:
+            call()
+        except Exception as error:
+            self._note(name, error)
+            self.loads_failed = True
+            return False
+        return True
+
+    def _contain(self, name: str, call: Callable[[], T], otherwise: T) -> T:
+        try:
+            return call()
+        except Exception as error:
+            self._note(name, error)
+            return otherwise
+
+    def _note(self, name: str, error: Exception) -> None:
+        logger.error("the connector's %s raised", name, exc_info=error)
+        if self.error is None:
+            self.error = f"{name}: {type(error).__name__}: {error}"
+
+
+class _ContainedHooks(NullWorkerHalf):
+    """What attention layers see of the half: their two hooks, which cannot raise."""
+
+    def __init__(self, half: KVConnectorWorkerHalf, step: ConnectorStep) -> None:
+        self._half = half
+        self._step = step
+        self._waits_for_loads = step._scheduler_output.has_sync_kv_loads
+
+    def has_connector_metadata(self) -> bool:
+        return self._half.has_connector_metadata()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        def wait() -> None:
+            self._half.wait_for_layer_load(layer_name)
+
+        if self._waits_for_loads:
+            self._step._load("wait_for_layer_load", wait)
+        else:
+            self._step._contain("wait_for_layer_load", wait, None)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        self._step._contain(
+            "save_kv_layer",
+            lambda: self._half.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs),
+            None,
+        )

@@ -1,0 +1,154 @@
+"""The engine without any process around it: scheduler, connector half and executor, one `step()` at a time.
+
+    add_request / abort --> | schedule -> execute -> update | --> EngineOutputs
+
+Whoever owns it (the core process, `LLM`, a benchmark) decides when to step. Single-threaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from baton.contract.factory import load_factory
+from baton.core.config import EngineConfig
+from baton.core.errors import UserError
+from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest
+from baton.engine.executor import Executor, start_executor
+from baton.engine.request import RequestStatus
+from baton.engine.scheduler import Scheduler
+from baton.engine.step import ModelRunnerOutput
+
+logger = logging.getLogger(__name__)
+
+CONNECTOR_ERRORS_MAX = 3  # Steps in a row. Then nobody waits for that connector any longer.
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Where the time of all steps so far went, in seconds."""
+
+    num_steps: int = 0
+    schedule_s: float = 0.0
+    execute_s: float = 0.0
+    update_s: float = 0.0
+
+
+class EngineCore:
+    def __init__(
+        self, config: EngineConfig, connector_factory: str | None, *, executor: Executor | None = None
+    ) -> None:
+        """Raises UserError if the configuration cannot work. `executor`: instead of the configured one."""
+        self.times = StepTimes()
+        self.num_scheduled_tokens = 0  # In the last step.
+        self.executor = executor if executor is not None else start_executor(config, connector_factory)
+        self._loading: set[str] = set()
+        self._num_connector_errors = 0  # Steps in a row.
+        try:
+            half = load_factory(connector_factory).scheduler_half(config)
+        except BaseException:
+            self.executor.shutdown()
+            raise
+        try:
+            self.scheduler = Scheduler(config, half)
+            self.executor.expect_reports(half.get_finished_count())
+            handshake = self.executor.handshake_metadata()
+            if handshake:
+                half.set_xfer_handshake_metadata_pp_aware(
+                    {(0, tp_rank): metadata for tp_rank, metadata in handshake.items()}
+                )
+        except BaseException:
+            half.shutdown()
+            self.executor.shutdown()
+            raise
+
+    def add_request(self, request: EngineRequest) -> EngineOutput | None:
+        """A refusal is the request's only output, and the caller's to deliver."""
+        try:
+            self.scheduler.add_request(request)
+        except UserError as error:
+            return EngineOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason="error",
+                error=str(error),
+                error_is_users=True,
+            )
+        return None
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.abort([request_id])
+
+    @property
+    def has_requests(self) -> bool:
+        return self.scheduler.has_requests()
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """False while there are only loans and reports to wait for."""
+        return self.scheduler.has_unfinished_requests()
+
+    def step(self) -> EngineOutputs:
+        """Raises what the model raised, or ExecutorDied: the engine cannot go on."""
+        started = time.perf_counter()
+        scheduler_output = self.scheduler.schedule()
+        scheduled = time.perf_counter()
+        result = self.executor.execute(scheduler_output)
+        executed = time.perf_counter()
+        abandoned = self._abandon_loads(result)
+        outputs = self.scheduler.update_from_output(scheduler_output, result)
+        if abandoned:
+            outputs = _with_errors(outputs, abandoned, f"the KV connector failed: {result.connector_error}")
+        updated = time.perf_counter()
+
+        self.num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
+        times = self.times
+        times.num_steps += 1
+        times.schedule_s += scheduled - started
+        times.execute_s += executed - scheduled
+        times.update_s += updated - executed
+        return outputs
+
+    def _abandon_loads(self, result: ModelRunnerOutput) -> set[str]:
+        """End the requests whose load a broken worker half will never report.
+
+        Their blocks stay held until it does report them, since it may still be writing there.
+        """
+        before = self._loading
+        if before or self.scheduler.remote.num_loading:
+            self._loading = {
+                request_id
+                for request_id, request in self.scheduler.requests.items()
+                if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            }
+        self._num_connector_errors = 0 if result.connector_error is None else self._num_connector_errors + 1
+        abandoned: set[str] = set()
+        if self._num_connector_errors >= CONNECTOR_ERRORS_MAX:
+            abandoned = set(self._loading)
+        elif result.loads_failed:
+            abandoned = self._loading - before
+        if abandoned:
+            logger.error("%d requests waited for a connector that failed", len(abandoned))
+            self.scheduler.abort(abandoned)
+        return abandoned
+
+    def shutdown(self) -> None:
+        """Idempotent."""
+        try:
+            self.scheduler.shutdown()
+        finally:
+            self.executor.shutdown()
+
+
+def _with_errors(outputs: EngineOutputs, request_ids: set[str], message: str) -> EngineOutputs:
+    """What the scheduler calls an abort was an error of ours."""
+    changed = [
+        msgspec.structs.replace(output, finish_reason="error", error=message)
+        if output.request_id in request_ids and output.finish_reason == "abort"
+        else output
+        for output in outputs.outputs
+    ]
+    return EngineOutputs(outputs=changed, stats=outputs.stats)

@@ -1,0 +1,52 @@
+"""What the front end and the engine core's process say to each other, as msgpack.
+
+front end --Start----------------> core          front end <--Started | StartFailed-- core
+          --AddRequest, Abort, Stop->                       <--Outputs, Stopped-------
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from baton.core.config import EngineConfig
+from baton.engine.api import EngineOutputs, EngineRequest
+
+
+class Start(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    config: EngineConfig
+    connector_factory: str | None
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    request: EngineRequest
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    request_id: str
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Shut down and end."""
+
+
+class Started(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Ready for requests."""
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    message: str
+    is_users: bool  # The configuration has to change.
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    outputs: EngineOutputs
+
+
+class Stopped(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The core's last words. Nothing that was asked for will come."""
+
+    reason: str
+
+
+ToCore = Start | AddRequest | Abort | Stop
+FromCore = Started | StartFailed | Outputs | Stopped

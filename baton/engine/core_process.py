@@ -1,0 +1,222 @@
+"""The engine core in a process of its own: a loop around `EngineCore.step`, with the front end on a socket.
+
+    while alive:  take what has arrived -> step if there is a reason -> hand the outputs over, never waiting
+
+HTTP cannot block a step: outputs that the front end does not take wait in the channel. Nor does idling cost a
+core: with nothing to do the loop sleeps until something arrives, and when a step found nothing to compute it
+waits before it looks again,
+
+    RETRY_S             while a request waits, for a load or for blocks
+    RETRY_S .. IDLE_S   while there are only loans to get back; doubling, so a held loan costs nearly nothing
+
+Ends on Stop, on SIGTERM, and when the front end is gone: connector halves and ranks are shut down first.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import select
+import signal
+import socket
+import sys
+from types import FrameType
+
+import msgspec
+
+from baton.core.errors import UserError
+from baton.engine.api import EngineOutputs, SchedulerStats
+from baton.engine.channel import Channel, ChannelClosed
+from baton.engine.core import EngineCore
+from baton.engine.core_messages import (
+    Abort,
+    AddRequest,
+    FromCore,
+    Outputs,
+    Start,
+    Started,
+    StartFailed,
+    Stop,
+    Stopped,
+    ToCore,
+)
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.001
+IDLE_S = 0.020
+START_MESSAGE_S = 60.0  # The front end sends it right after it has started us.
+LAST_WORDS_S = 5.0
+
+
+class _Stopping(Exception):
+    """Somebody asked us to end; the text says who."""
+
+
+class CoreLoop:
+    def __init__(self, core: EngineCore, channel: Channel, stop_signal: _StopSignal) -> None:
+        self._core = core
+        self._channel = channel
+        self._stop_signal = stop_signal
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToCore)
+        self._backoff_s = RETRY_S
+        self._last_stats: SchedulerStats | None = None
+        self._poll = select.poll()
+        self._poll.register(stop_signal, select.POLLIN)
+        for fileno in core.executor.death_filenos():
+            self._poll.register(fileno, select.POLLIN)
+
+    def run(self) -> None:
+        """Raises _Stopping, ChannelClosed, or what ended the engine."""
+        while True:
+            self._take_messages()
+            if not self._core.has_requests:
+                self._wait(None)
+                continue
+            outputs = self._core.step()
+            self._hand_over(outputs)
+            if self._core.num_scheduled_tokens:
+                self._backoff_s = RETRY_S
+                if self._channel.has_unsent:
+                    self._channel.flush_nowait()
+            else:
+                self._wait(self._next_wait_s(outputs))
+
+    def _take_messages(self) -> None:
+        if self._stop_signal.is_set:
+            raise _Stopping("it was told to end (SIGTERM)")
+        for payload in self._channel.receive_nowait():
+            match self._decoder.decode(payload):
+                case AddRequest(request):
+                    if (refusal := self._core.add_request(request)) is not None:
+                        self._send(Outputs(EngineOutputs(outputs=[refusal])))
+                case Abort(request_id):
+                    self._core.abort(request_id)
+                case Stop():
+                    raise _Stopping("it was closed")
+                case Start():
+                    raise AssertionError("started twice")
+
+    def _hand_over(self, outputs: EngineOutputs) -> None:
+        # An empty step repeated a thousand times a second has nothing new to say.
+        if outputs.outputs or self._core.num_scheduled_tokens or self._is_news(outputs.stats):
+            self._send(Outputs(outputs))
+        self._last_stats = outputs.stats
+
+    def _is_news(self, stats: SchedulerStats | None) -> bool:
+        """Counts of this step are news even if the last step's were equal."""
+        return stats is not None and bool(
+            stats != self._last_stats
+            or stats.num_preempted
+            or stats.num_kv_load_failures
+            or stats.external_prefix_cache_queries
+            or stats.kv_connector_stats
+        )
+
+    def _send(self, message: FromCore) -> None:
+        self._channel.send_nowait(self._encoder.encode(message))
+
+    def _next_wait_s(self, outputs: EngineOutputs) -> float:
+        if outputs.outputs or self._core.has_unfinished_requests:
+            self._backoff_s = RETRY_S
+            return RETRY_S
+        wait_s, self._backoff_s = self._backoff_s, min(2 * self._backoff_s, IDLE_S)
+        return wait_s
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Until something arrives, somebody died, or the time is over. None: the engine is idle."""
+        if timeout_s is not None and not self._core.has_requests:
+            return
+        events = select.POLLIN | (select.POLLOUT if self._channel.has_unsent else 0)
+        self._poll.register(self._channel, events)
+        ready = self._poll.poll(None if timeout_s is None else timeout_s * 1e3)
+        if self._channel.has_unsent:
+            self._channel.flush_nowait()
+        if any(fileno != self._channel.fileno() for fileno, _ in ready):
+            self._core.executor.check_alive()
+
+
+class _StopSignal:
+    """SIGTERM as something to poll: a handler that raised could strike in the middle of a step."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._read, self._write = socket.socketpair()
+        self._write.setblocking(False)
+        self._read.setblocking(False)
+        signal.set_wakeup_fd(self._write.fileno())
+        signal.signal(signal.SIGTERM, self._note)
+
+    def fileno(self) -> int:
+        return self._read.fileno()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.is_set = True
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._read.close()
+        self._write.close()
+
+
+def main(end: socket.socket) -> None:
+    """Entry point of the process; see `baton.engine.client`."""
+    channel = Channel(end)
+    stop_signal = _StopSignal()
+    try:
+        core = _start(channel)
+        if core is not None:
+            _run(core, channel, stop_signal)
+    finally:
+        stop_signal.close()
+
+
+def _start(channel: Channel) -> EngineCore | None:
+    try:
+        if not channel.wait_readable(START_MESSAGE_S):
+            raise TimeoutError("the front end sent no configuration")
+        payloads: list[bytes] = []
+        while not payloads:
+            payloads = channel.receive_nowait()
+        start = msgspec.msgpack.decode(payloads[0], type=Start)
+        core = EngineCore(start.config, start.connector_factory)
+    except ChannelClosed:
+        return None
+    except Exception as error:
+        logger.exception("the engine core could not start")
+        _say_last(channel, StartFailed(_text(error), isinstance(error, UserError)))
+        sys.exit(1)
+    # What exists now lives as long as the process; the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    channel.send_nowait(msgspec.msgpack.encode(Started()))
+    return core
+
+
+def _run(core: EngineCore, channel: Channel, stop_signal: _StopSignal) -> None:
+    try:
+        CoreLoop(core, channel, stop_signal).run()
+    except _Stopping as stopping:
+        _say_last(channel, Stopped(str(stopping)))
+    except ChannelClosed:
+        logger.warning("the front end is gone; ending")
+    except Exception as error:
+        logger.exception("the engine core cannot go on")
+        _say_last(channel, Stopped(_text(error)))
+        sys.exit(1)
+    finally:
+        core.shutdown()
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+
+
+def _say_last(channel: Channel, message: FromCore) -> None:
+    try:
+        channel.send_nowait(msgspec.msgpack.encode(message))
+        channel.flush(LAST_WORDS_S)
+    except ChannelClosed:
+        logger.warning("nobody heard: %s", message)

@@ -1,0 +1,41 @@
+"""The one rank, in the engine core's own process: nothing to serialise, nobody who could die alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from baton.contract.aggregator import KVOutputAggregator
+from baton.contract.factory import load_factory
+from baton.engine.executor import Executor
+from baton.engine.executor.worker import Worker
+from baton.engine.models.parallel import SingleRank
+
+if TYPE_CHECKING:
+    from baton.contract import KVConnectorHandshakeMetadata
+    from baton.core.config import EngineConfig
+    from baton.engine.step import ModelRunnerOutput, SchedulerOutput
+
+
+class InProcessExecutor(Executor):
+    def __init__(self, config: EngineConfig, connector_factory: str | None) -> None:
+        assert config.parallel_config.tensor_parallel_size == 1, "checked by ParallelConfig"
+        self._worker = Worker(config, load_factory(connector_factory), SingleRank())
+        self._aggregator = KVOutputAggregator(1)
+
+    def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        output = self._worker.execute(scheduler_output, [])
+        output.kv_connector_output = self._aggregator.aggregate([output.kv_connector_output])
+        return output
+
+    def handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
+        metadata = self._worker.handshake_metadata()
+        return {} if metadata is None else {0: metadata}
+
+    def expect_reports(self, expected_count: int | None) -> None:
+        self._aggregator = KVOutputAggregator(expected_count or 1, 1)
+
+    def check_alive(self) -> None:
+        return  # It lives in the process that asks.
+
+    def shutdown(self) -> None:
+        self._worker.shutdown()

@@ -1,0 +1,165 @@
+"""One process per tensor-parallel rank, on this host; the engine core drives them over socket pairs.
+
+    core --RankStep (pickled once, sent to all)--> rank 0, rank 1, ...
+    core <--ModelRunnerOutput------------------------ each; rank 0's has the tokens
+
+A rank that ends, whatever the reason, closes its socket: the core hears of it at once, in a step or idle,
+ends the others (which may be stuck in a collective that can never complete) and fails with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from baton.contract.aggregator import KVOutputAggregator
+from baton.core.errors import ConfigError
+from baton.engine.channel import Channel, ChannelClosed
+from baton.engine.child import Child
+from baton.engine.executor import Executor, ExecutorDied
+from baton.engine.executor.worker import RankAssignment, RankFailed, RankReady, RankStep, RankStop
+from baton.engine.step import ModelRunnerOutput
+
+if TYPE_CHECKING:
+    from baton.contract import KVConnectorHandshakeMetadata
+    from baton.core.config import EngineConfig
+    from baton.engine.step import SchedulerOutput
+
+START_TIMEOUT_S = 600.0  # Reading the weights of a large model from a slow disk.
+STEP_TIMEOUT_S = 300.0  # Far above any step: a rank that is silent for longer is stuck.
+STOP_TIMEOUT_S = 10.0  # For worker halves to end what they own.
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+class MultiprocessExecutor(Executor):
+    def __init__(self, config: EngineConfig, connector_factory: str | None) -> None:
+        self._size = config.parallel_config.tensor_parallel_size
+        self._told_token_ids: list[int] = []
+        self._ranks: list[Child] = []
+        self._channels: list[Channel] = []
+        self._aggregator = KVOutputAggregator(self._size)
+        try:
+            with tempfile.TemporaryDirectory(prefix="baton-ranks-") as folder:
+                for rank in range(self._size):
+                    self._spawn(rank, config)
+                    assignment = RankAssignment(
+                        config, connector_factory, rank, os.path.join(folder, "store")
+                    )
+                    self._channels[rank].send_nowait(pickle.dumps(assignment, pickle.HIGHEST_PROTOCOL))
+                ready: list[RankReady] = self._gather(START_TIMEOUT_S)
+        except BaseException:
+            self._kill()
+            raise
+        self._handshake = {
+            rank: answer.handshake_metadata
+            for rank, answer in enumerate(ready)
+            if answer.handshake_metadata is not None
+        }
+
+    def _spawn(self, rank: int, config: EngineConfig) -> None:
+        environment = {
+            "OMP_NUM_THREADS": str(config.device_config.num_threads),
+            # The ranks' own sockets stay on this host.
+            "GLOO_SOCKET_IFNAME": LOOPBACK,
+            "NCCL_SOCKET_IFNAME": LOOPBACK,
+        }
+        child = Child.spawn(
+            "baton.engine.executor.worker:worker_main",
+            name=f"baton-rank-{rank}",
+            grace_s=0.0,
+            environment=environment,
+            dies_with_thread=True,  # The engine core steps in its main thread.
+        )
+        self._ranks.append(child)
+        self._channels.append(Channel(child.socket))
+
+    def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        step = pickle.dumps(RankStep(scheduler_output, self._told_token_ids), pickle.HIGHEST_PROTOCOL)
+        for rank, channel in enumerate(self._channels):
+            try:
+                channel.send_nowait(step)
+            except ChannelClosed as error:
+                raise self._died(rank) from error
+        outputs: list[ModelRunnerOutput] = self._gather(STEP_TIMEOUT_S)
+        output = outputs[0]
+        self._told_token_ids = [token for tokens in output.sampled_token_ids for token in tokens]
+        output.kv_connector_output = self._aggregator.aggregate([o.kv_connector_output for o in outputs])
+        output.connector_error = next((o.connector_error for o in outputs if o.connector_error), None)
+        output.loads_failed = any(o.loads_failed for o in outputs)
+        return output
+
+    def _gather(self, timeout_s: float) -> list[Any]:
+        """One answer of each rank, in rank order."""
+        deadline = time.monotonic() + timeout_s
+        answers: dict[int, Any] = {}
+        rank_of = {channel.fileno(): rank for rank, channel in enumerate(self._channels)}
+        poll = select.poll()
+        for channel in self._channels:
+            poll.register(channel, select.POLLIN | (select.POLLOUT if channel.has_unsent else 0))
+        while len(answers) < self._size:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                missing = sorted(set(range(self._size)) - set(answers))
+                raise ExecutorDied(f"ranks {missing} did not answer within {timeout_s:.0f} s")
+            for fd, event in poll.poll(left_s * 1e3):
+                rank = rank_of[fd]
+                try:
+                    if event & select.POLLOUT:
+                        self._channels[rank].flush_nowait()
+                        if not self._channels[rank].has_unsent:
+                            poll.modify(fd, select.POLLIN)
+                    if event & ~select.POLLOUT:
+                        for payload in self._channels[rank].receive_nowait():
+                            answers[rank] = self._opened(rank, payload)
+                except ChannelClosed as error:
+                    raise self._died(rank) from error
+        return [answers[rank] for rank in range(self._size)]
+
+    def _opened(self, rank: int, payload: bytes) -> Any:
+        message = pickle.loads(payload)
+        if isinstance(message, RankFailed):
+            if message.is_users:
+                raise ConfigError(message.message)
+            raise ExecutorDied(f"rank {rank} failed: {message.message}")
+        return message
+
+    def _died(self, rank: int) -> ExecutorDied:
+        return ExecutorDied(f"the process of rank {rank} is gone: {self._ranks[rank].describe_exit()}")
+
+    def handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
+        return self._handshake
+
+    def expect_reports(self, expected_count: int | None) -> None:
+        self._aggregator = KVOutputAggregator(expected_count or self._size, self._size)
+
+    def death_filenos(self) -> Sequence[int]:
+        return [channel.fileno() for channel in self._channels]
+
+    def check_alive(self) -> None:
+        for rank, child in enumerate(self._ranks):
+            if not child.is_alive:
+                raise self._died(rank)
+
+    def shutdown(self) -> None:
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        stop = pickle.dumps(RankStop())
+        for child, channel in zip(self._ranks, self._channels, strict=True):
+            if child.is_alive:
+                try:
+                    channel.send_nowait(stop)
+                except ChannelClosed:
+                    child.kill()  # It closed its end and did not end.
+        for child in self._ranks:
+            child.stop(max(0.0, deadline - time.monotonic()))
+        self._ranks, self._channels = [], []
+
+    def _kill(self) -> None:
+        for child in self._ranks:
+            child.kill()
+        self._ranks, self._channels = [], []

@@ -1,0 +1,149 @@
+"""One rank: its slice of the model, KV cache, worker half and runner. Built the same by every executor.
+
+connector half -> KV cache (in the memory that the half asks for) -> register_kv_caches -> warm-up
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from baton.contract.factory import ConnectorFactory, load_factory
+from baton.core.errors import UserError
+from baton.engine.attention.kv_memory import allocate_kv_cache
+from baton.engine.channel import Channel
+from baton.engine.model_runner import ModelRunner
+from baton.engine.models import build_model, load_weights
+from baton.engine.models.parallel import ProcessGroup, SingleRank, TensorParallelGroup
+
+if TYPE_CHECKING:
+    from baton.contract import KVConnectorHandshakeMetadata
+    from baton.core.config import EngineConfig
+    from baton.engine.step import ModelRunnerOutput, SchedulerOutput
+
+SEND_FAILURE_S = 5.0
+
+
+class Worker:
+    def __init__(self, config: EngineConfig, factory: ConnectorFactory, group: TensorParallelGroup) -> None:
+        model_config, device = config.model_config, torch.device(config.device_config.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", group.rank)
+            torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(config.device_config.num_threads)
+        model = build_model(model_config, group.rank, group.size, device)
+        load_weights(model, model_config.model)
+        self._half = factory.worker_half(config, group.rank)
+        try:
+            with self._half.get_mem_pool_context() or nullcontext():
+                kv_caches = allocate_kv_cache(
+                    model_config, config.cache_config, group.rank, group.size, device
+                )
+            self._half.register_kv_caches(kv_caches)
+            self._runner = ModelRunner(
+                config, model, kv_caches, self._half, device=device, is_driver=group.rank == 0
+            )
+            self._runner.warm_up()
+        except BaseException:
+            self._half.shutdown()
+            raise
+
+    def handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._half.get_handshake_metadata()
+
+    def execute(self, scheduler_output: SchedulerOutput, told_token_ids: list[int]) -> ModelRunnerOutput:
+        return self._runner.execute(scheduler_output, told_token_ids)
+
+    def shutdown(self) -> None:
+        self._half.shutdown()
+
+
+# --- In a process of its own ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RankAssignment:
+    """The parent's first message to a rank."""
+
+    config: EngineConfig
+    connector_factory: str | None
+    rank: int
+    store_path: str  # A file in a private folder, where the ranks find each other.
+
+
+@dataclass(frozen=True, slots=True)
+class RankReady:
+    handshake_metadata: KVConnectorHandshakeMetadata | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailed:
+    """At start or in a step; the rank ends after it. Text, since not every exception can be pickled."""
+
+    message: str
+    is_users: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    scheduler_output: SchedulerOutput
+    told_token_ids: list[int]
+
+
+class RankStop:
+    """Shut down the worker half and end."""
+
+
+def worker_main(end: socket.socket) -> None:
+    """Entry point of a rank's process; see `multiprocess`. Messages are pickled: both ends are ours."""
+    channel = Channel(end)
+    worker: Worker | None = None
+    try:
+        while True:
+            channel.wait_readable()
+            for payload in channel.receive_nowait():
+                message = pickle.loads(payload)
+                match message:
+                    case RankAssignment():
+                        worker = _start(message)
+                        _send(channel, RankReady(worker.handshake_metadata()))
+                    case RankStep(scheduler_output, told_token_ids):
+                        assert worker is not None
+                        _send(channel, worker.execute(scheduler_output, told_token_ids))
+                    case RankStop():
+                        return
+    except ConnectionError:
+        return  # Our parent is gone or has let go of us.
+    except Exception as error:
+        _send(channel, RankFailed(f"{type(error).__name__}: {error}", isinstance(error, UserError)))
+        channel.flush(SEND_FAILURE_S)
+        raise
+    finally:
+        if worker is not None:
+            worker.shutdown()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _start(assignment: RankAssignment) -> Worker:
+    config = assignment.config
+    size = config.parallel_config.tensor_parallel_size
+    group: TensorParallelGroup = SingleRank()
+    if size > 1:
+        backend = "nccl" if config.device_config.device == "cuda" else "gloo"
+        # Public, but not re-exported by name.
+        store = dist.FileStore(assignment.store_path, size)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=assignment.rank, world_size=size)
+        group = ProcessGroup()
+    return Worker(config, load_factory(assignment.connector_factory), group)
+
+
+def _send(channel: Channel, message: Any) -> None:
+    channel.send_nowait(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))

@@ -1,0 +1,210 @@
+"""What one rank remembers of its requests, as arrays: one row per request, kept until the request finishes.
+
+    row    tokens                    num_tokens   blocks          num_blocks
+     0   | 5 6 7 8 9 . . . |              5     | 3 4 . . |            2          prompt and output so far
+     1   |                 |                                                      free
+     2   | 7 7 2 . . . . . |              3     | 9 . . . |            1
+
+A step picks its rows by one fancy index, so the cost of a step hardly depends on the number of requests.
+Preempted requests keep their rows: they come back, and the sampler's state with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.core.config import EngineConfig
+from baton.engine.forward_context import AttentionMetadata
+from baton.engine.sampler import SamplingRow
+from baton.engine.step import NewRequestData, SchedulerOutput
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class StepInput:
+    """The rows that run in one step, in the order of `num_scheduled_tokens`."""
+
+    req_ids: list[str]
+    token_ids: IntArray  # [T]
+    attn_metadata: AttentionMetadata
+    sampled_index: IntArray  # Which of `req_ids` get a token.
+    sampled_rows: IntArray
+    sampled_positions: IntArray  # Where those tokens will stand.
+
+
+class InputBatch:
+    def __init__(self, config: EngineConfig) -> None:
+        self._block_size = config.cache_config.block_size
+        self._eos_token_ids = config.model_config.eos_token_ids
+        self._seed = config.seed
+        self._row_of: dict[str, int] = {}
+        max_len = config.model_config.max_model_len
+        capacity = min(16, config.scheduler_config.max_num_seqs)
+        self._free = list(range(capacity - 1, -1, -1))
+        self._sampling: list[SamplingRow | None] = [None] * capacity
+        # Pages of zeros cost nothing until they are written, so rows may be as long as the longest request.
+        self._tokens = np.zeros((capacity, max_len + 1), np.int32)
+        self._num_tokens = np.zeros(capacity, np.int64)
+        self._num_prompt_tokens = np.zeros(capacity, np.int64)
+        self._blocks = np.zeros((capacity, -(-max_len // self._block_size) + 1), np.int32)
+        self._num_blocks = np.zeros(capacity, np.int64)
+        self._num_computed = np.zeros(capacity, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def update(self, output: SchedulerOutput) -> None:
+        """Take over what the scheduler decided. Finished ids that were never scheduled are not known here."""
+        for req_id in output.finished_req_ids:
+            if (row := self._row_of.pop(req_id, None)) is not None:
+                self._sampling[row] = None
+                self._free.append(row)
+        for new in output.scheduled_new_reqs:
+            self._add(new)
+        self._update_cached(output)
+
+    def _add(self, new: NewRequestData) -> None:
+        assert new.req_id not in self._row_of, "a request is new once"
+        if not self._free:
+            self._grow()
+        row = self._row_of[new.req_id] = self._free.pop()
+        num_tokens = len(new.prompt_token_ids)
+        self._tokens[row, :num_tokens] = new.prompt_token_ids
+        self._num_tokens[row] = self._num_prompt_tokens[row] = num_tokens
+        self._num_computed[row] = new.num_computed_tokens
+        self._set_blocks(row, new.block_ids)
+        self._sampling[row] = SamplingRow.of(
+            new.req_id,
+            new.sampling_params,
+            prompt=new.prompt_token_ids,
+            eos_token_ids=self._eos_token_ids,
+            engine_seed=self._seed,
+        )
+
+    def _update_cached(self, output: SchedulerOutput) -> None:
+        cached = output.scheduled_cached_reqs
+        if not cached.req_ids:
+            return
+        rows = np.array([self._row_of[req_id] for req_id in cached.req_ids])
+        self._num_computed[rows] = cached.num_computed_tokens
+        for row, req_id, new_blocks in zip(rows, cached.req_ids, cached.new_block_ids, strict=True):
+            if req_id in cached.resumed_req_ids:
+                assert new_blocks is not None, "a resumed request comes with its whole table"
+                self._set_blocks(row, new_blocks)
+                token_ids = cached.all_token_ids[req_id]
+                self._tokens[row, : len(token_ids)] = token_ids
+            elif new_blocks is not None:
+                (block_ids,) = new_blocks
+                start = self._num_blocks[row]
+                self._blocks[row, start : start + len(block_ids)] = block_ids
+                self._num_blocks[row] = start + len(block_ids)
+        self._drop_what_the_scheduler_dropped(rows, cached.num_output_tokens)
+
+    def _set_blocks(self, row: int, groups: tuple[list[int], ...]) -> None:
+        (block_ids,) = groups
+        self._blocks[row, : len(block_ids)] = block_ids
+        self._num_blocks[row] = len(block_ids)
+
+    def _drop_what_the_scheduler_dropped(self, rows: IntArray, num_output_tokens: list[int]) -> None:
+        """A token sampled in a step whose loads failed was thrown away; so it is here."""
+        known = self._num_prompt_tokens[rows] + np.array(num_output_tokens, np.int64)
+        assert (known <= self._num_tokens[rows]).all(), (
+            "the scheduler knows of tokens that were never sampled"
+        )
+        changed = known != self._num_tokens[rows]
+        if not changed.any():
+            return
+        self._num_tokens[rows] = known
+        for row in rows[changed].tolist():
+            sampling = self._sampling[row]
+            assert sampling is not None
+            sampling.recount(self._tokens[row, : self._num_tokens[row]].tolist())
+
+    def step_input(self, num_scheduled_tokens: dict[str, int]) -> StepInput:
+        """`num_scheduled_tokens` is not empty, and its requests are known."""
+        req_ids = list(num_scheduled_tokens)
+        rows = np.array([self._row_of[req_id] for req_id in req_ids])
+        scheduled = np.fromiter(num_scheduled_tokens.values(), np.int64, len(req_ids))
+        computed = self._num_computed[rows]
+        seq_lens = computed + scheduled
+        metadata = self._attention_metadata(rows, computed, scheduled, seq_lens)
+        if metadata.max_query_len == 1:
+            token_ids = self._tokens[rows, computed]
+        else:
+            token_ids = self._tokens[np.repeat(rows, scheduled), metadata.positions_np]
+        num_tokens = self._num_tokens[rows]
+        assert (seq_lens <= num_tokens).all(), "only known tokens can be computed"
+        sampled = (seq_lens == num_tokens).nonzero()[0]
+        return StepInput(
+            req_ids=req_ids,
+            token_ids=token_ids.astype(np.int64),
+            attn_metadata=metadata,
+            sampled_index=sampled,
+            sampled_rows=rows[sampled],
+            sampled_positions=num_tokens[sampled],
+        )
+
+    def _attention_metadata(
+        self, rows: IntArray, computed: IntArray, scheduled: IntArray, seq_lens: IntArray
+    ) -> AttentionMetadata:
+        num_reqs, block_size = len(rows), self._block_size
+        num_blocks = -(-seq_lens // block_size)
+        assert (num_blocks <= self._num_blocks[rows]).all(), "a request has tokens beyond its blocks"
+        width = int(num_blocks.max())
+        block_table = self._blocks[rows, :width].astype(np.int64)
+        block_table[np.arange(width) >= num_blocks[:, None]] = 0
+        query_start_loc = np.zeros(num_reqs + 1, np.int64)
+        np.cumsum(scheduled, out=query_start_loc[1:])
+        num_tokens = int(query_start_loc[-1])
+        if num_tokens == num_reqs:
+            positions, request_of_token = computed, np.arange(num_reqs)
+        else:
+            positions = np.arange(num_tokens) + np.repeat(computed - query_start_loc[:-1], scheduled)
+            request_of_token = np.repeat(np.arange(num_reqs), scheduled)
+        block_index, offset = np.divmod(positions, block_size)
+        return AttentionMetadata(
+            num_actual_tokens=num_tokens,
+            num_reqs=num_reqs,
+            max_query_len=int(scheduled.max()),
+            max_seq_len=int(seq_lens.max()),
+            block_size=block_size,
+            query_start_loc_np=query_start_loc,
+            seq_lens_np=seq_lens,
+            slot_mapping_np=block_table[request_of_token, block_index] * block_size + offset,
+            block_table_np=block_table,
+            positions_np=positions,
+        )
+
+    def sampling_rows(self, rows: IntArray) -> list[SamplingRow]:
+        states = [self._sampling[row] for row in rows.tolist()]
+        return [state for state in states if state is not None]
+
+    def append(self, rows: IntArray, token_ids: list[int]) -> None:
+        """The tokens that were sampled for `rows`."""
+        self._tokens[rows, self._num_tokens[rows]] = token_ids
+        self._num_tokens[rows] += 1
+
+    def _grow(self) -> None:
+        capacity = len(self._sampling)
+        self._free.extend(range(2 * capacity - 1, capacity - 1, -1))
+        self._sampling += [None] * capacity
+        self._tokens = self._doubled(self._tokens, self._num_tokens)
+        self._blocks = self._doubled(self._blocks, self._num_blocks)
+        more = np.zeros(capacity, np.int64)
+        self._num_tokens = np.concatenate([self._num_tokens, more])
+        self._num_prompt_tokens = np.concatenate([self._num_prompt_tokens, more])
+        self._num_blocks = np.concatenate([self._num_blocks, more])
+        self._num_computed = np.concatenate([self._num_computed, more])
+
+    @staticmethod
+    def _doubled(table: npt.NDArray[np.int32], used: IntArray) -> npt.NDArray[np.int32]:
+        """Copies only what is used, so that untouched pages stay untouched."""
+        doubled = np.zeros((2 * len(table), table.shape[1]), table.dtype)
+        for row, length in enumerate(used.tolist()):
+            doubled[row, :length] = table[row, :length]
+        return doubled

@@ -1,0 +1,98 @@
+"""One engine in the caller's own process: prompts in, completions out, one after another.
+
+    with LLM(config) as llm:
+        [completion] = llm.generate([[1, 2, 3]], SamplingParams(temperature=0))
+
+For tests, demos and benchmarks; a server uses `EngineClient`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from baton.core.config import EngineConfig
+from baton.engine.api import EngineOutput, EngineRequest, FinishReason, SamplingParams, TokenLogprobs
+from baton.engine.core import EngineCore
+
+
+@dataclass(slots=True)
+class Completion:
+    """Of one prompt, when it has ended."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    num_cached_tokens: int = 0
+    num_transferred_tokens: int = 0
+
+    def take(self, output: EngineOutput) -> None:
+        self.token_ids += output.new_token_ids
+        self.logprobs += output.new_logprobs or []
+        self.finish_reason = output.finish_reason
+        self.error = output.error
+        self.kv_transfer_params = output.kv_transfer_params
+        self.num_cached_tokens = output.num_cached_tokens
+        self.num_transferred_tokens = output.num_transferred_tokens
+
+
+class LLM:
+    def __init__(
+        self, config: EngineConfig, connector_factory: str | None = None, *, core: EngineCore | None = None
+    ) -> None:
+        self.core = core if core is not None else EngineCore(config, connector_factory)
+        self._num_requests = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+        *,
+        kv_transfer_params: Sequence[dict[str, Any] | None] | None = None,
+    ) -> list[Completion]:
+        """Runs all prompts to their end, batched; completions in the order of prompts."""
+        num_prompts = len(prompts)
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * num_prompts
+        kv_transfer_params = kv_transfer_params or [None] * num_prompts
+        completions: dict[str, Completion] = {}
+        for prompt, params, transfer in zip(prompts, sampling_params, kv_transfer_params, strict=True):
+            completion = Completion(f"llm-{self._num_requests}", list(prompt))
+            self._num_requests += 1
+            completions[completion.request_id] = completion
+            refusal = self.core.add_request(
+                EngineRequest(
+                    request_id=completion.request_id,
+                    prompt_token_ids=completion.prompt_token_ids,
+                    sampling_params=params,
+                    arrival_time_s=time.monotonic(),
+                    kv_transfer_params=transfer,
+                )
+            )
+            if refusal is not None:
+                completion.take(refusal)
+        while any(completion.finish_reason is None for completion in completions.values()):
+            for output in self.core.step().outputs:
+                completions[output.request_id].take(output)
+        return list(completions.values())
+
+    def close(self) -> None:
+        self.core.shutdown()

@@ -1,0 +1,122 @@
+"""One rank's step: take over the scheduler's decision, run the model, sample, let the connector do its part.
+
+    update rows -> [connector: loads] -> forward -> logits of the last tokens -> sample -> [connector: report]
+
+Rank 0 samples for all. The other ranks compute the same step without logits and learn its tokens with the
+next one, so that ranks cannot disagree about a token even if their arithmetic does.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from baton.contract.base import KVConnectorWorkerHalf
+from baton.core.config import EngineConfig
+from baton.engine.connector_step import ConnectorStep
+from baton.engine.forward_context import ForwardContext
+from baton.engine.input_batch import InputBatch, IntArray, StepInput
+from baton.engine.sampler import Sampler, SamplingRow
+from baton.engine.step import ModelRunnerOutput, SchedulerOutput
+
+WARM_UP_TOKENS = 8
+
+
+class Model(Protocol):
+    """What the runner needs of a model. T tokens of the step, H hidden size, B sampled rows, V vocabulary."""
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """Hidden states [T, H]."""
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[B, V], float32."""
+
+
+class ModelRunner:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Model,
+        kv_caches: dict[str, torch.Tensor],
+        half: KVConnectorWorkerHalf,
+        *,
+        device: torch.device,
+        is_driver: bool = True,
+    ) -> None:
+        self._model = model
+        self._kv_caches = kv_caches
+        self._half = half
+        self._device = device
+        self._is_driver = is_driver
+        self._block_size = config.cache_config.block_size
+        self._batch = InputBatch(config)
+        self._sampler = Sampler()
+        self._untold_rows: IntArray = np.zeros(0, np.int64)  # Sampled by rank 0; not yet heard from it.
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """A dummy run: no cache is touched and no connector is called."""
+        positions = torch.arange(WARM_UP_TOKENS, device=self._device)
+        context = ForwardContext(kv_caches=self._kv_caches)
+        hidden = self._model.forward(torch.zeros_like(positions), positions, context)
+        self._model.compute_logits(hidden[-1:])
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput, told_token_ids: list[int]) -> ModelRunnerOutput:
+        """`told_token_ids`: what rank 0 sampled in the previous step; rank 0 itself ignores it."""
+        if not self._is_driver:
+            self._learn(told_token_ids)
+        self._batch.update(output)
+        context = ForwardContext(kv_caches=self._kv_caches)
+        result = ModelRunnerOutput()
+        with ConnectorStep(self._half, output, context, self._block_size) as step:
+            if output.num_scheduled_tokens:
+                self._compute(output, context, result)
+        result.connector_error = step.error
+        result.loads_failed = step.loads_failed
+        result.kv_connector_output = None if step.report.is_empty() else step.report
+        return result
+
+    def _compute(self, output: SchedulerOutput, context: ForwardContext, result: ModelRunnerOutput) -> None:
+        step_input = self._batch.step_input(output.num_scheduled_tokens)
+        context.attn_metadata = step_input.attn_metadata
+        input_ids = torch.from_numpy(step_input.token_ids).to(self._device)
+        positions = step_input.attn_metadata.positions.to(self._device)
+        hidden_TH = self._model.forward(input_ids, positions, context)
+        if self._is_driver:
+            self._sample(hidden_TH, step_input, result)
+        else:
+            self._untold_rows = step_input.sampled_rows
+
+    def _sample(self, hidden_TH: torch.Tensor, step_input: StepInput, result: ModelRunnerOutput) -> None:
+        result.req_ids = step_input.req_ids
+        index = step_input.sampled_index
+        if not len(index):
+            result.sampled_token_ids = [[] for _ in step_input.req_ids]
+            return
+        last_tokens = step_input.attn_metadata.query_start_loc_np[1:][index] - 1
+        if len(last_tokens) < len(hidden_TH):
+            hidden_TH = hidden_TH[torch.from_numpy(last_tokens).to(self._device)]
+        logits_BV = self._model.compute_logits(hidden_TH)
+        rows: list[SamplingRow] = self._batch.sampling_rows(step_input.sampled_rows)
+        sampled = self._sampler.sample(logits_BV, rows, step_input.sampled_positions)
+        self._batch.append(step_input.sampled_rows, sampled.token_ids)
+        if len(index) == len(step_input.req_ids):
+            result.sampled_token_ids = [[token_id] for token_id in sampled.token_ids]
+        else:
+            result.sampled_token_ids = [[] for _ in step_input.req_ids]
+            for place, token_id in zip(index.tolist(), sampled.token_ids, strict=True):
+                result.sampled_token_ids[place] = [token_id]
+        result.logprobs = {
+            step_input.req_ids[index[row]]: [logprobs] for row, logprobs in sampled.logprobs.items()
+        }
+
+    def _learn(self, token_ids: list[int]) -> None:
+        assert len(token_ids) == len(self._untold_rows), "one token for each row that rank 0 sampled"
+        if token_ids:
+            self._batch.append(self._untold_rows, token_ids)
+            self._untold_rows = self._untold_rows[:0]
