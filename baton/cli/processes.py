@@ -68,7 +68,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **env},
+                env=dict(env),
                 process_group=0,  # Ctrl-C in a terminal reaches us only; we stop them in order.
             )
         self.pid = self._process.pid
@@ -82,15 +82,18 @@ class Child:
     def has_ended(self) -> bool:
         return self._is_reaped or bool(select.select([self._pidfd], [], [], 0)[0])
 
-    def describe_exit(self) -> str:
+    def exit_status(self) -> int:
+        """As `subprocess` has it: minus the signal's number for a process that was ended by one."""
         assert self.has_ended()
-        # Left as a zombie: as long as it is one, nobody else can get its process group's number.
         if self._is_reaped:
-            status = self._process.returncode
-        else:
-            result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            assert result is not None
-            status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+            return self._process.returncode
+        # Left as a zombie: as long as it is one, nobody else can get its process group's number.
+        result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        assert result is not None
+        return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+    def describe_exit(self) -> str:
+        status = self.exit_status()
         if status < 0:
             return f"was ended by {signal.Signals(-status).name}"
         return f"ended with exit status {status}"
@@ -118,10 +121,13 @@ class Child:
 
 
 class Fleet:
-    """Children that live and end together."""
+    """Children that live and end together. `env` is that of all of them; ours without it."""
 
-    def __init__(self, log_folder: Path, *, stop_grace_s: float = STOP_GRACE_S) -> None:
+    def __init__(
+        self, log_folder: Path, *, env: Mapping[str, str] | None = None, stop_grace_s: float = STOP_GRACE_S
+    ) -> None:
         self.log_folder = log_folder
+        self._env = dict(os.environ if env is None else env)
         self.children: list[Child] = []
         self._stop_grace_s = stop_grace_s
         log_folder.mkdir(parents=True, exist_ok=True)
@@ -138,9 +144,17 @@ class Fleet:
         self.stop()
 
     def start(self, name: str, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Child:
-        child = Child(name, command, env=env or {}, log_path=self.log_folder / f"{name}.log")
+        """`env` is added to the fleet's."""
+        log_path = self.log_folder / f"{name}.log"
+        child = Child(name, command, env={**self._env, **(env or {})}, log_path=log_path)
         self.children.append(child)
         return child
+
+    def forget(self, child: Child) -> None:
+        """A child whose end was no accident."""
+        assert child.has_ended()
+        self.children.remove(child)
+        child.reap()
 
     def wait_exit(self, timeout_s: float | None) -> Child | None:
         """The first child that has ended; None when the time is up."""

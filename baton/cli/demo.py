@@ -1,0 +1,152 @@
+"""`baton demo`: shows that the tokens of a handoff are those of a single engine.
+
+    a small model --> prefill + decode + router, and a single engine --> 20 prompts to both --> table
+
+Exits with 1 if any token differs, or if a prompt was not handed over that should have been.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from baton.cli.demo_check import Outcome
+    from baton.cli.processes import Fleet
+    from baton.cli.system import SystemPlan
+
+app = typer.Typer(help="Hand prompts over between two engines and compare with a single one.")
+
+BLOCK_SIZE = 32  # So that the shortest prompt is below one block.
+NUM_BLOCKS = 1024
+START_TIMEOUT_S = 120.0
+MODEL_TIMEOUT_S = 120.0
+MODEL_ARGUMENTS = ("--family", "qwen3", "--hidden", "256", "--layers", "4")
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a checkpoint; a small one is made without it.")
+    ] = None,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel size of each engine.", min=1)] = 1,
+    prompts: Annotated[int, typer.Option(help="How many of the 20 prompts.", min=1, max=20)] = 20,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1, max=512)] = 24,
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    num_blocks: Annotated[int, typer.Option(help="KV blocks of each engine.", min=128)] = NUM_BLOCKS,
+    cache_dir: Annotated[Path | None, typer.Option(help="Where the small model is kept.")] = None,
+    log_dir: Annotated[Path, typer.Option(help="Folder for the logs.")] = Path(".baton/logs"),
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the system running until Ctrl-C.")] = False,
+) -> None:
+    """Prefill on one engine, decode on another, and check every token against a single engine."""
+    from rich.console import Console
+
+    from baton.cli.demo_check import DemoError
+    from baton.cli.processes import ChildDied, Fleet, StartTimeout, Stopped, raising_on_stop_signals
+    from baton.cli.system import EngineArguments, plan_system
+
+    console = Console(highlight=False)
+    began_s = time.monotonic()
+    status = 1
+    try:
+        with raising_on_stop_signals(), Fleet(log_dir, env=_own_environment()) as fleet:
+            folder = model or _small_model(fleet, cache_dir or _cache_folder(), console)
+            arguments = EngineArguments(folder, tp=tp, block_size=BLOCK_SIZE, num_blocks=num_blocks)
+            plan = plan_system(arguments, num_prefill=1, num_decode=1, num_single=1)
+            outcomes = _run(fleet, plan, console, num_prompts=prompts, max_tokens=max_tokens, seed=seed)
+            _report(console, outcomes, took_s=time.monotonic() - began_s, plan=plan, log_dir=log_dir)
+            status = 0 if all(outcome.is_good for outcome in outcomes) else 1
+            if keep:
+                console.print(f"Still up at {plan.router_url} until Ctrl-C.")
+                ended = fleet.wait_exit(None)
+                assert ended is not None
+                raise ChildDied(ended)
+    except (KeyboardInterrupt, Stopped):
+        console.print("stopped")
+    except (ChildDied, StartTimeout, DemoError) as error:
+        Console(stderr=True, highlight=False).print(str(error), markup=False, soft_wrap=True)
+        status = 1
+    raise typer.Exit(status)
+
+
+def _run(
+    fleet: "Fleet", plan: "SystemPlan", console: "Console", *, num_prompts: int, max_tokens: int, seed: int
+) -> list["Outcome"]:
+    from baton.cli.demo_check import Checker
+    from baton.cli.demo_prompts import LONGEST, make_prompts, num_new_blocks
+    from baton.cli.processes import ChildDied
+    from baton.cli.system import start_system
+
+    config = json.loads((plan.arguments.model / "config.json").read_text())
+    longest = min(LONGEST, config.get("max_position_embeddings", LONGEST + max_tokens) - max_tokens)
+    prompts = make_prompts(num_prompts, seed=seed, vocab_size=config["vocab_size"], longest=longest)
+    start_system(fleet, plan, timeout_s=START_TIMEOUT_S, console=console)
+    checker = Checker(
+        router_url=plan.router_url,
+        decode_urls=[engine.url for engine in plan.decode],
+        single_url=plan.single[0].url,
+        max_tokens=max_tokens,
+    )
+    outcomes = []
+    try:
+        for index, prompt in enumerate(prompts):
+            must_move = num_new_blocks(prompts, index, block_size=BLOCK_SIZE) > 0
+            outcomes.append(checker.check(prompt, must_move=must_move))
+    finally:
+        checker.close()
+    if ended := fleet.wait_exit(0):
+        raise ChildDied(ended)
+    return outcomes
+
+
+def _report(
+    console: "Console", outcomes: list["Outcome"], *, took_s: float, plan: "SystemPlan", log_dir: Path
+) -> None:
+    from baton.cli.demo_report import make_table, print_summary
+
+    console.print(make_table(outcomes))
+    print_summary(console, outcomes, took_s=took_s, model=plan.arguments.model, log_folder=log_dir)
+
+
+def _small_model(fleet: "Fleet", cache: Path, console: "Console") -> Path:
+    """Made once, by a process of its own: it needs torch, and this one shall stay light."""
+    from baton import __version__
+    from baton.cli.processes import ChildDied, StartTimeout
+
+    folder = cache / f"demo-model-{__version__}"
+    if (folder / "config.json").is_file():
+        return folder
+    console.print(f"making a small model in {folder}", soft_wrap=True)
+    unfinished = cache / f"{folder.name}.{os.getpid()}"
+    child = fleet.start(
+        "model", [sys.executable, "-m", "baton.cli", "model", "new", str(unfinished), *MODEL_ARGUMENTS]
+    )
+    if fleet.wait_exit(MODEL_TIMEOUT_S) is None:
+        raise StartTimeout(f"no model after {MODEL_TIMEOUT_S:.0f} s, see {child.log_path}")
+    if child.exit_status() != 0:
+        raise ChildDied(child)
+    fleet.forget(child)
+    if not folder.exists():  # Somebody else may have been faster; theirs has the same bytes.
+        unfinished.rename(folder)
+    return folder
+
+
+def _cache_folder() -> Path:
+    """The user's cache, or the working directory where there is none that we can write to."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(".baton")
+    return cache if os.access(cache, os.W_OK) else Path(".baton")
+
+
+def _own_environment() -> dict[str, str]:
+    """Ours without the settings of `baton serve`: the demonstration says itself what it wants."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}

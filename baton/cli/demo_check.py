@@ -1,0 +1,138 @@
+"""Asks the whole system and a single engine the same, and measures the handoff between the two answers.
+
+What was moved is read from the decode engine's own counters, before and after: one request at a time.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.cli.demo_prompts import DemoPrompt
+from baton.core.errors import BatonError
+
+REQUEST_TIMEOUT_S = 60.0
+
+
+class DemoError(BatonError):
+    """The system answered with an error, or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Of one engine, since it started."""
+
+    moved_bytes: float
+    transfer_s: float
+    cached_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    prompt: DemoPrompt
+    must_move: bool  # It has blocks that the decode engine cannot have had.
+    expected: tuple[int, ...]
+    got: tuple[int, ...]
+    first_token_s: float
+    cached_tokens: int
+    moved_bytes: int
+    transfer_s: float
+
+    @property
+    def is_equal(self) -> bool:
+        return bool(self.expected) and self.expected == self.got
+
+    @property
+    def was_not_moved(self) -> bool:
+        return self.must_move and self.moved_bytes == 0
+
+    @property
+    def is_good(self) -> bool:
+        return self.is_equal and not self.was_not_moved
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        return self.moved_bytes / self.transfer_s if self.moved_bytes and self.transfer_s else None
+
+
+class Checker:
+    def __init__(
+        self, *, router_url: str, decode_urls: Sequence[str], single_url: str, max_tokens: int
+    ) -> None:
+        self._router_url = router_url
+        self._decode_urls = decode_urls
+        self._single_url = single_url
+        self._max_tokens = max_tokens
+        self._client = httpx.Client(timeout=REQUEST_TIMEOUT_S, trust_env=False)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def check(self, prompt: DemoPrompt, *, must_move: bool) -> Outcome:
+        expected, _ = self._ask(self._single_url, prompt)
+        before = self._counters()
+        got, first_token_s = self._ask(self._router_url, prompt)
+        after = self._counters()
+        return Outcome(
+            prompt=prompt,
+            must_move=must_move,
+            expected=expected,
+            got=got,
+            first_token_s=first_token_s,
+            cached_tokens=round(after.cached_tokens - before.cached_tokens),
+            moved_bytes=round(after.moved_bytes - before.moved_bytes),
+            transfer_s=after.transfer_s - before.transfer_s,
+        )
+
+    def _ask(self, url: str, prompt: DemoPrompt) -> tuple[tuple[int, ...], float]:
+        """The tokens, and the time to the first of them. Raises DemoError."""
+        body = {
+            "prompt": list(prompt.token_ids),
+            "max_tokens": self._max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,  # Random prompts may end anywhere; all answers shall be as long.
+            "stream": True,
+            "return_token_ids": True,
+        }
+        token_ids: list[int] = []
+        first_token_s = 0.0
+        sent_at_s = time.monotonic()
+        try:
+            with self._client.stream("POST", f"{url}/v1/completions", json=body) as response:
+                if response.status_code != 200:
+                    raise DemoError(f"{url} answered with {response.status_code}: {response.read().decode()}")
+                for event in _events(response):
+                    if "error" in event:
+                        raise DemoError(f"{url} ended its answer with an error: {event['error']['message']}")
+                    new = [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
+                    if new and not token_ids:
+                        first_token_s = time.monotonic() - sent_at_s
+                    token_ids += new
+        except httpx.HTTPError as error:
+            raise DemoError(f"{url} did not answer: {type(error).__name__}: {error}") from error
+        return tuple(token_ids), first_token_s
+
+    def _counters(self) -> Counters:
+        moved_bytes = transfer_s = cached_tokens = 0.0
+        for url in self._decode_urls:
+            text = self._client.get(f"{url}/metrics").raise_for_status().text
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    match sample.name:
+                        case "baton:kv_transfer_bytes_total" | "baton:kv_transfer_bytes_sum":
+                            moved_bytes += sample.value
+                        case "baton:kv_transfer_seconds_sum":
+                            transfer_s += sample.value
+                        case "baton:prefix_cache_hits_total":
+                            cached_tokens += sample.value
+        return Counters(moved_bytes, transfer_s, cached_tokens)
+
+
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in response.iter_lines():
+        if line.startswith("data:") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data:"))

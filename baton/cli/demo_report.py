@@ -1,0 +1,82 @@
+"""What the demonstration prints: a row per prompt, then the sum and the verdict."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from baton.cli.demo_check import Outcome
+
+
+def make_table(outcomes: Sequence[Outcome]) -> Table:
+    table = Table(title="One prompt, two engines, the same tokens as one engine", title_justify="left")
+    table.add_column("#", justify="right")
+    table.add_column("prompt")
+    for heading in ("tokens", "cached on D", "moved", "ms", "GB/s", "TTFT ms"):
+        table.add_column(heading, justify="right")
+    table.add_column("equal")
+    for number, outcome in enumerate(outcomes, start=1):
+        speed = outcome.bytes_per_s
+        table.add_row(
+            str(number),
+            outcome.prompt.kind,
+            f"{len(outcome.prompt.token_ids):,}",
+            f"{outcome.cached_tokens:,}",
+            _size(outcome.moved_bytes) if outcome.moved_bytes else "-",
+            f"{1e3 * outcome.transfer_s:.1f}" if outcome.moved_bytes else "-",
+            f"{speed / 1e9:.2f}" if speed is not None else "-",
+            f"{1e3 * outcome.first_token_s:.0f}",
+            _verdict(outcome),
+        )
+    return table
+
+
+def print_summary(
+    console: Console, outcomes: Sequence[Outcome], *, took_s: float, model: Path, log_folder: Path
+) -> None:
+    num_equal = sum(outcome.is_equal for outcome in outcomes)
+    moved = [outcome for outcome in outcomes if outcome.moved_bytes]
+    moved_bytes = sum(outcome.moved_bytes for outcome in moved)
+    transfer_s = sum(outcome.transfer_s for outcome in moved)
+    speed = f" at {moved_bytes / transfer_s / 1e9:.2f} GB/s" if transfer_s else ""
+    first_token_ms = 1e3 * median(outcome.first_token_s for outcome in outcomes)
+    console.print(
+        f"{num_equal} of {len(outcomes)} answers equal a single engine's, token by token. "
+        f"{len(moved)} handoffs moved {_size(moved_bytes)}{speed}, the first one with its handshake; "
+        f"median TTFT {first_token_ms:.0f} ms; {took_s:.0f} s in all.",
+        soft_wrap=True,
+    )
+    for number, outcome in enumerate(outcomes, start=1):
+        if not outcome.is_equal:
+            console.print(f"[red]#{number} differs[/] at {_first_difference(outcome)}", soft_wrap=True)
+        elif outcome.was_not_moved:
+            console.print(f"[red]#{number} was not handed over[/]: the decode engine computed it by itself")
+    if all(outcome.is_good for outcome in outcomes):
+        console.print(
+            f"Next: [bold]baton up {model}[/] and talk to it with any OpenAI client.", soft_wrap=True
+        )
+    else:
+        console.print(f"Something is wrong; the engines' logs are in {log_folder}.", soft_wrap=True)
+
+
+def _verdict(outcome: Outcome) -> str:
+    if not outcome.is_equal:
+        return "[red]NO[/]"
+    return "[yellow]yes, not moved[/]" if outcome.was_not_moved else "[green]yes[/]"
+
+
+def _first_difference(outcome: Outcome) -> str:
+    pairs = zip(outcome.expected, outcome.got, strict=False)
+    for position, (expected, got) in enumerate(pairs):
+        if expected != got:
+            return f"token {position}: {got} instead of {expected}"
+    return f"its length: {len(outcome.got)} tokens instead of {len(outcome.expected)}"
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes} B"
