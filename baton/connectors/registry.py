@@ -1,6 +1,6 @@
 """From a configuration to a connector class. Three ways to be found, in this order:
 
-    kv_connector_module_path   a module that has a class called `kv_connector`; wins over every registered name
+    kv_connector_module_path   a module that has a class called `kv_connector`; wins over registered names
     built in                   the names below; loaded only when asked for
     entry point                group "baton.connectors", in whatever distribution is installed
 
@@ -38,7 +38,9 @@ def connector_class(config: KVTransferConfigLike) -> type[KVConnectorBase_V1]:
         try:
             found = by_entry_point[name].load()
         except (ImportError, AttributeError) as error:
-            raise ConfigError(f"entry point {by_entry_point[name].value!r} fails: {error}", field=FIELD) from error
+            raise ConfigError(
+                f"entry point {by_entry_point[name].value!r} fails: {error}", field=FIELD
+            ) from error
     else:
         raise ConfigError(f"{name!r} is not known; known are {', '.join(known_names())}", field=FIELD)
     return _checked(found, name)

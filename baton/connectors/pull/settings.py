@@ -1,6 +1,6 @@
 """Settings of the pull connector: `kv_connector_extra_config`, typed and checked once.
 
-    {"host": "10.0.0.7", "port": 14600, "transports": ["local", "tcp"], "timers": {"ttl_s": 20}}
+{"host": "10.0.0.7", "port": 14600, "transports": ["local", "tcp"], "timers": {"ttl_s": 20}}
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = LOOPBACK  # Where the control channel and the data servers listen.
     port: int = 0  # Of the control channel; 0: any free one. Peers learn it from tickets.
     advertise_host: str | None = None  # What peers connect to, if not `host`: behind NAT, or host 0.0.0.0.
-    transports: tuple[str, ...] = ("local", "tcp")  # Those this engine offers; as a reader it prefers the first.
+    transports: tuple[str, ...] = (
+        "local",
+        "tcp",
+    )  # Those this engine offers; as a reader it prefers the first.
     timers: Timers = Timers()
-    connect_timeout_s: float = 10.0  # One attempt to reach a peer's rank by one transport.
-    shutdown_timeout_s: float = 5.0  # What `shutdown` waits for threads, each.
+    shutdown_timeout_s: float = 15.0  # What `shutdown` waits for threads, each.
     raises_user_errors: bool | None = None  # None: as the host can bear (see PullSchedulerHalf).
 
     def __post_init__(self) -> None:
@@ -33,9 +35,8 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("must be in [0, 65535]", field=f"{FIELD}.port")
         if not self.transports or len(set(self.transports)) < len(self.transports):
             raise ConfigError("must name at least one transport, each once", field=f"{FIELD}.transports")
-        for name in ("connect_timeout_s", "shutdown_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError("must be positive", field=f"{FIELD}.{name}")
+        if not self.shutdown_timeout_s > 0:
+            raise ConfigError("must be positive", field=f"{FIELD}.shutdown_timeout_s")
         if self.advertise_host is None and self.host in ("0.0.0.0", "::"):
             raise ConfigError("is needed when host is a wildcard address", field=f"{FIELD}.advertise_host")
 

@@ -1,0 +1,79 @@
+"""The only place where concrete classes meet: from a configuration to connectors, doors and transports.
+
+The engine is told `"baton.assemble:connector_factory"` and knows nothing behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+
+from baton.connectors.registry import connector_class
+from baton.contract import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorSchedulerHalf,
+    KVConnectorWorkerHalf,
+    NullSchedulerHalf,
+    NullWorkerHalf,
+)
+from baton.core.config import EngineConfig
+from baton.core.errors import BadTransferParams
+from baton.core.transfer_params import FIELD, parse_transfer_params
+from baton.transport import make_transports
+
+__all__ = ["Door", "connector_factory", "make_door", "make_transports"]
+
+Door: TypeAlias = Callable[[Mapping[str, Any] | None], None]
+"""Judges one request's `kv_transfer_params` before the engine sees it. Raises BadTransferParams."""
+
+
+class RegistryFactory:
+    """Makes the halves of the connector that the configuration names; null halves if it names none."""
+
+    def scheduler_half(self, config: EngineConfig) -> KVConnectorSchedulerHalf:
+        connector = _class_of(config)
+        return (
+            NullSchedulerHalf() if connector is None else connector(config, KVConnectorRole.SCHEDULER, None)
+        )
+
+    def worker_half(self, config: EngineConfig, tp_rank: int) -> KVConnectorWorkerHalf:
+        connector = _class_of(config)
+        if connector is None:
+            return NullWorkerHalf()
+        of_rank = msgspec.structs.replace(config.parallel_config, rank=tp_rank)
+        of_rank_config = msgspec.structs.replace(config, parallel_config=of_rank)
+        return connector(of_rank_config, KVConnectorRole.WORKER, None)
+
+
+connector_factory = RegistryFactory()
+
+
+def make_door(config: EngineConfig) -> Door:
+    """Raises ConfigError where the connector's configuration is wrong, before an engine starts with it."""
+    connector = _class_of(config)
+    if connector is None:
+        return _refuse_transfers
+    # Ours, and any connector that wants to, judge more than types.
+    make: Callable[[EngineConfig], Door] | None = getattr(connector, "make_door", None)
+    return make(config) if make is not None else _check_types
+
+
+def _class_of(config: EngineConfig) -> type[KVConnectorBase_V1] | None:
+    transfer = config.kv_transfer_config
+    if transfer is None or not transfer.is_kv_transfer_instance:
+        return None
+    return connector_class(transfer)
+
+
+def _refuse_transfers(raw: Mapping[str, Any] | None) -> None:
+    if parse_transfer_params(raw) is not None:
+        raise BadTransferParams(
+            "this engine has no KV connector; start it with --kv-transfer-config", field=FIELD
+        )
+
+
+def _check_types(raw: Mapping[str, Any] | None) -> None:
+    parse_transfer_params(raw)

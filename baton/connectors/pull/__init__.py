@@ -1,0 +1,9 @@
+"""Pull: the consumer reads. `scheduler` keeps promises, `worker` moves bytes, `connector` joins the two."""
+
+from baton.connectors.pull.connector import BatonPullConnector
+from baton.connectors.pull.identity import EngineIdentity
+from baton.connectors.pull.scheduler import PullSchedulerHalf
+from baton.connectors.pull.settings import PullSettings
+from baton.connectors.pull.worker import PullWorkerHalf
+
+__all__ = ["BatonPullConnector", "EngineIdentity", "PullSchedulerHalf", "PullSettings", "PullWorkerHalf"]

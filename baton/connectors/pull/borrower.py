@@ -1,0 +1,308 @@
+"""D's requests: from a ticket to blocks that may be believed, or to a failure that the host can act on.
+
+    on_new_request --ticket refused--> REFUSED                            (computed here, or a 400)
+    on_new_request --ticket verified, loan reserved--> RESERVED           (renewed from now on, peer greeted)
+    RESERVED --allocated, blocks missing--> FETCHING                      (reads start when the peer is known)
+    RESERVED --allocated, nothing missing; or finished--> ENDED           (released, unused)
+    RESERVED --the claim fails--> ENDED                                   (computed here)
+    FETCHING --Deliver--> ENDED, received
+    FETCHING --Fail, then FreeTarget--> ENDED, a FailedLoad for the ranks (aborted before: received)
+
+A request fetches once in its life, however often the host asks. What a rank needs to know leaves through
+`take_orders`, in the next step's metadata.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.connectors.pull.agent import PullAgent
+from baton.connectors.pull.door import Borrow, check_offer, num_blocks, read_params
+from baton.connectors.pull.identity import EngineIdentity
+from baton.connectors.pull.metadata import (
+    EndReads,
+    FailedLoad,
+    LosePeer,
+    MeetPeer,
+    Order,
+    ReadBlocks,
+    ReadEnd,
+)
+from baton.connectors.pull.stats import PullStats
+from baton.contract import host
+from baton.core.errors import BadTransferParams
+from baton.core.ids import Address, Pair
+from baton.protocol.effects import CancelReads, Deliver, Fail, FreeTarget, PeerLost, PeerReady, StartReads
+from baton.protocol.handshake import RankCard
+from baton.protocol.plan import PlanError, plan_pairs
+from baton.protocol.ticket import TICKET_FIELD, Ticket
+
+logger = logging.getLogger(__name__)
+
+
+class _InUse(BadTransferParams):
+    reason = "in use"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "is in use by another request of this engine; a ticket is good for one", field=TICKET_FIELD
+        )
+
+
+class _State(enum.Enum):
+    REFUSED = "refused"
+    RESERVED = "reserved"
+    FETCHING = "fetching"
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class _Incoming:
+    request_id: str
+    state: _State
+    ticket: Ticket | None = None
+    claim: int = 0
+    num_moved_tokens: int = 0
+    local_blocks: tuple[int, ...] = ()
+    remote_blocks: tuple[int, ...] = ()
+    fetched_at: float = 0.0
+    is_started: bool = False  # Its pairs are known and being read.
+    is_unused: bool = False  # Released by us before anything was fetched: no failure.
+    failed_early: bool = False  # Before anything was allocated for it.
+    is_finished: bool = False  # The host has ended the request.
+    read_ends: list[ReadEnd] = field(default_factory=list)
+
+
+class PullBorrower:
+    def __init__(self, agent: PullAgent, identity: EngineIdentity, stats: PullStats) -> None:
+        self._agent = agent
+        self._identity = identity
+        self._stats = stats
+        self._incoming: dict[str, _Incoming] = {}  # By request id, until the host has finished the request.
+        self._claims: dict[int, _Incoming] = {}  # Until delivered, or free of running reads.
+        self._cards: dict[Address, tuple[RankCard, ...]] = {}  # Of peers that are ready.
+        self._known_to_ranks: set[Address] = set()
+        self._received: set[str] = set()  # Not reported yet.
+        self._orders: list[Order] = []  # For the next step.
+
+    # --- What the host says --------------------------------------------------------------------
+
+    def verify(self, request: host.Request) -> Ticket | None:
+        """Raises BadTransferParams if the request's ticket is refused. None: no ticket, or seen before."""
+        if request.request_id in self._incoming:
+            return None
+        try:
+            wish = read_params(request.kv_transfer_params, self._identity)
+            if not isinstance(wish, Borrow):
+                return None
+            check_offer(wish.ticket, request, self._identity)
+        except BadTransferParams as error:
+            self._refuse(request.request_id, error)
+            raise
+        return wish.ticket
+
+    def reserve(self, request_id: str, ticket: Ticket, now: float) -> None:
+        """Claim the loan of a verified ticket. Raises BadTransferParams if another request has it."""
+        claim = self._agent.reserve(ticket.loan_id, ticket.producer, now)
+        if claim is None:
+            refusal = _InUse()
+            self._refuse(request_id, refusal)
+            raise refusal
+        incoming = _Incoming(request_id, _State.RESERVED, ticket, claim)
+        self._incoming[request_id] = self._claims[claim] = incoming
+        self._agent.greet(ticket.producer, now)
+
+    def num_matched(self, request_id: str, num_computed_tokens: int) -> int:
+        """Tokens that can be fetched behind the first `num_computed_tokens`. Touches nothing."""
+        incoming = self._incoming.get(request_id)
+        if incoming is None or incoming.ticket is None:
+            return 0
+        # Under policy "fail" an early failure is promised too, so that the host hears of it as of any other.
+        must_fail = incoming.failed_early and not self._identity.recomputes_failed_loads
+        if incoming.state is not _State.RESERVED and not must_fail:
+            return 0
+        return max(0, incoming.ticket.num_tokens - num_computed_tokens)
+
+    def allocated(
+        self, request_id: str, block_ids: Sequence[int], num_external_tokens: int, now: float
+    ) -> None:
+        incoming = self._incoming.get(request_id)
+        if num_external_tokens == 0:
+            if incoming is not None and incoming.state is _State.RESERVED:
+                self._release_unused(incoming, now)
+            return
+        assert incoming is not None, "tokens that were never promised"
+        assert incoming.ticket is not None
+        ticket = incoming.ticket
+        # |<------ num_tokens of the ticket ------>|
+        # | computed here  |   num_external_tokens |      blocks [first, last) have to move
+        num_computed = ticket.num_tokens - num_external_tokens
+        assert num_computed >= 0, "more tokens than the ticket names"
+        assert num_computed % self._identity.block_tokens == 0, "local hits are whole blocks"
+        first, last = (
+            num_computed // self._identity.block_tokens,
+            num_blocks(ticket.num_tokens, self._identity),
+        )
+        assert last <= len(block_ids), "tokens without a block"
+        incoming.num_moved_tokens = num_external_tokens
+        incoming.local_blocks = tuple(block_ids[first:last])
+        incoming.remote_blocks = ticket.block_ids[0][first:last]
+        if incoming.state is _State.ENDED:  # Before, or just now; the host waits for an end all the same.
+            incoming.failed_early = False
+            self._order_failure(incoming)
+            return
+        assert incoming.state is _State.RESERVED, "a request fetches once"
+        incoming.state = _State.FETCHING
+        incoming.fetched_at = now
+        self._start_if_ready(incoming, now)
+
+    def finished(self, request_id: str, now: float) -> None:
+        """The host has ended the request, whatever its state."""
+        incoming = self._incoming.pop(request_id, None)
+        if incoming is None:
+            return
+        incoming.is_finished = True
+        if incoming.state is _State.RESERVED:
+            self._release_unused(incoming, now)
+        elif incoming.state is _State.FETCHING:
+            self._agent.abort(incoming.claim, now)
+
+    def abandon(self, now: float) -> None:
+        """The engine ends: release whatever is claimed."""
+        for claim in list(self._claims):
+            self._agent.abort(claim, now)
+
+    # --- What ranks and peers say --------------------------------------------------------------
+
+    def read_ended(self, end: ReadEnd, now: float) -> None:
+        if (incoming := self._claims.get(end.claim)) is not None:
+            incoming.read_ends.append(end)
+        self._agent.read_ended(end.claim, end.pair, end.ok, now, end.error)
+
+    def absorb(
+        self,
+        effect: StartReads | CancelReads | Deliver | Fail | FreeTarget | PeerReady | PeerLost,
+        now: float,
+    ) -> None:
+        match effect:
+            case PeerReady(address, _, ranks):
+                self._cards[address] = ranks
+                for incoming in list(self._claims.values()):
+                    self._start_if_ready(incoming, now)
+            case PeerLost(address, _):
+                self._cards.pop(address, None)
+                if address in self._known_to_ranks:
+                    self._known_to_ranks.discard(address)
+                    self._orders.append(LosePeer(address))
+            case StartReads(claim, pairs):
+                self._order_reads(self._claims[claim], pairs)
+            case CancelReads(claim):
+                self._orders.append(EndReads(claim))
+            case Deliver(claim):
+                self._deliver(self._claims.pop(claim), now)
+            case Fail(claim, reason):
+                self._fail(self._claims[claim], reason)
+            case FreeTarget(claim):
+                self._free_target(self._claims.pop(claim))
+
+    # --- What leaves ---------------------------------------------------------------------------
+
+    def take_orders(self) -> tuple[Order, ...]:
+        orders, self._orders = tuple(self._orders), []
+        return orders
+
+    @property
+    def has_received(self) -> bool:
+        return bool(self._received)
+
+    def take_received(self) -> set[str]:
+        """Requests whose blocks are filled, or free of anything that could fill them; each once."""
+        received, self._received = self._received, set()
+        return received
+
+    # --- Steps ---------------------------------------------------------------------------------
+
+    def _refuse(self, request_id: str, error: BadTransferParams) -> None:
+        self._incoming[request_id] = _Incoming(request_id, _State.REFUSED)
+        self._stats.count_reason("refused", str(getattr(error, "reason", "params")))
+        logger.warning("refused the transfer of request %s: %s", request_id, error)
+
+    def _start_if_ready(self, incoming: _Incoming, now: float) -> None:
+        assert incoming.ticket is not None
+        producer = incoming.ticket.producer
+        ranks = self._cards.get(producer)
+        if incoming.state is not _State.FETCHING or ranks is None or incoming.is_started:
+            return
+        try:
+            pairs = plan_pairs(len(ranks), self._identity.tp_size, self._identity.fingerprint.num_kv_heads)
+        except PlanError as error:
+            self._agent.lose(producer, str(error), now)
+            return
+        incoming.is_started = True
+        self._agent.start(incoming.claim, pairs, now)
+
+    def _order_reads(self, incoming: _Incoming, pairs: Sequence[Pair]) -> None:
+        assert incoming.ticket is not None
+        producer = incoming.ticket.producer
+        if producer not in self._known_to_ranks:
+            self._known_to_ranks.add(producer)
+            self._orders.append(MeetPeer(producer, self._cards[producer]))
+        blocks = (incoming.local_blocks, incoming.remote_blocks)
+        self._orders.append(ReadBlocks(incoming.claim, producer, tuple(pairs), *blocks))
+
+    def _release_unused(self, incoming: _Incoming, now: float) -> None:
+        incoming.is_unused = True
+        incoming.state = _State.ENDED
+        self._agent.abort(incoming.claim, now)
+
+    def _deliver(self, incoming: _Incoming, now: float) -> None:
+        assert incoming.state is _State.FETCHING, "delivered without a target"
+        incoming.state = _State.ENDED
+        self._received.add(incoming.request_id)
+        self._stats.record_transfer(_record_of(incoming, now))
+
+    def _fail(self, incoming: _Incoming, reason: str) -> None:
+        if incoming.is_unused or incoming.is_finished:
+            return  # Our own wish, or the host's.
+        # What stands before the first comma or colon is one of few; the rest is for the log.
+        self._stats.count_reason("failures", reason.partition(",")[0].partition(":")[0])
+        logger.warning("fetch %d of request %s failed: %s", incoming.claim, incoming.request_id, reason)
+
+    def _free_target(self, incoming: _Incoming) -> None:
+        was_fetching = incoming.state is _State.FETCHING
+        incoming.state = _State.ENDED
+        if not was_fetching:
+            incoming.failed_early = not incoming.is_unused
+            return
+        if incoming.is_finished:
+            self._received.add(incoming.request_id)
+        else:
+            self._order_failure(incoming)
+
+    def _order_failure(self, incoming: _Incoming) -> None:
+        self._orders.append(FailedLoad(incoming.request_id, incoming.local_blocks))
+
+
+def _record_of(incoming: _Incoming, now: float) -> dict[str, Any]:
+    """One delivered transfer, for logs, metrics and the demo's table."""
+    assert incoming.ticket is not None
+    ends = incoming.read_ends
+    nbytes = sum(end.nbytes for end in ends)
+    wire_s = max((end.duration_s for end in ends), default=0.0)
+    return {
+        "request_id": incoming.request_id,
+        "transfer_id": incoming.ticket.transfer_id,
+        "producer": incoming.ticket.producer.engine_id,
+        "tokens": incoming.num_moved_tokens,
+        "blocks": len(incoming.local_blocks),
+        "bytes": nbytes,
+        "ms": round((now - incoming.fetched_at) * 1e3, 3),
+        "wire_ms": round(wire_s * 1e3, 3),
+        "gb_per_s": round(nbytes / wire_s / 1e9, 3) if wire_s > 0 else 0.0,
+        "descriptors": sum(end.num_spans * len(incoming.local_blocks) for end in ends),
+        "transport": "+".join(sorted({end.transport for end in ends})),
+    }

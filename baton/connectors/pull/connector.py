@@ -1,0 +1,67 @@
+"""BatonPullConnector: the consumer reads the producer's blocks, under a lease.
+
+A pull handoff: the router prefills on P (`do_remote_decode`), P lends the blocks and signs a ticket, D reads
+them at once and believes them if the lease held for the whole copy. docs/protocol.md specifies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from baton.connectors.pull.door import check_at_door
+from baton.connectors.pull.identity import EngineIdentity
+from baton.connectors.pull.scheduler import PullSchedulerHalf
+from baton.connectors.pull.stats import PullPromMetrics, PullStats
+from baton.connectors.pull.worker import PullWorkerHalf
+from baton.contract import (
+    KVConnectorPromMetrics,
+    KVConnectorSchedulerHalf,
+    KVConnectorStats,
+    KVConnectorWorkerHalf,
+    TwoHalves,
+    host,
+)
+from baton.core.config import EngineConfig
+
+
+class BatonPullConnector(TwoHalves):
+    @classmethod
+    def identity_of(cls, vllm_config: host.HostConfig) -> EngineIdentity:
+        """What the handoff needs to know of the host. A subclass for another host overrides this alone."""
+        assert isinstance(vllm_config, EngineConfig), f"no way to read a {type(vllm_config).__name__}"
+        return EngineIdentity.of_engine(vllm_config)
+
+    @classmethod
+    def make_scheduler_half(
+        cls, vllm_config: host.HostConfig, kv_cache_config: Any
+    ) -> KVConnectorSchedulerHalf:
+        return PullSchedulerHalf(cls.identity_of(vllm_config))
+
+    @classmethod
+    def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:
+        return PullWorkerHalf(cls.identity_of(vllm_config))
+
+    @classmethod
+    def make_door(cls, config: EngineConfig) -> Callable[[Mapping[str, Any] | None], None]:
+        """What the HTTP door asks of `kv_transfer_params`; raises BadTransferParams."""
+        return partial(check_at_door, identity=cls.identity_of(config))
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: host.KVTransferConfigLike) -> bool:
+        return False  # Peers hold on to the memory that a sleeping engine gives away.
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return PullStats(data if data is not None else {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: host.HostConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return PullPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,0 +1,112 @@
+"""`kv_transfer_params` of one request, judged by what this engine is: lend, borrow, nothing, or a refusal.
+
+The same judgement is passed twice: at the HTTP door, where a refusal is a 400, and in the scheduler half,
+which trusts no door. Only the latter can compare a ticket with the model and the prompt (`check_offer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+
+from baton.connectors.pull.identity import EngineIdentity
+from baton.contract import host
+from baton.core.errors import BadTransferParams
+from baton.core.hashing import extra_key, prompt_hash
+from baton.core.ids import PromptHash, TransferId
+from baton.core.transfer_params import FIELD, Compute, Fetch, parse_transfer_params
+from baton.protocol.ticket import BadTicket, Ticket, TicketFault, check_ticket, open_ticket
+
+_MAYBE_OTHER_ENGINE = (TicketFault.VERSION, TicketFault.SIGNATURE)
+"""Faults of a well-formed ticket that no client can mend: an engine of another configuration made it."""
+
+
+class Lend(msgspec.Struct, frozen=True):
+    """Hold the blocks for whoever brings the ticket."""
+
+    transfer_id: TransferId | None
+
+
+class Borrow(msgspec.Struct, frozen=True):
+    """Fetch what this ticket, which is of our cluster, names."""
+
+    ticket: Ticket
+
+
+Wish: TypeAlias = Lend | Borrow
+
+
+def read_params(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> Wish | None:
+    """Raises BadTransferParams naming the field; a BadTicket says which fault."""
+    match parse_transfer_params(raw):
+        case None:
+            return None
+        case Compute(transfer_id):
+            if not identity.is_producer:
+                raise BadTransferParams(
+                    "this engine has kv_role kv_consumer; send the prefill leg to a producer",
+                    field=f"{FIELD}.do_remote_decode",
+                )
+            return Lend(transfer_id)
+        case Fetch(text, remote_engine_id):
+            if not identity.is_consumer:
+                raise BadTransferParams(
+                    "this engine has kv_role kv_producer; send the decode leg to a consumer",
+                    field=f"{FIELD}.do_remote_prefill",
+                )
+            ticket = open_ticket(text, identity.ticket_key)
+            if ticket.producer.engine_id != remote_engine_id:
+                raise BadTransferParams(
+                    f"is {remote_engine_id!r}, but the ticket is signed by {ticket.producer.engine_id!r}; "
+                    "send the producer's answer as it is",
+                    field=f"{FIELD}.remote_engine_id",
+                )
+            return Borrow(ticket)
+
+
+def check_at_door(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> None:
+    """Raises BadTransferParams for what deserves a 400 before the engine sees the request."""
+    try:
+        read_params(raw, identity)
+    except BadTicket as error:
+        if error.reason in _MAYBE_OTHER_ENGINE and identity.recomputes_failed_loads:
+            return  # The scheduler half refuses it, counts it, and computes the prompt here.
+        raise
+
+
+def check_offer(ticket: Ticket, request: host.Request, identity: EngineIdentity) -> None:
+    """Is the ticket for our model and exactly this request's prompt? Raises BadTicket."""
+    if request.prompt_token_ids is None:
+        raise BadTicket(TicketFault.PROMPT, "is for a prompt of tokens, this one has none")
+    check_ticket(
+        ticket,
+        fingerprint=identity.fingerprint,
+        prompt_hash_of=lambda num_tokens: hash_of_prompt(request, num_tokens, identity),
+        num_prompt_tokens=len(request.prompt_token_ids),
+        block_tokens=identity.block_tokens,
+    )
+    if len(ticket.block_ids) != 1 or len(ticket.block_ids[0]) != num_blocks(ticket.num_tokens, identity):
+        raise BadTicket(
+            TicketFault.LAYOUT,
+            f"names {[len(group) for group in ticket.block_ids]} blocks for {ticket.num_tokens} tokens; "
+            f"this engine has one cache group, with blocks of {identity.block_tokens}",
+        )
+
+
+def hash_of_prompt(request: host.Request, num_tokens: int, identity: EngineIdentity) -> PromptHash:
+    """Over everything of the request that its KV depends on."""
+    assert request.prompt_token_ids is not None
+    adapter = getattr(request, "lora_request", None)
+    media = getattr(request, "mm_features", None) or ()  # vLLM's name; the embedded engine has neither.
+    extra = extra_key(
+        cache_salt=request.cache_salt,
+        adapter=adapter.lora_name if adapter is not None else None,
+        media=[f"{item.mm_position.offset}:{item.identifier}" for item in media],
+    )
+    return prompt_hash(request.prompt_token_ids, num_tokens, extra, identity.fingerprint.hash_seed)
+
+
+def num_blocks(num_tokens: int, identity: EngineIdentity) -> int:
+    return -(-num_tokens // identity.block_tokens)

@@ -1,0 +1,55 @@
+"""Who this engine is, as far as a handoff depends on it: the only reader of the host's configuration."""
+
+from __future__ import annotations
+
+import msgspec
+
+from baton.connectors.pull.settings import PullSettings
+from baton.core.config import ClusterSecret, EngineConfig
+from baton.core.errors import ConfigError
+from baton.core.ids import EngineId
+from baton.core.layout import ModelFingerprint
+
+TICKET_KEY_PURPOSE = "baton.ticket.1"
+
+
+class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    engine_id: EngineId
+    fingerprint: ModelFingerprint
+    tp_size: int
+    tp_rank: int  # Of this process; 0 in the scheduler's.
+    block_tokens: int
+    is_producer: bool
+    is_consumer: bool
+    recomputes_failed_loads: bool  # kv_load_failure_policy "recompute".
+    raises_user_errors: bool  # The host turns a UserError of a hook into that request's error.
+    secret: ClusterSecret | None
+    settings: PullSettings
+
+    @classmethod
+    def of_engine(cls, config: EngineConfig) -> EngineIdentity:
+        """Of the embedded engine, in which a UserError fails one request only."""
+        transfer = config.kv_transfer_config
+        if transfer is None:
+            raise ConfigError("is required", field="kv_transfer_config")
+        settings = PullSettings.parse(
+            transfer.kv_connector_extra_config, has_secret=config.cluster_secret is not None
+        )
+        raises = settings.raises_user_errors
+        return cls(
+            engine_id=EngineId(transfer.engine_id),
+            fingerprint=config.model_config.fingerprint(config.cache_config.hash_seed),
+            tp_size=config.parallel_config.tensor_parallel_size,
+            tp_rank=config.parallel_config.rank,
+            block_tokens=config.cache_config.block_size,
+            is_producer=transfer.is_kv_producer,
+            is_consumer=transfer.is_kv_consumer,
+            recomputes_failed_loads=transfer.kv_load_failure_policy == "recompute",
+            raises_user_errors=True if raises is None else raises,
+            secret=config.cluster_secret,
+            settings=settings,
+        )
+
+    @property
+    def ticket_key(self) -> bytes | None:
+        return self.secret.derive(TICKET_KEY_PURPOSE) if self.secret is not None else None

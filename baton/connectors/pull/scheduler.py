@@ -1,0 +1,256 @@
+"""The scheduler half of pull: keeps the promises (loans, leases, claims) and never touches a tensor.
+
+    host's hooks --> PullLender, PullBorrower --> PullAgent <-- control channel
+                          |                          |
+                          +------- absorb <----------+      on the engine's thread, once or twice a step
+
+What a hook raises concerns one request only: a UserError where the host turns it into that request's error
+(`raises_user_errors`), else nothing: the request is computed here, and the reason is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from baton.connectors.pull.agent import PullAgent
+from baton.connectors.pull.borrower import PullBorrower
+from baton.connectors.pull.control_thread import ControlThread
+from baton.connectors.pull.identity import EngineIdentity
+from baton.connectors.pull.lender import PullLender
+from baton.connectors.pull.metadata import PullHandshake, PullMetadata, PullWorkerReport
+from baton.connectors.pull.stats import PullStats
+from baton.contract import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorSchedulerHalf,
+    RankCombiner,
+    host,
+)
+from baton.core.errors import BadTransferParams
+from baton.core.ids import Address, Epoch
+from baton.protocol.effects import FreeLoan, Send
+from baton.transport.control import ControlChannel
+
+logger = logging.getLogger(__name__)
+
+
+def boot_clock() -> float:
+    """Seconds, counted through suspension: a laptop that slept has let its leases run out."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def new_epoch() -> Epoch:
+    return Epoch(secrets.randbits(64))
+
+
+class ControlPort(Protocol):
+    """What drives the agent. The real one is a ControlThread."""
+
+    num_bad_frames: int
+
+    @property
+    def url(self) -> str: ...
+    def start(self) -> None: ...
+    def route(self, peer: Address, url: str) -> None: ...
+    def flush(self) -> None: ...
+    def raise_if_dead(self) -> None: ...
+    def close(self, timeout_s: float) -> None: ...
+
+
+class PullSchedulerHalf(KVConnectorSchedulerHalf):
+    def __init__(
+        self,
+        identity: EngineIdentity,
+        *,
+        epoch: Epoch | None = None,
+        clock: Callable[[], float] = boot_clock,
+        control: Callable[[PullAgent, threading.Lock], ControlPort] | None = None,
+    ) -> None:
+        """`control` makes what drives the agent; without it, a thread with a channel of its own."""
+        self._identity = identity
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._stats = PullStats()
+        self._reports = RankCombiner(PullWorkerReport, identity.tp_size)
+        address = Address(identity.engine_id, epoch if epoch is not None else new_epoch())
+        self._agent = PullAgent(address, identity.fingerprint, identity.settings.timers)
+        self._control = (control or self._control_thread)(self._agent, self._lock)
+        self._lender = PullLender(self._agent, identity, self._control.url, self._stats)
+        self._borrower = PullBorrower(self._agent, identity, self._stats)
+        self._bad_frames_counted = 0
+        self._is_shut_down = False
+        self._control.start()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return self._identity.is_producer
+
+    @property
+    def control_url(self) -> str:
+        return self._control.url
+
+    # --- Handshake -----------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        cards = []
+        for tp_rank in range(self._identity.tp_size):
+            handshake = metadata.get(tp_rank)
+            assert isinstance(handshake, PullHandshake), f"rank {tp_rank} has not registered its cache"
+            cards.append(handshake.card)
+        with self._lock:
+            self._agent.announce(cards)
+
+    # --- Requests ------------------------------------------------------------------------------
+
+    def on_new_request(self, request: host.Request) -> None:
+        if not request.kv_transfer_params:
+            return
+        try:
+            self._offer(request)
+        except BadTransferParams:
+            if self._raises(request):
+                raise
+
+    def get_num_new_matched_tokens(
+        self, request: host.Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        with self._lock:
+            self._absorb()
+            num_tokens = self._borrower.num_matched(request.request_id, num_computed_tokens)
+        return num_tokens, num_tokens > 0
+
+    def update_state_after_alloc(
+        self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if not request.kv_transfer_params:
+            return
+        (block_ids,) = blocks.get_block_ids()
+        with self._lock:
+            self._borrower.allocated(request.request_id, block_ids, num_external_tokens, self._clock())
+            self._control.flush()
+
+    def get_external_cache_hit_sources(
+        self, request: host.Request, num_external_tokens: int
+    ) -> dict[str, int]:
+        return {"P2P": num_external_tokens} if num_external_tokens else {}
+
+    def request_finished(
+        self, request: host.Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if not request.kv_transfer_params:
+            return False, None
+        with self._lock:
+            now = self._clock()
+            self._borrower.finished(request.request_id, now)
+            lent = self._lender.finished(request, block_ids, now)
+            self._control.flush()
+        return lent
+
+    # --- Step ----------------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
+        self._control.raise_if_dead()
+        with self._lock:
+            self._absorb()
+            return PullMetadata(self._borrower.take_orders(), wants_report=self._has_news)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        report = connector_output.kv_connector_worker_meta
+        with self._lock:
+            if isinstance(report, PullWorkerReport):
+                now = self._clock()
+                for end in self._reports.combine(report.each_rank()).ended or ():
+                    self._borrower.read_ended(end, now)
+                self._control.flush()
+            self._absorb()
+            freed, received = self._lender.take_freed(), self._borrower.take_received()
+        if freed:
+            connector_output.finished_sending = (connector_output.finished_sending or set()) | freed
+        if received:
+            connector_output.finished_recving = (connector_output.finished_recving or set()) | received
+
+    def has_pending_block_frees(self) -> bool:
+        with self._lock:
+            self._absorb()
+            return self._has_news
+
+    def get_kv_connector_stats(self) -> PullStats | None:
+        with self._lock:
+            bad_frames = self._control.num_bad_frames
+            self._stats.data["num_bad_frames"] += bad_frames - self._bad_frames_counted
+            self._bad_frames_counted = bad_frames
+            return self._stats.take()
+
+    # --- End -----------------------------------------------------------------------------------
+
+    def drain(self, timeout_s: float) -> None:
+        """Lend nothing more; loans end within `timeout_s`."""
+        with self._lock:
+            self._agent.drain(self._clock() + timeout_s)
+
+    @property
+    def num_open_loans(self) -> int:
+        with self._lock:
+            return self._agent.num_open_loans
+
+    @property
+    def num_open_fetches(self) -> int:
+        with self._lock:
+            return self._agent.num_open_fetches
+
+    def shutdown(self) -> None:
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        with self._lock:
+            self._borrower.abandon(self._clock())
+            self._control.flush()
+        self._control.close(self._identity.settings.shutdown_timeout_s)
+
+    # --- Steps ---------------------------------------------------------------------------------
+
+    def _control_thread(self, agent: PullAgent, lock: threading.Lock) -> ControlPort:
+        settings = self._identity.settings
+        channel = ControlChannel(
+            host=settings.host,
+            port=settings.port,
+            secret=self._identity.secret,
+            advertise_host=settings.advertise_host,
+        )
+        return ControlThread(agent, lock, channel, self._clock)
+
+    def _offer(self, request: host.Request) -> None:
+        """Raises BadTransferParams."""
+        with self._lock:
+            self._absorb()
+            try:
+                ticket = self._borrower.verify(request)
+                if ticket is not None:
+                    self._control.route(ticket.producer, ticket.control_url)
+                    self._borrower.reserve(request.request_id, ticket, self._clock())
+            finally:
+                self._control.flush()
+
+    def _raises(self, request: host.Request) -> bool:
+        return self._identity.raises_user_errors and not self._identity.recomputes_failed_loads
+
+    @property
+    def _has_news(self) -> bool:
+        return self._lender.has_freed or self._borrower.has_received
+
+    def _absorb(self) -> None:
+        """Carry out what the machines have decided since. With the lock held, on the engine's thread."""
+        for effect in self._agent.take_effects():
+            match effect:
+                case FreeLoan():
+                    self._lender.absorb(effect)
+                case Send():
+                    raise AssertionError("the agent keeps what is to be sent")
+                case _:
+                    self._borrower.absorb(effect, self._clock())

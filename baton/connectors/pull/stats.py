@@ -1,0 +1,138 @@
+"""What pull connectors count, and the names under which it is published.
+
+transfers               baton:kv_transfer_seconds, _bytes, _descriptors (histograms); one record per delivered
+                        transfer: request_id, transfer_id, producer, tokens, blocks, bytes, ms (allocation to
+                        delivery), wire_ms (slowest copy), gb_per_s (on the wire), descriptors, transport
+failures {reason: n}    baton:kv_transfer_failures_total      fetches that failed
+refused {reason: n}     baton:kv_tickets_refused_total        tickets refused before anything was allocated
+num_loans               baton:kv_loans_total                  prompts lent to a consumer
+num_expired_loans       baton:kv_loans_expired_total          loans that nobody released
+num_bad_frames          baton:kv_bad_frames_total             control messages dropped as malformed
+
+The names on the left are keys of `PullStats.data`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from baton.contract import KVConnectorPromMetrics, KVConnectorStats
+
+COUNTS = ("num_loans", "num_expired_loans", "num_bad_frames")
+COUNTS_BY_REASON = ("failures", "refused")
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_BYTES = tuple(float(2**n) for n in range(12, 37, 2))
+_DESCRIPTORS = (10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4, 1e5)
+
+
+@dataclass
+class PullStats(KVConnectorStats):
+    """Of one step, until `take`n."""
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        self.data = {"transfers": [], **dict.fromkeys(COUNTS, 0), **{name: {} for name in COUNTS_BY_REASON}}
+
+    def count(self, name: str) -> None:
+        assert name in COUNTS
+        self.data[name] += 1
+
+    def count_reason(self, name: str, reason: str) -> None:
+        assert name in COUNTS_BY_REASON
+        self.data[name][reason] = self.data[name].get(reason, 0) + 1
+
+    def record_transfer(self, record: dict[str, Any]) -> None:
+        self.data["transfers"].append(record)
+
+    def aggregate(self, other: Self) -> Self:
+        self.data["transfers"] += other.data["transfers"]
+        for name in COUNTS:
+            self.data[name] += other.data[name]
+        for name in COUNTS_BY_REASON:
+            self.data[name] = dict(Counter(self.data[name]) + Counter(other.data[name]))
+        return self
+
+    def reduce(self) -> dict[str, int | float | str]:
+        transfers = self.data["transfers"]
+        nbytes = sum(t["bytes"] for t in transfers)
+        wire_s = sum(t["wire_ms"] for t in transfers) / 1e3
+        return {
+            "transfers": len(transfers),
+            "MB": round(nbytes / 1e6, 3),
+            "avg ms": round(sum(t["ms"] for t in transfers) / len(transfers), 3) if transfers else 0.0,
+            "GB/s": round(nbytes / wire_s / 1e9, 3) if wire_s else 0.0,
+            "failures": sum(self.data["failures"].values()),
+            "refused": sum(self.data["refused"].values()),
+            "loans": self.data["num_loans"],
+            "expired loans": self.data["num_expired_loans"],
+        }
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+    def take(self) -> PullStats | None:
+        """These numbers, and start again from nothing. None if there are none."""
+        if self.is_empty():
+            return None
+        taken = PullStats(self.data)
+        self.reset()
+        return taken
+
+
+class PullPromMetrics(KVConnectorPromMetrics):
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: Mapping[int, list[object]],
+    ) -> None:
+        from prometheus_client import Counter as PromCounter
+        from prometheus_client import Histogram
+
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        histogram, counter = metric_types[Histogram], metric_types[PromCounter]
+        reasons = [*labelnames, "reason"]
+        self._seconds, self._bytes, self._descriptors = (
+            self.make_per_engine(
+                histogram(name=name, documentation=text, labelnames=labelnames, buckets=buckets)
+            )
+            for name, text, buckets in (
+                ("baton:kv_transfer_seconds", "KV transfers, from claim to delivery.", _SECONDS),
+                ("baton:kv_transfer_bytes", "Bytes of a KV transfer, over all ranks.", _BYTES),
+                ("baton:kv_transfer_descriptors", "Descriptors of a KV transfer.", _DESCRIPTORS),
+            )
+        )
+        self._counts = {
+            key: self.make_per_engine(counter(name=name, documentation=text, labelnames=labelnames))
+            for key, name, text in (
+                ("num_loans", "baton:kv_loans", "Prompts lent to a consumer."),
+                ("num_expired_loans", "baton:kv_loans_expired", "Loans that nobody released."),
+                ("num_bad_frames", "baton:kv_bad_frames", "Malformed control messages."),
+            )
+        }
+        self._by_reason = {
+            key: counter(name=name, documentation=text, labelnames=reasons)
+            for key, name, text in (
+                ("failures", "baton:kv_transfer_failures", "Fetches that failed."),
+                ("refused", "baton:kv_tickets_refused", "Tickets refused."),
+            )
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for record in transfer_stats_data["transfers"]:
+            self._seconds[engine_idx].observe(record["ms"] / 1e3)
+            self._bytes[engine_idx].observe(record["bytes"])
+            self._descriptors[engine_idx].observe(record["descriptors"])
+        for key, children in self._counts.items():
+            children[engine_idx].inc(transfer_stats_data[key])
+        for key, metric in self._by_reason.items():
+            for reason, count in transfer_stats_data[key].items():
+                metric.labels(*self._per_engine_labelvalues[engine_idx], reason).inc(count)

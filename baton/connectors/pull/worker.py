@@ -1,0 +1,145 @@
+"""The worker half of pull: moves bytes into this rank's blocks, and reports how each read ended.
+
+It knows blocks, claims and peers' ranks; of requests only the ids that it is told to report. Posting happens
+as soon as a step's metadata is bound, before the model runs; connecting happens in the background; completions
+are collected at the end of each step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, assert_never
+
+from baton.connectors.pull.background import Background
+from baton.connectors.pull.cache_layout import layout_of
+from baton.connectors.pull.identity import EngineIdentity
+from baton.connectors.pull.links import PeerLinks, RunInBackground
+from baton.connectors.pull.metadata import (
+    EndReads,
+    FailedLoad,
+    LosePeer,
+    MeetPeer,
+    PullHandshake,
+    PullMetadata,
+    PullWorkerReport,
+    ReadBlocks,
+)
+from baton.connectors.pull.scheduler import new_epoch
+from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerHalf, host
+from baton.core.ids import Address, Epoch
+from baton.protocol.handshake import RankCard
+from baton.transport import make_transports
+from baton.transport.base import Transport
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+class PullWorkerHalf(KVConnectorWorkerHalf):
+    def __init__(
+        self,
+        identity: EngineIdentity,
+        *,
+        epoch: Epoch | None = None,
+        transports: Callable[[Address], Mapping[str, Transport]] | None = None,
+        run_in_background: RunInBackground | None = None,
+    ) -> None:
+        """`transports` makes this rank's, given its address; without it, those that the settings name."""
+        self._identity = identity
+        self._epoch = epoch if epoch is not None else new_epoch()
+        self._make_transports = transports or self._transports_of_settings
+        self._background = Background(f"baton-connect-{identity.tp_rank}")
+        self._run_in_background = run_in_background or self._background.run
+        self._transports: Mapping[str, Transport] = {}
+        self._links: PeerLinks | None = None  # Once the cache is registered.
+        self._card: RankCard | None = None
+        self._received: set[str] = set()  # Of failed loads; for this step's report.
+        self._invalid_blocks: set[int] = set()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        assert self._links is None, "registered once"
+        layout = layout_of(kv_caches, self._identity)
+        self._transports = self._make_transports(Address(self._identity.engine_id, self._epoch))
+        endpoints = {name: transport.register(layout.regions) for name, transport in self._transports.items()}
+        self._card = RankCard(self._identity.tp_rank, layout, endpoints, self._epoch)
+        self._links = PeerLinks(
+            layout, self._transports, self._identity.settings.transports, self._run_in_background
+        )
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return PullHandshake(self._card) if self._card is not None else None
+
+    # --- Step ----------------------------------------------------------------------------------
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Carries out the orders now rather than in `start_load_kv`, which hosts call behind the forward."""
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, PullMetadata)
+        if not connector_metadata.orders:
+            return
+        self._background.raise_if_dead()
+        links = self._links
+        assert links is not None, "ordered to read before the cache was registered"
+        for order in connector_metadata.orders:
+            match order:
+                case MeetPeer(address, cards):
+                    links.meet(address, cards)
+                case LosePeer(address):
+                    links.lose(address)
+                case ReadBlocks():
+                    links.read(order)
+                case EndReads(claim):
+                    links.cancel(claim)
+                case FailedLoad(request_id, block_ids):
+                    self._received.add(request_id)
+                    self._invalid_blocks.update(block_ids)
+                case _:
+                    assert_never(order)
+
+    def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
+        return  # Under way since the metadata was bound.
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return  # Loads are asynchronous: no request computes before its blocks are here.
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        return  # Peers read the cache itself.
+
+    def wait_for_save(self) -> None:
+        return
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        received, self._received = self._received, set()
+        return None, received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
+
+    def build_connector_worker_meta(self) -> PullWorkerReport | None:
+        ended = self._links.take_ended() if self._links is not None else []
+        bound = self._connector_metadata
+        wants_report = isinstance(bound, PullMetadata) and bound.wants_report
+        if not ended and not wants_report:
+            return None
+        return PullWorkerReport(rank=self._identity.tp_rank, ended=set(ended))
+
+    def shutdown(self) -> None:
+        self._background.close(self._identity.settings.shutdown_timeout_s)
+        for transport in self._transports.values():
+            transport.close()
+
+    def _transports_of_settings(self, address: Address) -> Mapping[str, Transport]:
+        settings = self._identity.settings
+        return make_transports(
+            settings.transports,
+            address=address,
+            secret=self._identity.secret,
+            host=settings.host,
+            advertise_host=settings.advertise_host,
+        )
