@@ -14,7 +14,7 @@ from the exposition format.
 
 Of the connector, from `SchedulerStats.kv_connector_stats` (see `TransferStats` for the dict's keys):
 
-    histogram   kv_transfer_seconds
+    histograms  kv_transfer_seconds, kv_transfer_wire_seconds
     counters    kv_transfer_bytes, kv_transfer_failures{reason}, kv_transfer_expired_loans
 """
 
@@ -107,13 +107,20 @@ class EngineMetrics:
         self._load_failures.inc(stats.num_kv_load_failures)
 
 
+class TransferRecord(msgspec.Struct, frozen=True):
+    """One handoff that was delivered."""
+
+    bytes: int = 0
+    ms: float = 0.0  # From the request's admission to the delivery.
+    wire_ms: float = 0.0  # Of it, the copy itself.
+
+
 class TransferStats(msgspec.Struct, frozen=True):
     """What we read of a connector's `KVConnectorStats.to_dict()`, of one step; its other keys are its own."""
 
-    bytes: int = 0  # Received.
-    seconds: tuple[float, ...] = ()  # One for each handoff that was delivered.
-    failures: dict[str, int] = {}  # By reason: handoffs that were not.
-    expired_loans: int = 0  # Lent, never released, taken back by time.
+    transfers: tuple[TransferRecord, ...] = ()
+    failures: dict[str, int] = {}  # By reason: handoffs that were not delivered.
+    num_expired_loans: int = 0  # Lent, never released, taken back by time.
 
 
 class TransferMetrics:
@@ -122,6 +129,9 @@ class TransferMetrics:
     def __init__(self, make: _Registry) -> None:
         self._bytes = make.counter("kv_transfer_bytes", "Bytes of KV received from other engines.")
         self._seconds = make.histogram("kv_transfer_seconds", "Duration of one KV handoff.", _TRANSFER_S)
+        self._wire_seconds = make.histogram(
+            "kv_transfer_wire_seconds", "Of it, the time that the copy took.", _TRANSFER_S
+        )
         self._failures = make.counter_by("reason", "kv_transfer_failures", "KV handoffs that failed.")
         self._expired = make.counter("kv_transfer_expired_loans", "Loans that ended by time, not by release.")
 
@@ -132,12 +142,13 @@ class TransferMetrics:
             # Somebody else's connector with another idea of these keys: its numbers are lost, not the server.
             logger.warning("the connector's statistics are not counted: %s", error)
             return
-        self._bytes.inc(max(0, stats.bytes))
-        for seconds in stats.seconds:
-            self._seconds.observe(seconds)
+        for transfer in stats.transfers:
+            self._bytes.inc(max(0, transfer.bytes))
+            self._seconds.observe(transfer.ms / 1e3)
+            self._wire_seconds.observe(transfer.wire_ms / 1e3)
         for reason, count in stats.failures.items():
             self._failures(reason).inc(max(0, count))
-        self._expired.inc(max(0, stats.expired_loans))
+        self._expired.inc(max(0, stats.num_expired_loans))
 
 
 class RequestMetrics:
