@@ -27,7 +27,8 @@ class Counters:
     """Of one engine, since it started."""
 
     moved_bytes: float
-    transfer_s: float
+    transfer_s: float  # From the admission of a request to the delivery of its blocks.
+    wire_s: float  # Of it, the copy itself.
     cached_tokens: float
 
 
@@ -41,6 +42,7 @@ class Outcome:
     cached_tokens: int
     moved_bytes: int
     transfer_s: float
+    wire_s: float
 
     @property
     def is_equal(self) -> bool:
@@ -56,7 +58,7 @@ class Outcome:
 
     @property
     def bytes_per_s(self) -> float | None:
-        return self.moved_bytes / self.transfer_s if self.moved_bytes and self.transfer_s else None
+        return self.moved_bytes / self.wire_s if self.moved_bytes and self.wire_s else None
 
 
 class Checker:
@@ -86,6 +88,7 @@ class Checker:
             cached_tokens=round(after.cached_tokens - before.cached_tokens),
             moved_bytes=round(after.moved_bytes - before.moved_bytes),
             transfer_s=after.transfer_s - before.transfer_s,
+            wire_s=after.wire_s - before.wire_s,
         )
 
     def _ask(self, url: str, prompt: DemoPrompt) -> tuple[tuple[int, ...], float]:
@@ -117,19 +120,22 @@ class Checker:
         return tuple(token_ids), first_token_s
 
     def _counters(self) -> Counters:
-        moved_bytes = transfer_s = cached_tokens = 0.0
+        sums = dict.fromkeys(
+            (
+                "baton:kv_transfer_bytes_total",
+                "baton:kv_transfer_seconds_sum",
+                "baton:kv_transfer_wire_seconds_sum",
+                "baton:prefix_cache_hits_total",
+            ),
+            0.0,
+        )
         for url in self._decode_urls:
             text = self._client.get(f"{url}/metrics").raise_for_status().text
             for family in text_string_to_metric_families(text):
                 for sample in family.samples:
-                    match sample.name:
-                        case "baton:kv_transfer_bytes_total" | "baton:kv_transfer_bytes_sum":
-                            moved_bytes += sample.value
-                        case "baton:kv_transfer_seconds_sum":
-                            transfer_s += sample.value
-                        case "baton:prefix_cache_hits_total":
-                            cached_tokens += sample.value
-        return Counters(moved_bytes, transfer_s, cached_tokens)
+                    if sample.name in sums:
+                        sums[sample.name] += sample.value
+        return Counters(*sums.values())
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:

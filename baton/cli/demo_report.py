@@ -11,11 +11,11 @@ from baton.cli.demo_check import Outcome
 
 
 def make_table(outcomes: Sequence[Outcome]) -> Table:
-    table = Table(title="One prompt, two engines, the same tokens as one engine", title_justify="left")
+    table = Table(title="Prefill on one engine, decode on another", title_justify="left")
     table.add_column("#", justify="right")
-    table.add_column("prompt")
-    for heading in ("tokens", "cached on D", "moved", "ms", "GB/s", "TTFT ms"):
-        table.add_column(heading, justify="right")
+    table.add_column("prompt", no_wrap=True)
+    for heading in ("tokens", "cached on D", "moved", "ms", "wire GB/s", "TTFT ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("equal")
     for number, outcome in enumerate(outcomes, start=1):
         speed = outcome.bytes_per_s
@@ -39,12 +39,12 @@ def print_summary(
     num_equal = sum(outcome.is_equal for outcome in outcomes)
     moved = [outcome for outcome in outcomes if outcome.moved_bytes]
     moved_bytes = sum(outcome.moved_bytes for outcome in moved)
-    transfer_s = sum(outcome.transfer_s for outcome in moved)
-    speed = f" at {moved_bytes / transfer_s / 1e9:.2f} GB/s" if transfer_s else ""
+    wire_s = sum(outcome.wire_s for outcome in moved)
+    speed = f" at {moved_bytes / wire_s / 1e9:.2f} GB/s on the wire" if wire_s else ""
     first_token_ms = 1e3 * median(outcome.first_token_s for outcome in outcomes)
     console.print(
         f"{num_equal} of {len(outcomes)} answers equal a single engine's, token by token. "
-        f"{len(moved)} handoffs moved {_size(moved_bytes)}{speed}, the first one with its handshake; "
+        f"{len(moved)} handoffs moved {_size(moved_bytes)}{speed}; "
         f"median TTFT {first_token_ms:.0f} ms; {took_s:.0f} s in all.",
         soft_wrap=True,
     )
@@ -64,7 +64,7 @@ def print_summary(
 def _verdict(outcome: Outcome) -> str:
     if not outcome.is_equal:
         return "[red]NO[/]"
-    return "[yellow]yes, not moved[/]" if outcome.was_not_moved else "[green]yes[/]"
+    return "[red]not moved[/]" if outcome.was_not_moved else "[green]yes[/]"
 
 
 def _first_difference(outcome: Outcome) -> str:
