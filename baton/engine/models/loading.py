@@ -16,7 +16,7 @@ from safetensors import safe_open
 from baton.core.errors import UserError
 from baton.core.topology import kv_heads_of
 from baton.engine.checkpoint import weight_files
-from baton.engine.models.decoder import Decoder
+from baton.engine.models.decoder import Attention, Decoder, Mlp
 from baton.engine.models.layers import PackedLinear, RowParallelLinear
 
 _RECOMPUTED = ".rotary_emb.inv_freq"  # Old checkpoints carry it; it follows from config.json.
@@ -26,9 +26,10 @@ class _Target(NamedTuple):
     """`rows` and `columns` of the checkpoint's tensor `name` belong into `destination`; None: all of them."""
 
     name: str
+    shape: tuple[int, ...]  # Of the whole tensor, as config.json wants it.
     destination: torch.Tensor
-    rows: slice | None = None
-    columns: slice | None = None
+    rows: slice = slice(None)
+    columns: slice = slice(None)
 
 
 def load_weights(model: Decoder, folder: str | Path) -> None:
@@ -62,71 +63,82 @@ def _some(names: list[str]) -> str:
 
 
 def _fill(target: _Target, stored: Any) -> None:
-    shape = stored.get_shape()
-    if len(shape) == 1:
-        piece = stored[target.rows] if target.rows is not None else stored[:]
-    else:
-        piece = stored[target.rows or slice(None), target.columns or slice(None)]
-    if piece.shape != target.destination.shape or not _covers(target, shape):
+    shape = tuple(stored.get_shape())
+    if shape != target.shape:
         raise UserError(
-            f"{target.name} has shape {list(shape)}, which does not fit config.json", field="model"
+            f"{target.name} has shape {list(shape)}, config.json wants {list(target.shape)}", field="model"
         )
+    piece = stored[target.rows] if len(shape) == 1 else stored[target.rows, target.columns]
+    assert piece.shape == target.destination.shape
     target.destination.copy_(piece)
-
-
-def _covers(target: _Target, shape: list[int]) -> bool:
-    """Python cuts a slice that reaches too far; then the piece's shape may be right by accident."""
-    cuts = zip((target.rows, target.columns), shape, strict=False)
-    return all(cut is None or cut.stop <= size for cut, size in cuts)
 
 
 def _targets(model: Decoder) -> Iterator[_Target]:
     a = model.architecture
-    yield _Target("model.embed_tokens.weight", model.embedding)
+    norm, vocabulary = (a.hidden_size,), (a.vocab_size, a.hidden_size)
+    yield _Target("model.embed_tokens.weight", vocabulary, model.embedding)
     if not a.tie_word_embeddings:
-        yield _Target("lm_head.weight", model.head)
-    yield _Target("model.norm.weight", model.norm.weight)
+        yield _Target("lm_head.weight", vocabulary, model.head)
+    yield _Target("model.norm.weight", norm, model.norm.weight)
     for index, layer in enumerate(model.layers):
         prefix = f"model.layers.{index}"
-        yield _Target(f"{prefix}.input_layernorm.weight", layer.input_norm.weight)
-        yield _Target(f"{prefix}.post_attention_layernorm.weight", layer.post_norm.weight)
+        yield _Target(f"{prefix}.input_layernorm.weight", norm, layer.input_norm.weight)
+        yield _Target(f"{prefix}.post_attention_layernorm.weight", norm, layer.post_norm.weight)
         yield from _attention_targets(model, layer.attention, f"{prefix}.self_attn")
         yield from _mlp_targets(model, layer.mlp, f"{prefix}.mlp")
 
 
-def _attention_targets(model: Decoder, attention: Any, prefix: str) -> Iterator[_Target]:
+def _attention_targets(model: Decoder, attention: Attention, prefix: str) -> Iterator[_Target]:
     a, group = model.architecture, model.group
     heads = a.num_heads // group.size
     kv_heads = kv_heads_of(group.rank, tp_size=group.size, num_kv_heads=a.num_kv_heads)
+    num_queries, num_keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     query = slice(group.rank * heads * a.head_dim, (group.rank + 1) * heads * a.head_dim)
     key = slice(kv_heads.start * a.head_dim, kv_heads.stop * a.head_dim)
     yield from _packed(
-        attention.qkv, ((f"{prefix}.q_proj", query), (f"{prefix}.k_proj", key), (f"{prefix}.v_proj", key))
+        attention.qkv,
+        _Part(f"{prefix}.q_proj", num_queries, query),
+        _Part(f"{prefix}.k_proj", num_keys, key),
+        _Part(f"{prefix}.v_proj", num_keys, key),
     )
-    yield from _row_parallel(attention.output, f"{prefix}.o_proj", query)
+    yield from _row_parallel(attention.output, f"{prefix}.o_proj", num_queries, query)
     if attention.qk_norm is not None:
         # One norm for all heads of a kind, kept once per head: see Attention.
         for row in range(len(attention.qk_norm)):
             kind = "q_norm" if row < heads else "k_norm"
-            yield _Target(f"{prefix}.{kind}.weight", attention.qk_norm[row])
+            yield _Target(f"{prefix}.{kind}.weight", (a.head_dim,), attention.qk_norm[row])
 
 
-def _mlp_targets(model: Decoder, mlp: Any, prefix: str) -> Iterator[_Target]:
-    wide = model.architecture.intermediate_size // model.group.size
+def _mlp_targets(model: Decoder, mlp: Mlp, prefix: str) -> Iterator[_Target]:
+    total = model.architecture.intermediate_size
+    wide = total // model.group.size
     mine = slice(model.group.rank * wide, (model.group.rank + 1) * wide)
-    yield from _packed(mlp.gate_up, ((f"{prefix}.gate_proj", mine), (f"{prefix}.up_proj", mine)))
-    yield from _row_parallel(mlp.down, f"{prefix}.down_proj", mine)
+    yield from _packed(
+        mlp.gate_up, _Part(f"{prefix}.gate_proj", total, mine), _Part(f"{prefix}.up_proj", total, mine)
+    )
+    yield from _row_parallel(mlp.down, f"{prefix}.down_proj", total, mine)
 
 
-def _packed(linear: PackedLinear, parts: tuple[tuple[str, slice], ...]) -> Iterator[_Target]:
-    for (name, rows), weight in zip(parts, linear.weight_parts(), strict=True):
-        yield _Target(f"{name}.weight", weight, rows)
+class _Part(NamedTuple):
+    """One projection of a packed linear: this rank has `rows` of its `num_rows` outputs."""
+
+    name: str
+    num_rows: int
+    rows: slice
+
+
+def _packed(linear: PackedLinear, *parts: _Part) -> Iterator[_Target]:
+    num_inputs = linear.weight.shape[1]
+    for part, weight in zip(parts, linear.weight_parts(), strict=True):
+        yield _Target(f"{part.name}.weight", (part.num_rows, num_inputs), weight, part.rows)
     if linear.bias is not None:
-        for (name, rows), bias in zip(parts, linear.bias_parts(), strict=True):
-            yield _Target(f"{name}.bias", bias, rows)
+        for part, bias in zip(parts, linear.bias_parts(), strict=True):
+            yield _Target(f"{part.name}.bias", (part.num_rows,), bias, part.rows)
 
 
-def _row_parallel(linear: RowParallelLinear, name: str, columns: slice) -> Iterator[_Target]:
-    yield _Target(f"{name}.weight", linear.weight, None, columns)
+def _row_parallel(linear: RowParallelLinear, name: str, num_inputs: int, mine: slice) -> Iterator[_Target]:
+    """This rank has the columns `mine` of `num_inputs`, and the whole bias."""
+    num_outputs = len(linear.weight)
+    yield _Target(f"{name}.weight", (num_outputs, num_inputs), linear.weight, columns=mine)
     if linear.bias is not None:
-        yield _Target(f"{name}.bias", linear.bias)
+        yield _Target(f"{name}.bias", (num_outputs,), linear.bias)

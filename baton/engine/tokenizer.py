@@ -1,0 +1,172 @@
+"""A model folder's tokenizer: text to ids and back, chat template, special tokens.
+
+    tokenizer.json           vocabulary, merges, pre- and post-processing (the `tokenizers` library runs it)
+    tokenizer_config.json    special tokens by role, chat template
+    chat_template.jinja      the template, where the folder keeps it apart
+
+Imports neither torch nor transformers: the server starts in a second. Safe to use from several threads.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from baton.core.errors import UserError
+from baton.engine.chat_template import ChatTemplate
+from baton.engine.checkpoint import read_json
+from baton.engine.detokenizer import IncrementalDetokenizer
+
+_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class Tokenizer:
+    """Made by `from_folder`."""
+
+    def __init__(
+        self,
+        fast: FastTokenizer,
+        special_tokens: Mapping[str, str],
+        chat_template: ChatTemplate | None,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self._fast = fast
+        self._special_tokens = dict(special_tokens)
+        self._chat_template = chat_template
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.vocab_size = fast.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "Tokenizer":
+        """Raises UserError naming the file that is missing or wrong."""
+        root = Path(folder)
+        path = root / "tokenizer.json"
+        if not path.is_file():
+            raise UserError(
+                f"tokenizer.json is missing in {root}; convert a sentencepiece tokenizer with "
+                "transformers' AutoTokenizer(...).save_pretrained(...)",
+                field="tokenizer",
+            )
+        try:
+            fast = FastTokenizer.from_file(str(path))
+        except Exception as error:  # The library raises plain Exception for everything.
+            raise UserError(f"cannot be read: {error}", field="tokenizer.json") from error
+        # Settings for training batches; a served prompt is whole, and as long as it is.
+        fast.no_truncation()
+        fast.no_padding()
+        settings = read_json(root / "tokenizer_config.json", required=False)
+        special_tokens = _special_tokens(
+            settings, read_json(root / "special_tokens_map.json", required=False)
+        )
+        source = _template_source(root, settings)
+        return cls(
+            fast,
+            special_tokens,
+            ChatTemplate(source, special_tokens) if source is not None else None,
+            _eos_token_ids(root, fast, special_tokens),
+        )
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._special_token_id("bos_token")
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """`add_special_tokens`: what the tokenizer puts around a text, such as a beginning-of-text token."""
+        return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Ids beyond the vocabulary decode to nothing; broken characters to U+FFFD."""
+        return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
+        """For one stream of output tokens."""
+        return IncrementalDetokenizer(
+            lambda token_ids: self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """One token for people, special ones included: what logprobs show."""
+        return self._fast.decode([token_id], skip_special_tokens=False)
+
+    def token_string(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling; None beyond the vocabulary."""
+        return self._fast.id_to_token(token_id)
+
+    def token_id(self, token: str) -> int | None:
+        """The inverse of `token_string`."""
+        return self._fast.token_to_id(token)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The conversation as one text. Raises UserError without a template, or where it refuses."""
+        if self._chat_template is None:
+            raise UserError("the model has no chat template; use /v1/completions", field="messages")
+        return self._chat_template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
+        )
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> list[int]:
+        """The conversation as ids. The template writes the special tokens itself, so none are added."""
+        text = self.render_chat(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
+        )
+        return self.encode(text, add_special_tokens=False)
+
+    def _special_token_id(self, role: str) -> int | None:
+        token = self._special_tokens.get(role)
+        return None if token is None else self._fast.token_to_id(token)
+
+
+def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
+    """Role to token, from the first source that has it; a token is a string or an object with `content`."""
+    found: dict[str, str] = {}
+    for role in _ROLES:
+        for source in sources:
+            value = source.get(role)
+            content = value.get("content") if isinstance(value, Mapping) else value
+            if isinstance(content, str):
+                found[role] = content
+                break
+    return found
+
+
+def _template_source(root: Path, settings: Mapping[str, Any]) -> str | None:
+    apart = root / "chat_template.jinja"
+    if apart.is_file():
+        return apart.read_text()
+    value = settings.get("chat_template")
+    if isinstance(value, list):  # Several, by name; the default one is for conversations.
+        value = {entry.get("name"): entry.get("template") for entry in value}.get("default")
+    return value if isinstance(value, str) else None
+
+
+def _eos_token_ids(root: Path, fast: FastTokenizer, special_tokens: Mapping[str, str]) -> list[int]:
+    """The tokenizer's own, and those that generation_config.json or config.json name."""
+    generation = read_json(root / "generation_config.json", required=False)
+    config = read_json(root / "config.json", required=False)
+    raw = generation.get("eos_token_id")
+    if raw is None:
+        raw = config.get("eos_token_id")
+    ids = [token for token in (raw if isinstance(raw, list) else [raw]) if isinstance(token, int)]
+    own = fast.token_to_id(special_tokens["eos_token"]) if "eos_token" in special_tokens else None
+    if own is not None and own not in ids:
+        ids.append(own)
+    return ids

@@ -1,0 +1,122 @@
+"""config.json as values: what is supported is read, what is not is refused by the name of its field."""
+
+from typing import Any
+
+import pytest
+
+from baton.core.errors import UserError
+from baton.engine.architecture import parse_architecture
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def with_fields(**fields: Any) -> dict[str, Any]:
+    return {**LLAMA, **fields}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
+        ({"architectures": None}, "architectures"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"hidden_size": 65}, "hidden_size"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"vocab_size": True}, "vocab_size"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"attention_bias": "yes"}, "attention_bias"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
+        ({"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 4.0}}, "rope_scaling.high_freq_factor"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.rope_type"),
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["full_attention", "chunked_attention"] * 2,
+            },
+            "layer_types",
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_architecture(with_fields(**fields))
+    assert caught.value.field == f"config.json: {named}"
+
+
+def test_both_spellings_of_rotary_parameters_mean_the_same() -> None:
+    old = parse_architecture(with_fields(rope_theta=500000.0, rope_scaling=LLAMA3_ROPE))
+    new = parse_architecture(with_fields(rope_parameters={**LLAMA3_ROPE, "rope_theta": 500000.0}))
+    assert old == new
+    assert old.digest == new.digest
+
+
+def test_families_differ_in_biases_and_norms() -> None:
+    shapes = {
+        name: parse_architecture(with_fields(architectures=[f"{name}ForCausalLM"]))
+        for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
+    }
+    assert {name: shape.qkv_bias for name, shape in shapes.items()} == {
+        "Llama": False,
+        "Mistral": False,
+        "Qwen2": True,
+        "Qwen3": False,
+    }
+    assert [name for name, shape in shapes.items() if shape.qk_norm] == ["Qwen3"]
+
+
+def test_windows_follow_the_family() -> None:
+    def windows(**fields: Any) -> tuple[int | None, ...]:
+        return parse_architecture(with_fields(sliding_window=16, **fields)).windows
+
+    qwen = {"architectures": ["Qwen2ForCausalLM"]}
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert windows() == (None,) * 4  # Llama has none, whatever the file says.
+    assert windows(architectures=["MistralForCausalLM"]) == (16,) * 4
+    assert windows(**qwen) == (None,) * 4
+    assert windows(**qwen, use_sliding_window=True, max_window_layers=3) == (None, None, None, 16)
+    assert windows(**qwen, use_sliding_window=True, layer_types=kinds) == (16, None, 16, None)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_theta": 20000.0},
+        {"rms_norm_eps": 1e-6},
+        {"tie_word_embeddings": True},
+        {"rope_scaling": LLAMA3_ROPE},
+        {"attention_bias": True},
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 64},
+    ],
+)
+def test_a_change_that_changes_the_function_changes_the_digest(fields: dict[str, Any]) -> None:
+    assert parse_architecture(with_fields(**fields)).digest != parse_architecture(LLAMA).digest
+
+
+def test_a_change_that_does_not_change_the_function_keeps_the_digest() -> None:
+    renamed = with_fields(transformers_version="9.9", use_cache=False, bos_token_id=7, torch_dtype="bfloat16")
+    assert parse_architecture(renamed).digest == parse_architecture(LLAMA).digest

@@ -1,0 +1,167 @@
+"""Folders: what is read from them, what is refused, and what a written one is."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.core.errors import UserError
+from baton.engine.checkpoint import load_model_config, weight_files, weights_digest
+from baton.engine.models import build_model, load_weights
+from baton.engine.new_model import write_checkpoint
+
+TINY: dict[str, Any] = {
+    "hidden": 32,
+    "layers": 2,
+    "heads": 2,
+    "kv_heads": 1,
+    "vocab": 512,
+    "max_position": 256,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "model", **TINY)
+
+
+def edit(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_the_folder_is_read_into_a_configuration(folder: Path) -> None:
+    config = load_model_config(folder)
+    assert config.served_model_name == "model"
+    assert (config.dtype, config.max_model_len, config.vocab_size) == ("float32", 256, 512)
+    assert (config.num_hidden_layers, config.num_attention_heads, config.num_kv_heads) == (2, 2, 1)
+    assert (config.hidden_size, config.head_dim) == (32, 16)
+    assert config.eos_token_ids == (2, 0)
+    assert config.bos_token_id is None
+    assert config.hf_config == json.loads((folder / "config.json").read_text())
+
+
+def test_limits_and_types_may_be_chosen(folder: Path) -> None:
+    config = load_model_config(folder, dtype="bfloat16", max_model_len=100, served_model_name="m")
+    assert (config.dtype, config.max_model_len, config.served_model_name) == ("bfloat16", 100, "m")
+
+
+def test_eos_ids_fall_back_to_config_json(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    assert load_model_config(folder).eos_token_ids == (2,)
+    edit(folder / "config.json", eos_token_id=None)
+    assert load_model_config(folder).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"dtype": "int8"}, "dtype"),
+        ({"max_model_len": 257}, "max_model_len"),
+        ({"max_model_len": 0}, "max_model_len"),
+    ],
+)
+def test_a_bad_choice_is_refused(folder: Path, arguments: dict[str, Any], field: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_model_config(folder, **arguments)
+    assert caught.value.field == field
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a folder"):
+        load_model_config(tmp_path / "nothing")
+    with pytest.raises(UserError, match=r"config\.json is missing"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json: is not a JSON object"):
+        load_model_config(tmp_path)
+
+
+def test_missing_weights_are_named(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"neither model\.safetensors nor"):
+        load_model_config(folder)
+
+
+def test_an_index_cannot_name_files_elsewhere(folder: Path) -> None:
+    index = {"weight_map": {"lm_head.weight": "../model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="not in"):
+        weight_files(folder)
+
+
+def test_one_changed_weight_changes_the_digest(folder: Path) -> None:
+    before = weights_digest(folder)
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert weights_digest(folder) != before
+
+
+def test_the_same_arguments_write_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+    again = write_checkpoint(tmp_path / "again", **TINY)
+    other = write_checkpoint(tmp_path / "other", **TINY, seed=1)
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == sorted(path.name for path in again.iterdir())
+    assert all((folder / name).read_bytes() == (again / name).read_bytes() for name in names)
+    assert weights_digest(other) != weights_digest(folder)
+
+
+def test_shards_hold_what_one_file_holds(folder: Path, tmp_path: Path) -> None:
+    sharded = write_checkpoint(tmp_path / "sharded", **TINY, shard_bytes=40_000)
+    assert len(weight_files(sharded)) > 2
+    whole, parts = (build_model(load_model_config(path)) for path in (folder, sharded))
+    load_weights(whole, folder)
+    load_weights(parts, sharded)
+    for (name, one), other in zip(whole.named_parameters(), parts.parameters(), strict=True):
+        assert one.equal(other), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"family": "gpt2"}, "family"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"vocab": 100}, "vocab"),
+        ({"layers": 0}, "layers"),
+        ({"rope_scaling": "yarn"}, "rope_scaling"),
+        ({"family": "llama", "sliding_window": 8}, "sliding_window"),
+        ({"heads": 3, "kv_heads": 2}, "config.json: num_key_value_heads"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_is_not_written(
+    tmp_path: Path, arguments: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        write_checkpoint(tmp_path / "model", **{**TINY, **arguments})
+    assert caught.value.field == field
+    assert not (tmp_path / "model" / "config.json").exists()
+
+
+def test_weights_that_do_not_fit_the_configuration_are_refused(folder: Path) -> None:
+    def load(**fields: Any) -> None:
+        edit(folder / "config.json", **fields)
+        load_weights(build_model(load_model_config(folder)), folder)
+
+    load()
+    with pytest.raises(UserError, match=r"lacks model\.layers\.2\..* and \d+ more"):
+        load(num_hidden_layers=3)
+    with pytest.raises(UserError, match=r"has model\.layers\.1\..* no place for"):
+        load(num_hidden_layers=1)
+    with pytest.raises(UserError, match=r"has shape \[96, 32\]"):
+        load(num_hidden_layers=2, intermediate_size=80)
+
+
+def test_bfloat16_weights_are_read_into_any_type(
+    tmp_path: Path, paged_model_type: Callable[..., Any], prompt_of: Callable[[int, int], list[int]]
+) -> None:
+    folder = write_checkpoint(tmp_path / "model", **TINY, dtype="bfloat16")
+    assert load_model_config(folder).dtype == "bfloat16"
+    prompt = [token % 500 for token in prompt_of(3, 40)]
+    wide = paged_model_type(load_model_config(folder, dtype="float32")).step([(prompt, 0, list(range(5)))])
+    for dtype in ("auto", "float16"):
+        logits = paged_model_type(load_model_config(folder, dtype=dtype)).step([(prompt, 0, list(range(5)))])
+        assert logits.dtype == wide.dtype
+        assert (logits - wide).abs().mean() < 0.1 * wide.std()

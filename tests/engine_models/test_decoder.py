@@ -1,0 +1,156 @@
+"""Models against transformers, and against themselves however a prompt is cut into steps."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.contract import NullConnectorMetadata, NullWorkerHalf
+from baton.engine.forward_context import ForwardContext, build_attention_metadata
+
+ALL_FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+Prompts = Callable[[int, int], list[int]]
+
+
+@pytest.fixture(scope="module")
+def reference_of(checkpoint_of: Callable[[str], Path]) -> Iterator[Callable[[str], Any]]:
+    """The same checkpoint in transformers."""
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.disable_progress_bar()
+
+    def load(family: str) -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            checkpoint_of(family), dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+
+    yield load
+    transformers.utils.logging.enable_progress_bar()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_logits_and_64_greedy_tokens_are_those_of_transformers(
+    family: str,
+    paged_model_of: Callable[[str], Any],
+    reference_of: Callable[[str], Any],
+    prompt_of: Prompts,
+    shuffled_blocks: list[int],
+) -> None:
+    model, reference, prompt = paged_model_of(family), reference_of(family), prompt_of(1, 100)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt])).logits[0]
+    torch.testing.assert_close(model.step([(prompt, 0, shuffled_blocks)]), expected, atol=1e-4, rtol=0)
+    with torch.inference_mode():
+        answer = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    assert model.greedy(prompt, 64, shuffled_blocks) == answer[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("chunks", [(1,) * 5 + (55,), (8, 8, 44), (59, 1), (3, 50, 7)])
+def test_chunks_of_a_prompt_give_the_logits_of_the_whole(
+    family: str,
+    chunks: tuple[int, ...],
+    paged_model_of: Callable[[str], Any],
+    prompt_of: Prompts,
+    shuffled_blocks: list[int],
+) -> None:
+    model, prompt = paged_model_of(family), prompt_of(2, 60)
+    whole = model.step([(prompt, 0, shuffled_blocks)])
+    parts, computed = [], 0
+    for chunk in chunks:
+        parts.append(model.step([(prompt[computed : computed + chunk], computed, shuffled_blocks)]))
+        computed += chunk
+    torch.testing.assert_close(torch.cat(parts), whole, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_neighbours_in_a_batch_do_not_matter(
+    family: str,
+    paged_model_of: Callable[[str], Any],
+    prompt_of: Prompts,
+    shuffled_blocks: list[int],
+    block_size: int,
+) -> None:
+    model = paged_model_of(family)
+    prompts = [prompt_of(seed, length) for seed, length in enumerate((40, 9, 41, 30, 1))]
+    tables = [shuffled_blocks[6 * index : 6 * index + 6] for index in range(5)]
+    alone = [model.step([(p, 0, table)]) for p, table in zip(prompts, tables, strict=True)]
+    # Four decode their last token; the fourth one is prefilled in the middle of them.
+    done = [len(p) - 1 for p in prompts]
+    done[3] = 5
+    together = model.step([(p[d:], d, table) for p, d, table in zip(prompts, done, tables, strict=True)])
+    expected = torch.cat([logits[d:] for logits, d in zip(alone, done, strict=True)])
+    torch.testing.assert_close(together, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_greedy_answers_wander_and_differ_between_prompts(
+    family: str, paged_model_of: Callable[[str], Any], prompt_of: Prompts, shuffled_blocks: list[int]
+) -> None:
+    model = paged_model_of(family)
+    answers = [model.greedy(prompt_of(seed, 20), 64, shuffled_blocks) for seed in range(3)]
+    assert all(len(set(answer)) > 32 for answer in answers)
+    assert not any(token < 3 for answer in answers for token in answer)  # No special token ends it early.
+    assert len({tuple(answer[:8]) for answer in answers}) == 3
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_wrong_block_of_keys_changes_the_answer(
+    family: str,
+    paged_model_of: Callable[[str], Any],
+    prompt_of: Prompts,
+    shuffled_blocks: list[int],
+    block_size: int,
+) -> None:
+    """Or no test of a transfer could see that one went wrong.
+
+    Exchanging two blocks of a prompt is no such fault: keys carry their position, and attention is a sum.
+    """
+    model, prompt, table = paged_model_of(family), prompt_of(7, 200), shuffled_blocks[:30]
+    right = model.greedy(prompt, 32, table)
+    model.step([(prompt_of(8, block_size), 0, shuffled_blocks[40:41])])
+    wrong_table = [*table[:9], shuffled_blocks[40], *table[10:]]
+    wrong = []
+    while len(wrong) < 32:
+        last = [(prompt + wrong)[-1]]
+        wrong.append(int(model.step([(last, len(prompt) + len(wrong) - 1, wrong_table)])[-1].argmax()))
+    assert wrong != right
+
+
+class RecordingHalf(NullWorkerHalf):
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self.calls.append(("wait", layer_name))
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        assert len(attn_metadata.slot_mapping) == attn_metadata.num_actual_tokens
+        assert not kv_layer.view(-1, kv_layer.shape[-1]).isnan().any()
+        self.calls.append(("save", layer_name))
+
+
+def test_each_layer_waits_then_saves_but_only_for_a_half_with_metadata(
+    paged_model_of: Callable[[str], Any], prompt_of: Prompts, block_size: int
+) -> None:
+    paged, half, ids = paged_model_of("llama"), RecordingHalf(), torch.tensor(prompt_of(1, 5))
+    metadata = build_attention_metadata([0], [5], [[0]], block_size)
+
+    def run(context: ForwardContext) -> None:
+        half.calls.clear()
+        with torch.inference_mode():
+            paged.model(ids, metadata.positions, context)
+
+    run(ForwardContext(metadata, paged.kv_caches, half))
+    assert half.calls == []
+    half.bind_connector_metadata(NullConnectorMetadata())
+    run(ForwardContext(None, paged.kv_caches, half))
+    assert half.calls == []
+    run(ForwardContext(metadata, paged.kv_caches, half))
+    assert half.calls == [(call, name) for name in paged.kv_caches for call in ("wait", "save")]

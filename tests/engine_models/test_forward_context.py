@@ -1,0 +1,94 @@
+"""Step metadata and cache memory against their definitions, element by element."""
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.config import CacheConfig, ModelConfig
+from baton.engine.attention.kv_memory import allocate_kv_cache, describe, kv_cache_bytes
+from baton.engine.forward_context import ForwardContext, build_attention_metadata
+
+requests = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=6)
+
+
+@given(
+    requests=requests,
+    block_size=st.sampled_from([1, 3, 16]),
+    spare=st.integers(0, 2),
+    as_arrays=st.booleans(),
+)
+def test_every_token_has_its_position_and_slot(
+    requests: list[tuple[int, int]], block_size: int, spare: int, as_arrays: bool
+) -> None:
+    computed, scheduled = [c for c, _ in requests], [s for _, s in requests]
+    blocks, free = [], iter(range(1000, 2000))
+    for c, s in requests:
+        table = [next(free) for _ in range(-(-(c + s) // block_size) + spare)]
+        blocks.append(np.array(table, dtype=np.int32) if as_arrays else table)
+    metadata = build_attention_metadata(computed, scheduled, blocks, block_size)
+
+    token = 0
+    for index, (c, s) in enumerate(requests):
+        assert metadata.query_start_loc[index] == token
+        assert metadata.seq_lens[index] == c + s
+        for position in range(c, c + s):
+            assert metadata.positions[token] == position
+            block, offset = blocks[index][position // block_size], position % block_size
+            assert metadata.slot_mapping[token] == block * block_size + offset
+            token += 1
+        used = -(-(c + s) // block_size)
+        assert metadata.block_table[index, :used].tolist() == list(blocks[index][:used])
+    assert metadata.query_start_loc[-1] == metadata.num_actual_tokens == len(metadata.slot_mapping) == token
+    assert metadata.num_reqs == len(requests)
+    assert metadata.max_query_len == max(scheduled)
+    assert metadata.max_seq_len == max(c + s for c, s in requests)
+
+
+def model_config(num_kv_heads: int) -> ModelConfig:
+    return ModelConfig(
+        model="",
+        served_model_name="",
+        dtype="bfloat16",
+        max_model_len=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_kv_heads=num_kv_heads,
+        head_dim=8,
+        hidden_size=32,
+        vocab_size=100,
+        eos_token_ids=(),
+        bos_token_id=None,
+        architecture_digest="",
+        weights_digest="",
+        hf_config={},
+    )
+
+
+def test_the_cache_is_one_allocation_whose_description_finds_every_head() -> None:
+    config, cache = model_config(num_kv_heads=4), CacheConfig(block_size=4, num_gpu_blocks=5)
+    kv_caches = allocate_kv_cache(config, cache, 1, 2, "cpu")
+    assert list(kv_caches) == [f"model.layers.{layer}.self_attn.attn" for layer in range(3)]
+    layout = describe(kv_caches, tp_rank=1, tp_size=2, num_kv_heads=4)
+    (region,) = layout.regions
+    assert region.nbytes == kv_cache_bytes(config, cache, 1, 2) == 3 * 5 * 2 * 4 * 16 * 2
+    assert (layout.num_blocks, layout.block_tokens, layout.dtype) == (5, 4, "bfloat16")
+    for layer, tensor in zip(layout.layers, kv_caches.values(), strict=True):
+        for block in range(5):
+            for head in range(2):
+                expected = tensor[block, head]
+                address = (
+                    region.address + layer.offset + block * layer.block_stride + head * layer.head_stride
+                )
+                assert address == expected.data_ptr()
+                assert layer.head_bytes == expected.numel() * expected.element_size()
+                assert expected.is_contiguous()
+
+
+def test_more_ranks_than_heads_replicate_them() -> None:
+    kv_caches = allocate_kv_cache(model_config(2), CacheConfig(block_size=4, num_gpu_blocks=2), 3, 4, "cpu")
+    assert all(cache.shape == (2, 1, 4, 16) for cache in kv_caches.values())
+
+
+def test_nobody_watches_a_dummy_run() -> None:
+    assert ForwardContext(kv_caches={"a": torch.zeros(1)}).watcher is None

@@ -1,0 +1,113 @@
+"""Several ranks in threads of one process, summing through memory, against one rank."""
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.core.errors import UserError
+from baton.engine.checkpoint import load_model_config, read_json
+from baton.engine.models import TensorParallelGroup, build_model
+from baton.engine.new_model import write_checkpoint
+
+WAIT_S = 60.0
+
+
+class Meeting:
+    """Where the ranks of one group exchange tensors."""
+
+    def __init__(self, size: int) -> None:
+        self.tensors: list[torch.Tensor] = [torch.empty(0)] * size
+        self.barrier = threading.Barrier(size, timeout=WAIT_S)
+
+
+class ThreadGroup(TensorParallelGroup):
+    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
+        self.rank = rank
+        self.size = size
+        self._meeting = meeting
+
+    def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._meeting.tensors[self.rank] = tensor
+        self._meeting.barrier.wait()
+        everyone = list(self._meeting.tensors)
+        self._meeting.barrier.wait()
+        return everyone
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._exchange(tensor)).sum(0)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return torch.cat(self._exchange(tensor), dim)
+
+
+@pytest.mark.parametrize(
+    ("family", "tp_size"),
+    [("llama", 2), ("mistral", 2), ("qwen2", 2), ("qwen3", 2), ("qwen3", 4), ("qwen2", 4)],
+)
+def test_ranks_together_give_the_logits_of_one(
+    family: str,
+    tp_size: int,
+    checkpoint_of: Callable[[str], Path],
+    paged_model_of: Callable[[str], Any],
+    paged_model_type: Callable[..., Any],
+    prompt_of: Callable[[int, int], list[int]],
+    shuffled_blocks: list[int],
+) -> None:
+    config, prompt = load_model_config(checkpoint_of(family)), prompt_of(4, 50)
+    meeting = Meeting(tp_size)
+
+    def run_rank(rank: int) -> torch.Tensor:
+        model = paged_model_type(config, ThreadGroup(rank, tp_size, meeting))
+        first = model.step([(prompt[:30], 0, shuffled_blocks)])
+        rest = model.step([(prompt[30:], 30, shuffled_blocks)])
+        return torch.cat((first, rest))
+
+    with ThreadPoolExecutor(tp_size) as pool:
+        answers = list(pool.map(run_rank, range(tp_size), timeout=WAIT_S))
+    alone = paged_model_of(family).step([(prompt, 0, shuffled_blocks)])
+    for answer in answers:
+        torch.testing.assert_close(answer, alone, atol=1e-4, rtol=0)
+        assert answer.equal(answers[0])
+
+
+def test_biases_of_row_parallel_layers_are_added_once(
+    tmp_path: Path, paged_model_type: Callable[..., Any], prompt_of: Callable[[int, int], list[int]]
+) -> None:
+    folder = write_checkpoint(
+        tmp_path, family="llama", hidden=32, layers=1, heads=2, vocab=512, intermediate=48
+    )
+    config_json = read_json(folder / "config.json")
+    (folder / "config.json").write_text(json.dumps({**config_json, "attention_bias": True, "mlp_bias": True}))
+    tensors = load_file(folder / "model.safetensors")
+    attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
+    for name in [f"{attention}.{p}_proj" for p in "qkvo"] + [
+        f"{mlp}.{p}_proj" for p in ("gate", "up", "down")
+    ]:
+        tensors[f"{name}.bias"] = torch.randn(len(tensors[f"{name}.weight"]))
+    save_file(tensors, folder / "model.safetensors")
+    config, meeting = load_model_config(folder), Meeting(2)
+    prompt = [token % 500 for token in prompt_of(5, 12)]
+
+    def run_rank(rank: int) -> torch.Tensor:
+        return paged_model_type(config, ThreadGroup(rank, 2, meeting)).step([(prompt, 0, [0, 1])])
+
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(run_rank, range(2), timeout=WAIT_S))
+    torch.testing.assert_close(
+        answers[0], paged_model_type(config).step([(prompt, 0, [0, 1])]), atol=1e-4, rtol=0
+    )
+
+
+def test_a_size_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, hidden=32, layers=1, heads=4, vocab=512, intermediate=49)
+    config = load_model_config(folder)
+    for size, named in ((3, "num_attention_heads"), (2, "intermediate_size")):
+        with pytest.raises(UserError, match=named):
+            build_model(config, 0, size, group=ThreadGroup(0, size, Meeting(size)))

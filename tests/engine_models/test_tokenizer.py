@@ -1,0 +1,157 @@
+"""Text to ids and back, streams of text, and chat templates, against the libraries that define them."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.core.errors import UserError
+from baton.engine.detokenizer import IncrementalDetokenizer
+from baton.engine.tokenizer import Tokenizer
+
+TEXT = "Hello, wörld!\n  日本語 😀 e\u0301 <|im_end|> def f(x): return x"
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Why <b>&</b> 'how'?"},
+]
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "a < b & 'c' é"}}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint_of: Callable[[str], Path]) -> Tokenizer:
+    return Tokenizer.from_folder(checkpoint_of("llama"))
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint_of: Callable[[str], Path]) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoTokenizer.from_pretrained(checkpoint_of("llama"))
+
+
+@settings(deadline=None)
+@given(text=st.text())
+def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_ids_are_those_of_transformers(tokenizer: Tokenizer, reference: Any) -> None:
+    for special in (True, False):
+        expected = reference(TEXT, add_special_tokens=special)["input_ids"]
+        assert tokenizer.encode(TEXT, add_special_tokens=special) == expected
+        assert tokenizer.decode(expected, skip_special_tokens=special) == reference.decode(
+            expected, skip_special_tokens=special
+        )
+    assert tokenizer.bos_token_id == reference.bos_token_id == tokenizer.encode("")[0]
+    assert tokenizer.eos_token_ids[0] == reference.eos_token_id
+    assert tokenizer.vocab_size == len(reference)
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_chats_are_rendered_as_transformers_renders_them(
+    tokenizer: Tokenizer, reference: Any, add_generation_prompt: bool, tools: Any
+) -> None:
+    options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
+    expected = reference.apply_chat_template(CHAT, tokenize=False, **options)
+    assert tokenizer.render_chat(CHAT, **options) == expected
+    ids = tokenizer.apply_chat_template(CHAT, **options)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == expected
+    assert ids.count(tokenizer.bos_token_id) == 1
+
+
+@pytest.mark.parametrize("messages", [[{"role": "alien", "content": "x"}], [{"content": "x"}], [{}]])
+def test_a_chat_that_the_template_refuses_is_the_users_fault(tokenizer: Tokenizer, messages: Any) -> None:
+    with pytest.raises(UserError) as caught:
+        tokenizer.render_chat(messages)
+    assert caught.value.field == "messages"
+
+
+def written(folder: Path, source: Path, **settings: Any) -> Path:
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_templates_are_found_wherever_folders_keep_them(
+    tmp_path: Path, checkpoint_of: Callable[[str], Path]
+) -> None:
+    source = checkpoint_of("llama")
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ eos_token }}yes"}]
+    eos = {"content": "<|im_end|>", "lstrip": False}
+    folder = written(tmp_path / "named", source, chat_template=named, eos_token=eos)
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.render_chat(CHAT) == "<|im_end|>yes"
+    assert tokenizer.eos_token_ids == (2,)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{% generation %}{{ m.content | tojson }}{% endgeneration %}{% endfor %}{{ strftime_now('%%') }}"
+    )
+    assert Tokenizer.from_folder(folder).render_chat(CHAT) == '"Be brief."%'
+    bare = Tokenizer.from_folder(written(tmp_path / "bare", source))
+    assert not bare.has_chat_template
+    with pytest.raises(UserError, match="no chat template"):
+        bare.render_chat(CHAT)
+
+
+def test_a_template_cannot_leave_its_sandbox(tmp_path: Path, checkpoint_of: Callable[[str], Path]) -> None:
+    escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    folder = written(tmp_path / "evil", checkpoint_of("llama"), chat_template=escape)
+    with pytest.raises(UserError, match="unsafe"):
+        Tokenizer.from_folder(folder).render_chat(CHAT)
+
+
+def test_broken_folders_are_named(tmp_path: Path, checkpoint_of: Callable[[str], Path]) -> None:
+    with pytest.raises(UserError, match=r"tokenizer\.json is missing"):
+        Tokenizer.from_folder(tmp_path)
+    folder = written(tmp_path / "broken", checkpoint_of("llama"), chat_template="{% for %}")
+    with pytest.raises(UserError, match="chat_template: is not a valid template"):
+        Tokenizer.from_folder(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"tokenizer\.json: cannot be read"):
+        Tokenizer.from_folder(folder)
+
+
+def streamed(decode: Callable[[Sequence[int]], str], ids: list[int], chunk: int) -> str:
+    detokenizer = IncrementalDetokenizer(decode)
+    pieces = [detokenizer.push(ids[start : start + chunk]) for start in range(0, len(ids), chunk)]
+    return "".join(pieces) + detokenizer.flush()
+
+
+@settings(deadline=None, max_examples=200)
+@given(ids=st.lists(st.integers(0, 800), max_size=60), chunk=st.integers(1, 5))
+def test_a_stream_of_any_ids_joins_to_the_text_of_all(
+    tokenizer: Tokenizer, ids: list[int], chunk: int
+) -> None:
+    assert streamed(tokenizer.decode, ids, chunk) == tokenizer.decode(ids)
+
+
+@given(content=st.binary(max_size=60))
+def test_a_stream_of_any_bytes_joins_to_the_text_of_all(content: bytes) -> None:
+    def decode(ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    assert streamed(decode, list(content), 1) == decode(list(content))
+
+
+@given(words=st.lists(st.sampled_from([" a", " b", "c", "", " "]), max_size=50))
+def test_a_decoder_that_drops_the_first_space_keeps_the_others(words: list[str]) -> None:
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(words[i] for i in ids).removeprefix(" ")
+
+    ids = list(range(len(words)))
+    assert streamed(decode, ids, 1) == decode(ids)
+
+
+@given(text=st.text(alphabet="aé日😀", max_size=40))
+def test_no_half_character_is_ever_emitted(text: str) -> None:
+    detokenizer = IncrementalDetokenizer(lambda ids: bytes(ids).decode(errors="replace"))
+    pieces = [detokenizer.push([byte]) for byte in text.encode()]
+    assert "\ufffd" not in "".join(pieces)
+    assert "".join(pieces) == text
+    assert detokenizer.flush() == ""
