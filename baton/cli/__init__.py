@@ -8,4 +8,4 @@ def main() -> None:
     """Entry point of the `baton` command."""
     from baton.cli.main import app
 
-    app()
+    app(prog_name="baton")

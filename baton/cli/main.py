@@ -22,6 +22,8 @@ COMMANDS = {
     "model": "baton.cli.model",
 }
 
+_COMPLETION_OPTIONS = ("install_completion", "show_completion")
+
 
 class LazyGroup(TyperGroup):
     """Finds commands in COMMANDS. `Any` for the context: its type moved between releases of typer."""
@@ -34,6 +36,8 @@ class LazyGroup(TyperGroup):
             return None
         command: Any = typer.main.get_command(importlib.import_module(COMMANDS[cmd_name]).app)
         command.name = cmd_name
+        # Each `app` is a root of its own to typer, with a root's options for shell completion.
+        command.params = [p for p in command.params if p.name not in _COMPLETION_OPTIONS]
         return command
 
 

@@ -1,21 +1,68 @@
-"""`baton model`: make small checkpoints to try things with."""
+"""`baton model`: small checkpoints to try, test and demonstrate with."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Make checkpoints.")
+app = typer.Typer(no_args_is_help=True)
 
 
 @app.callback()
 def _group() -> None:
-    """Keeps `new` a subcommand although it is the only one."""
+    """Make checkpoints."""
 
 
 @app.command()
 def new(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; made if it is missing.")],
+    family: Annotated[str, typer.Option(help="llama, mistral, qwen2 or qwen3.")] = "qwen3",
+    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 256,
+    layers: Annotated[int, typer.Option(help="Decoder layers.")] = 4,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 8,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="KV heads; half of the heads by default.", show_default=False)
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(help="Head size; hidden / heads by default.", show_default=False)
+    ] = None,
+    intermediate: Annotated[
+        int | None, typer.Option(help="Size of the MLP; 3 * hidden by default.", show_default=False)
+    ] = None,
+    vocab: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 2048,
+    max_position: Annotated[int, typer.Option(help="Most tokens of a sequence.")] = 4096,
+    sliding_window: Annotated[
+        int | None, typer.Option(help="Attention window of families that have one.", show_default=False)
+    ] = None,
+    rope_scaling: Annotated[str, typer.Option(help="none, linear or llama3.")] = "none",
+    tie_word_embeddings: Annotated[bool, typer.Option(help="One matrix for both ends of the model.")] = False,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    seed: Annotated[int, typer.Option(help="Equal arguments make equal bytes.")] = 0,
 ) -> None:
-    """Write a small random checkpoint."""
-    typer.echo(folder)
+    """Write a small checkpoint with random weights, a trained tokenizer and a chat template."""
+    from baton.core.errors import UserError
+    from baton.engine.new_model import write_checkpoint
+
+    try:
+        written = write_checkpoint(
+            folder,
+            family=family,
+            hidden=hidden,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate=intermediate,
+            vocab=vocab,
+            max_position=max_position,
+            sliding_window=sliding_window,
+            rope_scaling=rope_scaling,
+            tie_word_embeddings=tie_word_embeddings,
+            dtype=dtype,
+            seed=seed,
+        )
+    except UserError as error:
+        typer.echo(f"baton model new: {error}", err=True)
+        raise typer.Exit(2) from error
+    size_mib = sum(file.stat().st_size for file in written.iterdir() if file.is_file()) / (1 << 20)
+    typer.echo(f"wrote {written} ({size_mib:.1f} MiB); try: baton serve {written}")

@@ -119,8 +119,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             tokens = await service.encoder.encode_chat(
                 plain_messages(request.messages),
                 add_generation_prompt=request.add_generation_prompt,
-                continue_final_message=request.continue_final_message,
-                variables=request.chat_template_kwargs or {},
+                variables=request.chat_template_kwargs,
             )
         else:
             tokens = await service.encoder.encode(

@@ -124,6 +124,7 @@ async def admit_chat(service: Service, request: ChatRequest, request_id: str) ->
         {
             "tools": (request.tools, "is not supported"),
             "functions": (request.functions, "is not supported"),
+            "continue_final_message": (request.continue_final_message, "is not supported"),
             "chat_template": (request.chat_template, "cannot be chosen by a request"),
             "response_format.type": (response_type != "text", "only text is supported"),
         }
@@ -134,8 +135,7 @@ async def admit_chat(service: Service, request: ChatRequest, request_id: str) ->
     token_ids = await service.encoder.encode_chat(
         plain_messages(request.messages),
         add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        variables=request.chat_template_kwargs or {},
+        variables=request.chat_template_kwargs,
     )
     by_new_name = request.max_completion_tokens is not None
     samples = service.make_samples(

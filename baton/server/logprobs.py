@@ -17,7 +17,7 @@ class LogprobFormat:
         self._tokenizer = tokenizer
 
     def _token(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return self._tokenizer.token_text(token_id)
 
     def completion(
         self, logprobs: Sequence[TokenLogprobs], *, num_top: int, offset: int

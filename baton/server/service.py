@@ -21,7 +21,7 @@ from baton.server.metrics import ServerMetrics
 from baton.server.protocol.sampling import SamplingFields
 from baton.server.samples import Engine, Sample
 from baton.server.stop_strings import StopStringFinder
-from baton.server.text import Detokenizer, SampleText
+from baton.server.text import SampleText
 from baton.server.tokens import PromptEncoder, Tokenizer, check_length
 
 Door: TypeAlias = Callable[[Mapping[str, Any] | None], None]
@@ -41,7 +41,6 @@ class Service:
     engine: Engine
     model_config: ModelConfig
     tokenizer: Tokenizer
-    make_detokenizer: Callable[[Sequence[int], bool], Detokenizer]  # (prompt, skip special tokens)
     encoder: PromptEncoder
     metrics: ServerMetrics
     door: Door = core_door
@@ -122,7 +121,7 @@ class Service:
                         index=index,
                         prompt_index=prompt_index,
                         request=request,
-                        text=self._text(fields, token_ids),
+                        text=self._text(fields),
                         include_stop=bool(fields.include_stop_str_in_output),
                         # One fetches the KV; the others then find it in the prefix cache.
                         waits_for_first=not is_first and _is_set(fields, "do_remote_prefill"),
@@ -138,10 +137,9 @@ class Service:
         if lends and fields.num_samples > 1:
             raise UserError("must be 1 with do_remote_decode: one prefill, one loan", field="n")
 
-    def _text(self, fields: SamplingFields, prompt_token_ids: list[int]) -> SampleText:
-        skip_special = fields.skip_special_tokens is not False
+    def _text(self, fields: SamplingFields) -> SampleText:
         return SampleText(
-            self.make_detokenizer(prompt_token_ids, skip_special),
+            self.tokenizer.detokenizer(skip_special_tokens=fields.skip_special_tokens is not False),
             StopStringFinder(fields.stop_strings, include_in_output=bool(fields.include_stop_str_in_output)),
             min_tokens=fields.min_tokens or 0,
         )

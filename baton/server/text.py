@@ -1,5 +1,6 @@
 """One sample's tokens as text: decoded as they come, stop strings found, the stop token left out."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from baton.server.stop_strings import StopStringFinder
@@ -8,8 +9,8 @@ from baton.server.stop_strings import StopStringFinder
 class Detokenizer(Protocol):
     """`baton.engine.tokenizer.IncrementalDetokenizer`: holds back incomplete characters."""
 
-    def feed(self, token_ids: list[int]) -> str: ...
-    def finish(self) -> str: ...
+    def push(self, token_ids: Sequence[int]) -> str: ...
+    def flush(self) -> str: ...
 
 
 class SampleText:
@@ -28,7 +29,7 @@ class SampleText:
     def feed(self, token_id: int) -> str:
         """The text that may be shown now."""
         self._num_tokens += 1
-        text = self._detokenizer.feed([token_id])
+        text = self._detokenizer.push([token_id])
         if self._num_tokens < self._min_tokens:
             return text  # Too early to end, so not looked at.
         return self._stops.feed(text)
@@ -38,5 +39,5 @@ class SampleText:
 
         The rest of an incomplete character can still complete a stop string.
         """
-        rest = self._stops.feed(self._detokenizer.finish())
+        rest = self._stops.feed(self._detokenizer.flush())
         return rest if self.stopped_by is not None else rest + self._stops.flush()

@@ -12,26 +12,27 @@ from typing import Any, Protocol, TypeVar
 from baton.core.errors import UserError
 from baton.server.protocol.completion import Prompt
 from baton.server.protocol.sampling import check_token_ids
+from baton.server.text import Detokenizer
 
 T = TypeVar("T")
 
+_RESERVED_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
 SHORT_CHARS = 4096  # Encoded at once, below a millisecond: cheaper than a change of threads.
 
 
 class Tokenizer(Protocol):
-    """`baton.engine.tokenizer.Tokenizer`."""
+    """`baton.engine.tokenizer.Tokenizer`, or a test's own."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
     def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: Mapping[str, Any],
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
         """Raises UserError if the model has no template or the template refuses the messages."""
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer: ...
+    def token_text(self, token_id: int) -> str:
+        """One token for people, special ones included."""
 
 
 class PromptEncoder:
@@ -59,20 +60,17 @@ class PromptEncoder:
         messages: Sequence[Mapping[str, str]],
         *,
         add_generation_prompt: bool,
-        continue_final_message: bool,
-        variables: Mapping[str, Any],
+        variables: Mapping[str, Any] | None,
     ) -> list[int]:
-        """Raises UserError."""
-        if add_generation_prompt and continue_final_message:
-            raise UserError("needs add_generation_prompt: false", field="continue_final_message")
+        """`variables` are the client's own for the template. Raises UserError."""
+        variables = variables or {}
+        for name in _RESERVED_VARIABLES & variables.keys():
+            raise UserError("has a field of its own", field=f"chat_template_kwargs.{name}")
         num_chars = sum(len(message["content"]) for message in messages)
         return await self._run(
             num_chars,
             lambda: self._tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                variables=variables,
+                messages, add_generation_prompt=add_generation_prompt, **variables
             ),
         )
 

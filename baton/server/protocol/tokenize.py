@@ -3,7 +3,6 @@
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from baton.core.errors import UserError
 from baton.server.protocol.chat import ChatMessageParam
@@ -17,9 +16,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[ChatMessageParam] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
-    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool | None = None
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
@@ -30,7 +27,6 @@ class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | UnsetType = UNSET
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,85 @@
+"""From settings to `EngineConfig`: reads the checkpoint's description, picks the device, sizes the cache."""
+
+from pathlib import Path
+from typing import Literal
+
+from baton.cli.settings import Resolved, ServeSettings, parse_bytes
+from baton.core.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from baton.core.errors import ConfigError
+from baton.engine.checkpoint import load_model_config
+
+_NVIDIA_DRIVER = Path("/dev/nvidiactl")
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def engine_config(resolved: Resolved) -> EngineConfig:
+    """Raises UserError naming the setting."""
+    settings = resolved.settings
+    if settings.model is None:
+        raise ConfigError("name the checkpoint's folder: baton serve MODEL", field="model")
+    model = load_model_config(
+        settings.model,
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        served_model_name=settings.served_model_name,
+    )
+    tp = settings.tensor_parallel_size
+    return EngineConfig(
+        model_config=model,
+        cache_config=CacheConfig(
+            block_size=settings.block_size,
+            num_gpu_blocks=_num_blocks(settings, model),
+            enable_prefix_caching=settings.enable_prefix_caching,
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            policy=settings.scheduling_policy,
+            enable_chunked_prefill=settings.enable_chunked_prefill,
+        ),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=tp, executor="multiprocess" if tp > 1 else "inprocess"
+        ),
+        device_config=DeviceConfig(device=_device(settings), num_threads=settings.threads),
+        kv_transfer_config=settings.kv_transfer_config,
+        cluster_secret=resolved.secret,
+        seed=settings.seed,
+    )
+
+
+def block_bytes(model: ModelConfig, *, block_size: int, tp: int) -> int:
+    """KV of one block of all layers on one rank."""
+    heads = max(1, model.num_kv_heads // tp)
+    return model.num_hidden_layers * heads * block_size * 2 * model.head_dim * _ITEM_BYTES[model.dtype]
+
+
+def _num_blocks(settings: ServeSettings, model: ModelConfig) -> int:
+    if settings.num_blocks is not None:
+        return settings.num_blocks
+    if settings.kv_cache_memory is None:
+        return CacheConfig().num_gpu_blocks
+    wanted = parse_bytes(settings.kv_cache_memory, field="kv_cache_memory")
+    one = block_bytes(model, block_size=settings.block_size, tp=settings.tensor_parallel_size)
+    if wanted < 2 * one:
+        raise ConfigError(
+            f"holds less than two blocks; one of {settings.block_size} tokens takes {one} bytes on each rank",
+            field="kv_cache_memory",
+        )
+    return wanted // one
+
+
+def _device(settings: ServeSettings) -> Literal["cpu", "cuda"]:
+    if settings.device != "auto":
+        return settings.device
+    if not _NVIDIA_DRIVER.exists():
+        return "cpu"  # Without a driver there is no need to import torch to know.
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,181 @@
+"""`baton serve MODEL`: one engine behind an OpenAI-compatible API.
+
+Here are only the flags; `settings.py` merges them with environment and file, `baton.server.run` serves.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from baton.cli.settings import Resolved
+    from baton.core.config import EngineConfig
+
+app = typer.Typer()
+
+EXIT_BAD_CONFIG = 2
+
+_MODEL, _SERVER, _CACHE, _SCHEDULER = "Model", "Server", "KV cache", "Scheduler"
+_PARALLEL, _CLUSTER, _CONFIG = "Parallelism and device", "Cluster", "Configuration"
+
+
+def _option(name: str, help: str, panel: str, metavar: str | None = None) -> typer.models.OptionInfo:
+    """Every default is None: a flag that was not typed must not hide the environment's or the file's."""
+    option: typer.models.OptionInfo = typer.Option(
+        *name.split(), help=help, rich_help_panel=panel, show_default=False, metavar=metavar
+    )
+    return option
+
+
+@app.command()
+def serve(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Folder of the checkpoint.", show_default=False)
+    ] = None,
+    served_model_name: Annotated[
+        str | None, _option("--served-model-name", "Its name in the API; the folder's by default.", _MODEL)
+    ] = None,
+    dtype: Annotated[
+        str | None, _option("--dtype", "auto, float32, bfloat16 or float16 (default auto).", _MODEL)
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        _option("--max-model-len", "Most tokens of prompt plus answer (default: the model's).", _MODEL),
+    ] = None,
+    seed: Annotated[
+        int | None, _option("--seed", "For requests without a seed of their own.", _MODEL)
+    ] = None,
+    host: Annotated[str | None, _option("--host", "Address to bind (default 127.0.0.1).", _SERVER)] = None,
+    port: Annotated[
+        int | None, _option("--port", "Port; 0 takes a free one (default 8000).", _SERVER)
+    ] = None,
+    log_level: Annotated[
+        str | None, _option("--log-level", "debug, info, warning or error (default info).", _SERVER)
+    ] = None,
+    shutdown_timeout_s: Annotated[
+        float | None,
+        _option("--shutdown-timeout-s", "For requests in flight when told to stop (default 5).", _SERVER),
+    ] = None,
+    block_size: Annotated[
+        int | None, _option("--block-size", "Tokens in a block (default 16).", _CACHE)
+    ] = None,
+    num_blocks: Annotated[
+        int | None, _option("--num-blocks", "Blocks of the cache (default 2048).", _CACHE)
+    ] = None,
+    kv_cache_memory: Annotated[
+        str | None, _option("--kv-cache-memory", "Instead: its size on each rank, such as 512MiB.", _CACHE)
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool | None,
+        _option(
+            "--enable-prefix-caching/--no-enable-prefix-caching", "Reuse equal prefixes (default on).", _CACHE
+        ),
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, _option("--max-num-batched-tokens", "Token budget of a step (default 2048).", _SCHEDULER)
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, _option("--max-num-seqs", "Requests running at once (default 256).", _SCHEDULER)
+    ] = None,
+    scheduling_policy: Annotated[
+        str | None, _option("--scheduling-policy", "fcfs or priority (default fcfs).", _SCHEDULER)
+    ] = None,
+    enable_chunked_prefill: Annotated[
+        bool | None,
+        _option(
+            "--enable-chunked-prefill/--no-enable-chunked-prefill",
+            "Spread long prompts over steps (default on).",
+            _SCHEDULER,
+        ),
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int | None,
+        _option("--tensor-parallel-size -tp", "Ranks that share the model (default 1).", _PARALLEL),
+    ] = None,
+    device: Annotated[str | None, _option("--device", "auto, cpu or cuda (default auto).", _PARALLEL)] = None,
+    threads: Annotated[
+        int | None, _option("--threads", "Compute threads of one rank on CPU (default 1).", _PARALLEL)
+    ] = None,
+    kv_transfer_config: Annotated[
+        str | None,
+        _option("--kv-transfer-config", "The KV connector, as vLLM's JSON.", _CLUSTER, "JSON"),
+    ] = None,
+    secret_file: Annotated[
+        str | None,
+        _option("--secret-file", "File with the cluster secret; or set BATON_SECRET.", _CLUSTER, "FILE"),
+    ] = None,
+    config: Annotated[
+        Path | None, _option("--config", "TOML file; flags and BATON_* go over it.", _CONFIG, "FILE")
+    ] = None,
+    show_config: Annotated[
+        bool,
+        typer.Option("--show-config", help="Print what holds and why, and exit.", rich_help_panel=_CONFIG),
+    ] = False,
+) -> None:
+    """Serve one engine: an OpenAI-compatible API over a checkpoint.
+
+    Every setting can also come from the environment (BATON_MAX_NUM_SEQS) or from a TOML file (--config).
+    """
+    import os
+
+    from baton.cli.settings import resolve
+    from baton.core.errors import UserError
+
+    given = {
+        name: value
+        for name, value in context.params.items()
+        if value is not None and name not in ("config", "show_config")
+    }
+    try:
+        resolved = resolve(given, environment=os.environ, config_file=str(config) if config else None)
+        if show_config:
+            from baton.cli.show_config import show_config as render
+
+            typer.echo(render(resolved))
+            return
+        status = _serve(resolved)
+    except UserError as error:
+        typer.echo(f"baton serve: {error}", err=True)
+        raise typer.Exit(EXIT_BAD_CONFIG) from error
+    raise typer.Exit(status)
+
+
+def _serve(resolved: "Resolved") -> int:
+    """The exit status."""
+    import asyncio
+    import logging
+
+    from baton.assemble import make_door
+    from baton.cli.engine_config import engine_config
+    from baton.engine.client import EngineClient, EngineDeadError
+    from baton.engine.tokenizer import Tokenizer
+    from baton.server.run import EXIT_ENGINE_DIED, Parts, ServeOptions, run
+
+    settings = resolved.settings
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    config = engine_config(resolved)
+    options = ServeOptions(settings.host, settings.port, settings.shutdown_timeout_s)
+    factory = "baton.assemble:connector_factory" if settings.moves_kv else None
+    parts = Parts(
+        start_engine=lambda: EngineClient.start(config, connector_factory=factory),
+        load_tokenizer=lambda: Tokenizer.from_folder(config.model_config.model),
+        door=make_door(config),
+    )
+    try:
+        return asyncio.run(run(config, options, parts, lambda url: _announce(config, url)))
+    except EngineDeadError as error:
+        typer.echo(f"baton serve: the engine did not start: {error}", err=True)
+        return EXIT_ENGINE_DIED
+
+
+def _announce(config: "EngineConfig", url: str) -> None:
+    """The line that supervisors and people wait for."""
+    role = config.kv_transfer_config.kv_role if config.kv_transfer_config else None
+    what = (
+        f"{config.model_config.served_model_name} ({role})" if role else config.model_config.served_model_name
+    )
+    typer.echo(f"baton: ready, serving {what} at {url}")

@@ -1,0 +1,245 @@
+"""Settings of `baton serve`: command line over environment over one TOML file over defaults.
+
+Typed, checked, and each with its origin, so that `--show-config` can say what holds and why.
+
+    command line   --block-size 32
+    environment    BATON_BLOCK_SIZE=32
+    file           [cache]
+                   block_size = 32
+
+The cluster secret is no setting: it comes from BATON_SECRET or from the file that `secret_file` names, goes
+nowhere else, and is never shown. What is in the environment is read here and nowhere below.
+"""
+
+import ipaddress
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from baton.core.config import ClusterSecret, KVTransferConfig
+from baton.core.errors import ConfigError
+
+ENV_PREFIX = "BATON_"
+SECRET_ENV = "BATON_SECRET"
+CONFIG_ENV = "BATON_CONFIG"
+MAX_CONFIG_BYTES = 1 << 20
+MAX_SECRET_BYTES = 1 << 16
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Policy = Literal["fcfs", "priority"]
+Device = Literal["auto", "cpu", "cuda"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that `baton serve` can be told. Raises ConfigError naming the field."""
+
+    model: str | None = None
+    served_model_name: str | None = None
+    dtype: Dtype = "auto"
+    max_model_len: int | None = None
+    seed: int = 0
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    log_level: LogLevel = "info"
+    shutdown_timeout_s: float = 5.0  # For requests in flight, once told to stop.
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory: str | None = None  # "512MiB", of one rank; instead of num_blocks.
+    enable_prefix_caching: bool = True
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    scheduling_policy: Policy = "fcfs"
+    enable_chunked_prefill: bool = True
+
+    tensor_parallel_size: int = 1
+    device: Device = "auto"
+    threads: int = 1  # Torch threads of one rank on CPU.
+
+    kv_transfer_config: KVTransferConfig | None = None
+    secret_file: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError("must be in [0, 65535]; 0 takes a free one", field="port")
+        for name in ("max_model_len", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError("must be positive", field=name)
+        if not 0 <= self.shutdown_timeout_s <= 3600:
+            raise ConfigError("must be in [0, 3600]", field="shutdown_timeout_s")
+        if self.num_blocks is not None and self.kv_cache_memory is not None:
+            raise ConfigError(
+                "cannot go with num_blocks: both say how large the cache is", field="kv_cache_memory"
+            )
+        if self.kv_cache_memory is not None:
+            parse_bytes(self.kv_cache_memory, field="kv_cache_memory")
+
+    @property
+    def moves_kv(self) -> bool:
+        return self.kv_transfer_config is not None and self.kv_transfer_config.is_kv_transfer_instance
+
+
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "model": ("model", "served_model_name", "dtype", "max_model_len", "seed"),
+    "server": ("host", "port", "log_level", "shutdown_timeout_s"),
+    "cache": ("block_size", "num_blocks", "kv_cache_memory", "enable_prefix_caching"),
+    "scheduler": ("max_num_batched_tokens", "max_num_seqs", "scheduling_policy", "enable_chunked_prefill"),
+    "parallel": ("tensor_parallel_size", "device", "threads"),
+    "cluster": ("kv_transfer_config", "secret_file"),
+}
+"""Of the TOML file, and of what `--show-config` prints."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What holds, and where each value came from."""
+
+    settings: ServeSettings
+    origins: Mapping[str, str]  # By setting; those with their default are absent.
+    secret: ClusterSecret | None
+    secret_origin: str | None
+
+
+def resolve(
+    given: Mapping[str, Any], *, environment: Mapping[str, str], config_file: str | None = None
+) -> Resolved:
+    """`given` is the command line's: only what was typed. Raises ConfigError naming setting and origin."""
+    file = config_file or environment.get(CONFIG_ENV) or None
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    layers: list[tuple[dict[str, Any], Callable[[str], str]]] = [
+        (_from_environment(environment), lambda name: f"environment {ENV_PREFIX}{name.upper()}"),
+        (dict(given), lambda name: f"command line --{name.replace('_', '-')}"),
+    ]
+    if file:
+        layers.insert(0, (_from_file(Path(file)), lambda name: f"file {file}"))
+    for layer, origin in layers:
+        values.update(layer)
+        origins.update({name: origin(name) for name in layer})
+    settings = _typed(values, origins)
+    secret, secret_origin = _find_secret(settings, origins, environment)
+    _check_exposure(settings, secret)
+    return Resolved(settings, origins, secret, secret_origin)
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    named = {name: environment.get(ENV_PREFIX + name.upper(), "") for name in ServeSettings.__struct_fields__}
+    return {name: value for name, value in named.items() if value != ""}
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    text = read_limited(path, MAX_CONFIG_BYTES, field="config")
+    try:
+        document = tomllib.loads(text.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}", field="config") from error
+    values: dict[str, Any] = {}
+    for section, content in document.items():
+        if section not in SECTIONS or not isinstance(content, dict):
+            known = ", ".join(f"[{name}]" for name in SECTIONS)
+            raise ConfigError(f"unknown in {path}; the sections are {known}", field=section)
+        for name, value in content.items():
+            if name not in SECTIONS[section]:
+                known = ", ".join(SECTIONS[section])
+                raise ConfigError(f"unknown in {path}; [{section}] has {known}", field=f"{section}.{name}")
+            values[name] = value
+    return values
+
+
+def _typed(values: Mapping[str, Any], origins: Mapping[str, str]) -> ServeSettings:
+    """Each by itself first, so that an error names the setting and its origin."""
+    typed: dict[str, Any] = {}
+    kinds = {field.name: field.type for field in msgspec.structs.fields(ServeSettings)}
+    for name, value in values.items():
+        try:
+            if name == "kv_transfer_config" and isinstance(value, str):
+                typed[name] = KVTransferConfig.from_json(value)
+            else:
+                # Not strict: the environment knows text only, so "16" is a number and "true" a flag.
+                typed[name] = msgspec.convert(value, kinds[name], strict=False)
+        except ConfigError as error:
+            raise ConfigError(f"{error} ({origins[name]})") from error
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{error} ({origins[name]})", field=name) from error
+    try:
+        return ServeSettings(**typed)
+    except ConfigError as error:
+        origin = origins.get(error.field or "", "default")
+        raise ConfigError(f"{error} ({origin})") from error
+
+
+def _find_secret(
+    settings: ServeSettings, origins: Mapping[str, str], environment: Mapping[str, str]
+) -> tuple[ClusterSecret | None, str | None]:
+    """BATON_SECRET stands with the environment: below --secret-file, above the configuration file."""
+    in_environment = environment.get(SECRET_ENV, "").strip()
+    file_origin = origins.get("secret_file", "")
+    if in_environment and not file_origin.startswith("command line"):
+        return _secret(in_environment.encode(), SECRET_ENV), f"environment {SECRET_ENV}"
+    if settings.secret_file is None:
+        return None, None
+    content = read_limited(Path(settings.secret_file), MAX_SECRET_BYTES, field="secret_file")
+    return _secret(content.strip(), "secret_file"), f"file {settings.secret_file}"
+
+
+def _secret(key: bytes, field: str) -> ClusterSecret:
+    try:
+        return ClusterSecret(key)
+    except ConfigError as error:
+        raise ConfigError(
+            "must have at least 16 bytes; for example: openssl rand -hex 32", field=field
+        ) from error
+
+
+def _check_exposure(settings: ServeSettings, secret: ClusterSecret | None) -> None:
+    """Tickets are worth nothing unsigned, so an engine that moves KV without a secret stays on its host."""
+    if settings.moves_kv and secret is None and not is_loopback(settings.host):
+        raise ConfigError(
+            f"{settings.host} is beyond the loopback, and this engine moves KV without a cluster secret: set "
+            f"{SECRET_ENV} (or --secret-file) to the same value on all engines, or bind to 127.0.0.1",
+            field="host",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # A name that may resolve to anything.
+
+
+def read_limited(path: Path, max_bytes: int, *, field: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {os.strerror(error.errno or 0)}", field=field) from error
+    if len(content) > max_bytes:
+        raise ConfigError(f"{path} has more than {max_bytes} bytes", field=field)
+    return content
+
+
+_SIZE = re.compile(r"(?P<count>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]i?b?|b)?", re.IGNORECASE | re.ASCII)
+
+
+def parse_bytes(text: str, *, field: str) -> int:
+    """ "512MiB", "1.5 GiB", "2GB", "1000000". KiB is 1024 bytes, kB 1000."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(f"is a size such as 512MiB or 2GB, not {text!r}", field=field)
+    unit = (found["unit"] or "b").lower()
+    base = 1024 if "i" in unit else 1000
+    exponent = "bkmgt".index(unit[0])
+    return int(float(found["count"]) * base**exponent)

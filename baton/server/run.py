@@ -1,0 +1,202 @@
+"""The life of `baton serve`: from binding the port to the last answer and the exit status.
+
+    bind the port -> start the engine -> "ready" -> serve --signal------> drain, stop the engine, exit 0
+                                                     |--engine died----> pending answers get 503, exit 1
+
+The port is bound first, so that one in use is heard of before seconds go into loading a model; nobody can
+connect until the engine is ready. Draining takes at most `shutdown_timeout_s`; then the engine is stopped
+under what is left, which ends every answer. A second signal does not wait for that.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import NamedTuple
+
+import uvicorn
+
+from baton.core.config import EngineConfig
+from baton.core.errors import ConfigError
+from baton.server.app import build_app
+from baton.server.metrics import ServerMetrics
+from baton.server.samples import Engine
+from baton.server.service import Door, Service
+from baton.server.tokens import PromptEncoder, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+EXIT_STOPPED = 0
+EXIT_ENGINE_DIED = 1
+LAST_ANSWERS_S = 3.0  # For answers to leave once the engine has stopped under them.
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class ServeOptions(NamedTuple):
+    host: str
+    port: int  # 0: a free one.
+    shutdown_timeout_s: float
+
+
+class Parts(NamedTuple):
+    """What `run` is made of; tests bring their own."""
+
+    start_engine: Callable[[], Awaitable[Engine]]
+    load_tokenizer: Callable[[], Tokenizer]
+    door: Door
+
+
+async def run(
+    config: EngineConfig, options: ServeOptions, parts: Parts, on_ready: Callable[[str], None]
+) -> int:
+    """Returns the exit status. Raises ConfigError, or what starting the engine raised."""
+    stop = asyncio.Event()
+    server: _Server | None = None
+
+    def on_signal() -> None:
+        if stop.is_set() and server is not None:
+            server.force_exit = True
+        stop.set()
+
+    with _bound_socket(options.host, options.port) as listener, _signals(on_signal):
+        tokenizer = parts.load_tokenizer()
+        async with _running_engine(parts.start_engine, stop) as engine:
+            if engine is None:
+                return EXIT_STOPPED
+            service = _make_service(config, engine, tokenizer, parts.door)
+            url = _url(options.host, listener)
+            server = _Server(service, options.shutdown_timeout_s, lambda: on_ready(url))
+            try:
+                await _serve(server, service, listener, stop, options.shutdown_timeout_s)
+            finally:
+                service.encoder.close()
+            return EXIT_ENGINE_DIED if server.engine_died else EXIT_STOPPED
+
+
+async def _serve(
+    server: "_Server",
+    service: Service,
+    listener: socket.socket,
+    stop: asyncio.Event,
+    shutdown_timeout_s: float,
+) -> None:
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    dying = asyncio.create_task(service.engine.wait_dead())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((serving, dying, stopping), return_when=asyncio.FIRST_COMPLETED)
+        server.engine_died = dying.done()
+        if server.engine_died:
+            logger.error("the engine has died; the server ends")
+        service.is_draining = True
+        server.should_exit = True
+        await asyncio.wait((serving,), timeout=shutdown_timeout_s)
+        if not serving.done():
+            logger.warning("requests are still running after %g s; stopping the engine", shutdown_timeout_s)
+            await service.engine.close()
+        await serving
+    finally:
+        for task in (serving, dying, stopping):
+            task.cancel()
+        await asyncio.gather(serving, dying, stopping, return_exceptions=True)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling, and with a word when it is ready."""
+
+    def __init__(self, service: Service, shutdown_timeout_s: float, on_started: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                build_app(service),
+                log_config=None,  # Ours is in place already.
+                access_log=False,
+                lifespan="off",
+                # The last net: answers end by themselves once the engine has stopped.
+                timeout_graceful_shutdown=int(shutdown_timeout_s + LAST_ANSWERS_S) + 1,
+            )
+        )
+        self.engine_died = False
+        self._on_started = on_started
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # `run` listens to them, from before the engine is started.
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+
+def _make_service(config: EngineConfig, engine: Engine, tokenizer: Tokenizer, door: Door) -> Service:
+    model = config.model_config
+    return Service(
+        engine=engine,
+        model_config=model,
+        tokenizer=tokenizer,
+        encoder=PromptEncoder(tokenizer, model.vocab_size),
+        metrics=ServerMetrics(model.served_model_name),
+        door=door,
+    )
+
+
+@asynccontextmanager
+async def _running_engine(
+    start_engine: Callable[[], Awaitable[Engine]], stop: asyncio.Event
+) -> AsyncIterator[Engine | None]:
+    """None when told to stop before the engine was ready. Closes the engine."""
+    starting = asyncio.ensure_future(start_engine())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        if not starting.done():
+            starting.cancel()
+        await asyncio.gather(starting, stopping, return_exceptions=True)
+    if starting.cancelled():
+        yield None
+        return
+    engine = starting.result()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+@contextmanager
+def _bound_socket(host: str, port: int) -> Iterator[socket.socket]:
+    """Bound, not yet listening."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"{host!r} is no address of this machine: {error}", field="host") from error
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", field="port") from error
+        yield listener
+
+
+def _url(host: str, listener: socket.socket) -> str:
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{listener.getsockname()[1]}"
+
+
+@contextmanager
+def _signals(handler: Callable[[], None]) -> Iterator[None]:
+    """Only the main thread may; elsewhere (tests) nobody sends any."""
+    loop = asyncio.get_running_loop()
+    installed = []
+    with suppress(RuntimeError, ValueError):
+        for number in _STOP_SIGNALS:
+            loop.add_signal_handler(number, handler)
+            installed.append(number)
+    try:
+        yield
+    finally:
+        for number in installed:
+            loop.remove_signal_handler(number)

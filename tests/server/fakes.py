@@ -1,0 +1,280 @@
+"""A server around a scripted engine and a tokenizer of one token per character."""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import uvicorn
+
+from baton.core.config import ModelConfig
+from baton.core.errors import UserError
+from baton.engine.api import (
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    SchedulerStats,
+    TokenLogprob,
+    TokenLogprobs,
+)
+from baton.engine.client import EngineDeadError
+from baton.server.app import build_app
+from baton.server.metrics import ServerMetrics
+from baton.server.service import Service
+from baton.server.tokens import PromptEncoder
+
+EOS = 0
+SPECIAL = {EOS: "<eos>", 1: "<user>", 2: "<assistant>"}
+VOCAB_SIZE = 0x3000
+MAX_MODEL_LEN = 200
+WAIT_S = 20.0  # Far more than anything here takes; a test that needs it has failed.
+
+
+class CharacterTokenizer:
+    """Token ids are code points; three of them are special."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(
+            ("" if skip_special_tokens else SPECIAL[token]) if token in SPECIAL else chr(token)
+            for token in token_ids
+        )
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        roles = {"user": 1, "assistant": 2}
+        token_ids = []
+        for message in messages:
+            if message["role"] not in roles:
+                raise UserError("the template knows user and assistant", field="messages")
+            token_ids += [roles[message["role"]], *self.encode(message["content"])]
+        return [*token_ids, 2] if add_generation_prompt else token_ids
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> "CharacterText":
+        return CharacterText(self, skip_special_tokens)
+
+
+class CharacterText:
+    """Tokens above 0x2000 are halves of characters: nothing until the second one is there."""
+
+    def __init__(self, tokenizer: CharacterTokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._half: int | None = None
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        text = ""
+        for token in token_ids:
+            if token >= 0x2000 and self._half is None:
+                self._half = token
+            elif self._half is not None:
+                text, self._half = text + "€", None
+            else:
+                text += self._tokenizer.decode([token], skip_special_tokens=self._skip)
+        return text
+
+    def flush(self) -> str:
+        rest, self._half = ("\N{REPLACEMENT CHARACTER}" if self._half is not None else ""), None
+        return rest
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers with the characters of `answer`, one a step; ends as the real engine would.
+
+    A step waits for `gate`, if there is one. `transfer_params` is what a connector would return.
+    """
+
+    answer: str | Callable[[EngineRequest], str] = "Hello, world!"
+    end_with_eos: bool = True
+    gate: asyncio.Event | None = None
+    failure: EngineOutput | None = None  # Its fields replace those of output number `fail_at`.
+    fail_at: int = 0
+    transfer_params: dict[str, Any] | None = None
+    num_cached_tokens: int = 0
+    num_transferred_tokens: int = 0
+    on_stats: Callable[[SchedulerStats], None] | None = None
+    requests: list[EngineRequest] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)  # What happened, in order.
+    _dead: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_dead(self) -> bool:
+        return self._dead.is_set()
+
+    def die(self) -> None:
+        self._dead.set()
+
+    async def wait_dead(self) -> None:
+        await self._dead.wait()
+
+    async def close(self) -> None:
+        self.events.append("closed")
+        self._dead.set()
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        number = len(self.requests)
+        self.requests.append(request)
+        self.events.append(f"{number} submitted")
+        try:
+            async for output in self._outputs(request):
+                self.events.append(f"{number} token")
+                yield output
+            self.events.append(f"{number} finished")
+        except (GeneratorExit, asyncio.CancelledError):
+            self.events.append(f"{number} aborted")
+            raise
+
+    async def _outputs(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        params = request.sampling_params
+        text = self.answer(request) if callable(self.answer) else self.answer
+        token_ids = [ord(character) for character in text] + ([EOS] if self.end_with_eos else [])
+        for position, token in enumerate(token_ids):
+            await self._step()
+            if self.failure is not None and position == self.fail_at:
+                yield self.failure
+                return
+            reason: FinishReason | None = None
+            stop_id = None
+            if token == EOS and not params.ignore_eos:
+                reason = "stop"
+            elif token in params.stop_token_ids:
+                reason, stop_id = "stop", token
+            elif position + 1 == params.max_tokens or position + 1 == len(token_ids):
+                reason = "length"
+            yield EngineOutput(
+                request_id=request.request_id,
+                new_token_ids=[token],
+                new_logprobs=[_logprobs(token, params.logprobs)] if params.logprobs is not None else None,
+                finish_reason=reason,
+                stop_token_id=stop_id,
+                kv_transfer_params=self.transfer_params if reason else None,
+                num_cached_tokens=self.num_cached_tokens,
+                num_transferred_tokens=self.num_transferred_tokens,
+            )
+            if reason is not None:
+                return
+
+    async def _step(self) -> None:
+        if self.gate is None:
+            await asyncio.sleep(0)
+        else:
+            opened, died = asyncio.ensure_future(self.gate.wait()), asyncio.ensure_future(self._dead.wait())
+            try:
+                await asyncio.wait((opened, died), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                opened.cancel()
+                died.cancel()
+        if self.is_dead:
+            raise EngineDeadError("killed by the test")
+
+
+def _logprobs(token: int, count: int) -> TokenLogprobs:
+    chosen = TokenLogprob(token, -0.5, 2)
+    top = (TokenLogprob(ord("x"), -0.25, 1), chosen, TokenLogprob(ord("y"), float("-inf"), 3))
+    return TokenLogprobs(chosen, top[:count])
+
+
+def model_config(**changes: Any) -> ModelConfig:
+    fields: dict[str, Any] = {
+        "model": "/models/toy",
+        "served_model_name": "toy",
+        "dtype": "float32",
+        "max_model_len": MAX_MODEL_LEN,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "hidden_size": 32,
+        "vocab_size": VOCAB_SIZE,
+        "eos_token_ids": (EOS,),
+        "bos_token_id": None,
+        "architecture_digest": "a",
+        "weights_digest": "w",
+        "hf_config": {},
+    }
+    return ModelConfig(**{**fields, **changes})
+
+
+@contextmanager
+def service_around(engine: ScriptedEngine, **changes: Any) -> Iterator[Service]:
+    tokenizer = CharacterTokenizer()
+    encoder = PromptEncoder(tokenizer, VOCAB_SIZE)
+    fields: dict[str, Any] = {
+        "engine": engine,
+        "model_config": model_config(),
+        "tokenizer": tokenizer,
+        "encoder": encoder,
+        "metrics": ServerMetrics("toy"),
+    }
+    try:
+        yield Service(**{**fields, **changes})
+    finally:
+        encoder.close()
+
+
+class QuietServer(uvicorn.Server):
+    """Says when it is up; leaves the test's signals alone."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = threading.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        self.is_up.set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.servers[0].sockets[0].getsockname()[1]}"
+
+
+class LiveServer:
+    """A real server on a loopback port, in a thread with a loop of its own."""
+
+    def __init__(self, engine: ScriptedEngine, service: Service) -> None:
+        self.engine = engine
+        self.service = service
+        config = uvicorn.Config(
+            build_app(service), port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=5
+        )
+        self._server = QuietServer(config)
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        with asyncio.Runner() as runner:
+            self._loop = runner.get_loop()
+            runner.run(self._server.serve())
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self._server.is_up.wait(WAIT_S)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+
+    @property
+    def url(self) -> str:
+        return self._server.url
+
+    def call(self, function: Callable[[], Any]) -> None:
+        """In the server's loop, where the engine's events live."""
+        self._loop.call_soon_threadsafe(function)
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=WAIT_S, trust_env=False)

@@ -1,0 +1,110 @@
+"""`/v1/chat/completions` over a scripted engine."""
+
+import json
+from typing import Any
+
+import httpx
+
+from tests.server.fakes import ScriptedEngine
+
+ASK = [{"role": "user", "content": "Hi"}]
+PROMPT = [1, ord("H"), ord("i"), 2]
+
+
+def post(http: httpx.Client, **body: Any) -> dict[str, Any]:
+    answer = http.post("/v1/chat/completions", json={"model": "toy", "messages": ASK, **body})
+    assert answer.status_code == 200, answer.text
+    body_of_answer: dict[str, Any] = answer.json()
+    return body_of_answer
+
+
+def stream(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
+    body = {"messages": ASK, "stream": True, **body}
+    with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def refusal(http: httpx.Client, **body: Any) -> tuple[int, str | None]:
+    answer = http.post("/v1/chat/completions", json={"messages": ASK, **body})
+    return answer.status_code, answer.json()["error"]["param"]
+
+
+def test_an_answer_is_a_message_of_the_assistant(http: httpx.Client, engine: ScriptedEngine) -> None:
+    answer = post(http)
+    assert engine.requests[0].prompt_token_ids == PROMPT
+    assert answer["id"].startswith("chatcmpl-")
+    assert answer["object"] == "chat.completion"
+    [choice] = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "Hello, world!", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    assert answer["usage"]["prompt_tokens"] == 4
+
+
+def test_without_a_limit_the_answer_may_fill_the_context(http: httpx.Client, engine: ScriptedEngine) -> None:
+    post(http)
+    assert engine.requests[0].sampling_params.max_tokens == 200 - 4
+
+
+def test_the_new_name_of_max_tokens_goes_first(http: httpx.Client) -> None:
+    assert post(http, max_tokens=5, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
+    assert post(http, max_tokens=5)["usage"]["completion_tokens"] == 5
+    assert refusal(http, max_completion_tokens=500) == (400, "max_completion_tokens")
+    assert refusal(http, max_tokens=0) == (400, "max_tokens")
+
+
+def test_a_stream_opens_with_the_role_of_each_choice(http: httpx.Client) -> None:
+    events = stream(http, n=2, max_tokens=2, return_token_ids=True)
+    for index in range(2):
+        deltas = [c["delta"] for event in events for c in event["choices"] if c["index"] == index]
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        assert "".join(delta.get("content", "") for delta in deltas) == "He"
+    reasons = [c["finish_reason"] for event in events for c in event["choices"]]
+    assert sorted(reason for reason in reasons if reason) == ["length", "length"]
+    assert events[0]["prompt_token_ids"] == PROMPT
+    assert sum("prompt_token_ids" in event for event in events) == 1
+
+
+def test_usage_comes_last_in_a_stream_that_asks_for_it(http: httpx.Client) -> None:
+    *chunks, last = stream(http, max_tokens=2, stream_options={"include_usage": True})
+    assert {chunk["usage"] for chunk in chunks} == {None}
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 2)
+
+
+def test_logprobs_are_a_list_of_tokens(http: httpx.Client) -> None:
+    answer = post(http, max_tokens=1, logprobs=True, top_logprobs=2)
+    assert answer["choices"][0]["logprobs"]["content"] == [
+        {
+            "token": "H",
+            "logprob": -0.5,
+            "bytes": [72],
+            "top_logprobs": [
+                {"token": "x", "logprob": -0.25, "bytes": [120]},
+                {"token": "H", "logprob": -0.5, "bytes": [72]},
+            ],
+        }
+    ]
+    assert (
+        post(http, max_tokens=1, logprobs=True)["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+    )
+    events = stream(http, max_tokens=2, logprobs=True)
+    tokens = [c["logprobs"]["content"][0]["token"] for e in events for c in e["choices"] if c["logprobs"]]
+    assert tokens == ["H", "e"]
+
+
+def test_top_logprobs_need_logprobs(http: httpx.Client) -> None:
+    assert refusal(http, top_logprobs=2) == (400, "top_logprobs")
+    assert refusal(http, logprobs=True, top_logprobs=21) == (400, "top_logprobs")
+
+
+def test_what_would_change_the_answer_and_is_not_supported_is_refused(http: httpx.Client) -> None:
+    assert refusal(http, tools=[{"type": "function"}]) == (400, "tools")
+    assert refusal(http, response_format={"type": "json_object"}) == (400, "response_format.type")
+    assert refusal(http, chat_template="{{ x }}") == (400, "chat_template")
+    assert refusal(http, chat_template_kwargs={"messages": []}) == (400, "chat_template_kwargs.messages")
+    assert post(http, tools=[], response_format={"type": "text"})["choices"]
+
+
+def test_a_template_may_refuse_a_conversation(http: httpx.Client) -> None:
+    assert refusal(http, messages=[{"role": "pirate", "content": "Arr"}]) == (400, "messages")

@@ -1,0 +1,199 @@
+"""`/v1/completions` over a scripted engine, through a real server and real sockets."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.fakes import ScriptedEngine
+
+
+def post(http: httpx.Client, **body: Any) -> dict[str, Any]:
+    answer = http.post("/v1/completions", json={"model": "toy", "prompt": "Say", "temperature": 0, **body})
+    assert answer.status_code == 200, answer.text
+    body_of_answer: dict[str, Any] = answer.json()
+    return body_of_answer
+
+
+def stream(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
+    """The events, without [DONE]."""
+    body = {"model": "toy", "prompt": "Say", "stream": True, **body}
+    with http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+        assert answer.status_code == 200, lines
+        assert answer.headers["content-type"].startswith("text/event-stream")
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def text_of(events: list[dict[str, Any]], index: int = 0) -> str:
+    return "".join(c["text"] for event in events for c in event["choices"] if c["index"] == index)
+
+
+def test_an_answer_has_text_finish_reason_and_usage(http: httpx.Client, engine: ScriptedEngine) -> None:
+    engine.num_cached_tokens, engine.num_transferred_tokens = 2, 1
+    answer = post(http, max_tokens=50)
+    assert answer["object"] == "text_completion"
+    assert answer["id"].startswith("cmpl-")
+    assert answer["model"] == "toy"
+    assert answer["choices"] == [
+        {"index": 0, "text": "Hello, world!", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    ]
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 14,
+        "total_tokens": 17,
+        "prompt_tokens_details": {"cached_tokens": 2, "transferred_tokens": 1},
+    }
+
+
+def test_sixteen_tokens_unless_told_otherwise(http: httpx.Client, engine: ScriptedEngine) -> None:
+    engine.answer = "a" * 100
+    assert post(http)["choices"][0]["text"] == "a" * 16
+    assert post(http, max_tokens=3)["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_stream_shows_the_same_text_in_pieces(http: httpx.Client) -> None:
+    events = stream(http, max_tokens=50)
+    assert text_of(events) == "Hello, world!"
+    assert len(events) == 14  # The end-of-sequence token shows no text but says how it ended.
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None] * 13 + ["stop"]
+    assert all("usage" not in event for event in events)
+
+
+def test_usage_comes_last_in_a_stream_that_asks_for_it(http: httpx.Client) -> None:
+    *chunks, last = stream(http, max_tokens=4, stream_options={"include_usage": True})
+    assert [chunk["usage"] for chunk in chunks] == [None] * 4
+    assert last["choices"] == []
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (3, 4)
+
+
+def test_n_samples_are_as_many_engine_requests_with_seeds_of_their_own(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
+    engine.answer = lambda request: f"seed {request.sampling_params.seed}"
+    answer = post(http, n=3, seed=7, max_tokens=50)
+    assert [choice["text"] for choice in answer["choices"]] == ["seed 7", "seed 8", "seed 9"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert answer["usage"]["prompt_tokens"] == 3  # Once.
+    assert len({request.request_id for request in engine.requests}) == 3
+    events = stream(http, n=2, seed=1, max_tokens=50)
+    assert [text_of(events, 0), text_of(events, 1)] == ["seed 1", "seed 2"]
+
+
+def test_several_prompts_are_answered_in_their_order(http: httpx.Client, engine: ScriptedEngine) -> None:
+    engine.answer = lambda request: "".join(map(chr, request.prompt_token_ids)).upper()
+    answer = post(http, prompt=["ab", "cd"], n=2)
+    assert [choice["text"] for choice in answer["choices"]] == ["AB", "AB", "CD", "CD"]
+    assert answer["usage"]["prompt_tokens"] == 4
+
+
+def test_a_prompt_may_be_token_ids_and_is_echoed_as_text(http: httpx.Client, engine: ScriptedEngine) -> None:
+    answer = post(http, prompt=[72, 105, 33], echo=True, max_tokens=50)
+    assert engine.requests[0].prompt_token_ids == [72, 105, 33]
+    assert answer["choices"][0]["text"] == "Hi!Hello, world!"
+    assert text_of(stream(http, prompt="Hi ", echo=True, max_tokens=50)) == "Hi Hello, world!"
+
+
+def test_a_stop_string_ends_the_text_and_the_engine_request(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
+    choice = post(http, stop=["wor", "zzz"], max_tokens=50)["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("Hello, ", "stop", "wor")
+    assert engine.events[-1] == "0 aborted"
+    shown = post(http, stop="wor", include_stop_str_in_output=True, max_tokens=50)["choices"][0]["text"]
+    assert shown == "Hello, wor"
+
+
+def test_text_that_may_become_a_stop_string_is_held_back_in_a_stream(http: httpx.Client) -> None:
+    events = stream(http, stop=["lo, W"], max_tokens=50)  # Nearly.
+    assert [event["choices"][0]["text"] for event in events][:4] == ["H", "e", "l", "lo, w"]
+    assert text_of(events) == "Hello, world!"
+
+
+def test_min_tokens_is_heeded_by_stop_strings(http: httpx.Client) -> None:
+    assert post(http, stop="l", min_tokens=6, max_tokens=50)["choices"][0]["text"] == "Hello, wor"
+
+
+def test_a_stop_token_is_named_and_not_shown_unless_asked_for(http: httpx.Client) -> None:
+    choice = post(http, stop_token_ids=[ord("w")], max_tokens=50)["choices"][0]
+    assert (choice["text"], choice["stop_reason"]) == ("Hello, ", ord("w"))
+    shown = post(http, stop_token_ids=[ord("w")], include_stop_str_in_output=True, max_tokens=50)
+    assert shown["choices"][0]["text"] == "Hello, w"
+
+
+def test_half_a_character_waits_for_the_other_half(http: httpx.Client, engine: ScriptedEngine) -> None:
+    engine.answer = "a\u2001\u2002b\u2003"
+    events = stream(http, max_tokens=5)
+    assert [event["choices"][0]["text"] for event in events] == ["a", "€", "b", "\ufffd"]
+
+
+def test_special_tokens_are_hidden_unless_asked_for(http: httpx.Client, engine: ScriptedEngine) -> None:
+    engine.answer = "a\x01b"
+    assert post(http)["choices"][0]["text"] == "ab"
+    assert post(http, skip_special_tokens=False)["choices"][0]["text"] == "a<user>b"
+
+
+def test_token_ids_are_returned_on_demand(http: httpx.Client) -> None:
+    choice = post(http, max_tokens=3, return_token_ids=True)["choices"][0]
+    assert choice["token_ids"] == [ord(c) for c in "Hel"]
+    assert choice["prompt_token_ids"] == [ord(c) for c in "Say"]
+    events = stream(http, max_tokens=3, stop=["Hellx"], return_token_ids=True)
+    assert [event["choices"][0]["token_ids"] for event in events] == [[ord(c)] for c in "Hel"]
+    assert ["prompt_token_ids" in event["choices"][0] for event in events] == [True, False, False]
+
+
+def test_logprobs_are_parallel_lists(http: httpx.Client) -> None:
+    logprobs = post(http, max_tokens=2, logprobs=3)["choices"][0]["logprobs"]
+    assert logprobs == {
+        "text_offset": [0, 1],
+        "token_logprobs": [-0.5, -0.5],
+        "tokens": ["H", "e"],
+        "top_logprobs": [{"x": -0.25, "H": -0.5, "y": -9999.0}, {"x": -0.25, "e": -0.5, "y": -9999.0}],
+    }
+    chosen_only = post(http, max_tokens=1, logprobs=0)["choices"][0]["logprobs"]
+    assert chosen_only["top_logprobs"] == [{"H": -0.5}]
+
+
+def test_offsets_go_on_from_chunk_to_chunk(http: httpx.Client) -> None:
+    events = stream(http, max_tokens=3, logprobs=1)
+    assert [event["choices"][0]["logprobs"]["text_offset"] for event in events] == [[0], [1], [2]]
+
+
+def test_sampling_fields_reach_the_engine(http: httpx.Client, engine: ScriptedEngine) -> None:
+    post(
+        http,
+        temperature=0.5,
+        top_k=9,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        logit_bias={"65": 2},
+        ignore_eos=True,
+        priority=-3,
+        cache_salt="pepper",
+        min_tokens=1,
+    )
+    request = engine.requests[0]
+    params = request.sampling_params
+    assert (params.temperature, params.top_k, params.min_p, params.repetition_penalty) == (0.5, 9, 0.1, 1.1)
+    assert (params.logit_bias, params.ignore_eos, params.min_tokens) == ({65: 2.0}, True, 1)
+    assert (request.priority, request.cache_salt) == (-3, "pepper")
+
+
+def test_the_clients_request_id_names_the_answer_and_the_engine_never_sees_it_twice(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
+    for _ in range(2):
+        answer = http.post("/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": "mine"})
+        assert answer.headers["x-request-id"] == "mine"
+        assert answer.json()["id"] == "cmpl-mine"
+    first, second = [request.request_id for request in engine.requests]
+    assert first != second
+    assert first.startswith("cmpl-mine-0-")
+
+
+@pytest.mark.parametrize("bad", ["a b", "x" * 257, ""])
+def test_a_bad_request_id_is_refused(http: httpx.Client, bad: str) -> None:
+    answer = http.post("/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": bad})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "X-Request-Id")
