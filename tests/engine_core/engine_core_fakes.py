@@ -1,0 +1,182 @@
+"""A connector that writes down what the engine does with it, and fails where it is told to.
+
+Found by name ("engine_core_fakes:...") in the engine's processes too, where `kv_connector_extra_config` tells it
+how to behave.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.contract import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorSchedulerHalf,
+    KVConnectorTransferResults,
+    KVConnectorWorkerHalf,
+)
+from baton.core.config import EngineConfig
+from baton.core.errors import ConfigError
+
+
+@dataclass
+class FakeMetadata(KVConnectorMetadata):
+    step: int
+    loads: dict[str, list[int]] = field(default_factory=dict)  # Request id to blocks.
+
+
+@dataclass
+class FakeHandshake(KVConnectorHandshakeMetadata):
+    tp_rank: int
+    num_layers: int
+
+
+class FakeSchedulerHalf(KVConnectorSchedulerHalf):
+    """Promises `kv_transfer_params["matched"]` tokens to a request, and lends the blocks of those with "lend"."""
+
+    def __init__(self) -> None:
+        self.handshake: dict[tuple[int, int], KVConnectorHandshakeMetadata] = {}
+        self.reports: list[KVConnectorOutput] = []
+        self.num_steps = 0
+        self.is_shut_down = False
+        self._loads: dict[str, list[int]] = {}
+        self._asked: set[str] = set()
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        params = request.kv_transfer_params or {}
+        if "matched" not in params or request.request_id in self._asked:
+            return 0, False
+        matched = max(0, params["matched"] - num_computed_tokens)
+        return matched, bool(matched and params.get("is_async"))
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            self._asked.add(request.request_id)
+            self._loads[request.request_id] = blocks.get_block_ids()[0]
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        self.num_steps += 1
+        loads, self._loads = self._loads, {}
+        return FakeMetadata(self.num_steps, loads)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if not connector_output.is_empty():
+            self.reports.append(connector_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if (request.kv_transfer_params or {}).get("lend"):
+            return True, {"blocks": len(block_ids)}
+        return False, None
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self.handshake = metadata
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+class FakeWorkerHalf(KVConnectorWorkerHalf):
+    """`raises`: names of methods that raise. `results`: what transfers report, one entry per step."""
+
+    def __init__(self, tp_rank: int = 0) -> None:
+        self.transcript: list[str] = []
+        self.raises: set[str] = set()
+        self.results: list[KVConnectorTransferResults] = []
+        self.kill_on_step: int | None = None
+        self._tp_rank = tp_rank
+        self._num_layers = 0
+
+    def _note(self, name: str, detail: str = "") -> None:
+        bound = "" if self.has_connector_metadata() else " (unbound)"
+        self.transcript.append(f"{name}{detail}{bound}")
+        if name in self.raises:
+            raise RuntimeError(f"{name} is broken")
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._num_layers = len(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return FakeHandshake(self._tp_rank, self._num_layers)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, FakeMetadata)
+        if kv_connector_metadata.step == self.kill_on_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._note("handle_preemptions")
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        self._note("bind_connector_metadata")
+        super().bind_connector_metadata(connector_metadata)
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        self._note("clear_connector_metadata")
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        num_tokens = forward_context.attn_metadata.num_actual_tokens if forward_context.attn_metadata else 0
+        self._note("start_load_kv", f" [{num_tokens} tokens]")
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._note("wait_for_layer_load", f" {layer_name}")
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        self._note("save_kv_layer", f" {layer_name}")
+
+    def finish_forward(self) -> None:
+        self._note("finish_forward")
+
+    def wait_for_save(self) -> None:
+        self._note("wait_for_save")
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        self._note("get_transfer_results", f" {sorted(finished_req_ids)}")
+        return self.results.pop(0) if self.results else KVConnectorTransferResults()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        self._note("get_block_ids_with_load_errors")
+        return set()
+
+    def get_kv_connector_stats(self) -> None:
+        self._note("get_kv_connector_stats")
+
+    def get_kv_connector_kv_cache_events(self) -> None:
+        self._note("get_kv_connector_kv_cache_events")
+
+    def build_connector_worker_meta(self) -> None:
+        self._note("build_connector_worker_meta")
+
+    def shutdown(self) -> None:
+        self.transcript.append("shutdown")
+
+
+class FakeFactory:
+    """Keeps the halves it made last, for tests in the same process."""
+
+    def __init__(self) -> None:
+        self.scheduler: FakeSchedulerHalf | None = None
+        self.worker: FakeWorkerHalf | None = None
+
+    def scheduler_half(self, config: EngineConfig) -> KVConnectorSchedulerHalf:
+        self.scheduler = FakeSchedulerHalf()
+        return self.scheduler
+
+    def worker_half(self, config: EngineConfig, tp_rank: int) -> KVConnectorWorkerHalf:
+        transfer = config.kv_transfer_config
+        told = transfer.kv_connector_extra_config if transfer is not None else {}
+        if "refuse" in told:
+            raise ConfigError(told["refuse"], field="kv_transfer_config")
+        self.worker = FakeWorkerHalf(tp_rank)
+        self.worker.raises = set(told.get("raises", ()))
+        if told.get("kill_rank") == tp_rank:
+            self.worker.kill_on_step = told["kill_on_step"]
+        return self.worker
+
+
+factory = FakeFactory()
+FACTORY = "engine_core_fakes:factory"

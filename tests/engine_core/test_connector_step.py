@@ -1,0 +1,228 @@
+"""What a worker half sees of a step, in order, and that nothing it raises leaves the step."""
+
+import numpy as np
+import pytest
+import torch
+from engine_core_fakes import FakeMetadata, FakeWorkerHalf
+
+from baton.contract import KVConnectorTransferResults
+from baton.core.config import EngineConfig
+from baton.engine.api import SamplingParams
+from baton.engine.forward_context import ForwardContext
+from baton.engine.model_runner import ModelRunner
+from baton.engine.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+
+LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
+
+
+class HookedModel:
+    """No arithmetic; calls the hooks as attention layers do."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        for name in LAYERS:
+            if (watcher := context.watcher) is not None:
+                watcher.wait_for_layer_load(name)
+                watcher.save_kv_layer(name, torch.zeros(1), context.attn_metadata)
+        if self.error is not None:
+            raise self.error
+        return torch.zeros(len(input_ids), 4)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([[0.0, 1.0]]).repeat(len(hidden), 1)
+
+
+class World:
+    def __init__(self, config: EngineConfig) -> None:
+        self.half = FakeWorkerHalf()
+        self.model = HookedModel()
+        self.runner = ModelRunner(config, self.model, {}, self.half, device=torch.device("cpu"))
+
+    def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        output.kv_connector_metadata = FakeMetadata(1)
+        self.half.transcript.clear()
+        return self.runner.execute(output, [])
+
+
+@pytest.fixture
+def world(make_config) -> World:
+    return World(make_config())
+
+
+def first_step(*, num_computed: int = 0, sync: bool = False) -> SchedulerOutput:
+    """One new request of 6 tokens in blocks of 4."""
+    return SchedulerOutput(
+        scheduled_new_reqs=[
+            NewRequestData("a", [3, 4, 5, 6, 7, 8], SamplingParams(temperature=0), ([11, 12],), num_computed)
+        ],
+        num_scheduled_tokens={"a": 6 - num_computed},
+        total_num_scheduled_tokens=6 - num_computed,
+        has_sync_kv_loads=sync,
+    )
+
+
+REPORT = [
+    "get_transfer_results []",
+    "get_block_ids_with_load_errors",
+    "get_kv_connector_stats",
+    "get_kv_connector_kv_cache_events",
+    "build_connector_worker_meta",
+    "clear_connector_metadata (unbound)",
+]
+HOOKS = [
+    "wait_for_layer_load model.layers.0.self_attn.attn",
+    "save_kv_layer model.layers.0.self_attn.attn",
+    "wait_for_layer_load model.layers.1.self_attn.attn",
+    "save_kv_layer model.layers.1.self_attn.attn",
+]
+BEGIN = ["handle_preemptions (unbound)", "bind_connector_metadata (unbound)"]
+
+
+def test_loads_start_after_the_forward_of_a_step_without_synchronous_ones(world: World) -> None:
+    world.run(first_step())
+    assert world.half.transcript == [
+        *BEGIN,
+        *HOOKS,
+        "finish_forward",
+        "start_load_kv [6 tokens]",
+        "wait_for_save",
+        *REPORT,
+    ]
+
+
+def test_loads_start_before_the_forward_of_a_step_with_synchronous_ones(world: World) -> None:
+    world.run(first_step(num_computed=4, sync=True))
+    assert world.half.transcript == [
+        *BEGIN,
+        "start_load_kv [0 tokens]",
+        *HOOKS,
+        "finish_forward",
+        "wait_for_save",
+        *REPORT,
+    ]
+
+
+def test_a_step_without_tokens_runs_the_same_sequence(world: World) -> None:
+    result = world.run(SchedulerOutput(finished_req_ids={"gone"}))
+    assert world.half.transcript == [
+        *BEGIN,
+        "start_load_kv [0 tokens]",
+        "wait_for_save",
+        "get_transfer_results ['gone']",
+        *REPORT[1:],
+    ]
+    assert result == ModelRunnerOutput()
+
+
+def test_a_failing_model_ends_the_step_with_clear_and_nothing_else(world: World) -> None:
+    world.model.error = ZeroDivisionError("the model is broken")
+    with pytest.raises(ZeroDivisionError):
+        world.run(first_step())
+    assert world.half.transcript == [*BEGIN, *HOOKS, "clear_connector_metadata (unbound)"]
+
+
+def test_a_dummy_run_shows_the_connector_nothing(world: World) -> None:
+    world.runner.warm_up()
+    assert world.half.transcript == []
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "handle_preemptions",
+        "bind_connector_metadata",
+        "start_load_kv",
+        "wait_for_layer_load",
+        "save_kv_layer",
+        "finish_forward",
+        "wait_for_save",
+        "get_transfer_results",
+        "get_block_ids_with_load_errors",
+        "get_kv_connector_stats",
+        "get_kv_connector_kv_cache_events",
+        "build_connector_worker_meta",
+        "clear_connector_metadata",
+    ],
+)
+@pytest.mark.parametrize("sync", [True, False])
+def test_whatever_raises_the_step_samples_and_ends_with_clear(world: World, method: str, sync: bool) -> None:
+    world.half.raises = {method}
+    result = world.run(first_step(num_computed=4 if sync else 0, sync=sync))
+    assert result.sampled_token_ids == [[1]]
+    assert result.connector_error == f"{method}: RuntimeError: {method} is broken"
+    assert world.half.transcript[-1] == "clear_connector_metadata (unbound)"
+    assert world.half.transcript.count("clear_connector_metadata (unbound)") == 1
+    world.half.raises = set()
+    step = SchedulerOutput(
+        scheduled_cached_reqs=CachedRequestData(
+            req_ids=["a"], new_block_ids=[None], num_computed_tokens=[6], num_output_tokens=[1]
+        ),
+        num_scheduled_tokens={"a": 1},
+        total_num_scheduled_tokens=1,
+    )
+    result = world.run(step)
+    assert (result.connector_error, result.loads_failed) == (None, False), "the next step is as any other"
+
+
+LOADS = ["handle_preemptions", "bind_connector_metadata", "start_load_kv"]
+
+
+@pytest.mark.parametrize("method", [*LOADS, "wait_for_layer_load", "get_block_ids_with_load_errors"])
+def test_what_a_broken_half_was_to_load_at_once_counts_as_invalid(world: World, method: str) -> None:
+    world.half.raises = {method}
+    result = world.run(first_step(num_computed=4, sync=True))
+    assert result.kv_connector_output is not None
+    assert result.kv_connector_output.invalid_block_ids == {11}, "block 12 is computed here"
+
+
+@pytest.mark.parametrize("method", LOADS)
+def test_loads_in_the_background_that_never_began_are_told(world: World, method: str) -> None:
+    world.half.raises = {method}
+    result = world.run(first_step())
+    assert result.loads_failed
+    assert result.kv_connector_output is None, "nothing is invented that the connector may report later"
+
+
+@pytest.mark.parametrize("method", ["wait_for_save", "save_kv_layer", "wait_for_layer_load"])
+def test_a_failing_save_fails_no_load(world: World, method: str) -> None:
+    world.half.raises = {method}
+    assert not world.run(first_step()).loads_failed
+
+
+def test_what_arrived_is_not_believed_while_its_errors_are_unknown(world: World) -> None:
+    world.half.raises = {"get_block_ids_with_load_errors"}
+    world.half.results = [KVConnectorTransferResults({"s"}, {"r1", "r2"}, {"r2"})]
+    report = world.run(SchedulerOutput()).kv_connector_output
+    assert report is not None
+    assert report.finished_sending == {"s"}
+    assert report.finished_recving == report.failed_recving == {"r1", "r2"}
+
+
+def test_ranks_other_than_the_first_learn_their_tokens_with_the_next_step(make_config) -> None:
+    follower = World(make_config())
+    follower.runner = ModelRunner(
+        make_config(), follower.model, {}, follower.half, device=torch.device("cpu"), is_driver=False
+    )
+    assert follower.run(first_step()).sampled_token_ids == []
+    step = SchedulerOutput(
+        scheduled_cached_reqs=CachedRequestData(
+            req_ids=["a"], new_block_ids=[None], num_computed_tokens=[6], num_output_tokens=[1]
+        ),
+        num_scheduled_tokens={"a": 1},
+        total_num_scheduled_tokens=1,
+        kv_connector_metadata=FakeMetadata(2),
+    )
+    seen: list[int] = []
+    forward = follower.model.forward
+
+    def watch(input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        seen.extend(input_ids.tolist())
+        return forward(input_ids, positions, context)
+
+    follower.model.forward = watch  # type: ignore[method-assign]
+    follower.runner.execute(step, [77])
+    assert np.array(seen).tolist() == [77]

@@ -1,0 +1,171 @@
+"""Scheduler, executor and connector together in one process: what a broken connector costs, and whom."""
+
+from typing import Any
+
+import pytest
+from engine_core_fakes import FACTORY, FakeSchedulerHalf, FakeWorkerHalf, factory
+
+from baton.bench import step_overhead
+from baton.contract import KVConnectorTransferResults
+from baton.core.config import KVTransferConfig
+from baton.core.errors import ConfigError
+from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
+from baton.engine.core import CONNECTOR_ERRORS_MAX, EngineCore
+from baton.engine.llm import LLM
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def transfer(**told: Any) -> KVTransferConfig:
+    return KVTransferConfig(kv_connector="Fake", kv_role="kv_both", kv_connector_extra_config=told)
+
+
+def request(request_id: str, prompt: list[int], **params: Any) -> EngineRequest:
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling_params=GREEDY,
+        arrival_time_s=0.0,
+        kv_transfer_params=params or None,
+    )
+
+
+class World:
+    def __init__(self, config: Any) -> None:
+        self.core = EngineCore(config, FACTORY)
+        assert factory.scheduler is not None
+        assert factory.worker is not None
+        self.scheduler: FakeSchedulerHalf = factory.scheduler
+        self.worker: FakeWorkerHalf = factory.worker
+        self.outputs: dict[str, list[EngineOutput]] = {}
+
+    def add(self, *requests: EngineRequest) -> None:
+        for asked in requests:
+            assert self.core.add_request(asked) is None
+
+    def step(self, num_steps: int = 1) -> None:
+        for _ in range(num_steps):
+            for output in self.core.step().outputs:
+                self.outputs.setdefault(output.request_id, []).append(output)
+
+    def end_of(self, request_id: str) -> EngineOutput | None:
+        outputs = self.outputs.get(request_id)
+        return outputs[-1] if outputs and outputs[-1].finish_reason else None
+
+    def tokens_of(self, request_id: str) -> list[int]:
+        return [token for output in self.outputs[request_id] for token in output.new_token_ids]
+
+    def free_blocks(self) -> int:
+        return self.core.scheduler.kv_cache.block_pool.num_free_blocks
+
+
+@pytest.fixture
+def world(make_config):
+    world = World(make_config(kv_transfer_config=transfer()))
+    yield world
+    world.core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def reference(make_config) -> dict[str, list[int]]:
+    with LLM(make_config()) as llm:
+        long, short = llm.generate([LONG, SHORT], GREEDY)
+    return {"long": long.token_ids, "short": short.token_ids}
+
+
+LONG, SHORT = list(range(20, 40)), [3, 4, 5]
+
+
+def test_the_scheduler_half_gets_every_ranks_handshake(world: World) -> None:
+    assert {key: metadata.num_layers for key, metadata in world.scheduler.handshake.items()} == {(0, 0): 2}
+
+
+def test_both_halves_are_shut_down(world: World) -> None:
+    world.core.shutdown()
+    assert world.scheduler.is_shut_down
+    assert world.worker.transcript[-1] == "shutdown"
+
+
+@pytest.mark.parametrize("method", ["start_load_kv", "handle_preemptions", "bind_connector_metadata"])
+def test_a_load_that_could_not_begin_ends_its_request_with_an_error(
+    world: World, reference: dict[str, list[int]], method: str
+) -> None:
+    world.add(request("earlier", LONG, matched=16, is_async=True))
+    world.step()
+    world.worker.raises = {method}
+    world.add(request("hurt", [*LONG, 9], matched=16, is_async=True), request("bystander", SHORT))
+    world.step()
+    world.worker.raises = set()
+    world.step(8)
+    hurt = world.end_of("hurt")
+    assert hurt is not None
+    assert (hurt.finish_reason, hurt.error_is_users) == ("error", False)
+    assert f"{method} is broken" in str(hurt.error)
+    assert world.tokens_of("bystander") == reference["short"]
+    assert world.end_of("earlier") is None, "its load had begun before"
+    assert world.free_blocks() < 128, "something may still write into the blocks of the failed load"
+    world.worker.results = [KVConnectorTransferResults(None, {"earlier", "hurt"}, {"earlier"})]
+    world.step(12)
+    assert world.tokens_of("earlier") == reference["long"]
+    while world.core.has_requests:
+        world.step()
+    assert world.free_blocks() == 128
+
+
+def test_a_half_that_keeps_failing_keeps_nobody_waiting(world: World) -> None:
+    world.add(request("waits", LONG, matched=16, is_async=True))
+    world.step()
+    world.worker.raises = {"get_transfer_results"}
+    world.step(CONNECTOR_ERRORS_MAX - 1)
+    assert world.end_of("waits") is None
+    world.step()
+    end = world.end_of("waits")
+    assert end is not None
+    assert end.finish_reason == "error"
+
+
+@pytest.mark.parametrize("method", ["start_load_kv", "wait_for_layer_load", "get_block_ids_with_load_errors"])
+def test_a_synchronous_load_that_failed_is_computed_here(
+    world: World, reference: dict[str, list[int]], method: str
+) -> None:
+    world.worker.raises = {method}
+    world.add(request("a", LONG, matched=16), request("b", SHORT))
+    world.step()
+    world.worker.raises = set()
+    world.step(10)
+    assert world.tokens_of("a") == reference["long"]
+    assert world.tokens_of("b") == reference["short"]
+
+
+def test_a_load_that_was_believed_would_have_changed_the_tokens(
+    world: World, reference: dict[str, list[int]]
+) -> None:
+    """The fake loads nothing. So the two tests above do test something."""
+    world.add(request("a", LONG, matched=16))
+    world.step(10)
+    assert world.tokens_of("a") != reference["long"]
+
+
+def test_lent_blocks_come_back_when_the_send_is_reported(world: World) -> None:
+    world.add(request("lender", LONG, lend=True))
+    world.step(8)
+    end = world.end_of("lender")
+    assert end is not None
+    assert end.kv_transfer_params == {"blocks": 7}
+    assert world.core.has_requests
+    assert not world.core.has_unfinished_requests
+    world.worker.results = [KVConnectorTransferResults({"lender"}, None, None)]
+    world.step()
+    assert not world.core.has_requests
+    assert world.free_blocks() == 128
+
+
+def test_a_connector_that_refuses_the_configuration_is_heard(make_config) -> None:
+    with pytest.raises(ConfigError, match="no such wire"):
+        EngineCore(make_config(kv_transfer_config=transfer(refuse="no such wire")), FACTORY)
+
+
+def test_the_overhead_benchmark_runs() -> None:
+    rows = step_overhead.run(num_steps=2)
+    assert [row.num_running for row in rows] == list(step_overhead.BUDGET_MS)
+    assert all(0 < row.total_ms for row in rows)

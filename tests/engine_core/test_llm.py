@@ -1,0 +1,149 @@
+"""Whatever the scheduler does to a request, its tokens are those of the request alone."""
+
+import random
+
+import pytest
+
+from baton.core.config import CacheConfig, EngineConfig, SchedulerConfig
+from baton.engine.api import SamplingParams
+from baton.engine.llm import LLM, Completion
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def prompts_of(num_prompts: int, seed: int = 0) -> list[list[int]]:
+    """Of all lengths around block borders; every other one continues the one before."""
+    draw = random.Random(seed)
+    prompts: list[list[int]] = []
+    for index in range(num_prompts):
+        fresh = [draw.randrange(3, 500) for _ in range(draw.randrange(1, 40))]
+        prompts.append(prompts[-1] + fresh if index % 2 and len(prompts[-1]) < 60 else fresh)
+    return prompts
+
+
+PROMPTS = prompts_of(12)
+
+
+def tokens_of(completions: list[Completion]) -> list[list[int]]:
+    assert all(completion.error is None for completion in completions)
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def alone(make_config) -> list[list[int]]:
+    """The reference: one request at a time, in one chunk, nothing cached."""
+    config = make_config(cache_config=CacheConfig(num_gpu_blocks=128, block_size=4, enable_prefix_caching=False))
+    with LLM(config) as llm:
+        return [tokens_of(llm.generate([prompt], GREEDY))[0] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    "scheduler_config",
+    [
+        SchedulerConfig(),
+        SchedulerConfig(max_num_batched_tokens=7),
+        SchedulerConfig(max_num_batched_tokens=1),
+        SchedulerConfig(max_num_batched_tokens=64, long_prefill_token_threshold=5),
+        SchedulerConfig(max_num_batched_tokens=256, enable_chunked_prefill=False),
+        SchedulerConfig(max_num_seqs=3),
+    ],
+    ids=["batched", "chunks of 7", "one token a step", "long prompts in 5s", "no chunks", "3 at once"],
+)
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_tokens_do_not_depend_on_how_prompts_are_batched(
+    make_config, alone, scheduler_config: SchedulerConfig, prefix_caching: bool
+) -> None:
+    cache = CacheConfig(num_gpu_blocks=400, block_size=4, enable_prefix_caching=prefix_caching)
+    with LLM(make_config(scheduler_config=scheduler_config, cache_config=cache)) as llm:
+        assert tokens_of(llm.generate(PROMPTS, GREEDY)) == alone
+        again = llm.generate(PROMPTS, GREEDY)
+        assert tokens_of(again) == alone
+        assert any(completion.num_cached_tokens for completion in again) == prefix_caching
+
+
+def test_tokens_survive_preemption_in_a_tiny_pool(make_config, alone) -> None:
+    with LLM(make_config(num_blocks=30)) as llm:
+        preempted = count_preemptions(llm)
+        assert tokens_of(llm.generate(PROMPTS, GREEDY)) == alone
+        assert preempted, "the pool is too large for this test to test anything"
+
+
+def count_preemptions(llm: LLM) -> list[int]:
+    counts: list[int] = []
+    step = llm.core.step
+
+    def counting_step():
+        outputs = step()
+        if outputs.stats is not None and outputs.stats.num_preempted:
+            counts.append(outputs.stats.num_preempted)
+        return outputs
+
+    llm.core.step = counting_step  # type: ignore[method-assign]
+    return counts
+
+
+SAMPLED = [
+    SamplingParams(seed=1, max_tokens=12, ignore_eos=True),
+    SamplingParams(seed=2, max_tokens=12, temperature=1.5, top_p=0.8, ignore_eos=True),
+    SamplingParams(seed=3, max_tokens=12, top_k=20, min_p=0.01, ignore_eos=True),
+    SamplingParams(seed=4, max_tokens=12, frequency_penalty=1.0, repetition_penalty=1.3, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=12, presence_penalty=1.5, logprobs=2, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=12, min_tokens=8, logit_bias={7: 2.0}),
+]
+
+
+def test_seeded_and_penalised_tokens_depend_on_nobody_else_either(make_config: EngineConfig) -> None:
+    params = [SAMPLED[index % len(SAMPLED)] for index in range(len(PROMPTS))]
+    with LLM(make_config()) as llm:
+        reference = [tokens_of(llm.generate([p], s))[0] for p, s in zip(PROMPTS, params, strict=True)]
+    for num_blocks in (400, 30):
+        with LLM(make_config(num_blocks=num_blocks)) as llm:
+            assert tokens_of(llm.generate(PROMPTS, params)) == reference
+
+
+def test_a_continued_sequence_draws_what_the_whole_one_would_have_drawn(make_config) -> None:
+    """As after a handoff: the second engine gets prompt and first token."""
+    params = SamplingParams(seed=11, max_tokens=8, ignore_eos=True)
+    rest = SamplingParams(seed=11, max_tokens=7, ignore_eos=True)
+    with LLM(make_config()) as llm:
+        [whole] = llm.generate([PROMPTS[3]], params)
+    with LLM(make_config()) as llm:
+        [continued] = llm.generate([[*PROMPTS[3], whole.token_ids[0]]], rest)
+    assert continued.token_ids == whole.token_ids[1:]
+
+
+def test_logprobs_come_with_every_token(make_config) -> None:
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=3, ignore_eos=True)
+    with LLM(make_config()) as llm:
+        with_logprobs, without = llm.generate([[9, 8, 7]] * 2, [params, GREEDY])
+    assert [entry.chosen.token_id for entry in with_logprobs.logprobs] == with_logprobs.token_ids
+    assert all(entry.top[0] == entry.chosen for entry in with_logprobs.logprobs), "greedy chooses the best"
+    assert all(len(entry.top) == 3 for entry in with_logprobs.logprobs)
+    assert without.logprobs == []
+
+
+def test_a_stop_token_ends_the_request_and_is_named(make_config, alone) -> None:
+    stop = alone[0][4]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=(stop,))
+    with LLM(make_config()) as llm:
+        [completion] = llm.generate([PROMPTS[0]], params)
+    assert completion.token_ids == alone[0][: alone[0].index(stop) + 1]
+    assert completion.finish_reason == "stop"
+
+
+def test_an_impossible_request_is_refused_and_the_others_go_on(make_config, alone) -> None:
+    with LLM(make_config()) as llm:
+        refused, served = llm.generate([[10**6], PROMPTS[0]], GREEDY)
+    assert refused.finish_reason == "error"
+    assert "vocabulary" in str(refused.error)
+    assert served.token_ids == alone[0]
+
+
+def test_nothing_is_left_after_the_last_request(make_config) -> None:
+    with LLM(make_config()) as llm:
+        llm.generate(PROMPTS, GREEDY)
+        while llm.core.has_requests:
+            llm.core.step()
+        pool = llm.core.scheduler.kv_cache.block_pool
+        assert pool.num_free_blocks == 128
+        assert not llm.core.scheduler.requests
