@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from baton.connectors.pull.metadata import ReadBlocks, ReadEnd
 from baton.core.errors import PeerError, TransferError
@@ -84,7 +85,9 @@ class PeerLinks:
                 continue
             read = _Read(order.claim, pair, order.local_blocks, order.remote_blocks)
             with self._lock:
-                self._read(order.producer, read)
+                unconnected = self._read(order.producer, read)
+            if unconnected is not None:
+                self._run_in_background(partial(self._connect, unconnected))
 
     def cancel(self, claim: int) -> None:
         with self._lock:
@@ -136,20 +139,22 @@ class PeerLinks:
 
     # --- With the lock held --------------------------------------------------------------------
 
-    def _read(self, producer: Address, read: _Read) -> None:
+    def _read(self, producer: Address, read: _Read) -> _Link | None:
+        """Returns a link that has to be connected."""
         key = (producer, read.pair.producer_rank)
         link = self._links.get(key)
         if link is not None and link.ready is not None:
             self._post(link, link.ready, read)
-            return
-        if link is None:
-            cards = self._cards.get(producer)
-            if cards is None or not read.pair.producer_rank < len(cards):
-                self._end(read, "the peer is not known")
-                return
-            link = self._links[key] = _Link(producer, cards[read.pair.producer_rank])
-            self._run_in_background(lambda: self._connect(key, link))
-        link.waiting.append(read)
+            return None
+        if link is not None:
+            link.waiting.append(read)
+            return None
+        cards = self._cards.get(producer)
+        if cards is None or not read.pair.producer_rank < len(cards):
+            self._end(read, "the peer is not known")
+            return None
+        link = self._links[key] = _Link(producer, cards[read.pair.producer_rank], waiting=[read])
+        return link
 
     def _post(self, link: _Link, ready: _Ready, read: _Read) -> None:
         try:
@@ -170,7 +175,7 @@ class PeerLinks:
 
     # --- In the background ---------------------------------------------------------------------
 
-    def _connect(self, key: tuple[Address, int], link: _Link) -> None:
+    def _connect(self, link: _Link) -> None:
         try:
             ready = self._open(link)
         except Exception as error:
@@ -179,8 +184,8 @@ class PeerLinks:
             logger.warning("cannot read from %s: %s", link.producer.engine_id, error, exc_info=not expected)
             with self._lock:
                 self._end_waiting(link, str(error) or type(error).__name__)
-                if self._links.get(key) is link:
-                    del self._links[key]  # The next read tries again.
+                if not link.is_lost:
+                    del self._links[link.producer, link.card.tp_rank]  # The next read tries again.
             return
         with self._lock:
             if link.is_lost:

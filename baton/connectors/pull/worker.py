@@ -1,8 +1,8 @@
 """The worker half of pull: moves bytes into this rank's blocks, and reports how each read ended.
 
-It knows blocks, claims and peers' ranks; of requests only the ids that it is told to report. Posting happens
-as soon as a step's metadata is bound, before the model runs; connecting happens in the background; completions
-are collected at the end of each step.
+It knows blocks, claims and peers' ranks; of requests only the ids that it is told to report. Reads are posted
+as soon as a step's metadata is bound, before the model runs. Connecting happens in the background, and what
+has completed is collected at the end of each step.
 """
 
 from __future__ import annotations

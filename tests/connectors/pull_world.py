@@ -1,0 +1,494 @@
+"""Engines without an engine: real halves, a virtual clock, a wire of lists, and a host of fifty lines.
+
+A host here does what a scheduler does for a connector and nothing else: it hands out blocks, calls the hooks in the
+contract's order, and frees what is reported. Like vLLM it drops an output in which nothing is reported.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+
+from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
+from baton.connectors.pull.agent import PullAgent
+from baton.connectors.pull.metadata import PullMetadata
+from baton.contract import KVConnectorOutput, KVOutputAggregator
+from baton.core.config import CacheConfig, ClusterSecret, EngineConfig, KVTransferConfig, ModelConfig, ParallelConfig
+from baton.core.ids import Address, Epoch
+from baton.core.topology import kv_heads_of
+from baton.protocol.messages import Envelope, decode_envelope, encode_envelope
+from baton.transport.memory import MemoryNetwork, MemoryTransport
+
+BLOCK = 4
+LAYERS = 2
+HEADS = 4
+HEAD_DIM = 2
+SECRET = ClusterSecret(b"sixteen bytes or more")
+
+
+def model_config(**changes: Any) -> ModelConfig:
+    config = ModelConfig(
+        model="folder",
+        served_model_name="toy",
+        dtype="float32",
+        max_model_len=512,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_kv_heads=HEADS,
+        head_dim=HEAD_DIM,
+        hidden_size=8,
+        vocab_size=100,
+        eos_token_ids=(0,),
+        bos_token_id=None,
+        architecture_digest="architecture",
+        weights_digest="weights",
+        hf_config={},
+    )
+    return msgspec.structs.replace(config, **changes)
+
+
+def engine_config(
+    engine_id: str,
+    *,
+    role: str = "kv_both",
+    tp: int = 1,
+    policy: str = "recompute",
+    num_blocks: int = 16,
+    secret: ClusterSecret | None = SECRET,
+    extra: dict[str, Any] | None = None,
+    model: ModelConfig | None = None,
+) -> EngineConfig:
+    return EngineConfig(
+        model_config=model or model_config(),
+        cache_config=CacheConfig(block_size=BLOCK, num_gpu_blocks=num_blocks),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=tp, executor="multiprocess" if tp > 1 else "inprocess"
+        ),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="BatonPullConnector",
+            kv_role=role,  # type: ignore[arg-type]
+            engine_id=engine_id,
+            kv_connector_extra_config={"transports": ["memory"], **(extra or {})},
+            kv_load_failure_policy=policy,  # type: ignore[arg-type]
+        ),
+        cluster_secret=secret,
+    )
+
+
+class Status(enum.Enum):
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED_STOPPED = enum.auto()
+    FINISHED_LENGTH_CAPPED = enum.auto()
+    FINISHED_ABORTED = enum.auto()
+
+
+@dataclass
+class FakeRequest:
+    request_id: str
+    prompt_token_ids: list[int]
+    kv_transfer_params: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    num_computed_tokens: int = 0
+    status: Status = Status.WAITING
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return self.prompt_token_ids
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    num_tokens = num_prompt_tokens
+
+
+@dataclass
+class FakeBlocks:
+    block_ids: list[int]
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return (self.block_ids,)
+
+
+class Wire:
+    """The control network: frames in flight, delivered when the test says so."""
+
+    def __init__(self) -> None:
+        self.stations: dict[str, Station] = {}  # By url: who answers there now.
+        self.is_cut = False  # Nothing arrives.
+        self.drop: list[type] = []  # Messages of these types get lost.
+        self.carried: list[Envelope] = []
+
+    def deliver(self) -> bool:
+        """One round; False if there was nothing to carry."""
+        moved = False
+        for station in list(self.stations.values()):
+            for envelope, url in station.take():
+                moved = True
+                kept = tuple(m for m in envelope.messages if type(m) not in self.drop)
+                target = self.stations.get(url or "")
+                if self.is_cut or target is None or not kept:
+                    continue
+                envelope = decode_envelope(encode_envelope(msgspec.structs.replace(envelope, messages=kept)))
+                self.carried.append(envelope)
+                target.receive(envelope, station.url)
+        return moved
+
+
+class Station:
+    """An engine's ControlPort on the wire."""
+
+    def __init__(self, world: World, url: str, agent: PullAgent) -> None:
+        self.url = url
+        self.num_bad_frames = 0
+        self.is_closed = False
+        self._world = world
+        self._agent = agent
+        self._routes: dict[Address, str] = {}
+
+    def start(self) -> None:
+        self._world.wire.stations[self.url] = self
+
+    def route(self, peer: Address, url: str) -> None:
+        self._routes[peer] = url
+
+    def flush(self) -> None:
+        return
+
+    def raise_if_dead(self) -> None:
+        return
+
+    def close(self, timeout_s: float) -> None:
+        self.is_closed = True
+
+    def take(self) -> list[tuple[Envelope, str | None]]:
+        self._agent.wake(self._world.now)
+        return [(envelope, self._routes.get(envelope.target)) for envelope in self._agent.take_envelopes()]
+
+    def receive(self, envelope: Envelope, url: str) -> None:
+        self._routes.setdefault(envelope.sender, url)
+        self._agent.receive(envelope, self._world.now)
+
+
+class World:
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.wire = Wire()
+        self.network = MemoryNetwork()
+        self.engines: list[Engine] = []
+        self._urls: dict[str, str] = {}
+        self._epochs = 0
+
+    def engine(self, engine_id: str, **config: Any) -> Engine:
+        """Starts one; a second one of the same id is its successor, at the same url."""
+        url = self._urls.setdefault(engine_id, f"tcp://127.0.0.1:{1001 + len(self._urls)}")
+        self._epochs += 1
+        engine = Engine(self, engine_config(engine_id, **config), url, Epoch(self._epochs))
+        self.engines.append(engine)
+        return engine
+
+    def settle(self, rounds: int = 50) -> None:
+        """Step and deliver until nothing moves. Takes no time."""
+        for _ in range(rounds):
+            moved = self.wire.deliver()
+            moved = any([engine.step() for engine in self.engines if engine.is_alive]) or moved
+            if not moved:
+                return
+        raise AssertionError("the world does not come to rest")
+
+    def pass_time(self, seconds: float, *, every_s: float = 0.5) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + every_s)
+            self.settle()
+
+    def assert_whole(self) -> None:
+        """I5: at rest every pool is full again and nobody owes anybody anything."""
+        for engine in self.engines:
+            if engine.is_alive:
+                engine.assert_whole()
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.shutdown()
+
+
+@dataclass
+class Parked:
+    request: FakeRequest
+    block_ids: list[int]
+    num_local: int
+    num_external: int
+
+
+@dataclass
+class Outcome:
+    """How a parked request came back."""
+
+    block_ids: list[int]
+    valid_tokens: int  # Local and loaded tokens up to the first invalid block.
+
+
+class Engine:
+    def __init__(self, world: World, config: EngineConfig, url: str, epoch: Epoch) -> None:
+        self.world = world
+        self.config = config
+        self.is_alive = True
+        self.tp = config.parallel_config.tensor_parallel_size
+        self.half = PullSchedulerHalf(
+            EngineIdentity.of_engine(config),
+            epoch=epoch,
+            clock=lambda: world.now,
+            control=lambda agent, lock: Station(world, url, agent),
+        )
+        self.workers = [self._worker(rank, Epoch(epoch * 100 + rank)) for rank in range(self.tp)]
+        self.half.set_xfer_handshake_metadata(
+            {rank: worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}  # type: ignore[misc]
+        )
+        self.aggregator = KVOutputAggregator.from_connector(self.half, self.tp)
+        self.free_blocks = list(range(config.cache_config.num_gpu_blocks))
+        random.Random(epoch).shuffle(self.free_blocks)
+        self.lent: dict[str, list[int]] = {}
+        self.parked: dict[str, Parked] = {}
+        self.outcomes: dict[str, Outcome] = {}
+        self.held: dict[str, list[int]] = {}  # Aborted while loading.
+        self.recomputed: set[str] = set()
+        self.stats: list[dict[str, Any]] = []
+
+    def _worker(self, rank: int, epoch: Epoch) -> PullWorkerHalf:
+        of_rank = msgspec.structs.replace(self.config.parallel_config, rank=rank)
+        identity = EngineIdentity.of_engine(msgspec.structs.replace(self.config, parallel_config=of_rank))
+        worker = PullWorkerHalf(
+            identity,
+            epoch=epoch,
+            transports=lambda address: {"memory": MemoryTransport(address, self.world.network)},
+            run_in_background=lambda job: job(),
+        )
+        heads = len(kv_heads_of(rank, tp_size=self.tp, num_kv_heads=HEADS))
+        shape = (LAYERS, self.config.cache_config.num_gpu_blocks, heads, BLOCK, 2 * HEAD_DIM)
+        worker.cache = torch.full(shape, -1.0)  # type: ignore[attr-defined]
+        worker.register_kv_caches({f"layer.{i}": worker.cache[i] for i in range(LAYERS)})  # type: ignore[attr-defined]
+        return worker
+
+    # --- Blocks --------------------------------------------------------------------------------
+
+    def allocate(self, num_tokens: int) -> list[int]:
+        count = -(-num_tokens // BLOCK)
+        assert count <= len(self.free_blocks), "the test's pool is too small"
+        taken, self.free_blocks = self.free_blocks[:count], self.free_blocks[count:]
+        return taken
+
+    def compute(self, tokens: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Write the KV of these tokens, the same on whatever engine."""
+        for rank, worker in enumerate(self.workers):
+            for index, block_id in enumerate(block_ids):
+                worker.cache[:, block_id] = kv_of(tokens, index, rank, self.tp)  # type: ignore[attr-defined]
+
+    def holds(self, tokens: Sequence[int], block_ids: Sequence[int], *, blocks: range | None = None) -> bool:
+        """Every byte of these blocks is what these tokens' KV has to be."""
+        return all(
+            torch.equal(worker.cache[:, block_ids[index]], kv_of(tokens, index, rank, self.tp))  # type: ignore[attr-defined]
+            for rank, worker in enumerate(self.workers)
+            for index in (blocks if blocks is not None else range(len(block_ids)))
+        )
+
+    # --- P -------------------------------------------------------------------------------------
+
+    def prefill(self, request_id: str, tokens: list[int], **request: Any) -> dict[str, Any]:
+        """Compute a prompt and lend it. Returns the kv_transfer_params of the answer."""
+        params = self.finish_prefill(request_id, tokens, **request)
+        assert params is not None, "nothing was lent"
+        return params
+
+    def finish_prefill(
+        self,
+        request_id: str,
+        tokens: list[int],
+        *,
+        status: Status = Status.FINISHED_LENGTH_CAPPED,
+        params: dict[str, Any] | None = None,
+        **request: Any,
+    ) -> dict[str, Any] | None:
+        asked = FakeRequest(request_id, tokens, params or {"do_remote_decode": True}, **request)
+        self.half.on_new_request(asked)
+        assert self.half.get_num_new_matched_tokens(asked, 0) == (0, False)
+        block_ids = self.allocate(len(tokens) + 1)
+        self.half.update_state_after_alloc(asked, FakeBlocks(block_ids), 0)
+        self.compute(tokens, block_ids)
+        asked.num_computed_tokens, asked.status = len(tokens), status
+        delay_free, answer = self.half.request_finished(asked, block_ids)
+        if delay_free:
+            self.lent[request_id] = block_ids
+        else:
+            self.free_blocks += block_ids
+        return answer
+
+    # --- D -------------------------------------------------------------------------------------
+
+    def submit(
+        self, request_id: str, tokens: list[int], params: dict[str, Any] | None, **request: Any
+    ) -> FakeRequest:
+        asked = FakeRequest(request_id, tokens, params, **request)
+        self.half.on_new_request(asked)
+        return asked
+
+    def admit(self, request: FakeRequest, *, num_local: int = 0) -> bool:
+        """Allocate. True: it waits for its load. False: it computes its prompt here."""
+        num_external, is_async = self.half.get_num_new_matched_tokens(request, num_local)
+        assert num_external is not None
+        assert is_async == (num_external > 0)
+        block_ids = self.allocate(len(request.prompt_token_ids))
+        local = [index for index in range(num_local // BLOCK)]
+        self.compute(request.prompt_token_ids, [block_ids[index] for index in local])
+        self.half.update_state_after_alloc(request, FakeBlocks(block_ids), num_external)
+        if num_external:
+            self.parked[request.request_id] = Parked(request, block_ids, num_local, num_external)
+            return True
+        self.recomputed.add(request.request_id)
+        self.finish(request, block_ids)
+        return False
+
+    def fetch(
+        self, request_id: str, tokens: list[int], params: dict[str, Any], *, num_local: int = 0, **request: Any
+    ) -> FakeRequest:
+        asked = self.submit(request_id, tokens, params, **request)
+        self.admit(asked, num_local=num_local)
+        return asked
+
+    def abort(self, request: FakeRequest) -> None:
+        parked = self.parked.pop(request.request_id)
+        request.status = Status.FINISHED_ABORTED
+        assert self.half.request_finished(request, parked.block_ids) == (False, None)
+        self.held[request.request_id] = parked.block_ids
+
+    def finish(self, request: FakeRequest, block_ids: list[int]) -> None:
+        """The end of a request that ran here; its blocks go."""
+        self.half.update_state_after_alloc(request, FakeBlocks(block_ids), 0)  # Scheduled after its load.
+        request.status = Status.FINISHED_STOPPED
+        assert self.half.request_finished(request, block_ids) == (False, None)
+        self.free_blocks += block_ids
+
+    def read_out(self, request: FakeRequest) -> Outcome:
+        """How the load ended; the request ends with it."""
+        outcome = self.outcomes.pop(request.request_id)
+        self.finish(request, outcome.block_ids)
+        return outcome
+
+    # --- Step ----------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One engine step without tokens. True if anything was ordered or reported."""
+        metadata = self.half.build_connector_meta(None)  # type: ignore[arg-type]
+        assert isinstance(metadata, PullMetadata)
+        outputs = [self._step_rank(worker, metadata) for worker in self.workers]
+        output = self.aggregator.aggregate(outputs)
+        if output is not None:
+            self._take(output)
+        stats = self.half.get_kv_connector_stats()
+        if stats is not None:
+            self.stats.append(stats.to_dict())
+        return bool(metadata.orders) or output is not None
+
+    def _step_rank(self, worker: PullWorkerHalf, metadata: PullMetadata) -> KVConnectorOutput:
+        worker.handle_preemptions(metadata)
+        worker.bind_connector_metadata(metadata)
+        worker.start_load_kv(None)  # type: ignore[arg-type]
+        worker.wait_for_save()
+        sent, received, failed = worker.get_transfer_results(set())
+        output = KVConnectorOutput(
+            sent,
+            received,
+            failed,
+            worker.get_block_ids_with_load_errors(),
+            worker.get_kv_connector_stats(),
+            worker.get_kv_connector_kv_cache_events(),
+            worker.build_connector_worker_meta(),
+        )
+        worker.clear_connector_metadata()
+        return output
+
+    def _take(self, output: KVConnectorOutput) -> None:
+        invalid = output.invalid_block_ids
+        self.half.update_connector_output(output)
+        for request_id in output.finished_recving or ():
+            if request_id in self.held:
+                self.free_blocks += self.held.pop(request_id)
+                continue
+            parked = self.parked.pop(request_id)  # Unknown ids kill a real host: so they do here.
+            bad = [index for index, block_id in enumerate(parked.block_ids) if block_id in invalid]
+            valid = min(bad) * BLOCK if bad else parked.num_local + parked.num_external
+            self.outcomes[request_id] = Outcome(parked.block_ids, valid)
+        for request_id in output.finished_sending or ():
+            self.free_blocks += self.lent.pop(request_id)
+
+    # --- Ends ----------------------------------------------------------------------------------
+
+    def counted(self, name: str) -> Any:
+        """Over all steps: a number, or {reason: number}, or all transfers."""
+        values = [stats[name] for stats in self.stats]
+        if name == "transfers":
+            return [record for value in values for record in value]
+        if name in ("failures", "refused"):
+            total: dict[str, int] = {}
+            for value in values:
+                for reason, count in value.items():
+                    total[reason] = total.get(reason, 0) + count
+            return total
+        return sum(values)
+
+    def kill(self) -> None:
+        """kill -9: nobody answers, its memory cannot be reached."""
+        self.is_alive = False
+        for url, station in list(self.world.wire.stations.items()):
+            if station._agent is self.half._agent:
+                del self.world.wire.stations[url]
+        self.kill_ranks()
+
+    def kill_ranks(self) -> None:
+        for worker in self.workers:
+            self.kill_rank(worker)
+
+    def kill_rank(self, worker: PullWorkerHalf) -> None:
+        metadata: Any = worker.get_handshake_metadata()
+        engine_id = self.half._agent.address.engine_id
+        self.world.network.kill(Address(engine_id, metadata.card.epoch))
+
+    def assert_whole(self) -> None:
+        assert not self.parked
+        assert not self.held
+        assert not self.lent
+        assert sorted(self.free_blocks) == list(range(self.config.cache_config.num_gpu_blocks))
+        assert self.half.num_open_loans == 0
+        assert self.half.num_open_fetches == 0
+        for worker in self.workers:
+            assert worker._links is not None
+            assert worker._links.num_open == 0
+
+    def shutdown(self) -> None:
+        self.half.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
+
+
+def kv_of(tokens: Sequence[int], index: int, rank: int, tp: int) -> torch.Tensor:
+    """What block `index` of this prompt holds on one rank, all layers: `[layers, heads, block, content]`."""
+    heads = kv_heads_of(rank, tp_size=tp, num_kv_heads=HEADS)
+    seen = ",".join(map(str, tokens[: (index + 1) * BLOCK]))
+    whole = torch.tensor(
+        [
+            [[[random.Random(f"{seen}|{layer}|{head}|{t}|{c}").random() for c in range(2 * HEAD_DIM)]
+              for t in range(BLOCK)] for head in range(HEADS)]
+            for layer in range(LAYERS)
+        ]
+    )
+    return whole[:, heads.start : heads.stop]
+
+
+__all__ = ["BLOCK", "Engine", "FakeRequest", "Status", "World", "engine_config", "field", "model_config"]

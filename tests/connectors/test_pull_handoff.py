@@ -1,0 +1,213 @@
+"""A prompt's KV changes hands: what arrives, what is moved, what is freed."""
+
+from collections.abc import Iterator
+
+import pytest
+from tests.connectors.pull_world import BLOCK, Status, World
+
+from baton.core.errors import BadTransferParams
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+def tokens_of(num_tokens: int, first: int = 0) -> list[int]:
+    return [(first + i) % 97 for i in range(num_tokens)]
+
+
+@pytest.mark.parametrize("num_tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK])
+def test_every_byte_arrives_and_every_block_comes_back(world: World, num_tokens: int) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    tokens = tokens_of(num_tokens)
+    request = d.fetch("r", tokens, p.prefill("r", tokens))
+    world.settle()
+    outcome = d.read_out(request)
+    assert outcome.valid_tokens == num_tokens
+    assert d.holds(tokens, outcome.block_ids)
+    world.settle()
+    world.assert_whole()
+
+
+@pytest.mark.parametrize(("producer_tp", "consumer_tp"), [(2, 2), (1, 2), (2, 1), (4, 2)])
+def test_every_rank_gets_its_heads(world: World, producer_tp: int, consumer_tp: int) -> None:
+    p, d = world.engine("p", tp=producer_tp), world.engine("d", tp=consumer_tp)
+    tokens = tokens_of(11)
+    request = d.fetch("r", tokens, p.prefill("r", tokens))
+    world.settle()
+    outcome = d.read_out(request)
+    assert d.holds(tokens, outcome.block_ids)
+    world.settle()
+    world.assert_whole()
+
+
+def test_only_what_is_missing_moves(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    tokens = tokens_of(14)
+    params = p.prefill("r", tokens)
+    request = d.submit("r", tokens, params)
+    assert d.half.get_num_new_matched_tokens(request, 2 * BLOCK) == (6, True)
+    d.admit(request, num_local=2 * BLOCK)
+    world.settle()
+    assert d.holds(tokens, d.read_out(request).block_ids)
+    (record,) = d.counted("transfers")
+    assert (record["tokens"], record["blocks"]) == (6, 2)
+    world.settle()
+    world.assert_whole()
+
+
+def test_a_full_local_hit_moves_nothing_and_releases_the_loan_at_once(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    tokens = tokens_of(2 * BLOCK)
+    request = d.submit("r", tokens, p.prefill("r", tokens))
+    assert d.half.get_num_new_matched_tokens(request, 2 * BLOCK) == (0, False)
+    assert not d.admit(request, num_local=2 * BLOCK)
+    world.settle()
+    world.assert_whole()
+    assert world.network.reads == 0
+    assert d.counted("failures") == {}
+
+
+def test_asking_again_promises_the_same_and_does_nothing(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    tokens = tokens_of(9)
+    request = d.submit("r", tokens, p.prefill("r", tokens))
+    world.settle()
+    assert [d.half.get_num_new_matched_tokens(request, 0) for _ in range(3)] == [(9, True)] * 3
+    assert world.network.reads == 0
+    d.admit(request)
+    world.settle()
+    d.read_out(request)
+
+
+def test_a_request_fetches_once_in_its_life(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    tokens = tokens_of(9)
+    request = d.fetch("r", tokens, p.prefill("r", tokens))
+    world.settle()
+    assert d.half.get_num_new_matched_tokens(request, 0) == (0, False)  # Preempted, say, and asked again.
+    d.read_out(request)
+
+
+def test_many_transfers_share_one_handshake(world: World) -> None:
+    p, d = world.engine("p", num_blocks=40), world.engine("d", num_blocks=40)
+    prompts = {f"r{i}": tokens_of(9, first=i) for i in range(8)}
+    requests = [d.fetch(name, tokens, p.prefill(name, tokens)) for name, tokens in prompts.items()]
+    world.settle()
+    for request in requests:
+        assert d.holds(request.prompt_token_ids, d.read_out(request).block_ids)
+    world.settle()
+    world.assert_whole()
+    hellos = [m for e in world.wire.carried for m in e.messages if type(m).__name__ == "Hello"]
+    assert len(hellos) == 1
+
+
+def test_engines_fetch_from_each_other(world: World) -> None:
+    a, b = world.engine("a"), world.engine("b")
+    there, back = tokens_of(9), tokens_of(9, first=30)
+    to_b, to_a = b.fetch("r", there, a.prefill("r", there)), a.fetch("s", back, b.prefill("s", back))
+    world.settle()
+    assert b.holds(there, b.read_out(to_b).block_ids)
+    assert a.holds(back, a.read_out(to_a).block_ids)
+    world.settle()
+    world.assert_whole()
+
+
+def test_the_lease_outlasts_a_slow_read(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    tokens = tokens_of(9)
+    world.network.hold()
+    request = d.fetch("r", tokens, p.prefill("r", tokens))
+    world.pass_time(90)
+    assert p.lent, "the lease was lost though it was renewed"
+    world.network.release()
+    world.settle()
+    assert d.holds(tokens, d.read_out(request).block_ids)
+    world.settle()
+    world.assert_whole()
+
+
+def test_a_request_that_waits_for_room_keeps_its_loan(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    tokens = tokens_of(9)
+    request = d.submit("r", tokens, p.prefill("r", tokens))
+    world.pass_time(60)
+    d.admit(request)
+    world.settle()
+    assert d.holds(tokens, d.read_out(request).block_ids)
+    world.settle()
+    world.assert_whole()
+
+
+@pytest.mark.parametrize("status", [Status.FINISHED_LENGTH_CAPPED, Status.FINISHED_STOPPED])
+def test_a_finished_prefill_is_lent(world: World, status: Status) -> None:
+    p = world.engine("p")
+    assert p.finish_prefill("r", tokens_of(5), status=status) is not None
+    assert p.lent
+
+
+def test_an_aborted_prefill_is_not_lent(world: World) -> None:
+    p = world.engine("p")
+    assert p.finish_prefill("r", tokens_of(5), status=Status.FINISHED_ABORTED) is None
+    world.assert_whole()
+
+
+def test_a_draining_engine_lends_nothing_more(world: World) -> None:
+    p = world.engine("p")
+    p.half.drain(5.0)
+    assert p.finish_prefill("r", tokens_of(5)) is None
+    world.assert_whole()
+
+
+def test_the_answer_keeps_the_keys_that_proxies_hand_on(world: World) -> None:
+    p = world.engine("p")
+    params = p.prefill("r", tokens_of(5), params={"do_remote_decode": True, "transfer_id": "router-1"})
+    ticket = params.pop("baton_ticket")
+    assert isinstance(ticket, str)
+    assert params == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "p",
+        "remote_host": "127.0.0.1",
+        "remote_port": 1001,
+        "remote_block_ids": [p.lent["r"]],
+        "remote_request_id": "r",
+        "remote_num_tokens": 5,
+        "tp_size": 1,
+        "transfer_id": "router-1",
+    }
+
+
+def test_an_untouched_loan_ends_by_time_and_is_counted(world: World) -> None:
+    p = world.engine("p")
+    p.prefill("r", tokens_of(5))
+    world.pass_time(31)
+    world.assert_whole()
+    assert p.counted("num_loans") == p.counted("num_expired_loans") == 1
+
+
+def test_a_transfer_leaves_a_record(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    tokens = tokens_of(9)
+    request = d.fetch("r", tokens, p.prefill("r", tokens))
+    world.settle()
+    d.read_out(request)
+    (record,) = d.counted("transfers")
+    assert record["request_id"] == "r"
+    assert record["producer"] == "p"
+    assert record["transport"] == "memory"
+    assert record["tokens"] == 9
+    assert record["blocks"] == 3
+    assert record["bytes"] == 3 * 2 * 4 * BLOCK * 4 * 4  # Blocks, layers, heads, tokens, K and V, float32.
+
+
+def test_a_producer_refuses_to_decode_and_a_consumer_to_prefill(world: World) -> None:
+    p, d = world.engine("p", role="kv_producer", policy="fail"), world.engine("d", role="kv_consumer", policy="fail")
+    params = p.prefill("r", tokens_of(5))
+    with pytest.raises(BadTransferParams, match="kv_producer"):
+        p.submit("s", tokens_of(5), params)
+    with pytest.raises(BadTransferParams, match="kv_consumer"):
+        d.submit("s", tokens_of(5), {"do_remote_decode": True})
