@@ -9,8 +9,8 @@ A request's table, while it is being admitted:
 Full blocks become findable when they are *allocated* for a step, not when that step has run, so that equal
 prompts admitted in one step share them. This is sound because a rank writes a layer's K and V for all
 requests of a step before any attention of that layer reads, and because a request is never taken back out
-of a step once it was put in. Blocks that a connector fills in the background are the exception
-(`delay_cache_blocks`): they stay unfindable until the load has ended.
+of a step once it was put in. Until that is certain (`delay_cache_blocks`), and while a connector fills blocks
+in the background, they stay unfindable; the scheduler calls `cache_blocks` when it is time.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ class Scheduler:
         holders = (*self.running, *self.loaded.members())
         if not self.remote.has_room_to_load(request, hits, holders):
             return _Admission.NO_ROOM
-        if not self._allocate(request, 0, hits, num_local, match.num_tokens, delay_cache_blocks=True):
+        if not self._allocate(request, 0, hits, num_local, match.num_tokens):
             return _Admission.NO_ROOM
         self._tell_allocated(request, match.num_tokens)
         self._counts.count_lookup(request, num_local, match.num_tokens)
@@ -230,7 +230,7 @@ class Scheduler:
 
     def _resume_loaded(self, request: Request, step: _Step) -> _Admission:
         num_new = self._chunk_of_prompt(request.num_tokens - request.num_computed_tokens, step.budget)
-        if not num_new or self.kv_cache.allocate_slots(request, num_new) is None:
+        if not num_new or not self._allocate(request, num_new):
             return _Admission.NO_ROOM
         self._tell_allocated(request, 0)
         self._run_admitted(request, num_new, step)
@@ -250,6 +250,7 @@ class Scheduler:
 
     def _run_admitted(self, request: Request, num_new: int, step: _Step) -> None:
         request.status = RequestStatus.RUNNING
+        self.kv_cache.cache_blocks(request, request.num_computed_tokens + num_new)
         insort(self.running, request, key=_order)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed_tokens
@@ -307,14 +308,13 @@ class Scheduler:
         self,
         request: Request,
         num_new: int,
-        hits: KVCacheBlocks,
-        num_local: int,
-        num_external: int,
-        *,
-        delay_cache_blocks: bool = False,
+        hits: KVCacheBlocks | None = None,
+        num_local: int = 0,
+        num_external: int = 0,
     ) -> bool:
+        # Findable only once the connector has agreed: until then the request may end, its blocks unwritten.
         fresh = self.kv_cache.allocate_slots(
-            request, num_new, num_local, hits, num_external, delay_cache_blocks=delay_cache_blocks
+            request, num_new, num_local, hits, num_external, delay_cache_blocks=True
         )
         return fresh is not None
 

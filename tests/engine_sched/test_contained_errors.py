@@ -1,0 +1,93 @@
+"""A connector that raises about one request costs that request at most; nobody else notices (I6)."""
+
+import pytest
+
+from baton.core.errors import BadTransferParams
+from tests.engine_sched.world import World
+
+PROMPT = list(range(1, 19))
+
+
+def raising_for_a(error: Exception):
+    def raise_or(request, *rest):
+        if request.request_id == "a":
+            raise error
+        return (0, False)
+
+    return raise_or
+
+
+def run_beside_b(world: World) -> None:
+    world.add("a", PROMPT)
+    world.add("b", PROMPT[:7])
+    world.run()
+    world.check_answer("b")
+    world.check_at_rest()
+
+
+@pytest.mark.parametrize("where", ["on_new", "verdict", "on_alloc"])
+def test_the_users_mistake_ends_the_request_as_the_users(where: str) -> None:
+    world = World()
+    setattr(world.half, where, raising_for_a(BadTransferParams("expired", field="kv_transfer_params")))
+    run_beside_b(world)
+    last = world.answers["a"].last
+    assert last is not None
+    assert (last.finish_reason, last.error, last.error_is_users) == (
+        "error",
+        "kv_transfer_params: expired",
+        True,
+    )
+
+
+@pytest.mark.parametrize("where", ["on_new", "verdict", "on_alloc"])
+def test_a_broken_connector_costs_a_recompute_as_long_as_no_load_was_agreed_on(where: str) -> None:
+    world = World()
+    setattr(world.half, where, raising_for_a(KeyError("remote_engine_id")))
+    run_beside_b(world)
+    world.check_answer("a")
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_connector_that_breaks_while_starting_a_load_ends_the_request(is_async: bool) -> None:
+    world = World()
+    world.half.verdict = lambda request, local: (8, is_async) if request.request_id == "a" else (0, False)
+    world.half.on_alloc = raising_for_a(RuntimeError("half-way"))
+    run_beside_b(world)
+    last = world.answers["a"].last
+    assert last is not None
+    assert (last.finish_reason, last.error_is_users) == ("error", False)
+
+
+def test_a_connector_that_breaks_at_the_end_has_lent_nothing() -> None:
+    world = World()
+    world.half.lends = lambda request, blocks: (False, None) if request.request_id == "b" else 1 / 0
+    run_beside_b(world)
+    world.check_answer("a")
+    last = world.answers["a"].last
+    assert last is not None
+    assert last.kv_transfer_params is None
+
+
+@pytest.mark.parametrize("impossible", [(19, True), (-1, False)])
+def test_an_impossible_match_is_computed_instead(impossible: tuple[int, bool]) -> None:
+    world = World()
+    world.half.verdict = lambda request, local: impossible if request.request_id == "a" else (0, False)
+    run_beside_b(world)
+    world.check_answer("a")
+
+
+def test_a_match_of_nothing_is_never_waited_for() -> None:
+    world = World()
+    world.half.verdict = lambda request, local: (0, True)
+    run_beside_b(world)
+    world.check_answer("a")
+
+
+def test_an_engine_with_nothing_else_to_do_still_hands_out_the_refusal() -> None:
+    world = World()
+    world.half.on_new = raising_for_a(BadTransferParams("no"))
+    world.add("a", PROMPT)
+    assert world.scheduler.has_requests()
+    assert not world.scheduler.has_unfinished_requests()
+    assert world.step().num_scheduled_tokens == {}
+    assert world.answers["a"].reason == "error"

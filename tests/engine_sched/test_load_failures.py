@@ -1,0 +1,233 @@
+"""Loads that go wrong: nobody computes on bad blocks, under either policy, and nobody else pays."""
+
+import pytest
+
+from baton.engine.request import Request
+from tests.engine_sched.world import BLOCK, World, engine_request
+
+PROMPT = list(range(1, 19))
+
+
+def loading_world(*, is_async: bool, **kwargs) -> World:
+    world = World(**kwargs)
+    world.half.verdict = lambda request, local: (
+        (16 - local, is_async) if request.request_id == "a" and local < 16 else (0, False)
+    )
+    return world
+
+
+def cached_prefix(world: World) -> int:
+    """How many tokens of PROMPT a newcomer would find."""
+    return world.scheduler.kv_cache.get_computed_blocks(
+        Request(engine_request("probe", PROMPT), block_size=BLOCK)
+    )[1]
+
+
+# --- Recompute -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first_bad", [0, 2, 3])
+def test_a_bad_block_of_a_background_load_costs_the_tokens_behind_it(first_bad: int) -> None:
+    world = loading_world(is_async=True)
+    world.add("a", PROMPT)
+    world.step()
+    world.end_load("a", bad_indices={first_bad})
+    world.step()
+    assert cached_prefix(world) == first_bad * 4, "bad blocks are never findable"
+    output = world.step()
+    assert output.num_scheduled_tokens == {"a": 18 - first_bad * 4}
+    assert output.scheduled_new_reqs[0].num_computed_tokens == first_bad * 4
+    world.run()
+    world.check_answer("a")
+    last = world.answers["a"].last
+    assert last is not None
+    assert (last.num_cached_tokens, last.num_transferred_tokens) == (first_bad * 4, first_bad * 4)
+    assert world.half.asked["a"] == 1, "a failed load is not repeated"
+    assert world.outputs[1].stats is not None
+    assert world.outputs[1].stats.num_kv_load_failures == 1
+    world.check_at_rest()
+
+
+def test_bad_blocks_reported_before_the_load_ends_take_effect_at_its_end() -> None:
+    world = loading_world(is_async=True)
+    world.add("a", PROMPT)
+    world.step()
+    world.report.invalid_block_ids = {world.half.loads["a"].block_ids[1]}
+    world.step()
+    assert world.status("a") == "WAITING_FOR_REMOTE_KVS"
+    world.end_load("a", bad_indices={1, 3})
+    world.step()
+    assert world.step().num_scheduled_tokens == {"a": 14}
+    world.run()
+    world.check_answer("a")
+    assert sum(o.stats.num_kv_load_failures for o in world.outputs if o.stats) == 1
+    world.check_at_rest()
+
+
+def test_a_load_reported_as_failed_keeps_only_the_local_hit() -> None:
+    world = loading_world(is_async=True)
+    world.add("first", PROMPT[:8])
+    world.run()
+    world.add("a", PROMPT)
+    world.step()
+    load = world.half.loads["a"]
+    assert load.first_token == 8
+    world.report.failed_recving = {"a"}
+    world.step()
+    assert world.status("a") == "WAITING_FOR_REMOTE_KVS", "its blocks may still be written"
+    world.end_load("a", bad_indices={2, 3})
+    world.step()
+    assert world.step().num_scheduled_tokens == {"a": 10}
+    world.run()
+    world.check_answer("a")
+    world.check_at_rest()
+
+
+@pytest.mark.parametrize("first_bad", [0, 2, 3])
+def test_a_bad_block_of_a_load_within_the_step_throws_the_token_away_and_computes_again(
+    first_bad: int,
+) -> None:
+    world = loading_world(is_async=False)
+    world.bad_sync_blocks = lambda load: {load.block_ids[first_bad]}
+    world.add("a", PROMPT)
+    world.step()
+    assert world.answers["a"].token_ids == []
+    assert cached_prefix(world) == first_bad * 4
+    output = world.step()
+    assert output.num_scheduled_tokens == {"a": 18 - first_bad * 4}
+    assert output.scheduled_cached_reqs.resumed_req_ids == {"a"}
+    assert not output.preempted_req_ids
+    assert cached_prefix(world) == 16, "refilled, and findable again"
+    world.run()
+    world.check_answer("a")
+    last = world.answers["a"].last
+    assert last is not None
+    assert last.num_transferred_tokens == first_bad * 4
+    world.check_at_rest()
+
+
+def test_a_request_that_shares_the_bad_block_is_computed_again_too() -> None:
+    world = loading_world(is_async=False)
+    world.bad_sync_blocks = lambda load: {load.block_ids[1]}
+    world.add("a", PROMPT)
+    world.add("b", [*PROMPT[:16], 40, 41, 42])
+    output = world.step()
+    assert output.num_scheduled_tokens == {"a": 2, "b": 3}, "b found a's blocks within the step"
+    assert world.answers["b"].token_ids == []
+    world.run()
+    world.check_answer("a")
+    world.check_answer("b")
+    assert sum(o.stats.num_kv_load_failures for o in world.outputs if o.stats) == 1
+    world.check_at_rest()
+
+
+def test_a_sharer_is_safe_even_if_the_loader_goes_away_before_it_has_computed_again() -> None:
+    world = loading_world(is_async=False, budget=24)
+    world.bad_sync_blocks = lambda load: {load.block_ids[0]}
+    world.add("a", PROMPT)
+    world.add("b", [*PROMPT[:16], 40, 41, 42])
+    world.step()
+    world.scheduler.abort(["a"])
+    world.run()
+    world.check_answer("a", "abort")
+    world.check_answer("b")
+    world.check_at_rest()
+
+
+def test_what_was_computed_behind_a_bad_block_is_bad_for_those_who_share_only_that() -> None:
+    world = loading_world(is_async=False, longest_chunk=3)
+    world.add("x", PROMPT[:9])
+    world.add("a", PROMPT)
+    for _ in range(3):
+        world.step()
+    world.add("c", [*PROMPT, 40])
+    kv_cache = world.scheduler.kv_cache
+    world.half.log.clear()
+    world.report.invalid_block_ids = {kv_cache.get_block_ids("a")[0][0]}  # Late, but said.
+    world.step()
+    (of_a,), (of_c,), (of_x,) = (kv_cache.get_block_ids(r) for r in "acx")
+    assert of_c[:4] == [*of_x[:2], *of_a[2:4]]
+    assert world.scheduler.requests["c"].num_computed_tokens == 8
+    assert world.scheduler.requests["a"].num_computed_tokens == 0
+    world.run()
+    world.check_answer("c")
+    world.check_at_rest()
+
+
+def test_a_background_load_behind_a_shared_bad_block_computes_that_block_again() -> None:
+    world = World()
+    world.half.verdict = lambda request, local: (
+        (16, False) if request.request_id == "a" else (len(request.all_token_ids) - local, True)
+    )
+    world.bad_sync_blocks = lambda load: {load.block_ids[2]}
+    world.add("a", PROMPT)
+    world.add("b", [*PROMPT[:16], *range(30, 38)])
+    world.step()
+    assert world.half.loads["b"].first_token == 16
+    world.end_load("b")
+    world.run()
+    world.check_answer("a")
+    world.check_answer("b")
+    world.check_at_rest()
+
+
+def test_requests_that_share_nothing_with_a_failure_do_not_notice() -> None:
+    world = loading_world(is_async=False)
+    world.bad_sync_blocks = lambda load: set(load.block_ids[:4])
+    world.add("a", PROMPT)
+    world.add("b", range(20, 30))
+    world.step()
+    assert len(world.answers["b"].token_ids) == 1
+    world.run()
+    world.check_answer("a")
+    world.check_answer("b")
+    world.check_at_rest()
+
+
+# --- Fail ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["invalid", "failed"])
+def test_policy_fail_ends_a_background_load_with_an_error(how: str) -> None:
+    world = loading_world(is_async=True, on_failure="fail")
+    world.add("a", PROMPT)
+    world.step()
+    if how == "invalid":
+        world.end_load("a", bad_indices={1})
+    else:
+        world.end_load("a", failed=True)
+    world.run()
+    last = world.answers["a"].last
+    assert last is not None
+    assert (last.finish_reason, last.error_is_users) == ("error", False)
+    assert last.error is not None
+    assert "kv_load_failure_policy" in last.error
+    assert cached_prefix(world) == 0
+    world.check_at_rest()
+
+
+def test_policy_fail_keeps_the_blocks_until_nobody_writes_them_any_more() -> None:
+    world = loading_world(is_async=True, on_failure="fail")
+    world.add("a", PROMPT)
+    world.step()
+    world.report.failed_recving = {"a"}
+    world.step()
+    assert world.answers["a"].reason == "error", "the client hears at once"
+    assert world.scheduler.remote.num_held == 1
+    world.end_load("a")
+    world.run()
+    world.check_at_rest()
+
+
+def test_policy_fail_within_the_step_evicts_the_bad_blocks_and_spares_the_sharer() -> None:
+    world = loading_world(is_async=False, on_failure="fail")
+    world.bad_sync_blocks = lambda load: {load.block_ids[1]}
+    world.add("a", PROMPT)
+    world.add("b", [*PROMPT[:16], 40, 41, 42])
+    world.step()
+    assert world.answers["a"].reason == "error"
+    assert world.answers["b"].reason is None
+    assert cached_prefix(world) == 4
+    world.run()
+    world.check_answer("b")
+    world.check_at_rest()

@@ -1,0 +1,145 @@
+"""The producer's side: a request whose prompt KV is lent to somebody else."""
+
+import pytest
+
+from baton.core.errors import UserError
+from tests.engine_sched.world import World, engine_request
+
+PROMPT = list(range(1, 19))
+TICKET = {"do_remote_prefill": True, "remote_engine_id": "p"}
+
+
+def lending_world(**kwargs) -> World:
+    world = World(**kwargs)
+    world.half.lends = lambda request, block_ids: (True, dict(TICKET))
+    return world
+
+
+def test_a_prefill_leg_ends_after_one_token_with_its_ticket_and_lends_its_blocks() -> None:
+    world = lending_world()
+    world.add("a", PROMPT, max_tokens=1, params={"do_remote_decode": True})
+    world.step()
+    last = world.answers["a"].last
+    assert last is not None
+    assert last.finish_reason == "length"
+    assert last.kv_transfer_params == TICKET
+    assert len(world.half.finished_blocks["a"]) == 5, "the partly filled block counts"
+    assert world.scheduler.kv_cache.block_pool.num_free_blocks == 64 - 5
+    assert world.step().finished_req_ids == {"a"}
+    assert world.step().finished_req_ids == set(), "delivered once"
+    assert world.scheduler.has_requests()
+    assert not world.scheduler.has_unfinished_requests()
+    stats = world.outputs[-1].stats
+    assert stats is not None
+    assert stats.num_delayed_free == 1
+    world.end_send("a")
+    world.run()
+    world.check_answer("a")
+    world.check_at_rest()
+
+
+def test_blocks_that_were_prefix_hits_are_lent_too() -> None:
+    world = lending_world()
+    world.add("a", PROMPT, max_tokens=1)
+    world.step()
+    world.add("b", PROMPT, max_tokens=1)
+    world.step()
+    assert world.half.finished_blocks["a"][:4] == world.half.finished_blocks["b"][:4]
+    assert len(world.half.finished_blocks["b"]) == 5
+    world.end_send("a")
+    world.step()
+    world.end_send("b")
+    world.run()
+    world.check_at_rest()
+
+
+def test_an_abort_during_a_transfer_does_not_take_the_blocks_back() -> None:
+    world = lending_world()
+    world.add("a", PROMPT, max_tokens=1)
+    world.step()
+    world.scheduler.abort(["a"])
+    world.step()
+    assert world.scheduler.remote.num_held == 1
+    assert world.half.num_finished["a"] == 1
+    world.end_send("a")
+    world.run()
+    world.check_at_rest()
+
+
+def test_a_half_that_ends_its_loan_itself_adds_to_the_report() -> None:
+    world = lending_world()
+    world.add("a", PROMPT, max_tokens=1)
+    world.step()
+    world.half.adds_sent = {"a"}
+    world.run()
+    world.check_at_rest()
+    assert len(world.half.reports) == len(world.steps), "asked every step, also without a report of the ranks"
+
+
+def test_lent_blocks_can_be_hit_but_are_never_taken() -> None:
+    world = lending_world(num_blocks=8)
+    world.add("a", PROMPT, max_tokens=1)
+    world.step()
+    lent = world.half.finished_blocks["a"]
+    before = [list(world.ranks.memory[block_id]) for block_id in lent]
+    world.half.lends = lambda request, block_ids: (False, None)
+    world.add("b", [*PROMPT[:8], 40, 41], max_tokens=3)
+    world.add("c", range(20, 28), max_tokens=3)
+    for _ in range(30):
+        world.step()
+    assert [world.ranks.memory[block_id] for block_id in lent] == before
+    world.check_answer("b")
+    world.check_answer("c")
+    world.end_send("a")
+    world.run()
+    world.check_at_rest()
+
+
+def test_an_id_stays_taken_while_its_blocks_are_lent() -> None:
+
+    world = lending_world()
+    world.add("a", PROMPT, max_tokens=1)
+    world.step()
+    with pytest.raises(UserError, match="request_id"):
+        world.scheduler.add_request(engine_request("a", PROMPT))
+    world.end_send("a")
+    world.run()
+    world.check_at_rest()
+
+
+def test_pending_push_work_keeps_the_engine_stepping() -> None:
+    world = World()
+    assert not world.scheduler.has_requests()
+    world.half.has_push_work = True
+    assert world.scheduler.has_requests()
+
+
+def test_the_connector_gets_blocks_of_computed_tokens_only() -> None:
+    world = World(budget=8)
+    world.add("a", PROMPT)
+    world.scheduler.abort(["a"])
+    assert world.half.finished_blocks["a"] == []
+    world.add("b", PROMPT)
+    world.step()
+    world.scheduler.abort(["b"])
+    assert len(world.half.finished_blocks["b"]) == 2
+    world.run()
+    world.check_at_rest()
+
+
+def test_blocks_about_to_be_freed_are_waited_for_rather_than_preempting() -> None:
+    world = World(num_blocks=6)
+    world.half.lends = lambda request, block_ids: (request.request_id == "a", None)
+    world.add("a", range(1, 9), max_tokens=1)
+    world.add("b", range(2, 14), max_tokens=8)
+    world.step()
+    world.half.frees_are_pending = True
+    for _ in range(6):
+        world.step()
+    assert world.answers["b"].reason is None
+    assert not world.scheduler.schedule().num_scheduled_tokens
+    assert not any(step.preempted_req_ids for step in world.steps)
+    world.end_send("a")
+    world.run()
+    world.check_answer("b")
+    world.check_at_rest()

@@ -1,0 +1,260 @@
+"""The consumer's side: a request whose prompt KV comes from elsewhere."""
+
+import pytest
+
+from tests.engine_sched.world import World
+
+PROMPT = list(range(1, 19))  # 4 full blocks and 2 tokens.
+
+
+def all_of_prompt(request, local):
+    return (len(request.all_token_ids) - local, True)
+
+
+def test_a_load_in_the_background_parks_the_request_and_schedules_nothing() -> None:
+    world = World()
+    world.half.verdict = lambda request, local: (16, True)
+    world.add("a", PROMPT)
+    output = world.step()
+    assert output.num_scheduled_tokens == {}
+    assert world.status("a") == "WAITING_FOR_REMOTE_KVS"
+    blocks = world.scheduler.kv_cache.get_blocks("a")
+    assert len(blocks) == 4
+    assert blocks.get_unhashed_block_ids() == blocks.get_block_ids()[0], "not findable before the load ends"
+    assert world.scheduler.has_unfinished_requests()
+    stats = world.outputs[-1].stats
+    assert stats is not None
+    assert stats.num_waiting_for_remote_kvs == 1
+    assert stats.external_prefix_cache_queries == 18
+    assert stats.external_prefix_cache_hits == 16
+
+    world.end_load("a")
+    world.step()  # Reports it.
+    assert world.scheduler.kv_cache.get_blocks("a").get_unhashed_block_ids() == []
+    output = world.step()
+    assert output.num_scheduled_tokens == {"a": 2}
+    assert output.scheduled_new_reqs[0].num_computed_tokens == 16
+    assert world.half.log == ["new a", "alloc a 16", "alloc a 0"]
+    world.run()
+    world.check_answer("a")
+    last = world.answers["a"].last
+    assert last is not None
+    assert (last.num_cached_tokens, last.num_transferred_tokens) == (16, 16)
+    world.check_at_rest()
+
+
+@pytest.mark.parametrize("num_tokens", [16, 18])
+def test_a_prompt_that_arrives_whole_computes_its_last_token_again(num_tokens: int) -> None:
+    world = World()
+    world.half.verdict = all_of_prompt
+    world.add("a", PROMPT[:num_tokens])
+    world.step()
+    world.end_load("a")
+    world.step()
+    assert world.step().num_scheduled_tokens == {"a": 1}
+    world.run()
+    world.check_answer("a")
+    last = world.answers["a"].last
+    assert last is not None
+    assert last.num_transferred_tokens == num_tokens - 1
+    world.check_at_rest()
+
+
+@pytest.mark.parametrize("num_tokens", [16, 18])
+def test_a_load_within_the_step_of_the_whole_prompt_computes_its_last_token_again(num_tokens: int) -> None:
+    world = World()
+    world.half.verdict = lambda request, local: (len(request.all_token_ids) - local, False)
+    world.add("a", PROMPT[:num_tokens])
+    output = world.step()
+    assert output.has_sync_kv_loads
+    assert output.num_scheduled_tokens == {"a": 1}
+    assert world.half.log == ["new a", f"alloc a {num_tokens}"]
+    world.run()
+    world.check_answer("a")
+    world.check_at_rest()
+
+
+def test_only_what_the_local_cache_lacks_is_loaded() -> None:
+    world = World()
+    world.add("first", PROMPT[:8])
+    world.run()
+    world.half.verdict = all_of_prompt
+    world.add("a", PROMPT)
+    world.step()
+    load = world.half.loads["a"]
+    assert (load.first_token, load.num_tokens) == (8, 10)
+    world.end_load("a")
+    world.run()
+    world.check_answer("a")
+    last = world.answers["a"].last
+    assert last is not None
+    assert (last.num_cached_tokens, last.num_transferred_tokens) == (17, 9)
+    world.check_at_rest()
+
+
+def test_nobody_hits_blocks_that_are_still_being_filled() -> None:
+    world = World()
+    world.half.verdict = lambda request, local: (16, True) if request.request_id == "a" else (0, False)
+    world.add("a", PROMPT)
+    world.step()
+    world.add("b", PROMPT)
+    assert world.step().num_scheduled_tokens == {"b": 18}
+    world.end_load("a")
+    world.run()
+    world.check_answer("a")
+    world.check_answer("b")
+    world.check_at_rest()
+
+
+def test_a_connector_that_wants_to_be_asked_later_lets_others_pass_and_keeps_its_place() -> None:
+    world = World()
+    world.half.verdict = lambda request, local: (
+        (None, False) if request.request_id == "a" and world.half.asked["a"] < 3 else (0, False)
+    )
+    world.add("a", PROMPT)
+    world.add("b", PROMPT[:5])
+    assert list(world.step().num_scheduled_tokens) == ["b"]
+    world.add("c", PROMPT[:6])
+    assert "a" not in world.step().num_scheduled_tokens
+    assert "a" in world.step().num_scheduled_tokens
+    world.run()
+    world.check_at_rest()
+
+
+def test_a_deferred_lookup_does_not_strand_a_load_that_has_arrived() -> None:
+    world = World()
+    world.half.verdict = lambda request, local: (None, False) if request.request_id == "a" else (16, True)
+    world.add("a", PROMPT)
+    world.add("b", PROMPT)
+    world.step()
+    world.end_load("b")
+    world.step()
+    assert list(world.step().num_scheduled_tokens) == ["b"]
+    world.half.verdict = lambda request, local: (0, False)
+    world.run()
+    world.check_at_rest()
+
+
+def test_a_load_is_admitted_only_if_all_that_hold_blocks_can_still_end_beside_it() -> None:
+    world = World(num_blocks=10)
+    world.half.verdict = lambda request, local: (16, True)
+    world.add("a", PROMPT, max_tokens=2)  # 4 blocks now, 5 for the prompt and its first token.
+    world.add("b", [30, *PROMPT[1:]], max_tokens=2)
+    world.add("c", [31, *PROMPT[1:]], max_tokens=2)
+    world.step()
+    assert set(world.half.loads) == {"a", "b"}
+    world.end_load("a")
+    world.end_load("b")
+    for _ in range(3):
+        world.step()
+    while world.scheduler.has_requests():
+        if "c" in world.half.loads:
+            world.end_load("c")
+        world.step()
+    for request_id in "abc":
+        world.check_answer(request_id)
+    assert not any(step.preempted_req_ids for step in world.steps)
+    world.check_at_rest()
+
+
+def test_a_half_computed_prompt_keeps_its_room_beside_a_load() -> None:
+    world = World(num_blocks=10, budget=8)
+    world.half.verdict = lambda request, local: (0, False) if request.request_id == "long" else (12, True)
+    world.add("long", list(range(1, 25)), max_tokens=1)  # 6 blocks in the end, 2 in this step.
+    world.add("load", [40, *range(1, 16)])  # Needs 5 with its first token.
+    world.step()
+    world.step()
+    assert not world.half.loads, "it would take the blocks that the half-computed prompt needs"
+    while world.scheduler.has_requests():
+        if world.half.loads:
+            world.end_load("load")
+        world.step()
+    assert not any(step.preempted_req_ids for step in world.steps)
+    world.check_answer("long")
+    world.check_answer("load")
+    world.check_at_rest()
+
+
+def test_an_abort_during_a_load_keeps_the_blocks_until_nobody_writes_them_any_more() -> None:
+    world = World()
+    world.half.verdict = all_of_prompt
+    world.add("a", PROMPT)
+    world.step()
+    world.scheduler.abort(["a", "a"])
+    world.step()
+    assert world.answers["a"].reason == "abort"
+    assert world.half.log[-1] == "finished a FINISHED_ABORTED"
+    assert world.scheduler.kv_cache.block_pool.num_free_blocks == 64 - 5
+    assert world.scheduler.has_requests()
+    world.scheduler.abort(["a"])
+    world.end_load("a")
+    world.step()
+    world.run()
+    world.check_at_rest()
+
+
+def test_an_abort_between_arrival_and_first_step_frees_at_once() -> None:
+    world = World()
+    world.half.verdict = all_of_prompt
+    world.add("a", PROMPT)
+    world.step()
+    world.end_load("a")
+    world.step()
+    world.scheduler.abort(["a"])
+    world.run()
+    world.check_at_rest()
+
+
+def test_an_abort_may_need_both_the_load_and_the_loan_to_end() -> None:
+    world = World()
+    world.half.verdict = all_of_prompt
+    world.half.lends = lambda request, blocks: (True, None)
+    world.add("a", PROMPT)
+    world.step()
+    world.scheduler.abort(["a"])
+    world.end_send("a")
+    world.step()
+    assert world.scheduler.remote.num_held == 1
+    world.end_load("a")
+    world.run()
+    world.check_at_rest()
+
+
+def test_a_loaded_request_gives_way_when_nothing_runs_and_the_first_in_line_has_no_room() -> None:
+    world = World(num_blocks=12)
+    world.half.verdict = lambda request, local: (16, True) if local == 0 else (0, False)
+    world.add("a", range(1, 21), max_tokens=2)
+    world.add("b", range(2, 22), max_tokens=2)
+    world.step()
+    assert set(world.half.loads) == {"a", "b"}
+    lent = world.scheduler.kv_cache.block_pool.get_new_blocks(4)  # The rest of the pool.
+    world.other_holders = [block.block_id for block in lent]
+    world.end_load("a")
+    world.end_load("b")
+    world.step()
+    assert list(world.step().num_scheduled_tokens) == ["a"]
+    assert world.status("b") == "WAITING"
+    assert not world.scheduler.kv_cache.get_block_ids("b")[0]
+    world.step()
+    world.check_answer("a")
+    world.scheduler.kv_cache.block_pool.free_blocks(lent)
+    world.other_holders = []
+    while world.scheduler.has_requests():
+        if world.half.loads:
+            world.end_load("b")
+        world.step()
+    world.check_answer("b")
+    world.check_at_rest()
+
+
+def test_reports_about_nobody_change_nothing() -> None:
+    world = World()
+    world.add("a", PROMPT)
+    world.report.finished_recving = {"ghost", "a"}
+    world.report.failed_recving = {"ghost"}
+    world.report.invalid_block_ids = {63}
+    world.end_send("ghost", "a")
+    world.run()
+    world.check_answer("a")
+    assert world.scheduler.remote.num_ignored_reports == 5
+    world.check_at_rest()

@@ -1,0 +1,313 @@
+"""Who runs when, and when a request is done; no connector takes part."""
+
+import pytest
+
+from baton.core.errors import UserError
+from tests.engine_sched.world import EOS, World, engine_request, expected_output
+
+
+def prompt(first: int, length: int) -> list[int]:
+    return [1 + (first + i) % 48 for i in range(length)]
+
+
+# --- Budget ----------------------------------------------------------------------------------------
+
+
+def test_prompts_are_cut_to_what_is_left_of_the_budget() -> None:
+    world = World(budget=10)
+    world.add("a", prompt(0, 16), max_tokens=3)
+    world.add("b", prompt(5, 6), max_tokens=3)
+    assert world.step().num_scheduled_tokens == {"a": 10}
+    assert world.answers["a"].token_ids == []
+    assert world.step().num_scheduled_tokens == {"a": 6, "b": 4}
+    assert world.step().num_scheduled_tokens == {"a": 1, "b": 2}
+    world.run()
+    world.check_answer("a")
+    world.check_answer("b")
+    world.check_at_rest()
+
+
+def test_without_chunking_a_prompt_waits_for_a_step_that_takes_it_whole() -> None:
+    world = World(budget=16, max_model_len=16, chunked=False)
+    world.add("a", prompt(0, 10))
+    world.add("b", prompt(5, 8))
+    assert world.step().num_scheduled_tokens == {"a": 10}
+    assert world.step().num_scheduled_tokens == {"a": 1, "b": 8}
+    world.run()
+    world.check_at_rest()
+
+
+def test_one_long_prompt_does_not_take_the_whole_step() -> None:
+    world = World(budget=32, longest_chunk=8)
+    world.add("long", prompt(0, 30))
+    world.add("b", prompt(40, 6))
+    assert world.step().num_scheduled_tokens == {"long": 8, "b": 6}
+    world.run()
+    world.check_answer("long")
+    world.check_at_rest()
+
+
+def test_no_more_than_max_num_seqs_run() -> None:
+    world = World(max_num_seqs=2)
+    for i in range(4):
+        world.add(f"r{i}", prompt(i * 7, 5), max_tokens=2)
+    assert len(world.step().num_scheduled_tokens) == 2
+    world.run()
+    assert max(len(step.num_scheduled_tokens) for step in world.steps) == 2
+    world.check_at_rest()
+
+
+# --- Order -----------------------------------------------------------------------------------------
+
+
+def test_priority_comes_before_arrival_and_arrival_before_nothing() -> None:
+    world = World(policy="priority", max_num_seqs=1)
+    world.add("late", prompt(0, 5), max_tokens=1, priority=1, arrival_time_s=2.0)
+    world.add("early", prompt(9, 5), max_tokens=1, priority=1, arrival_time_s=1.0)
+    world.add("urgent", prompt(20, 5), max_tokens=1, priority=0, arrival_time_s=3.0)
+    world.run()
+    ran = [next(iter(step.num_scheduled_tokens)) for step in world.steps if step.num_scheduled_tokens]
+    assert ran == ["urgent", "early", "late"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_whoever_is_last_in_order_gives_way_and_is_computed_again(policy: str) -> None:
+    world = World(num_blocks=6, policy=policy)
+    world.add("b", prompt(5, 9), max_tokens=8, priority=1)
+    world.add("a", prompt(0, 9), max_tokens=8, priority=0)
+    world.run()
+    first, last = ("b", "a") if policy == "fcfs" else ("a", "b")
+    preempted = set().union(*(step.preempted_req_ids for step in world.steps))
+    assert preempted == {last}
+    resumed = next(step for step in world.steps if step.scheduled_cached_reqs.resumed_req_ids)
+    assert resumed.scheduled_cached_reqs.resumed_req_ids == {last}
+    answered = [r for o in world.outputs for r in o.outputs if r.finish_reason]
+    assert [r.request_id for r in answered] == [first, last]
+    world.check_answer("a")
+    world.check_answer("b")
+    assert sum(o.stats.num_preempted for o in world.outputs if o.stats) >= 1
+    world.check_at_rest()
+
+
+def test_a_preempted_request_finds_what_is_left_of_its_own_blocks() -> None:
+    world = World(num_blocks=7)
+    world.add("a", prompt(0, 9), max_tokens=8)
+    world.add("b", prompt(5, 9), max_tokens=8)
+    world.run()
+    resumed = next(step for step in world.steps if step.scheduled_cached_reqs.resumed_req_ids)
+    index = resumed.scheduled_cached_reqs.req_ids.index("b")
+    assert resumed.scheduled_cached_reqs.num_computed_tokens[index] > 0
+    world.check_answer("b")
+    world.check_at_rest()
+
+
+# --- Prefix cache ----------------------------------------------------------------------------------
+
+
+def test_equal_prompts_of_one_step_share_their_blocks() -> None:
+    world = World()
+    world.add("a", prompt(0, 16))
+    world.add("b", prompt(0, 16))
+    assert world.step().num_scheduled_tokens == {"a": 16, "b": 4}
+    world.run()
+    world.check_answer("b")
+    last = world.answers["b"].last
+    assert last is not None
+    assert (last.num_cached_tokens, last.num_transferred_tokens) == (12, 0)
+    world.check_at_rest()
+
+
+def test_a_prompt_that_is_cached_whole_computes_at_least_its_last_token() -> None:
+    world = World()
+    world.add("a", prompt(0, 16), max_tokens=8)
+    world.run()
+    world.add("b", prompt(0, 17))
+    assert world.step().num_scheduled_tokens == {"b": 1}
+    world.run()
+    world.check_answer("b")
+
+
+def test_another_salt_is_another_prompt() -> None:
+    world = World()
+    world.add("a", prompt(0, 16), salt="tenant 1")
+    world.run()
+    world.add("b", prompt(0, 16), salt="tenant 2")
+    assert world.step().num_scheduled_tokens == {"b": 16}
+    world.run()
+    world.check_answer("b")
+
+
+def test_prefix_caching_off_finds_nothing() -> None:
+    world = World(caching=False)
+    world.add("a", prompt(0, 16))
+    world.run()
+    world.add("b", prompt(0, 16))
+    assert world.step().num_scheduled_tokens == {"b": 16}
+    world.run()
+    world.check_at_rest()
+
+
+def test_the_prefix_cache_is_reset_only_at_rest() -> None:
+    world = World()
+    world.add("a", prompt(0, 16))
+    world.step()
+    assert not world.scheduler.reset_prefix_cache()
+    world.run()
+    assert world.scheduler.reset_prefix_cache(reset_connector=True)
+    world.add("b", prompt(0, 16))
+    assert world.step().num_scheduled_tokens == {"b": 16}
+
+
+def test_events_tell_what_can_be_found() -> None:
+    world = World(num_blocks=5, events=True)
+    world.add("a", prompt(0, 9), max_tokens=1)
+    world.run()
+    (stored,) = world.scheduler.take_events()
+    assert (stored.token_ids, stored.block_size, stored.parent_block_hash, stored.medium) == (
+        prompt(0, 8),
+        4,
+        None,
+        "GPU",
+    )
+    world.add("b", prompt(0, 13), max_tokens=1)
+    world.run()
+    (more,) = world.scheduler.take_events()
+    assert (more.token_ids, more.parent_block_hash) == (prompt(8, 4), stored.block_hashes[1])
+    world.add("c", prompt(30, 15), max_tokens=1)
+    world.run()
+    gone = world.scheduler.take_events()
+    assert [type(event).__name__ for event in gone] == ["BlockRemoved", "BlockRemoved", "BlockStored"]
+    assert gone[0].block_hashes == more.block_hashes, "the tail goes before the head"
+    assert world.scheduler.take_events() == []
+
+
+# --- Ends ------------------------------------------------------------------------------------------
+
+
+def stopping_prompt() -> tuple[list[int], list[int]]:
+    """A prompt and the tokens that follow it, the first of them unlike the second."""
+    for first in range(40):
+        tokens = prompt(first, 7)
+        output = expected_output(engine_request("x", tokens, max_tokens=12))
+        if output[0] != output[1] and output[1] not in output[2:] and EOS not in output:
+            return tokens, output
+    raise AssertionError
+
+
+def test_a_stop_token_ends_the_request_and_is_named() -> None:
+    tokens, output = stopping_prompt()
+    world = World()
+    world.add("a", tokens, max_tokens=12, stop_token_ids=(output[1],))
+    world.run()
+    world.check_answer("a", "stop")
+    last = world.answers["a"].last
+    assert last is not None
+    assert last.stop_token_id == output[1]
+    assert len(world.answers["a"].token_ids) == 2
+
+
+def test_a_stop_token_before_min_tokens_does_not_count() -> None:
+    tokens, output = stopping_prompt()
+    world = World()
+    world.add("a", tokens, max_tokens=12, min_tokens=3, stop_token_ids=(output[1],))
+    world.run()
+    world.check_answer("a", "length")
+
+
+def test_the_end_of_sequence_token_stops_unless_ignored() -> None:
+    def ends_early(first: int) -> bool:
+        asked = engine_request("x", prompt(first, 6), max_tokens=40, ignore_eos=False)
+        return 1 < len(expected_output(asked)) < 40
+
+    first = next(i for i in range(200) if ends_early(i))
+    world = World()
+    world.add("a", prompt(first, 6), max_tokens=40, ignore_eos=False)
+    world.add("b", prompt(first, 6), max_tokens=40)
+    world.run()
+    world.check_answer("a", "stop")
+    world.check_answer("b", "length")
+    assert len(world.answers["b"].token_ids) == 40
+    world.check_at_rest()
+
+
+def test_a_request_that_outgrows_the_whole_pool_ends_there_with_length() -> None:
+    world = World(num_blocks=4)
+    asked = world.add("a", prompt(0, 10), max_tokens=40)
+    world.run()
+    answer = world.answers["a"]
+    assert answer.reason == "length"
+    assert len(answer.token_ids) == 16 + 1 - 10
+    assert answer.token_ids == expected_output(asked)[: len(answer.token_ids)]
+    world.check_at_rest()
+
+
+def test_an_abort_ends_a_request_once_wherever_it_stands() -> None:
+    world = World(max_num_seqs=1)
+    world.add("running", prompt(0, 10))
+    world.add("waiting", prompt(5, 10))
+    world.step()
+    world.scheduler.abort(["running", "waiting", "unknown", "running"])
+    world.run()
+    world.check_answer("running", "abort")
+    world.check_answer("waiting", "abort")
+    world.check_at_rest()
+
+
+def test_an_abort_while_the_step_runs_drops_its_token() -> None:
+    world = World()
+    world.add("a", prompt(0, 10))
+    output = world.scheduler.schedule()
+    world.ranks.take_over(output)
+    result = world.ranks.execute(output)
+    world.scheduler.abort(["a"])
+    world._take(world.scheduler.update_from_output(output, result))
+    assert world.answers["a"].token_ids == []
+    world.run()
+    world.check_at_rest()
+
+
+def test_shutdown_reaches_the_connector() -> None:
+    world = World()
+    world.scheduler.shutdown()
+    assert world.half.is_shut_down
+
+
+# --- The door --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens", "field", "mend"),
+    [
+        ([], 1, "prompt", "at least one token"),
+        ([1, 50], 1, "prompt", "vocabulary"),
+        ([-1], 1, "prompt", "vocabulary"),
+        ([1] * 64, 1, "prompt", "shorten the prompt"),
+        ([1] * 60, 5, "max_tokens", "at most 4"),
+        ([1] * 40, 1, "prompt", "more blocks"),
+    ],
+)
+def test_what_can_never_run_is_refused_with_what_to_change(
+    tokens: list[int], max_tokens: int, field: str, mend: str
+) -> None:
+    world = World(num_blocks=10, max_model_len=64)
+    with pytest.raises(UserError, match=mend) as caught:
+        world.scheduler.add_request(engine_request("a", tokens, max_tokens=max_tokens))
+    assert caught.value.field == field
+    assert not world.scheduler.has_requests()
+    assert world.half.log == []
+
+
+def test_the_largest_request_that_can_run_runs() -> None:
+    world = World(num_blocks=10, max_model_len=64)
+    world.add("a", prompt(0, 39), max_tokens=1)
+    world.run()
+    world.check_answer("a")
+
+
+def test_an_id_in_use_is_refused() -> None:
+    world = World()
+    world.add("a", prompt(0, 5))
+    with pytest.raises(UserError, match="choose a new one"):
+        world.scheduler.add_request(engine_request("a", prompt(0, 5)))
+    world.run()
+    world.check_at_rest()

@@ -1,0 +1,433 @@
+"""A scheduler in a small world: ranks whose "KV" is checkable, and a connector that does as it is told.
+
+The KV of token i is a number that depends on tokens 0..i (and the salt), and the next token depends on it.
+A request that ever computes on a wrong, foreign or missing block therefore ends with other tokens than
+`expected_output` says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.contract import KVConnectorMetadata, KVConnectorOutput, KVConnectorSchedulerHalf
+from baton.contract.null import NullConnectorMetadata
+from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig, ModelConfig, SchedulerConfig
+from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, SamplingParams
+from baton.engine.scheduler import Scheduler
+from baton.engine.step import ModelRunnerOutput, SchedulerOutput
+
+BLOCK = 4
+VOCAB = 50
+EOS = 0
+GARBAGE = 49  # Sampled whenever a rank computes on something wrong; `next_token` never says it.
+Verdict = tuple[int | None, bool]
+
+
+def model_config(max_model_len: int = 256) -> ModelConfig:
+    return ModelConfig(
+        model="m",
+        served_model_name="m",
+        dtype="float32",
+        max_model_len=max_model_len,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_kv_heads=2,
+        head_dim=4,
+        hidden_size=8,
+        vocab_size=VOCAB,
+        eos_token_ids=(EOS,),
+        bos_token_id=None,
+        architecture_digest="a",
+        weights_digest="w",
+        hf_config={},
+    )
+
+
+def engine_config(
+    *,
+    num_blocks: int = 64,
+    budget: int = 64,
+    max_num_seqs: int = 16,
+    policy: str = "fcfs",
+    chunked: bool = True,
+    longest_chunk: int = 0,
+    max_model_len: int = 256,
+    on_failure: str = "recompute",
+    caching: bool = True,
+    events: bool = False,
+) -> EngineConfig:
+    return EngineConfig(
+        model_config=model_config(max_model_len),
+        cache_config=CacheConfig(block_size=BLOCK, num_gpu_blocks=num_blocks, enable_prefix_caching=caching),
+        scheduler_config=SchedulerConfig(
+            max_num_batched_tokens=budget,
+            max_num_seqs=max_num_seqs,
+            policy=policy,  # type: ignore[arg-type]
+            enable_chunked_prefill=chunked,
+            long_prefill_token_threshold=longest_chunk,
+        ),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="Fake",
+            kv_role="kv_both",
+            kv_load_failure_policy=on_failure,  # type: ignore[arg-type]
+        ),
+        enable_kv_events=events,
+    )
+
+
+def engine_request(
+    request_id: str,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int = 4,
+    priority: int = 0,
+    arrival_time_s: float = 0.0,
+    salt: str | None = None,
+    params: dict[str, Any] | None = None,
+    **sampling: Any,
+) -> EngineRequest:
+    sampling.setdefault("ignore_eos", True)
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=list(prompt),
+        sampling_params=SamplingParams(max_tokens=max_tokens, **sampling),
+        arrival_time_s=arrival_time_s,
+        priority=priority,
+        cache_salt=salt,
+        kv_transfer_params=params,
+    )
+
+
+# --- What a sound engine computes ------------------------------------------------------------------
+
+
+def kv_of(token_ids: Sequence[int], salt: str | None = None) -> list[int]:
+    """The KV of each token."""
+    kv, value = [], hash(salt)
+    for token_id in token_ids:
+        value = hash((value, token_id))
+        kv.append(value)
+    return kv
+
+
+def next_token(kv: int) -> int:
+    return kv % (VOCAB - 1)
+
+
+def expected_output(asked: EngineRequest) -> list[int]:
+    """What a single engine with room enough answers."""
+    tokens, params = list(asked.prompt_token_ids), asked.sampling_params
+    output: list[int] = []
+    while len(output) < params.max_tokens:
+        output.append(next_token(kv_of(tokens, asked.cache_salt)[-1]))
+        tokens.append(output[-1])
+        stops = params.stop_token_ids if params.ignore_eos else (EOS, *params.stop_token_ids)
+        if output[-1] in stops and len(output) >= params.min_tokens:
+            break
+    return output
+
+
+# --- The connector ---------------------------------------------------------------------------------
+
+
+@dataclass
+class FakeLoad:
+    request_id: str
+    block_ids: list[int]  # The request's whole table at the time.
+    first_token: int
+    num_tokens: int
+    kv: list[int]
+
+
+class FakeHalf(KVConnectorSchedulerHalf):
+    """Does what its `verdict` and `lends` say; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.verdict: Callable[[Any, int], Verdict] = lambda request, local: (0, False)
+        self.lends: Callable[[Any, list[int]], tuple[bool, dict[str, Any] | None]] = lambda r, b: (
+            False,
+            None,
+        )
+        self.on_new: Callable[[Any], None] = lambda request: None
+        self.on_alloc: Callable[[Any, int], None] = lambda request, external: None
+        self.frees_are_pending = False
+        self.has_push_work = False
+        self.is_shut_down = False
+        self.log: list[str] = []
+        self.asked: Counter[str] = Counter()
+        self.num_finished: Counter[str] = Counter()
+        self.finished_blocks: dict[str, list[int]] = {}
+        self.reports: list[KVConnectorOutput] = []
+        self.adds_sent: set[str] = set()  # Added to the next report, as a half that ends its own loans does.
+        self.loads: dict[str, FakeLoad] = {}  # In the background.
+        self.sync_loads: list[FakeLoad] = []  # Of the step in the making.
+        self._is_async: dict[str, bool] = {}
+        self._local: dict[str, int] = {}
+
+    def on_new_request(self, request: Any) -> None:
+        self.log.append(f"new {request.request_id}")
+        self.on_new(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Verdict:
+        assert request.num_computed_tokens == 0
+        assert num_computed_tokens % BLOCK == 0
+        self.asked[request.request_id] += 1
+        verdict = self.verdict(request, num_computed_tokens)
+        self._is_async[request.request_id] = verdict[1]
+        self._local[request.request_id] = num_computed_tokens
+        return verdict
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.log.append(f"alloc {request.request_id} {num_external_tokens}")
+        self.on_alloc(request, num_external_tokens)
+        if not num_external_tokens:
+            return
+        (block_ids,) = blocks.get_block_ids()
+        first = self._local[request.request_id]
+        assert len(block_ids) * BLOCK >= first + num_external_tokens
+        load = FakeLoad(
+            request.request_id,
+            block_ids,
+            first,
+            num_external_tokens,
+            kv_of(request.all_token_ids[: first + num_external_tokens], request.cache_salt),
+        )
+        if self._is_async[request.request_id]:
+            assert request.request_id not in self.loads
+            self.loads[request.request_id] = load
+        else:
+            self.sync_loads.append(load)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return NullConnectorMetadata()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.reports.append(connector_output)
+        if self.adds_sent:
+            connector_output.finished_sending = (connector_output.finished_sending or set()) | self.adds_sent
+            self.adds_sent = set()
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        assert request.status.name.startswith("FINISHED_")
+        self.log.append(f"finished {request.request_id} {request.status.name}")
+        self.num_finished[request.request_id] += 1
+        self.finished_blocks[request.request_id] = block_ids
+        return self.lends(request, block_ids)
+
+    def has_pending_block_frees(self) -> bool:
+        return self.frees_are_pending
+
+    def has_pending_push_work(self) -> bool:
+        return self.has_push_work
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+# --- The ranks -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Row:
+    prompt: list[int]
+    tokens: list[int]
+    block_ids: list[int]
+    salt: str | None
+    num_computed: int = 0
+
+
+class FakeRanks:
+    """Knows of requests only what SchedulerOutput says, as real ranks do (and the salt, which is in the hashes)."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.memory: list[list[int | None]] = [[None] * BLOCK for _ in range(num_blocks)]
+        self.rows: dict[str, _Row] = {}
+        self.salts: dict[str, str | None] = {}
+
+    def write(self, block_ids: list[int], position: int, value: int | None) -> None:
+        self.memory[block_ids[position // BLOCK]][position % BLOCK] = value
+
+    def read(self, block_ids: list[int], position: int) -> int | None:
+        return self.memory[block_ids[position // BLOCK]][position % BLOCK]
+
+    def fill(self, load: FakeLoad, bad_blocks: set[int]) -> None:
+        for position in range(load.first_token, load.first_token + load.num_tokens):
+            is_bad = load.block_ids[position // BLOCK] in bad_blocks
+            self.write(load.block_ids, position, None if is_bad else load.kv[position])
+
+    def take_over(self, output: SchedulerOutput) -> None:
+        for request_id in output.finished_req_ids:
+            self.rows.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            assert new.req_id not in self.rows, "a request is new once"
+            prompt = list(new.prompt_token_ids)
+            self.rows[new.req_id] = _Row(
+                prompt, list(prompt), list(new.block_ids[0]), self.salts[new.req_id], new.num_computed_tokens
+            )
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            row, new_blocks = self.rows[request_id], cached.new_block_ids[index]
+            row.num_computed = cached.num_computed_tokens[index]
+            if request_id in cached.resumed_req_ids:
+                assert new_blocks is not None
+                row.block_ids = list(new_blocks[0])
+                row.tokens = list(cached.all_token_ids[request_id])
+            elif new_blocks is not None:
+                row.block_ids += new_blocks[0]
+            assert len(row.tokens) == len(row.prompt) + cached.num_output_tokens[index]
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        result = ModelRunnerOutput()
+        right = {r: kv_of(self.rows[r].tokens, self.rows[r].salt) for r in output.num_scheduled_tokens}
+        for request_id, num_new in output.num_scheduled_tokens.items():
+            row = self.rows[request_id]
+            for position in range(row.num_computed, row.num_computed + num_new):
+                self.write(row.block_ids, position, right[request_id][position])
+        self._spread_errors(output.num_scheduled_tokens, right)
+        for request_id, num_new in output.num_scheduled_tokens.items():
+            row = self.rows[request_id]
+            last = row.num_computed + num_new
+            assert last <= len(row.tokens)
+            sampled: list[int] = []
+            if last == len(row.tokens):
+                is_right = self._first_wrong(row, right[request_id][:last]) is None
+                sampled = [next_token(right[request_id][-1]) if is_right else GARBAGE]
+                row.tokens += sampled
+            result.req_ids.append(request_id)
+            result.sampled_token_ids.append(sampled)
+        return result
+
+    def _spread_errors(self, scheduled: dict[str, int], right: dict[str, list[int]]) -> None:
+        """What is computed behind something wrong is wrong too; also for those who share it in the same step."""
+        changed = True
+        while changed:
+            changed = False
+            for request_id, num_new in scheduled.items():
+                row = self.rows[request_id]
+                last = row.num_computed + num_new
+                wrong = self._first_wrong(row, right[request_id][:last])
+                if wrong is None:
+                    continue
+                for position in range(max(row.num_computed, wrong), last):
+                    if self.read(row.block_ids, position) is not None:
+                        self.write(row.block_ids, position, None)
+                        changed = True
+
+    def _first_wrong(self, row: _Row, right: list[int]) -> int | None:
+        return next((i for i, kv in enumerate(right) if self.read(row.block_ids, i) != kv), None)
+
+
+# --- The world -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ended:
+    token_ids: list[int] = field(default_factory=list)
+    last: EngineOutput | None = None
+
+    @property
+    def reason(self) -> str | None:
+        return self.last.finish_reason if self.last is not None else None
+
+
+class World:
+    def __init__(self, config: EngineConfig | None = None, **kwargs: Any) -> None:
+        self.config = config if config is not None else engine_config(**kwargs)
+        self.half = FakeHalf()
+        self.scheduler = Scheduler(self.config, self.half)
+        self.ranks = FakeRanks(self.config.cache_config.num_gpu_blocks)
+        self.asked: dict[str, EngineRequest] = {}
+        self.answers: dict[str, Ended] = {}
+        self.report = KVConnectorOutput()  # Of the next step.
+        self.bad_sync_blocks: Callable[[FakeLoad], set[int]] = lambda load: set()
+        self.other_holders: list[int] = []  # Blocks that the test itself holds.
+        self.steps: list[SchedulerOutput] = []
+        self.outputs: list[EngineOutputs] = []
+
+    def add(self, request_id: str, prompt: Sequence[int], **kwargs: Any) -> EngineRequest:
+        asked = engine_request(request_id, prompt, **kwargs)
+        self.asked[request_id] = asked
+        self.ranks.salts[request_id] = asked.cache_salt
+        self.answers[request_id] = Ended()
+        self.scheduler.add_request(asked)
+        return asked
+
+    def step(self) -> SchedulerOutput:
+        output = self.scheduler.schedule()
+        self.steps.append(output)
+        assert output.total_num_scheduled_tokens == sum(output.num_scheduled_tokens.values())
+        assert output.total_num_scheduled_tokens <= self.config.scheduler_config.max_num_batched_tokens
+        self.ranks.take_over(output)
+        report, self.report = self.report, KVConnectorOutput()
+        loads, self.half.sync_loads = self.half.sync_loads, []
+        assert output.has_sync_kv_loads == bool(loads)
+        for load in loads:
+            bad = self.bad_sync_blocks(load)
+            self.ranks.fill(load, bad)
+            report.invalid_block_ids |= bad
+        result = self.ranks.execute(output)
+        result.kv_connector_output = None if report.is_empty() else report
+        self._take(self.scheduler.update_from_output(output, result))
+        self.scheduler.kv_cache.assert_consistent(self.other_holders)
+        return output
+
+    def _take(self, outputs: EngineOutputs) -> None:
+        self.outputs.append(outputs)
+        for output in outputs.outputs:
+            answer = self.answers[output.request_id]
+            assert answer.last is None, f"{output.request_id} ended twice"
+            answer.token_ids += output.new_token_ids
+            if output.finish_reason is not None:
+                answer.last = output
+
+    def run(self, max_steps: int = 2000) -> None:
+        """Until nothing is left to do."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_requests():
+                return
+            self.step()
+        raise AssertionError(f"still not at rest after {max_steps} steps: {self.scheduler.requests}")
+
+    def end_load(self, request_id: str, *, bad_indices: set[int] | None = None, failed: bool = False) -> None:
+        """The next step reports it. `bad_indices`: of the request's table."""
+        load = self.half.loads.pop(request_id)
+        (still,) = self.scheduler.kv_cache.get_block_ids(request_id)
+        assert still == load.block_ids, "blocks were taken away while somebody could write to them"
+        bad = {load.block_ids[i] for i in bad_indices or ()}
+        self.ranks.fill(load, set(load.block_ids) if failed else bad)
+        self.report.invalid_block_ids |= bad
+        if failed:
+            self.report.failed_recving = (self.report.failed_recving or set()) | {request_id}
+        self.report.finished_recving = (self.report.finished_recving or set()) | {request_id}
+
+    def end_send(self, *request_ids: str) -> None:
+        self.report.finished_sending = (self.report.finished_sending or set()) | set(request_ids)
+
+    def status(self, request_id: str) -> str:
+        return self.scheduler.requests[request_id].status.name
+
+    def check_answer(self, request_id: str, reason: str = "length") -> None:
+        answer, asked = self.answers[request_id], self.asked[request_id]
+        assert answer.reason == reason, answer
+        expected = expected_output(asked)
+        if reason in ("abort", "error"):
+            expected = expected[: len(answer.token_ids)]
+        assert answer.token_ids == expected
+
+    def check_at_rest(self) -> None:
+        scheduler = self.scheduler
+        assert not scheduler.has_requests()
+        assert not scheduler.has_unfinished_requests()
+        assert not scheduler.requests
+        assert not scheduler.running
+        assert not scheduler.waiting
+        assert not scheduler.loaded
+        assert scheduler.remote.num_loading == scheduler.remote.num_held == 0
+        assert not self.half.loads
+        scheduler.kv_cache.assert_empty()
+        assert set(self.half.num_finished) == set(self.asked)
+        assert set(self.half.num_finished.values()) <= {1}
+        assert all(answer.reason is not None for answer in self.answers.values())
