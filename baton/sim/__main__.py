@@ -1,0 +1,84 @@
+"""python -m baton.sim pull [--seeds N] [--first SEED] [--minutes M]     many worlds
+python -m baton.sim pull --seed SEED [--mutant GUARD]                     one world, line by line
+python -m baton.sim mutants [--seeds N] [GUARD ...]                       each guard taken away
+"""
+
+import argparse
+import sys
+import time
+
+from baton.core.errors import UserError
+from baton.sim.mutants import MUTANTS
+from baton.sim.runs import MODES, Report, replay, run_worlds
+
+DEFAULT_SEEDS = 1_000
+SLICE = 100
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m baton.sim", description="Simulated worlds of the handoff."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for mode in MODES:
+        worlds = commands.add_parser(mode, help=f"worlds that hand off by {mode}")
+        worlds.add_argument("--seeds", type=int, help=f"how many worlds; {DEFAULT_SEEDS} without --minutes")
+        worlds.add_argument("--minutes", type=float, help="stop after so long")
+        worlds.add_argument("--first", type=int, default=0, help="the first seed")
+        worlds.add_argument("--seed", type=int, help="replay this one world")
+        worlds.add_argument("--mutant", choices=list(MUTANTS), help="without this guard")
+    mutants = commands.add_parser("mutants", help="is each missing guard noticed?")
+    mutants.add_argument("--seeds", type=int, default=DEFAULT_SEEDS)
+    mutants.add_argument("guards", nargs="*", metavar="GUARD", default=[])
+    options = parser.parse_args(argv)
+    try:
+        if options.command == "mutants":
+            return _mutants(options.seeds, options.guards or list(MUTANTS))
+        if options.seed is not None:
+            lines = replay(options.command, options.seed, mutant=options.mutant)
+            print("\n".join(lines))
+            return 1 if "VIOLATION" in lines[-1] else 0
+        return _worlds(options.command, options.first, options.seeds, options.minutes, options.mutant)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _worlds(mode: str, first: int, seeds: int | None, minutes: float | None, mutant: str | None) -> int:
+    began = time.monotonic()
+    until = began + minutes * 60 if minutes is not None else float("inf")
+    left = seeds if seeds is not None else (DEFAULT_SEEDS if minutes is None else sys.maxsize)
+    total = Report(mode)
+    while left > 0 and time.monotonic() < until:
+        report = run_worlds(mode, first + total.num_worlds, min(SLICE, left), mutant=mutant)
+        total.add(report)
+        left -= report.num_worlds
+        for broken in report.broken:
+            print(f"{broken.kind}: {broken.command}", flush=True)
+    _print_report(total, first, time.monotonic() - began)
+    return 1 if total.broken else 0
+
+
+def _print_report(report: Report, first: int, took_s: float) -> None:
+    for what, count in sorted(report.counts.items()):
+        print(f"{count:10d}  {what}")
+    print(
+        f"{report.mode}: {report.num_worlds} worlds (seeds {first} to {first + report.num_worlds - 1}), "
+        f"{report.num_events} events, {len(report.broken)} violations, "
+        f"{took_s:.0f} s, {report.num_worlds / max(took_s, 1e-9):.0f} worlds/s"
+    )
+
+
+def _mutants(num_seeds: int, guards: list[str]) -> int:
+    unnoticed = 0
+    for guard in guards:
+        report = run_worlds("pull", 0, num_seeds, mutant=guard)
+        unnoticed += not report.broken
+        first = report.broken[0].seed if report.broken else "never"
+        kinds = "; ".join(f"{kind} {count}" for kind, count in report.kinds.most_common(3))
+        print(f"{guard:14s} {len(report.broken):6d} of {num_seeds}   first {first:>6}   {kinds}", flush=True)
+    return 1 if unnoticed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,286 @@
+"""The handshake and the table of peers."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.errors import PeerError
+from baton.core.ids import Address, EngineId, Epoch, LoanId
+from baton.core.layout import LayerLayout, ModelFingerprint, RankLayout, Region
+from baton.core.timers import Timers
+from baton.protocol.effects import PeerEffect, PeerLost, PeerReady, Send
+from baton.protocol.handshake import (
+    PROTOCOL_VERSION,
+    RankCard,
+    answer_hello,
+    decode_ranks,
+    encode_ranks,
+    make_hello,
+)
+from baton.protocol.messages import (
+    MAX_FRAME_BYTES,
+    WIRE_VERSION,
+    Envelope,
+    Gone,
+    Hello,
+    Refused,
+    Stranger,
+    Welcome,
+    encode_envelope,
+)
+from baton.protocol.peers import HELLOS_MAX, PeerTable, admit
+
+MODEL = ModelFingerprint(
+    model="m", revision="r", dtype="bfloat16", num_layers=2, num_kv_heads=4, head_dim=8, hash_seed="s"
+)
+TIMERS = Timers()
+D, P = Address(EngineId("d"), Epoch(1)), Address(EngineId("p"), Epoch(1))
+
+
+def card(rank: int = 0, tp: int = 1, num_layers: int = 1) -> RankCard:
+    heads = 4 // tp
+    layers = tuple(
+        LayerLayout(f"model.layers.{i}.self_attn.attn", 0, i * 64 * heads, 8 * heads, 8, 8)
+        for i in range(num_layers)
+    )
+    region = Region(4096, num_layers * 64 * heads)
+    rank_layout = RankLayout(
+        tp_rank=rank,
+        tp_size=tp,
+        num_kv_heads=4,
+        num_blocks=8,
+        block_tokens=2,
+        dtype="bfloat16",
+        regions=(region,),
+        layers=layers,
+    )
+    return RankCard(rank, rank_layout, {"local": b"pid 7", "tcp": b"host"})
+
+
+PAYLOAD = encode_ranks([card()])
+
+
+def table(own: Address = D, **changes: Any) -> PeerTable:
+    return PeerTable(
+        own, changes.pop("fingerprint", MODEL), TIMERS, changes.pop("payload", PAYLOAD), **changes
+    )
+
+
+def ready(peers: PeerTable, address: Address, now: float = 0.0) -> None:
+    peers.want(address, now)
+    [effect] = peers.receive(address, Welcome(PROTOCOL_VERSION, MODEL, PAYLOAD), now)
+    assert isinstance(effect, PeerReady)
+
+
+def lost(effects: list[PeerEffect]) -> str:
+    [effect] = effects
+    assert isinstance(effect, PeerLost)
+    return effect.reason
+
+
+# --- Rank cards -----------------------------------------------------------------------------------
+
+
+def test_rank_cards_arrive_as_they_were_sent() -> None:
+    cards = (card(0, 2), card(1, 2))
+    assert decode_ranks(encode_ranks(cards)) == cards
+
+
+def test_the_largest_engine_fits_into_a_frame() -> None:
+    cards = [card(0, 1, num_layers=128)] * 64
+    cards = [
+        msgspec.structs.replace(c, tp_rank=i, layout=msgspec.structs.replace(c.layout, tp_rank=i, tp_size=64))
+        for i, c in enumerate(cards)
+    ]
+    welcome = Welcome(PROTOCOL_VERSION, MODEL, encode_ranks(cards))
+    assert len(encode_envelope(Envelope(WIRE_VERSION, P, D, (welcome,)))) < MAX_FRAME_BYTES / 2
+
+
+@given(st.binary(max_size=100))
+def test_garbage_for_rank_cards_is_a_peer_error(payload: bytes) -> None:
+    with pytest.raises(PeerError):
+        decode_ranks(payload)
+
+
+@pytest.mark.parametrize(
+    "cards",
+    [
+        [],
+        [card(1, 2), card(0, 2)],
+        [card(0, 2)],
+        [msgspec.structs.replace(card(), tp_rank=1)],
+        [msgspec.structs.replace(card(), endpoints={"tcp": b"x" * 70_000})],
+        [msgspec.structs.replace(card(), endpoints={f"t{i}": b"" for i in range(20)})],
+        [msgspec.structs.replace(card(), layout=msgspec.structs.replace(card().layout, num_blocks=9))],
+    ],
+)
+def test_unsound_rank_cards_are_refused_by_the_reader_and_never_sent(cards: list[RankCard]) -> None:
+    with pytest.raises(PeerError):
+        decode_ranks(msgspec.msgpack.encode(cards))
+    with pytest.raises(PeerError):
+        encode_ranks(cards)
+
+
+# --- Compatibility --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", "x"),
+        ("revision", "x"),
+        ("dtype", "float16"),
+        ("num_layers", 3),
+        ("num_kv_heads", 8),
+        ("head_dim", 16),
+        ("hash_seed", "x"),
+    ],
+)
+def test_a_refusal_names_the_field_that_differs(field: str, value: object) -> None:
+    theirs = msgspec.structs.replace(MODEL, **{field: value})
+    answer = answer_hello(Hello(PROTOCOL_VERSION, theirs, D), MODEL, PAYLOAD)
+    assert answer == Refused((f"{field}: ours {getattr(MODEL, field)!r}, theirs {value!r}",))
+
+
+def test_a_refusal_names_everything_that_differs() -> None:
+    theirs = msgspec.structs.replace(MODEL, dtype="float16", head_dim=16)
+    answer = answer_hello(Hello(PROTOCOL_VERSION + 1, theirs, D), MODEL, PAYLOAD)
+    assert isinstance(answer, Refused)
+    assert [reason.split(":")[0] for reason in answer.reasons] == ["protocol_version", "dtype", "head_dim"]
+
+
+def test_a_very_long_name_does_not_make_a_refusal_too_long_to_send() -> None:
+    theirs = msgspec.structs.replace(MODEL, model="x" * 100_000)
+    answer = answer_hello(Hello(PROTOCOL_VERSION, theirs, D), MODEL, PAYLOAD)
+    encode_envelope(Envelope(WIRE_VERSION, P, D, (answer,)))
+
+
+def test_the_payload_of_an_incompatible_peer_is_not_even_decoded() -> None:
+    peers = table()
+    peers.want(P, 0.0)
+    other = msgspec.structs.replace(MODEL, revision="x")
+    reason = lost(peers.receive(P, Welcome(PROTOCOL_VERSION, other, b"not ours to read"), 0.0))
+    assert reason == "incompatible: revision: ours 'r', theirs 'x'"
+
+
+# --- The table ------------------------------------------------------------------------------------
+
+
+def test_a_peer_is_asked_once_and_then_known() -> None:
+    peers = table()
+    assert peers.want(P, 0.0) == [Send(P, make_hello(D, MODEL))]
+    assert peers.want(P, 0.1) == []
+    welcome = Welcome(PROTOCOL_VERSION, MODEL, PAYLOAD)
+    assert peers.receive(P, welcome, 0.2) == [PeerReady(P, welcome, (card(),))]
+    assert peers.receive(P, welcome, 0.3) == []
+    assert peers.want(P, 0.4) == [PeerReady(P, welcome, (card(),))]
+    assert peers.is_ready(P)
+
+
+def test_a_lost_hello_is_repeated_and_then_given_up() -> None:
+    peers = table()
+    num_hellos = len(peers.want(P, 0.0))
+    effects: list[PeerEffect] = []
+    while not any(isinstance(effect, PeerLost) for effect in effects):
+        effects = peers.wake(peers.next_deadline)
+        num_hellos += sum(isinstance(effect, Send) for effect in effects)
+    assert num_hellos == HELLOS_MAX
+    assert lost(effects) == f"no answer to {HELLOS_MAX} hellos"
+
+
+def test_failures_are_answered_from_memory_for_one_second_then_two_up_to_a_minute() -> None:
+    peers, now, waits = table(), 0.0, []
+    for _ in range(9):
+        [hello] = peers.want(P, now)
+        assert isinstance(hello, Send)
+        lost(peers.receive(P, Refused(("no room",)), now))
+        since = now
+        while isinstance(peers.want(P, now)[0], PeerLost):
+            now += 0.5
+        waits.append(now - since)
+        peers.receive(P, Refused(("no room",)), now)  # The question that ended the wait.
+        now += 60.0
+    assert waits == sorted(waits)
+    assert (waits[0], waits[-1]) == (1.0, 60.0)
+
+
+def test_a_success_ends_the_doubling() -> None:
+    peers = table()
+    peers.want(P, 0.0)
+    peers.receive(P, Refused(()), 0.0)
+    ready(peers, P, 1.0)
+    assert lost(peers.receive(P, Stranger(P), 2.0)) == "restarted or gone: somebody else answers there"
+    assert peers.want(P, 2.0) == [Send(P, make_hello(D, MODEL))]
+
+
+def test_an_unsound_welcome_rests_the_peer() -> None:
+    peers = table()
+    peers.want(P, 0.0)
+    assert "malformed rank cards" in lost(peers.receive(P, Welcome(PROTOCOL_VERSION, MODEL, b"\x91"), 0.0))
+    assert "malformed rank cards" in lost(peers.want(P, 0.5))
+
+
+def test_nobody_grows_the_table_by_talking_to_us() -> None:
+    peers = table()
+    for epoch in range(100):
+        who = Address(EngineId("x"), Epoch(epoch))
+        [answer] = peers.receive(who, make_hello(who, MODEL), 0.0)
+        assert isinstance(answer, Send)
+        assert isinstance(answer.message, Welcome)
+        for message in (Welcome(PROTOCOL_VERSION, MODEL, PAYLOAD), Refused(()), Stranger(who)):
+            assert peers.receive(who, message, 0.0) == []
+    assert peers.num_open == 0
+
+
+def test_a_hello_in_anothers_name_is_not_answered() -> None:
+    assert table().receive(P, make_hello(D, MODEL), 0.0) == []
+
+
+def test_nobody_is_answered_before_our_memory_is_registered() -> None:
+    peers = table(payload=None)
+    assert peers.receive(P, make_hello(P, MODEL), 0.0) == []
+    peers.announce(PAYLOAD)
+    assert peers.receive(P, make_hello(P, MODEL), 0.0) == [Send(P, Welcome(PROTOCOL_VERSION, MODEL, PAYLOAD))]
+
+
+def test_an_idle_peer_is_forgotten_and_a_used_one_is_not() -> None:
+    peers = table()
+    used = Address(EngineId("p2"), Epoch(1))
+    ready(peers, P)
+    ready(peers, used)
+    peers.want(used, 500.0)
+    assert peers.wake(600.0) == [PeerLost(P, "not used for long")]
+    assert peers.num_open == 1
+    assert peers.next_deadline == 1100.0
+
+
+def test_a_full_table_gives_up_who_rests_and_then_who_has_waited_longest() -> None:
+    peers = table(peers_max=2)
+    first, second, third, fourth = (Address(EngineId(f"p{i}"), Epoch(1)) for i in range(4))
+    ready(peers, first, 0.0)
+    peers.want(second, 1.0)
+    peers.receive(second, Refused(()), 1.0)
+    assert not any(isinstance(effect, PeerLost) for effect in peers.want(third, 2.0))
+    assert peers.want(fourth, 3.0)[0] == PeerLost(first, "crowded out by other peers")
+    assert peers.num_open == 2
+
+
+# --- Incarnations ---------------------------------------------------------------------------------
+
+
+def test_what_is_for_a_predecessor_reaches_no_machine_and_its_writer_hears_so() -> None:
+    old = Address(EngineId("d"), Epoch(0))
+    gone = Gone(LoanId(Epoch(1), 1), 1)
+    assert admit(D, Envelope(WIRE_VERSION, P, D, (gone,))) == ((gone,), [])
+    assert admit(D, Envelope(WIRE_VERSION, P, old, (gone, gone))) == ((), [Send(P, Stranger(old))])
+
+
+def test_a_stranger_is_never_answered() -> None:
+    old = Address(EngineId("d"), Epoch(0))
+    assert admit(D, Envelope(WIRE_VERSION, P, old, (Stranger(P), Stranger(P)))) == ((), [])
+    peers = table()
+    peers.want(P, 0.0)
+    assert not any(isinstance(effect, Send) for effect in peers.receive(P, Stranger(P), 0.0))

@@ -1,0 +1,164 @@
+"""The frame: what is sent arrives as it was, and what nobody would send is a PeerError."""
+
+import math
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.errors import PeerError
+from baton.core.ids import Address, EngineId, Epoch, LoanId
+from baton.core.layout import ModelFingerprint
+from baton.protocol.effects import Send
+from baton.protocol.messages import (
+    MAX_FRAME_BYTES,
+    MAX_MESSAGES,
+    U64_MAX,
+    WIRE_VERSION,
+    Envelope,
+    Gone,
+    Hello,
+    Message,
+    Refused,
+    Released,
+    Renew,
+    Renewed,
+    Stranger,
+    Welcome,
+    decode_envelope,
+    encode_envelope,
+    pack_sends,
+)
+
+P, D = Address(EngineId("p"), Epoch(1)), Address(EngineId("d"), Epoch(U64_MAX))
+LOAN = LoanId(Epoch(1), 7)
+
+u64 = st.integers(0, U64_MAX)
+names = st.text(min_size=1, max_size=40)
+addresses = st.builds(Address, names.map(EngineId), u64.map(Epoch))
+loan_ids = st.builds(LoanId, u64.map(Epoch), u64)
+fingerprints = st.builds(
+    ModelFingerprint,
+    model=names,
+    revision=names,
+    dtype=names,
+    num_layers=st.integers(1, 200),
+    num_kv_heads=st.integers(1, 128),
+    head_dim=st.integers(1, 512),
+    hash_seed=names,
+)
+messages: st.SearchStrategy[Message] = st.one_of(
+    st.builds(Renew, loan_ids, u64, u64),
+    st.builds(Renewed, loan_ids, u64, u64, st.floats(0, allow_nan=False, allow_infinity=False)),
+    st.builds(Released, loan_ids, u64),
+    st.builds(Gone, loan_ids, u64),
+    st.builds(Hello, u64, fingerprints, addresses),
+    st.builds(Welcome, u64, fingerprints, st.binary(max_size=100)),
+    st.builds(Refused, st.lists(st.text(max_size=40), max_size=5).map(tuple)),
+    st.builds(Stranger, addresses),
+)
+envelopes = st.builds(
+    Envelope, st.just(WIRE_VERSION), addresses, addresses, st.lists(messages, max_size=6).map(tuple)
+)
+
+
+@given(envelopes)
+def test_an_envelope_arrives_as_it_was_sent(envelope: Envelope) -> None:
+    assert decode_envelope(encode_envelope(envelope)) == envelope
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_a_peer_error(garbage: bytes) -> None:
+    with pytest.raises(PeerError):
+        decode_envelope(garbage)
+
+
+@given(envelopes, st.data())
+def test_a_damaged_frame_is_a_peer_error_or_still_a_sound_envelope(
+    envelope: Envelope, data: st.DataObject
+) -> None:
+    frame = bytearray(encode_envelope(envelope))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        decoded = decode_envelope(bytes(frame))
+    except PeerError:
+        return
+    assert decode_envelope(encode_envelope(decoded)) == decoded
+
+
+@given(envelopes, st.data())
+def test_a_cut_frame_is_a_peer_error(envelope: Envelope, data: st.DataObject) -> None:
+    frame = encode_envelope(envelope)
+    with pytest.raises(PeerError):
+        decode_envelope(frame[: data.draw(st.integers(0, len(frame) - 1))])
+
+
+def raw(*fields: object) -> bytes:
+    return msgspec.msgpack.encode(fields)
+
+
+HOSTILE = {
+    "another version": raw(2, ["p", 1], ["d", 2], []),
+    "another version with another shape": raw(2, "whatever", 1, 2, 3),
+    "negative epoch": raw(1, ["p", -1], ["d", 2], []),
+    "no engine id": raw(1, ["", 1], ["d", 2], []),
+    "long engine id": raw(1, ["p" * 257, 1], ["d", 2], []),
+    "text for a number": raw(1, ["p", 1], ["d", 2], [["gone", [1, "7"], 1]]),
+    "true for a number": raw(1, ["p", 1], ["d", 2], [["gone", [1, True], 1]]),
+    "unknown message": raw(1, ["p", 1], ["d", 2], [["shutdown"]]),
+    "message without its fields": raw(1, ["p", 1], ["d", 2], [["renew", [1, 7]]]),
+    "message with one more": raw(1, ["p", 1], ["d", 2], [["gone", [1, 7], 1, 2]]),
+    "negative claim": raw(1, ["p", 1], ["d", 2], [["gone", [1, 7], -1]]),
+    "no number": raw(1, ["p", 1], ["d", 2], [["renewed", [1, 7], 1, 1, math.nan]]),
+    "endless": raw(1, ["p", 1], ["d", 2], [["renewed", [1, 7], 1, 1, math.inf]]),
+    "negative duration": raw(1, ["p", 1], ["d", 2], [["renewed", [1, 7], 1, 1, -1.0]]),
+    "too many reasons": raw(1, ["p", 1], ["d", 2], [["refused", ["no"] * 33]]),
+    "a novel for a reason": raw(1, ["p", 1], ["d", 2], [["refused", ["no" * 300]]]),
+    "too many messages": raw(1, ["p", 1], ["d", 2], [["gone", [1, 7], 1]] * (MAX_MESSAGES + 1)),
+    "oversize": b"\x00" * (MAX_FRAME_BYTES + 1),
+    "a list that claims to be huge": b"\x94\x01\x92\xa1p\x01\x92\xa1d\x02\xdd\xff\xff\xff\xff",
+    "deeply nested": b"\x91" * 100_000,
+    "invalid text": b"\x94\x01\x92\xa1\xff\x01\x92\xa1d\x02\x90",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_frame_is_a_peer_error(what: str) -> None:
+    with pytest.raises(PeerError):
+        decode_envelope(HOSTILE[what])
+
+
+def test_a_frame_of_another_version_is_called_that_and_not_malformed() -> None:
+    with pytest.raises(PeerError, match="wire version 2, ours is 1"):
+        decode_envelope(HOSTILE["another version with another shape"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Renew(LOAN, -1, 0),
+        lambda: Renew(LOAN, 0, U64_MAX + 1),
+        lambda: Renewed(LOAN, 0, 0, math.nan),
+        lambda: Stranger(Address(EngineId(""), Epoch(1))),
+    ],
+)
+def test_we_cannot_even_make_what_a_peer_would_refuse(make: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"u64|duration|engine_id"):
+        make()
+
+
+def test_what_one_turn_says_to_one_peer_travels_in_one_envelope_in_order() -> None:
+    sends = [Send(D, Gone(LOAN, 1)), Send(P, Gone(LOAN, 2)), Send(D, Gone(LOAN, 3))]
+    to_d, to_p = pack_sends(P, sends)
+    assert (to_d.sender, to_d.target, to_d.messages) == (P, D, (Gone(LOAN, 1), Gone(LOAN, 3)))
+    assert to_p.messages == (Gone(LOAN, 2),)
+    assert pack_sends(P, []) == []
+
+
+def test_very_much_to_say_is_split() -> None:
+    packed = pack_sends(P, [Send(D, Gone(LOAN, claim)) for claim in range(MAX_MESSAGES + 1)])
+    assert [len(envelope.messages) for envelope in packed] == [MAX_MESSAGES, 1]

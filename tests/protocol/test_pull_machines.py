@@ -1,0 +1,183 @@
+"""What the transcripts do not show of the two lease machines: caps, false senders, timers."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.ids import Address, EngineId, Epoch, LoanId, Pair
+from baton.core.timers import Timers
+from baton.protocol.effects import Deliver, Fail, FreeLoan, FreeTarget, Send
+from baton.protocol.messages import Gone, Message, Released, Renew, Renewed, Stranger
+from baton.protocol.pull_consumer import NEVER, PullConsumer
+from baton.protocol.pull_producer import PullProducer
+
+T = Timers()
+P, D, E = (Address(EngineId(name), Epoch(5)) for name in "PDE")
+PAIR = Pair(0, 0)
+LOAN = LoanId(Epoch(5), 1)
+
+
+def said(effects: object) -> list[Message]:
+    assert isinstance(effects, list)
+    return [effect.message for effect in effects if isinstance(effect, Send)]
+
+
+def lent(producer: PullProducer, now: float = 0.0) -> LoanId:
+    loan_id = producer.lend(now)
+    assert loan_id is not None
+    return loan_id
+
+
+def fetching(consumer: PullConsumer) -> int:
+    started = consumer.fetch(LOAN, P, (PAIR,), 0.0)
+    assert started is not None
+    return started[0]
+
+
+def test_a_loan_is_capped_and_its_answers_shrink() -> None:
+    producer = PullProducer(Epoch(5), T)
+    loan_id = lent(producer)
+    promised = []
+    now = 0.0
+    while True:
+        [answer] = said(producer.receive(D, Renew(loan_id, 1, 1), now))
+        if isinstance(answer, Gone):
+            break
+        assert isinstance(answer, Renewed)
+        promised.append(now + answer.ttl_s)
+        now += T.renew_every_s
+    assert max(promised) == T.loan_max_s == now
+    assert promised == sorted(promised), "a promise is never taken back"
+
+
+def test_loans_are_numbered_by_their_lender_for_ever() -> None:
+    producer = PullProducer(Epoch(5), T)
+    first = lent(producer)
+    assert producer.receive(D, Released(first, 1), 0.0) == [FreeLoan(first, expired=False)]
+    assert lent(producer) == LoanId(Epoch(5), 2)
+
+
+def test_a_loan_that_has_run_out_cannot_be_renewed_in_the_same_breath() -> None:
+    producer = PullProducer(Epoch(5), T)
+    loan_id = lent(producer)
+    effects = producer.receive(D, Renew(loan_id, 1, 1), T.ttl_s)
+    assert effects == [FreeLoan(loan_id, expired=True), Send(D, Gone(loan_id, 1))]
+
+
+def test_nobody_but_the_claimer_releases() -> None:
+    producer = PullProducer(Epoch(5), T)
+    loan_id = lent(producer)
+    producer.receive(D, Renew(loan_id, 1, 1), 0.0)
+    restarted = Address(D.engine_id, Epoch(6))
+    for sender, claim in ((E, 1), (D, 2), (restarted, 1)):
+        assert producer.receive(sender, Released(loan_id, claim), 0.0) == []
+        assert said(producer.receive(sender, Renew(loan_id, claim, 1), 0.0)) == [Gone(loan_id, claim)]
+    assert producer.num_open == 1
+
+
+def test_messages_for_the_other_half_are_ignored() -> None:
+    producer, consumer = PullProducer(Epoch(5), T), PullConsumer(T)
+    loan_id = lent(producer)
+    fetching(consumer)
+    for message in (Renewed(loan_id, 1, 1, 1.0), Gone(loan_id, 1), Stranger(D)):
+        assert producer.receive(D, message, 0.0) == []
+    for message in (Renew(LOAN, 1, 1), Released(LOAN, 1), Stranger(D)):
+        assert consumer.receive(P, message, 0.0) == []
+
+
+def test_only_the_producer_of_a_loan_is_heard_about_it() -> None:
+    consumer = PullConsumer(T)
+    claim = fetching(consumer)
+    assert consumer.receive(E, Gone(LOAN, claim), 0.0) == []
+    assert said(consumer.receive(E, Renewed(LOAN, claim, 1, 30.0), 0.0)) == [Released(LOAN, claim)]
+    assert not consumer.is_held(claim, 0.0)
+    other = LoanId(Epoch(5), 2)
+    assert consumer.receive(P, Gone(other, claim), 0.0) == []
+    assert consumer.num_open == 1
+
+
+def test_an_answer_to_a_question_that_was_never_asked_is_not_believed() -> None:
+    consumer = PullConsumer(T)
+    claim = fetching(consumer)
+    assert consumer.receive(P, Renewed(LOAN, claim, 99, 30.0), 0.0) == []
+    assert not consumer.is_held(claim, 0.0)
+
+
+def test_the_lease_is_counted_from_the_question_less_the_drift() -> None:
+    consumer = PullConsumer(T)
+    claim = fetching(consumer)
+    consumer.receive(P, Renewed(LOAN, claim, 1, T.ttl_s), 5.0)
+    assert consumer.is_held(claim, T.believed_ttl_s - 0.001)
+    assert not consumer.is_held(claim, T.believed_ttl_s)
+
+
+def test_a_short_answer_does_not_shorten_a_belief() -> None:
+    consumer = PullConsumer(T)
+    claim = fetching(consumer)
+    consumer.wake(T.renew_every_s)
+    consumer.receive(P, Renewed(LOAN, claim, 2, T.ttl_s), 8.0)
+    consumer.receive(P, Renewed(LOAN, claim, 1, 1.0), 8.0)
+    assert consumer.is_held(claim, T.ttl_s)
+
+
+def test_without_an_answer_a_finished_read_asks_every_round_trip() -> None:
+    consumer = PullConsumer(T)
+    claim = fetching(consumer)
+    assert consumer.read_ended(claim, PAIR, True, 0.1) == []
+    assert consumer.next_deadline == T.round_trip_max_s
+    assert said(consumer.wake(1.0)) == [Renew(LOAN, claim, 2)]
+    assert consumer.next_deadline == 2 * T.round_trip_max_s
+
+
+def test_every_claim_ends_once_and_its_blocks_come_back_once() -> None:
+    consumer = PullConsumer(T)
+    claim = fetching(consumer)
+    ends: list[object] = []
+    for effects in (
+        consumer.abort(claim, 1.0),
+        consumer.receive(P, Gone(LOAN, claim), 1.0),
+        consumer.peer_lost(P, "gone", 1.0),
+        consumer.wake(T.deadline_s),
+        consumer.read_ended(claim, PAIR, False, 121.0),
+        consumer.read_ended(claim, PAIR, True, 121.0),
+        consumer.abort(claim, 122.0),
+    ):
+        ends += [effect for effect in effects if isinstance(effect, Fail | Deliver | FreeTarget)]
+    assert ends == [Fail(claim, "aborted"), FreeTarget(claim)]
+    assert (consumer.num_open, consumer.next_deadline) == (0, NEVER)
+
+
+def test_nothing_is_said_to_a_peer_that_is_lost() -> None:
+    consumer = PullConsumer(T)
+    fetching(consumer)
+    assert said(consumer.receive(E, Stranger(P), 0.0)) == []
+    assert consumer.num_open == 1, "its read runs on"
+
+
+def test_a_lost_peer_takes_only_its_own_fetches_along() -> None:
+    consumer = PullConsumer(T)
+    claim = fetching(consumer)
+    assert consumer.fetch(LOAN, E, (PAIR,), 0.0) is not None, "another lender may use the same number"
+    assert [e.claim for e in consumer.peer_lost(P, "gone", 0.0) if isinstance(e, Fail)] == [claim]
+
+
+@given(
+    ttl_s=st.floats(1.0, 100.0),
+    receipt_after_s=st.floats(0.0, 10.0),
+    answer_after_s=st.floats(0.0, 10.0),
+    producer_rate=st.floats(0.9951, 1.0049),
+    consumer_rate=st.floats(0.9951, 1.0049),
+)
+def test_belief_never_outlives_the_promise(
+    ttl_s: float, receipt_after_s: float, answer_after_s: float, producer_rate: float, consumer_rate: float
+) -> None:
+    """True time against two clocks, each off by less than half of drift_max."""
+    timers = Timers(ttl_s=ttl_s, round_trip_max_s=ttl_s / 10, loan_max_s=200.0 + 2 * ttl_s)
+    producer, consumer = PullProducer(Epoch(5), timers), PullConsumer(timers)
+    loan_id = lent(producer, 0.0)
+    started = consumer.fetch(loan_id, P, (PAIR,), 0.0)
+    assert started is not None
+    receipt_s = min(receipt_after_s, ttl_s / 2)
+    [renewed] = said(producer.receive(D, Renew(loan_id, 1, 1), receipt_s * producer_rate))
+    consumer.receive(P, renewed, (receipt_s + answer_after_s) * consumer_rate)
+    freed_at_s = producer.next_deadline / producer_rate
+    assert not consumer.is_held(1, freed_at_s * consumer_rate)

@@ -1,0 +1,168 @@
+"""Tickets: believed only as they were signed, and only for the request that they are for."""
+
+import base64
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.errors import UserError
+from baton.core.ids import Address, BlockId, EngineId, Epoch, LoanId, PromptHash, RequestId, TransferId
+from baton.core.layout import ModelFingerprint
+from baton.core.transfer_params import MAX_TICKET_CHARS
+from baton.protocol.ticket import BadTicket, Ticket, TicketFault, check_ticket, open_ticket, sign_ticket
+
+KEY, OTHER_KEY = b"k" * 32, b"o" * 32
+MODEL = ModelFingerprint(
+    model="m", revision="r", dtype="bfloat16", num_layers=2, num_kv_heads=4, head_dim=8, hash_seed="s"
+)
+HASH = PromptHash(bytes(range(32)))
+
+
+def ticket(**changes: Any) -> Ticket:
+    fields: dict[str, Any] = dict(
+        producer=Address(EngineId("p"), Epoch(2**64 - 1)),
+        control_url="tcp://127.0.0.1:5555",
+        loan_id=LoanId(Epoch(2**64 - 1), 3),
+        transfer_id=TransferId("t"),
+        request_id=RequestId("r"),
+        fingerprint=MODEL,
+        tp_size=2,
+        block_tokens=16,
+        block_ids=((BlockId(4), BlockId(9)),),
+        num_tokens=20,
+        prompt_hash=HASH,
+    )
+    return Ticket(**{**fields, **changes})
+
+
+def fault_of(text: str, key: bytes | None = KEY) -> TicketFault:
+    with pytest.raises(BadTicket) as caught:
+        open_ticket(text, key)
+    assert caught.value.field == "kv_transfer_params.baton_ticket"
+    return caught.value.reason
+
+
+def sealed(body: bytes, mac: bytes = b"") -> str:
+    return base64.urlsafe_b64encode(msgspec.msgpack.encode((body, mac))).decode()
+
+
+def test_a_ticket_arrives_as_it_was_signed() -> None:
+    assert open_ticket(sign_ticket(ticket(), KEY), KEY) == ticket()
+    assert open_ticket(sign_ticket(ticket(), None), None) == ticket()
+
+
+def test_a_ticket_says_nothing_of_time() -> None:
+    """Its age is unknown to whoever reads it; only a Renewed promises anything."""
+    assert not [name for name in Ticket.__struct_fields__ if name.endswith("_s") or "expir" in name]
+
+
+@pytest.mark.parametrize(
+    ("signed_with", "opened_with"), [(KEY, OTHER_KEY), (KEY, None), (None, KEY), (OTHER_KEY, KEY)]
+)
+def test_another_secret_or_none_is_a_wrong_signature(
+    signed_with: bytes | None, opened_with: bytes | None
+) -> None:
+    assert fault_of(sign_ticket(ticket(), signed_with), opened_with) is TicketFault.SIGNATURE
+
+
+@given(st.data())
+def test_no_altered_ticket_is_believed(data: st.DataObject) -> None:
+    text = sign_ticket(ticket(), KEY)
+    at = data.draw(st.integers(0, len(text) - 1))
+    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
+    altered = text[:at] + data.draw(st.sampled_from(letters)) + text[at + 1 :]
+    if base64.urlsafe_b64decode(altered) == base64.urlsafe_b64decode(text):
+        return  # The last letter has bits to spare.
+    assert fault_of(altered) in (TicketFault.SCHEMA, TicketFault.VERSION, TicketFault.SIGNATURE)
+
+
+@given(
+    st.text(max_size=200) | st.binary(max_size=200).map(lambda raw: base64.urlsafe_b64encode(raw).decode())
+)
+def test_garbage_is_a_bad_ticket(text: str) -> None:
+    fault_of(text)
+
+
+@given(st.binary(max_size=100))
+def test_a_garbage_body_is_a_bad_ticket(body: bytes) -> None:
+    fault_of(sealed(body))
+
+
+def test_size_then_schema_then_version_then_signature() -> None:
+    assert fault_of("") is TicketFault.SIZE
+    assert fault_of("A" * (MAX_TICKET_CHARS + 1)) is TicketFault.SIZE
+    assert fault_of("not base64 !") is TicketFault.SCHEMA
+    assert fault_of("täglich") is TicketFault.SCHEMA
+    assert fault_of(sealed(b"\xc0")) is TicketFault.SCHEMA
+    assert fault_of(sealed(msgspec.msgpack.encode([2, "of the future"]))) is TicketFault.VERSION
+    assert fault_of(sealed(msgspec.msgpack.encode([1, "too short"]))) is TicketFault.SCHEMA
+    assert fault_of(sealed(msgspec.msgpack.encode(ticket()))) is TicketFault.SIGNATURE
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block_ids": ((BlockId(-1),),)},
+        {"block_ids": ((BlockId(2**32),),)},
+        {"block_ids": ((BlockId(1), BlockId(2), BlockId(3)),)},
+        {"block_ids": ()},
+        {"num_tokens": 0},
+        {"block_tokens": 0},
+        {"tp_size": 0},
+        {"prompt_hash": PromptHash(b"short")},
+        {"control_url": ""},
+        {"control_url": "x" * 513},
+        {"producer": Address(EngineId(""), Epoch(1))},
+        {"loan_id": LoanId(Epoch(1), -1)},
+    ],
+)
+def test_a_ticket_that_makes_no_sense_cannot_be_made(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        ticket(**changes)
+
+
+def check(changes: dict[str, Any] | None = None, **ours: Any) -> None:
+    check_ticket(
+        ticket(**(changes or {})),
+        fingerprint=ours.get("fingerprint", MODEL),
+        prompt_hash_of=ours.get("prompt_hash_of", lambda n: HASH if n == 20 else PromptHash(b"")),
+        num_prompt_tokens=ours.get("num_prompt_tokens", 20),
+        block_tokens=ours.get("block_tokens", 16),
+    )
+
+
+def refused(changes: dict[str, Any] | None = None, **ours: Any) -> BadTicket:
+    with pytest.raises(BadTicket) as caught:
+        check(changes, **ours)
+    return caught.value
+
+
+def test_the_right_ticket_for_a_longer_prompt_is_good() -> None:
+    check()
+    check(num_prompt_tokens=21)
+
+
+def test_another_model_is_named_field_by_field() -> None:
+    other = msgspec.structs.replace(MODEL, dtype="float16", num_layers=3)
+    error = refused(fingerprint=other)
+    assert error.reason is TicketFault.MODEL
+    assert "dtype: ours 'float16', theirs 'bfloat16'" in str(error)
+    assert "num_layers: ours 3, theirs 2" in str(error)
+
+
+def test_another_layout_is_refused_before_the_prompt_is_hashed() -> None:
+    def never(n: int) -> PromptHash:
+        raise AssertionError(n)
+
+    assert refused(block_tokens=32, prompt_hash_of=never).reason is TicketFault.LAYOUT
+    assert refused({"tp_size": 3}, prompt_hash_of=never).reason is TicketFault.LAYOUT
+    assert refused(num_prompt_tokens=19, prompt_hash_of=never).reason is TicketFault.PROMPT
+
+
+def test_another_prompt_is_refused() -> None:
+    error = refused(prompt_hash_of=lambda n: PromptHash(bytes(32)))
+    assert error.reason is TicketFault.PROMPT
+    assert isinstance(error, UserError)
