@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -11,12 +12,14 @@ from baton.cli.demo_check import Outcome
 
 
 def make_table(outcomes: Sequence[Outcome]) -> Table:
-    table = Table(title="Prefill on one engine, decode on another", title_justify="left")
+    table = Table(
+        title="Prefill on one engine (P), decode on another (D)", box=box.SIMPLE_HEAD, padding=(0, 1)
+    )
     table.add_column("#", justify="right")
     table.add_column("prompt", no_wrap=True)
-    for heading in ("tokens", "cached on D", "moved", "ms", "wire GB/s", "TTFT ms"):
+    for heading in ("tokens", "cached\non D", "moved", "handoff\nms", "wire\nGB/s", "TTFT\nms"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("equal")
+    table.add_column("equal", no_wrap=True)
     for number, outcome in enumerate(outcomes, start=1):
         speed = outcome.bytes_per_s
         table.add_row(

@@ -1,6 +1,6 @@
 """Real HTTP servers on the loopback that behave, or misbehave, as a test tells them to.
 
-Only real servers show what matters to a router: connections that break, stall or close, and bytes as they come.
+Only real servers show what matters to a router: connections that break or stall, and bytes as they come.
 """
 
 import asyncio
@@ -152,7 +152,7 @@ async def lends(call: Call) -> None:
 
 async def answers(call: Call) -> None:
     """A decode engine as it should be."""
-    if call.received.body.get("stream"):
+    if call.received.raw and call.received.body.get("stream"):
         await call.stream(b'data: {"n": 1}\n\n', b'data: {"n": 2}\n\n', b"data: [DONE]\n\n")
     else:
         await call.answer(200, {"choices": [{"text": "answer"}]})

@@ -1,0 +1,233 @@
+"""Who is up: what ejects an engine, what brings it back, and what does not."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from baton.core.errors import ConfigError
+from baton.router.errors import LegFailure
+from baton.router.fleet import Engine, Fleet, Prober
+from baton.router.policies import RoutedRequest
+from baton.router.settings import LegTimeouts, ProbeSettings, RouterSettings
+from tests.router.fakes import FakeEngine, answers, dead_url, hangs, lends, run, system
+
+P, D0, D1 = "http://p:1", "http://d:1", "http://d:2"
+REQUEST = RoutedRequest(turn=0)
+
+
+def make_fleet() -> tuple[Fleet, Engine]:
+    settings = RouterSettings(prefill_urls=(P,), decode_urls=(D0, D1), policy="round_robin")
+    fleet = Fleet(settings, unix_clock=lambda: 1000.0)
+    return fleet, fleet.engines[1]
+
+
+def fail(fleet: Fleet, engine: Engine, kind: Any) -> None:
+    fleet.note_failure(engine, LegFailure(kind, engine.url, "why", was_sent=kind != "unreachable"))
+
+
+def test_a_refused_connection_ejects_at_once() -> None:
+    fleet, engine = make_fleet()
+    fail(fleet, engine, "unreachable")
+    assert engine.status == "down"
+    chosen = fleet.choose("decode", REQUEST)
+    assert chosen is not None
+    assert chosen.url == D1
+
+
+@pytest.mark.parametrize("kind", ["broken", "timeout"])
+def test_other_failures_eject_only_in_a_row(kind: str) -> None:
+    fleet, engine = make_fleet()
+    for _ in range(2):
+        fail(fleet, engine, kind)
+        fail(fleet, engine, kind)
+        assert engine.is_up
+        fleet.note_answer(engine, 200)
+    for _ in range(3):
+        fail(fleet, engine, kind)
+    assert engine.status == "down"
+    assert engine.num_failures == 7
+
+
+def test_answers_of_500_are_counted_but_eject_nobody() -> None:
+    fleet, engine = make_fleet()
+    for _ in range(10):
+        fleet.note_answer(engine, 500)
+    assert engine.is_up
+    assert engine.num_failures == 10
+    assert engine.last_error == "answered with status 500"
+    assert engine.last_error_unix_s == 1000.0
+
+
+def test_a_good_probe_readmits() -> None:
+    fleet, engine = make_fleet()
+    fail(fleet, engine, "unreachable")
+    fleet.note_probe(engine, None)
+    assert engine.status == "up"
+    assert engine.failures_in_row == 0
+
+
+def test_an_engine_in_use_is_counted_until_its_leg_ends_however_it_ends() -> None:
+    fleet, engine = make_fleet()
+
+    def use() -> None:
+        with fleet.using(engine):
+            assert engine.in_flight == 1
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        use()
+    assert engine.in_flight == 0
+    assert engine.num_requests == 1
+
+
+def test_nobody_is_chosen_twice_by_one_request() -> None:
+    fleet, _ = make_fleet()
+    tried: list[Engine] = []
+    while (engine := fleet.choose("decode", REQUEST, tried=tried)) is not None:
+        tried.append(engine)
+    assert {engine.url for engine in tried} == {D0, D1}
+
+
+@pytest.mark.parametrize(
+    ("respond", "error"),
+    [
+        (lambda request: httpx.Response(200), None),
+        (lambda request: httpx.Response(503), "/health answered with status 503"),
+    ],
+)
+def test_a_probe_believes_what_health_says(respond: Any, error: str | None) -> None:
+    async def main() -> None:
+        fleet, engine = make_fleet()
+        async with httpx.AsyncClient(transport=httpx.MockTransport(respond)) as client:
+            await Prober(fleet, client, ProbeSettings()).probe(engine)
+        assert engine.status == ("up" if error is None else "down")
+        assert engine.last_error == error
+
+    run(main())
+
+
+def test_a_probe_that_hangs_is_given_up() -> None:
+    async def main() -> None:
+        async def respond(request: httpx.Request) -> httpx.Response:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        fleet, engine = make_fleet()
+        async with httpx.AsyncClient(transport=httpx.MockTransport(respond)) as client:
+            await Prober(fleet, client, ProbeSettings(timeout_s=0.01)).probe(engine)
+        assert engine.failures_in_row == 1
+        assert engine.is_up
+
+    run(main())
+
+
+def test_an_engine_that_comes_up_late_is_found_by_probing() -> None:
+    async def main() -> None:
+        decode = FakeEngine(answers, health_status=503)
+        probe = ProbeSettings(every_s=0.01, backoff_first_s=0.01, backoff_max_s=0.02)
+        async with system([FakeEngine(lends)], [decode], probe=probe) as s:
+            while (await s.client.get("/health")).status_code != 503:
+                pass
+            while (await s.complete()).status_code != 503:
+                pass
+            decode.health_status = 200
+            while (await s.client.get("/health")).status_code != 200:
+                pass
+            assert (await s.complete()).status_code == 200
+
+    run(main())
+
+
+def test_health_needs_a_decode_engine_only() -> None:
+    async def main() -> None:
+        async with system([dead_url()], [FakeEngine(answers)]) as s:
+            while (await s.client.get("/health")).status_code != 200:
+                pass
+            assert (await s.complete()).status_code == 200
+
+    run(main())
+
+
+def test_the_fleet_and_the_metrics_show_who_is_down_and_why() -> None:
+    async def main() -> None:
+        async with system([dead_url()], [FakeEngine(answers)]) as s:
+            while True:
+                state = (await s.client.get("/fleet")).json()
+                if state["engines"]["prefill"][0]["status"] == "down":
+                    break
+            assert "cannot connect" in state["engines"]["prefill"][0]["last_error"]
+            assert state["policy"] == "least_in_flight"
+            metrics = (await s.client.get("/metrics")).text
+        url = state["engines"]["prefill"][0]["url"]
+        assert f'baton:router_engine_up{{engine="{url}",role="prefill"}} 0.0' in metrics
+
+    run(main())
+
+
+def test_the_dashboard_is_one_page_that_may_talk_to_this_router_only() -> None:
+    async def main() -> None:
+        async with system([FakeEngine(lends)], [FakeEngine(answers)]) as s:
+            page = await s.client.get("/")
+        assert page.headers["content-type"].startswith("text/html")
+        assert "connect-src 'self'" in page.headers["content-security-policy"]
+        assert "://" not in page.text
+        assert "innerHTML" not in page.text
+
+    run(main())
+
+
+def test_models_and_tokenize_go_to_a_decode_engine() -> None:
+    async def main() -> None:
+        prefill, decode = FakeEngine(lends), FakeEngine(answers)
+        async with system([prefill], [decode]) as s:
+            assert (await s.client.get("/v1/models?x=1")).status_code == 200
+            assert (await s.client.post("/tokenize", json={"prompt": "a"})).status_code == 200
+        assert [call.path for call in decode.calls] == ["/v1/models", "/tokenize"]
+        assert decode.calls[1].body == {"prompt": "a"}
+        assert not prefill.calls
+
+    run(main())
+
+
+def test_models_are_asked_of_the_next_engine_when_one_hangs() -> None:
+    async def main() -> None:
+        good = FakeEngine(answers)
+        timeouts = LegTimeouts(first_byte_s=0.05)
+        async with system([FakeEngine(lends)], [FakeEngine(hangs), good], timeouts=timeouts) as s:
+            assert {(await s.client.get("/v1/models")).status_code for _ in range(2)} == {200}
+        assert len(good.calls) == 2
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"prefill_urls": ()}, "prefill_urls"),
+        ({"decode_urls": ("http://a:1", "http://a:1")}, "decode_urls"),
+        ({"decode_urls": ("a:1",)}, "decode_urls"),
+        ({"decode_urls": ("http://a:1/v1",)}, "decode_urls"),
+        ({"decode_urls": ("http://a:1/",)}, "decode_urls"),
+        ({"decode_attempts": 0}, "decode_attempts"),
+        ({"min_prefill_tokens": -1}, "min_prefill_tokens"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_name(wrong: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RouterSettings(**{"prefill_urls": (P,), "decode_urls": (D0,), **wrong})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        (LegTimeouts, {"idle_s": 0}),
+        (ProbeSettings, {"every_s": -1}),
+        (ProbeSettings, {"backoff_first_s": 5, "backoff_max_s": 1}),
+    ],
+)
+def test_a_wait_without_an_end_cannot_be_configured(kind: Any, wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        kind(**wrong)
