@@ -126,6 +126,13 @@ class Engine:
     # --- The driver -------------------------------------------------------------------------------
 
     def do(self, effects: Sequence[Effect]) -> None:
+        if effects:
+            self._carry_out(effects)
+        self._arm()
+        if self.exits_at < NEVER:
+            self._exit_if_empty()
+
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
         todo: deque[Effect] = deque(effects)
         sends: list[Send] = []
         name = self.address.engine_id
@@ -158,9 +165,6 @@ class Engine:
             if len(envelope.messages) > 1:
                 self.world.count("batched envelopes")
             self.cluster.wire.send(name, envelope)
-        self._arm()
-        if self.exits_at < NEVER:
-            self._exit_if_empty()
 
     def receive(self, frame: bytes) -> None:
         envelope = contained.decode_or_none(frame)

@@ -11,8 +11,8 @@ from baton.sim import MUTANTS, Report, find_broken, replay, run_worlds
 NUM_WORLDS = 20_000
 SLICE = 1_250
 
-# Where a world that misses the guard is found, and how many worlds are tried from there. A rare fault needs its
-# seed; when a change of the world moves it, `python -m baton.sim mutants` finds another.
+# Where a world that misses the guard is found, and how many worlds are tried from there. A rare fault needs
+# its seed; when a change of the world moves it, `python -m baton.sim mutants` finds another.
 SEEDS = {
     "claim_epoch": 358,
     "incarnation": 1366,
