@@ -15,7 +15,8 @@ from the exposition format.
 Of the connector, from `SchedulerStats.kv_connector_stats` (see `TransferStats` for the dict's keys):
 
     histograms  kv_transfer_seconds, kv_transfer_wire_seconds
-    counters    kv_transfer_bytes, kv_transfer_failures{reason}, kv_transfer_expired_loans
+    counters    kv_transfer_bytes, kv_transfer_failures{reason}, kv_tickets_refused{reason},
+                kv_loans, kv_loans_expired, kv_bad_frames
 """
 
 import logging
@@ -120,6 +121,9 @@ class TransferStats(msgspec.Struct, frozen=True):
 
     transfers: tuple[TransferRecord, ...] = ()
     failures: dict[str, int] = {}  # By reason: handoffs that were not delivered.
+    refused: dict[str, int] = {}  # By reason: tickets refused before anything was allocated.
+    num_loans: int = 0
+    num_bad_frames: int = 0  # Control messages dropped as malformed.
     num_expired_loans: int = 0  # Lent, never released, taken back by time.
 
 
@@ -133,7 +137,10 @@ class TransferMetrics:
             "kv_transfer_wire_seconds", "Of it, the time that the copy took.", _TRANSFER_S
         )
         self._failures = make.counter_by("reason", "kv_transfer_failures", "KV handoffs that failed.")
-        self._expired = make.counter("kv_transfer_expired_loans", "Loans that ended by time, not by release.")
+        self._refused = make.counter_by("reason", "kv_tickets_refused", "Tickets refused at once.")
+        self._loans = make.counter("kv_loans", "Prompts lent to a consumer.")
+        self._expired = make.counter("kv_loans_expired", "Loans that ended by time, not by release.")
+        self._bad_frames = make.counter("kv_bad_frames", "Malformed control messages, dropped.")
 
     def observe(self, raw: dict[str, Any]) -> None:
         try:
@@ -148,7 +155,11 @@ class TransferMetrics:
             self._wire_seconds.observe(transfer.wire_ms / 1e3)
         for reason, count in stats.failures.items():
             self._failures(reason).inc(max(0, count))
+        for reason, count in stats.refused.items():
+            self._refused(reason).inc(max(0, count))
+        self._loans.inc(max(0, stats.num_loans))
         self._expired.inc(max(0, stats.num_expired_loans))
+        self._bad_frames.inc(max(0, stats.num_bad_frames))
 
 
 class RequestMetrics:

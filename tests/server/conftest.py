@@ -1,4 +1,4 @@
-"""One server for each test: real sockets, a scripted engine."""
+"""One server for each module, one scripted engine for each test; real sockets."""
 
 from collections.abc import Iterator
 
@@ -8,20 +8,27 @@ import pytest
 from tests.server.fakes import LiveServer, ScriptedEngine, service_around
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with service_around(ScriptedEngine()) as service:
+        server = LiveServer(service)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
 @pytest.fixture
 def engine() -> ScriptedEngine:
     return ScriptedEngine()
 
 
 @pytest.fixture
-def live(engine: ScriptedEngine) -> Iterator[LiveServer]:
-    with service_around(engine) as service:
-        server = LiveServer(engine, service)
-        server.start()
-        try:
-            yield server
-        finally:
-            server.stop()
+def live(server: LiveServer, engine: ScriptedEngine) -> LiveServer:
+    """The module's server, with an engine and metrics of the test's own."""
+    server.reset(engine)
+    return server
 
 
 @pytest.fixture

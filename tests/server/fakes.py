@@ -23,7 +23,7 @@ from baton.engine.api import (
 from baton.engine.client import EngineDeadError
 from baton.server.app import build_app
 from baton.server.metrics import ServerMetrics
-from baton.server.service import Service
+from baton.server.service import Service, core_door
 from baton.server.tokens import PromptEncoder
 
 EOS = 0
@@ -245,8 +245,7 @@ class QuietServer(uvicorn.Server):
 class LiveServer:
     """A real server on a loopback port, in a thread with a loop of its own."""
 
-    def __init__(self, engine: ScriptedEngine, service: Service) -> None:
-        self.engine = engine
+    def __init__(self, service: Service) -> None:
         self.service = service
         config = uvicorn.Config(
             build_app(service), port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=5
@@ -262,6 +261,14 @@ class LiveServer:
     def start(self) -> None:
         self._thread.start()
         assert self._server.is_up.wait(WAIT_S)
+
+    def reset(self, engine: ScriptedEngine) -> None:
+        """Between tests, when nothing runs."""
+        self.service.engine = engine
+        self.service.door = core_door
+        self.service.is_draining = False
+        self.service.metrics = ServerMetrics("toy")
+        engine.on_stats = self.service.metrics.observe_stats
 
     def stop(self) -> None:
         self._server.should_exit = True

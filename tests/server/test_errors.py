@@ -139,9 +139,11 @@ def test_our_own_bug_is_500_without_details_and_with_a_traceback_in_the_log(
     assert complete(http).status_code == 200
 
 
-def test_a_dead_engine_is_503_for_answers_and_health(live: LiveServer, http: httpx.Client) -> None:
+def test_a_dead_engine_is_503_for_answers_and_health(
+    live: LiveServer, http: httpx.Client, engine: ScriptedEngine
+) -> None:
     assert http.get("/health").status_code == 200
-    live.call(live.engine.die)
+    live.call(engine.die)
     assert error(complete(http), 503)["code"] == "engine_dead"
     assert error(http.get("/health"), 503)["code"] == "engine_dead"
 

@@ -1,0 +1,176 @@
+"""What `/metrics` shows, by the names that dashboards for vLLM know."""
+
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.engine.api import EngineRequest, SamplingParams, SchedulerStats
+from baton.server.metrics import ServerMetrics
+from tests.server.fakes import LiveServer, ScriptedEngine
+
+
+def values(exposition: str) -> dict[str, float]:
+    """By name and the label that is not model or engine."""
+    found = {}
+    for family in text_string_to_metric_families(exposition):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine", "le")}
+            assert sample.labels["model_name"] == "toy"
+            if "le" not in sample.labels:
+                found[sample.name + "".join(f"/{value}" for value in labels.values())] = sample.value
+    return found
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_the_names_are_frozen() -> None:
+    names = {f.name for f in text_string_to_metric_families(ServerMetrics("toy").exposition().decode())}
+    assert names == {
+        "baton:num_requests_running",
+        "baton:num_requests_waiting",
+        "baton:num_requests_waiting_for_remote_kvs",
+        "baton:num_requests_delayed_free",
+        "baton:kv_cache_usage_perc",
+        "baton:prompt_tokens",
+        "baton:generation_tokens",
+        "baton:num_preemptions",
+        "baton:prefix_cache_queries",
+        "baton:prefix_cache_hits",
+        "baton:external_prefix_cache_queries",
+        "baton:external_prefix_cache_hits",
+        "baton:kv_load_failures",
+        "baton:kv_transfer_bytes",
+        "baton:kv_transfer_seconds",
+        "baton:kv_transfer_failures",
+        "baton:kv_transfer_wire_seconds",
+        "baton:kv_tickets_refused",
+        "baton:kv_loans",
+        "baton:kv_loans_expired",
+        "baton:kv_bad_frames",
+        "baton:request_success",
+        "baton:time_to_first_token_seconds",
+        "baton:inter_token_latency_seconds",
+        "baton:request_time_per_output_token_seconds",
+        "baton:e2e_request_latency_seconds",
+        "baton:request_prompt_tokens",
+        "baton:request_generation_tokens",
+        "baton:request_params_max_tokens",
+    } | _created(names)
+
+
+def _created(names: set[str]) -> set[str]:
+    """The client library's own companions of counters and histograms."""
+    return {name for name in names if name.endswith("_created")}
+
+
+def test_steps_add_up_and_gauges_show_the_latest() -> None:
+    metrics = ServerMetrics("toy")
+    for running in (3, 2):
+        metrics.observe_stats(
+            SchedulerStats(
+                num_running=running,
+                num_waiting_for_remote_kvs=1,
+                kv_cache_usage=0.5,
+                num_preempted=1,
+                external_prefix_cache_queries=10,
+                external_prefix_cache_hits=8,
+                num_prompt_tokens=5,
+                kv_connector_stats={
+                    "transfers": [
+                        {"bytes": 60, "ms": 500.0, "wire_ms": 250.0, "tokens": 3},
+                        {"bytes": 40, "ms": 1500.0, "wire_ms": 250.0, "tokens": 3},
+                    ],
+                    "failures": {"lease lapsed": 1},
+                    "refused": {"another model": 1},
+                    "num_loans": 3,
+                    "num_expired_loans": 2,
+                    "num_bad_frames": 1,
+                    "anything": {"else": 1},
+                },
+            )
+        )
+    found = values(metrics.exposition().decode())
+    assert found["baton:num_requests_running"] == 2
+    assert found["baton:kv_cache_usage_perc"] == 0.5
+    assert found["baton:num_preemptions_total"] == 2
+    assert found["baton:external_prefix_cache_hits_total"] == 16
+    assert found["baton:prompt_tokens_total"] == 10
+    assert found["baton:kv_transfer_bytes_total"] == 200
+    assert found["baton:kv_transfer_seconds_sum"] == 4
+    assert found["baton:kv_transfer_wire_seconds_sum"] == 1
+    assert found["baton:kv_tickets_refused_total/another model"] == 2
+    assert found["baton:kv_loans_total"] == 6
+    assert found["baton:kv_bad_frames_total"] == 2
+    assert found["baton:kv_transfer_failures_total/lease lapsed"] == 2
+    assert found["baton:kv_loans_expired_total"] == 4
+
+
+@pytest.mark.parametrize(
+    "odd", [{"transfers": [{"bytes": "many"}]}, {"transfers": 3}, {"failures": ["x"]}, {"num_loans": -1}]
+)
+def test_a_strange_connectors_numbers_cost_nothing_but_themselves(odd: dict[str, Any]) -> None:
+    metrics = ServerMetrics("toy")
+    metrics.observe_stats(SchedulerStats(num_running=7, kv_connector_stats=odd))
+    found = values(metrics.exposition().decode())
+    assert (found["baton:num_requests_running"], found["baton:kv_loans_total"]) == (7, 0)
+
+
+def test_a_request_is_timed_from_its_arrival() -> None:
+    clock = Clock()
+    metrics = ServerMetrics("toy", clock=clock)
+    request = EngineRequest(
+        request_id="r",
+        prompt_token_ids=[1, 2, 3],
+        sampling_params=SamplingParams(max_tokens=9),
+        arrival_time_s=clock(),
+    )
+    observer = metrics.observe(request)
+    for later_s, count in ((2.0, 1), (0.5, 1), (0.5, 0), (1.0, 1)):
+        clock.now_s += later_s
+        observer.tokens(count)
+    observer.finish("length")
+    observer.finish("abort")  # Closing the iterator afterwards is no second end.
+    found = values(metrics.exposition().decode())
+    assert found["baton:time_to_first_token_seconds_sum"] == 2.0
+    assert found["baton:inter_token_latency_seconds_sum"] == 2.0
+    assert found["baton:inter_token_latency_seconds_count"] == 2
+    assert found["baton:request_time_per_output_token_seconds_sum"] == 1.0
+    assert found["baton:e2e_request_latency_seconds_sum"] == 4.0
+    assert found["baton:request_prompt_tokens_sum"] == 3
+    assert found["baton:request_generation_tokens_sum"] == 3
+    assert found["baton:request_params_max_tokens_sum"] == 9
+    assert found["baton:request_success_total/length"] == 1
+    assert "baton:request_success_total/abort" not in found
+
+
+def test_the_endpoint_shows_them(live: LiveServer, http: httpx.Client, engine: ScriptedEngine) -> None:
+    http.post("/v1/completions", json={"prompt": "a", "max_tokens": 50})
+    http.post("/v1/completions", json={"prompt": "a", "max_tokens": 50, "stop": "wor"})
+    assert engine.on_stats is not None
+    engine.on_stats(SchedulerStats(num_waiting=4))
+    answer = http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    found = values(answer.text)
+    assert found["baton:num_requests_waiting"] == 4
+    assert found["baton:request_success_total/stop"] == 2
+
+
+def test_two_servers_of_one_process_do_not_share_metrics() -> None:
+    one, other = ServerMetrics("toy"), ServerMetrics("toy")
+    one.observe_stats(SchedulerStats(num_running=1))
+    assert values(other.exposition().decode())["baton:num_requests_running"] == 0
+
+
+def test_models_version_and_health(http: httpx.Client) -> None:
+    [card] = http.get("/v1/models").json()["data"]
+    assert (card["id"], card["max_model_len"]) == ("toy", 200)
+    assert http.get("/version").json().keys() == {"version"}
+    assert http.get("/health").content == b""

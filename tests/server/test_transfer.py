@@ -1,0 +1,123 @@
+"""`kv_transfer_params`: in through the door, out with the last word; and what n samples do with them."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from baton.core.errors import BadTransferParams
+from tests.server.fakes import LiveServer, ScriptedEngine
+
+COMPUTE = {"do_remote_decode": True, "do_remote_prefill": False}
+FETCH = {"do_remote_prefill": True, "baton_ticket": "signed", "remote_engine_id": "p0"}
+RETURNED = {"baton_ticket": "signed", "remote_block_ids": [[1, 2]]}
+
+
+def complete(http: httpx.Client, **body: Any) -> httpx.Response:
+    return http.post("/v1/completions", json={"prompt": "Say", "max_tokens": 1, **body})
+
+
+def refused_field(answer: httpx.Response) -> str:
+    assert answer.status_code == 400, answer.text
+    field: str = answer.json()["error"]["param"]
+    return field
+
+
+def events(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
+    with http.stream("POST", path, json={"stream": True, "max_tokens": 2, **body}) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_the_connectors_params_are_at_the_answers_top_level(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
+    engine.transfer_params = RETURNED
+    assert complete(http, kv_transfer_params=COMPUTE).json()["kv_transfer_params"] == RETURNED
+    assert engine.requests[0].kv_transfer_params == COMPUTE
+    messages = [{"role": "user", "content": "Hi"}]
+    chat = http.post("/v1/chat/completions", json={"messages": messages, "kv_transfer_params": COMPUTE})
+    assert chat.json()["kv_transfer_params"] == RETURNED
+
+
+def test_without_a_connector_the_key_is_absent(http: httpx.Client) -> None:
+    assert "kv_transfer_params" not in complete(http).json()
+
+
+def test_in_a_stream_they_come_with_the_finish_reason(http: httpx.Client, engine: ScriptedEngine) -> None:
+    engine.transfer_params = RETURNED
+    messages = [{"role": "user", "content": "Hi"}]
+    for found in (
+        events(http, "/v1/completions", prompt="a", kv_transfer_params=COMPUTE),
+        events(http, "/v1/chat/completions", messages=messages, kv_transfer_params=COMPUTE),
+    ):
+        with_params = [event for event in found if "kv_transfer_params" in event]
+        assert [event["kv_transfer_params"] for event in with_params] == [RETURNED]
+        assert with_params[0]["choices"][0]["finish_reason"] == "length"
+
+
+def test_bad_params_are_refused_by_their_field_before_the_engine(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
+    answer = complete(http, kv_transfer_params={"do_remote_prefill": True})
+    assert refused_field(answer) == "kv_transfer_params.baton_ticket"
+    answer = complete(http, kv_transfer_params={**FETCH, "remote_port": "80"})
+    assert refused_field(answer) == "kv_transfer_params.remote_port"
+    assert engine.requests == []
+
+
+def test_the_door_of_the_assembly_decides(
+    live: LiveServer, http: httpx.Client, engine: ScriptedEngine
+) -> None:
+    seen: list[Any] = []
+
+    def door(raw: Mapping[str, Any] | None) -> None:
+        seen.append(raw)
+        if raw is not None:
+            raise BadTransferParams("this engine has no KV connector", field="kv_transfer_params")
+
+    live.service.door = door
+    assert refused_field(complete(http, kv_transfer_params=COMPUTE)) == "kv_transfer_params"
+    assert complete(http).status_code == 200
+    assert seen == [COMPUTE, None]
+    assert len(engine.requests) == 1
+
+
+def test_one_prefill_is_one_loan(http: httpx.Client, engine: ScriptedEngine) -> None:
+    assert refused_field(complete(http, kv_transfer_params=COMPUTE, n=2)) == "n"
+    assert (
+        refused_field(complete(http, kv_transfer_params=COMPUTE, prompt=["a", "b"])) == "kv_transfer_params"
+    )
+    assert refused_field(complete(http, kv_transfer_params=FETCH, prompt=["a", "b"])) == "kv_transfer_params"
+    assert engine.requests == []
+
+
+def test_of_n_samples_one_fetches_and_the_others_follow_its_first_token(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
+    answer = complete(http, kv_transfer_params=FETCH, n=3, max_tokens=4)
+    assert [choice["text"] for choice in answer.json()["choices"]] == ["Hell"] * 3
+    assert [request.kv_transfer_params for request in engine.requests] == [FETCH, None, None]
+    assert engine.events[:2] == ["0 submitted", "0 token"]
+
+
+def test_if_the_fetching_sample_fails_no_other_is_submitted(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
+    def broken(request: Any) -> str:
+        raise BadTransferParams("the ticket is for another prompt", field="kv_transfer_params.baton_ticket")
+
+    engine.answer = broken
+    answer = complete(http, kv_transfer_params=FETCH, n=3)
+    assert refused_field(answer) == "kv_transfer_params.baton_ticket"
+    assert len(engine.requests) == 1
+
+
+def test_a_stop_string_in_the_first_token_still_ends_a_prefill_leg(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
+    engine.transfer_params = RETURNED
+    answer = complete(http, kv_transfer_params=COMPUTE, stop="H").json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["kv_transfer_params"] == RETURNED
