@@ -1,5 +1,11 @@
 """Ways to move bytes between processes, behind one interface. They know addresses, not meaning."""
 
-from baton.transport.registry import Connected, choose_transport, make_transport, make_transports
+from baton.transport.registry import (
+    Connected,
+    choose_transport,
+    make_transport,
+    make_transports,
+    register_all,
+)
 
-__all__ = ["Connected", "choose_transport", "make_transport", "make_transports"]
+__all__ = ["Connected", "choose_transport", "make_transport", "make_transports", "register_all"]

@@ -18,6 +18,7 @@ else anything.
 import math
 import os
 import re
+import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from zmq.utils import z85
 
 from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError, PeerError, TransferError
-from baton.transport.loopback import bracketed, check_bind_host, is_loopback, is_wildcard
+from baton.transport.loopback import bracketed, check_bind_host, is_host, is_loopback, is_wildcard
 
 Route = NewType("Route", bytes)  # Of one incoming connection; dies with it.
 Destination: TypeAlias = Route | str  # str: a url.
@@ -47,7 +48,7 @@ RECONNECT_MAX_MS = 2_000
 _CURVE_OVERHEAD_BYTES = 64  # Nonce, authenticator and flags around an encrypted frame.
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"  # RFC 27: where a context asks who may come in.
 _ZAP_DOMAIN = b"baton"
-_URL = re.compile(r"tcp://(?P<host>[A-Za-z0-9_.\-]{1,255}|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[0-9]{1,5})")
+_URL = re.compile(r"tcp://(?P<host>[^\[\]:/]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
 _FAILED_HANDSHAKE = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -116,6 +117,7 @@ class ControlChannel:
         self._keys = _Keys.of(self.secret) if self.secret is not None else None
         self._dialled: OrderedDict[str, _Dialled] = OrderedDict()
         self._closed = False
+        self._wake_lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         try:
@@ -200,11 +202,9 @@ class ControlChannel:
 
     def wake(self) -> None:
         """Make a `poll`, now or the next, return at once. From any thread; harmless after close."""
-        if not self._closed:
-            try:
+        with self._wake_lock:  # Or the number of a closed descriptor could by then be somebody else's.
+            if not self._closed:
                 os.eventfd_write(self._wake_fd, 1)
-            except OSError:
-                assert self._closed, "the wake descriptor was closed under an open channel"
 
     def forget(self, url: str) -> None:
         """Close the connection to a peer and drop what is queued for it."""
@@ -213,9 +213,10 @@ class ControlChannel:
 
     def close(self) -> None:
         """Drop everything, free the port. Idempotent; takes no longer than closing sockets does."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._wake_lock:
+            if self._closed:
+                return
+            self._closed = True
         for url in list(self._dialled):
             self.forget(url)
         if hasattr(self, "_monitor"):
@@ -315,6 +316,7 @@ class ControlChannel:
 def check_url(url: str) -> str:
     """The host that a control url names. Raises PeerError if it is no tcp://host:port."""
     match = _URL.fullmatch(url)
-    if match is None or not 0 < int(match["port"]) <= 65535:
+    host = match["host"].strip("[]") if match is not None else ""
+    if match is None or not is_host(host) or not 0 < int(match["port"]) <= 65535:
         raise PeerError(f"{url[:100]!r} is no control url; they read tcp://host:port")
-    return match["host"].strip("[]")
+    return host

@@ -1,8 +1,10 @@
 """Transports by name, and the best one that two engines share.
 
-make_transports(...)                    one of each that works here, {name: transport}
-{name: t.register(regions)}             the endpoints, sent to the peer
-choose_transport(ours, theirs, peer)    the first, in order of preference, that connects
+An engine makes what works here, sends the endpoints to its peers, and takes the best way to each:
+
+    make_transports(...)                    {name: transport}
+    register_all(transports, regions)       {name: endpoint}, sent to the peer
+    choose_transport(ours, theirs, peer)    the first, in order of preference, that connects
 """
 
 import logging
@@ -12,6 +14,7 @@ from typing import NamedTuple
 from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError, TransferError
 from baton.core.ids import Address
+from baton.core.layout import Region
 from baton.transport.base import PeerHandle, Transport
 from baton.transport.local import LocalTransport
 from baton.transport.memory import MemoryTransport
@@ -87,6 +90,22 @@ def make_transports(
             transport.close()
         raise
     return made
+
+
+def register_all(transports: Mapping[str, Transport], regions: Sequence[Region]) -> dict[str, bytes]:
+    """Endpoints to send to peers. What does not work on this machine is left out, with the reason logged.
+
+    Raises TransferError when none works.
+    """
+    endpoints: dict[str, bytes] = {}
+    for name, transport in transports.items():
+        try:
+            endpoints[name] = transport.register(regions)
+        except TransferError as error:
+            logger.warning("this engine cannot be read by %s: %s", name, error)
+    if not endpoints:
+        raise TransferError(f"none of {', '.join(transports)} can reach this engine's memory")
+    return endpoints
 
 
 def choose_transport(

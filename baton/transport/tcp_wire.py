@@ -28,6 +28,7 @@ from baton.core.config import ClusterSecret
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.layout import Region
+from baton.transport.loopback import is_host
 from baton.transport.spans import check_regions
 
 VERSION = 1
@@ -86,6 +87,8 @@ def decode_endpoint(address: Address, endpoint: bytes) -> TcpEndpoint:
         raise TransferError(f"tcp endpoint version {named.version} is not spoken here")
     if len(named.token) != TOKEN_BYTES or not 0 < named.port < 65536:
         raise PeerError(f"malformed tcp endpoint of {address.engine_id}: no token, or no port")
+    if not is_host(named.host):
+        raise PeerError(f"malformed tcp endpoint of {address.engine_id}: {named.host[:100]!r} is no host")
     if (named.engine_id, named.epoch) != address:
         raise PeerError(f"the tcp endpoint of {address.engine_id} speaks of another engine or epoch")
     check_regions(named.regions)
