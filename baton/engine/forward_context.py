@@ -93,7 +93,7 @@ def build_attention_metadata(
     max_query_len = int(scheduled.max())
     block_table = _block_table(block_ids, -(-seq_lens // block_size))
     if max_query_len == 1 and num_tokens == num_reqs:
-        positions, rows = computed, np.arange(num_reqs, dtype=np.int64)
+        positions, rows = computed.copy(), np.arange(num_reqs, dtype=np.int64)
     else:
         positions = np.arange(num_tokens, dtype=np.int64)
         positions += np.repeat(computed - query_start_loc[:-1], scheduled)
@@ -117,16 +117,14 @@ def build_attention_metadata(
 
 
 def _block_table(block_ids: Sequence[BlockIds], num_blocks: IntArray) -> IntArray:
-    width = int(num_blocks.max())
-    table = np.zeros((len(block_ids), width), dtype=np.int64)
-    if all(isinstance(ids, np.ndarray) for ids in block_ids):
-        for row, (ids, count) in enumerate(zip(block_ids, num_blocks.tolist(), strict=True)):
-            assert len(ids) >= count, "a request has tokens beyond its blocks"
-            table[row, :count] = ids[:count]
-        return table
     counts = num_blocks.tolist()
     used = [ids if len(ids) == count else ids[:count] for ids, count in zip(block_ids, counts, strict=True)]
     assert list(map(len, used)) == counts, "a request has tokens beyond its blocks"
-    flat = np.fromiter(chain.from_iterable(used), dtype=np.int64, count=sum(counts))
+    if all(isinstance(ids, np.ndarray) for ids in used):
+        flat = np.concatenate(used)
+    else:
+        flat = np.fromiter(chain.from_iterable(used), dtype=np.int64, count=sum(counts))
+    width = max(counts)
+    table = np.zeros((len(used), width), dtype=np.int64)
     table[np.arange(width) < num_blocks[:, None]] = flat
     return table

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from baton.engine.attention.backend import AttentionBackend, AttentionShape
 from baton.engine.forward_context import AttentionMetadata, IntArray
 
-_TILE_ROWS = 512  # Rows of one prefill tile at most: query tokens times query heads per KV head.
+_TILE_ROWS = 256  # Rows of one prefill tile at most: query tokens times query heads per KV head.
 _TILE_SCORES = 1 << 22  # Elements of its mask at most: the longer the context, the fewer rows.
-_GROUP_BYTES = 16 << 20  # Keys and values that one decode group gathers, so that they stay in the cache.
+_GROUP_BYTES = 4 << 20  # Keys and values that one decode group gathers: more would leave the CPU's cache.
 _PADDING_SHARE = 0.25  # Of a group's longest request, by which a shorter one may be padded ...
 _PADDING_BLOCKS = 2  # ... or this many blocks, if that is more.
 
