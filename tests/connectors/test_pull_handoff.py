@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 import pytest
-from tests.connectors.pull_world import BLOCK, Status, World
 
 from baton.core.errors import BadTransferParams
+from tests.connectors.pull_world import BLOCK, Status, World
 
 
 @pytest.fixture
@@ -205,7 +205,10 @@ def test_a_transfer_leaves_a_record(world: World) -> None:
 
 
 def test_a_producer_refuses_to_decode_and_a_consumer_to_prefill(world: World) -> None:
-    p, d = world.engine("p", role="kv_producer", policy="fail"), world.engine("d", role="kv_consumer", policy="fail")
+    p, d = (
+        world.engine("p", role="kv_producer", policy="fail"),
+        world.engine("d", role="kv_consumer", policy="fail"),
+    )
     params = p.prefill("r", tokens_of(5))
     with pytest.raises(BadTransferParams, match="kv_producer"):
         p.submit("s", tokens_of(5), params)

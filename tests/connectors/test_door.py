@@ -1,0 +1,63 @@
+"""What deserves a 400 gets it at the HTTP door; what the engine may mend passes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from baton.assemble import make_door
+from baton.core.config import ClusterSecret
+from baton.core.errors import BadTransferParams
+from tests.connectors.pull_world import World, engine_config
+
+OTHER_CLUSTER = ClusterSecret(b"another cluster's secret")
+
+
+@pytest.fixture
+def params() -> Iterator[dict[str, Any]]:
+    """What a producer answered."""
+    world = World()
+    yield world.engine("p").prefill("r", list(range(9)))
+    world.close()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_an_honest_request_passes(params: dict[str, Any], policy: str) -> None:
+    door = make_door(engine_config("d", policy=policy))
+    door(None)
+    door({})
+    door({"do_remote_decode": True, "transfer_id": "t"})
+    door(params)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"baton_ticket": None}, r"baton_ticket"),
+        ({"baton_ticket": "nonsense"}, r"baton_ticket"),
+        ({"baton_ticket": 7}, r"baton_ticket"),
+        ({"remote_engine_id": "q"}, r"remote_engine_id"),
+        ({"do_remote_decode": True}, r"kv_transfer_params"),
+        ({"remote_block_ids": [[-1]]}, r"remote_block_ids"),
+    ],
+)
+def test_what_no_engine_could_mend_is_refused(
+    params: dict[str, Any], policy: str, change: dict[str, Any], field: str
+) -> None:
+    door = make_door(engine_config("d", policy=policy))
+    with pytest.raises(BadTransferParams, match=field):
+        door({**params, **change})
+
+
+def test_a_foreign_signature_is_the_callers_error_only_under_policy_fail(params: dict[str, Any]) -> None:
+    make_door(engine_config("d", secret=OTHER_CLUSTER))(params)
+    with pytest.raises(BadTransferParams, match="signature"):
+        make_door(engine_config("d", secret=OTHER_CLUSTER, policy="fail"))(params)
+
+
+def test_each_role_has_its_leg(params: dict[str, Any]) -> None:
+    with pytest.raises(BadTransferParams, match="do_remote_prefill"):
+        make_door(engine_config("d", role="kv_producer"))(params)
+    with pytest.raises(BadTransferParams, match="do_remote_decode"):
+        make_door(engine_config("d", role="kv_consumer"))({"do_remote_decode": True})

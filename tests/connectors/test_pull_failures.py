@@ -1,0 +1,420 @@
+"""Whatever goes wrong, a request ends in bounded time, its blocks say the truth, and no block is lost."""
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.core.config import ClusterSecret
+from baton.core.errors import BadTransferParams
+from baton.protocol.messages import Released, Renew, Renewed, Welcome
+from baton.protocol.ticket import Ticket
+from tests.connectors.pull_world import BLOCK, Engine, World, model_config
+
+TOKENS = list(range(11))
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+def assert_failed(
+    world: World, d: Engine, request: Any, *, reason: str, num_local: int = 0, p_is_not_told: bool = False
+) -> None:
+    """Nothing that was to be fetched counts as valid, and everything is returned."""
+    assert d.read_out(request).valid_tokens == num_local
+    world.settle()
+    if p_is_not_told:
+        world.pass_time(31)
+    world.assert_whole()
+    assert [r for r in d.counted("failures") if reason in r], d.counted("failures")
+
+
+# --- The producer dies -------------------------------------------------------------------------------
+
+
+def test_a_producer_dead_before_the_handshake(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    params = p.prefill("r", TOKENS)
+    p.kill()
+    request = d.fetch("r", TOKENS, params)
+    world.settle()
+    assert d.parked, "it may yet answer"
+    world.pass_time(6)
+    assert_failed(world, d, request, reason="no answer")
+
+
+def test_a_producer_dead_during_the_read(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    world.network.hold()
+    request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
+    world.settle()
+    p.kill()
+    world.settle()
+    assert_failed(world, d, request, reason="read failed")
+
+
+def test_a_producer_dead_after_the_read_but_before_the_proof(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    world.wire.drop = [Renewed]
+    request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
+    world.settle()
+    assert d.parked, "without a proof nothing is believed"
+    p.kill()
+    world.pass_time(121)
+    assert_failed(world, d, request, reason="deadline")
+
+
+def test_a_restarted_producer_fails_what_was_fetched_from_its_predecessor(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    world.network.hold()
+    request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
+    world.settle()
+    p.kill()
+    world.network.release()
+    successor = world.engine("p")
+    world.pass_time(9)  # One renewal: Stranger.
+    assert_failed(world, d, request, reason="read failed")
+    again = d.fetch("r2", TOKENS, successor.prefill("r2", TOKENS))
+    world.settle()
+    assert d.holds(TOKENS, d.read_out(again).block_ids)
+
+
+def test_a_ticket_of_a_predecessor_is_answered_by_a_stranger(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    params = p.prefill("r", TOKENS)
+    p.kill()
+    world.engine("p")
+    request = d.fetch("r", TOKENS, params)
+    world.settle()
+    assert_failed(world, d, request, reason="restarted")
+
+
+def test_a_consumer_that_dies_costs_the_producer_one_lease(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    world.network.hold()
+    d.fetch("r", TOKENS, p.prefill("r", TOKENS))
+    world.settle()
+    d.kill()
+    world.pass_time(20)
+    assert p.lent
+    world.pass_time(11)
+    world.assert_whole()
+    assert p.counted("num_expired_loans") == 1
+
+
+# --- The lease ---------------------------------------------------------------------------------------
+
+
+def test_a_loan_that_expired_before_the_ticket_came(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    params = p.prefill("r", TOKENS)
+    world.pass_time(31)
+    request = d.fetch("r", TOKENS, params)
+    world.settle()
+    assert_failed(world, d, request, reason="no longer holds")
+
+
+def test_a_loan_that_ended_while_the_request_waited_for_room_is_not_promised(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    params = p.prefill("r", TOKENS)
+    world.pass_time(31)
+    request = d.submit("r", TOKENS, params)
+    world.settle()
+    assert not d.admit(request)
+    assert "r" in d.recomputed
+    world.assert_whole()
+
+
+def test_under_policy_fail_it_is_promised_and_then_failed(world: World) -> None:
+    """The host hears of an early failure as of any other, and applies the policy."""
+    p, d = world.engine("p"), world.engine("d", policy="fail")
+    params = p.prefill("r", TOKENS)
+    world.pass_time(31)
+    request = d.submit("r", TOKENS, params)
+    world.settle()
+    assert d.admit(request)
+    world.settle()
+    assert_failed(world, d, request, reason="no longer holds")
+
+
+def test_a_read_that_outlived_a_partition_is_not_believed(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    world.network.hold()
+    request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
+    world.settle()
+    world.wire.is_cut = True
+    world.pass_time(60)
+    assert not p.lent, "the producer keeps nobody's blocks for ever"
+    reused = p.finish_prefill("s", [7] * 9)
+    assert reused is not None
+    world.network.release()
+    world.settle()
+    assert d.parked, "the bytes are here, the proof is not"
+    world.wire.is_cut = False
+    world.pass_time(10)
+    assert d.read_out(request).valid_tokens == 0
+    world.pass_time(31)
+    world.assert_whole()
+
+
+def test_a_lost_release_costs_only_time(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    world.wire.drop = [Released]
+    request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
+    world.settle()
+    assert d.holds(TOKENS, d.read_out(request).block_ids)
+    assert p.lent
+    world.pass_time(31)
+    world.assert_whole()
+
+
+def test_a_lost_first_renewal_is_repeated(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    world.wire.drop = [Renew]
+    request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
+    world.settle()
+    world.wire.drop = []
+    world.pass_time(8)
+    assert d.holds(TOKENS, d.read_out(request).block_ids)
+    world.settle()
+    world.assert_whole()
+
+
+# --- The ticket --------------------------------------------------------------------------------------
+
+
+def altered(params: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The same answer with a ticket in which somebody has changed a field, and could not sign it again."""
+    sealed = base64.urlsafe_b64decode(params["baton_ticket"])
+    body, mac = msgspec.msgpack.decode(sealed)
+    ticket = msgspec.structs.replace(msgspec.msgpack.decode(body, type=Ticket), **changes)
+    text = base64.urlsafe_b64encode(msgspec.msgpack.encode((msgspec.msgpack.encode(ticket), mac))).decode()
+    return {**params, "baton_ticket": text}
+
+
+def refused(
+    world: World, d: Engine, request_id: str, tokens: list[int], params: Any, **request: Any
+) -> dict[str, int]:
+    """Computed here, and nobody was told anything. Returns the reasons."""
+    before = len(world.wire.carried)
+    asked = d.submit(request_id, tokens, params, **request)
+    assert not d.admit(asked)
+    world.settle()
+    assert len(world.wire.carried) == before, "a ticket that fails may be somebody else's"
+    reasons: dict[str, int] = d.counted("refused")
+    return reasons
+
+
+def test_a_ticket_with_another_prompt_is_refused(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    params = p.prefill("r", TOKENS)
+    assert refused(world, d, "r", [*TOKENS[:-1], 42], params) == {"prompt": 1}
+
+
+def test_a_ticket_with_another_cache_salt_is_refused(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    params = p.prefill("r", TOKENS, cache_salt="alice")
+    assert refused(world, d, "r", TOKENS, params, cache_salt="bob") == {"prompt": 1}
+
+
+def test_an_altered_ticket_is_refused(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    params = altered(p.prefill("r", TOKENS), control_url="tcp://6.6.6.6:666")
+    assert refused(world, d, "r", TOKENS, params) == {"signature": 1}
+
+
+def test_a_ticket_of_another_cluster_is_refused(world: World) -> None:
+    p, d = world.engine("p", secret=ClusterSecret(b"another cluster's secret")), world.engine("d")
+    assert refused(world, d, "r", TOKENS, p.prefill("r", TOKENS)) == {"signature": 1}
+
+
+def test_a_ticket_for_another_model_is_refused(world: World) -> None:
+    p, d = world.engine("p", model=model_config(weights_digest="finetuned")), world.engine("d")
+    assert refused(world, d, "r", TOKENS, p.prefill("r", TOKENS)) == {"model": 1}
+
+
+def test_a_refused_ticket_under_policy_fail_is_the_callers_error(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d", policy="fail")
+    params = p.prefill("r", TOKENS)
+    with pytest.raises(BadTransferParams, match=r"kv_transfer_params\.baton_ticket.*another prompt"):
+        d.submit("r", [1, 2, 3], params)
+
+
+def test_a_host_that_cannot_bear_exceptions_gets_none(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d", policy="fail", extra={"raises_user_errors": False})
+    params = p.prefill("r", TOKENS)
+    assert refused(world, d, "r", [1, 2, 3], params) == {"prompt": 1}
+    assert refused(world, d, "s", TOKENS, {"do_remote_prefill": True}) == {"prompt": 1, "params": 1}
+
+
+def test_another_engine_id_than_the_signed_one_is_refused(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d", policy="fail")
+    params = p.prefill("r", TOKENS)
+    with pytest.raises(BadTransferParams, match="remote_engine_id"):
+        d.submit("r", TOKENS, {**params, "remote_engine_id": "q"})
+
+
+def test_a_ticket_is_good_for_one_request_at_a_time(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    params = p.prefill("r", TOKENS)
+    first = d.submit("r", TOKENS, params)
+    second = d.submit("r2", TOKENS, params)
+    assert not d.admit(second)
+    assert d.admit(first)
+    world.settle()
+    assert d.holds(TOKENS, d.read_out(first).block_ids)
+    assert d.counted("refused") == {"in use": 1}
+    world.settle()
+    world.assert_whole()
+
+
+def test_a_ticket_replayed_after_its_use_is_gone(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    params = p.prefill("r", TOKENS)
+    first = d.fetch("r", TOKENS, params)
+    world.settle()
+    d.read_out(first)
+    world.settle()
+    second = d.fetch("r2", TOKENS, params)
+    world.settle()
+    assert d.read_out(second).valid_tokens == 0
+    world.settle()
+    world.assert_whole()
+
+
+def test_a_ticket_replayed_at_another_consumer_harms_nobody(world: World) -> None:
+    p, d, thief = world.engine("p"), world.engine("d"), world.engine("e")
+    params = p.prefill("r", TOKENS)
+    world.network.hold()
+    first = d.fetch("r", TOKENS, params)
+    world.settle()
+    second = thief.fetch("r", TOKENS, params)
+    world.settle()
+    assert p.lent, "the thief's end released another's loan"
+    world.network.release()
+    world.settle()
+    assert d.holds(TOKENS, d.read_out(first).block_ids)
+    assert thief.read_out(second).valid_tokens == 0
+    world.settle()
+    world.assert_whole()
+
+
+# --- Ends and ranks ----------------------------------------------------------------------------------
+
+
+def test_an_abort_keeps_the_blocks_until_no_read_can_touch_them(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
+    world.network.hold()
+    world.wire.deliver()
+    d.step()
+    d.abort(request)
+    assert d.held
+    world.settle()
+    world.assert_whole()
+    assert d.counted("failures") == {}
+
+
+def test_an_abort_before_the_peer_answered(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
+    d.abort(request)
+    world.settle()
+    world.assert_whole()
+
+
+def test_an_abort_after_the_delivery_was_decided(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    world.wire.drop = [Renewed]
+    request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
+    world.settle()
+    world.wire.drop = []
+    world.now += 8
+    while d.half._agent.num_open_fetches:
+        world.wire.deliver()  # Delivered behind the host's back: the next step will say so.
+    d.abort(request)
+    world.settle()
+    world.assert_whole()
+
+
+def test_a_request_rejected_before_admission_releases_its_loan_at_once(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    request = d.submit("r", TOKENS, p.prefill("r", TOKENS))
+    assert d.half.request_finished(request, []) == (False, None)
+    world.settle()
+    world.assert_whole()
+    assert d.counted("failures") == {}
+
+
+def test_one_rank_of_two_failing_fails_the_whole(world: World) -> None:
+    p, d = world.engine("p", tp=2), world.engine("d", tp=2)
+    p.kill_rank(p.workers[1])
+    request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
+    world.settle()
+    assert_failed(world, d, request, reason="read failed")
+
+
+def test_a_failing_rank_waits_for_its_siblings_read_before_blocks_are_free(world: World) -> None:
+    p, d = world.engine("p", tp=2), world.engine("d", tp=2)
+    world.network.hold()
+    request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
+    for _ in range(2):
+        world.wire.deliver()
+        d.step()
+    assert world.network.held_count == 2
+    world.network.fail_next("cable pulled")
+    world.network.release(1)
+    d.step()
+    assert d.parked, "a sibling's read may still write there"
+    world.settle()
+    assert_failed(world, d, request, reason="read failed")
+
+
+def test_after_a_partial_hit_only_the_fetched_part_is_invalid(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    world.network.fail_next("cable pulled")
+    request = d.fetch("r", TOKENS, p.prefill("r", TOKENS), num_local=BLOCK)
+    world.settle()
+    assert_failed(world, d, request, reason="read failed", num_local=BLOCK)
+
+
+def test_a_refused_handshake_says_what_differs(world: World) -> None:
+    """The ticket is honest, but the engine behind it turned out to be another."""
+    p, d = world.engine("p"), world.engine("d")
+    params = p.prefill("r", TOKENS)
+    station = next(s for s in world.wire.stations.values() if s._agent is p.half._agent)
+    station._agent._peers._fingerprint = model_config(weights_digest="other").fingerprint("baton-1")
+    request = d.fetch("r", TOKENS, params)
+    world.settle()
+    assert_failed(world, d, request, reason="refused by the peer", p_is_not_told=True)
+
+
+def test_a_peer_that_failed_is_left_alone_for_a_while_and_then_tried_again(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    world.wire.drop = [Welcome]
+    first = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
+    world.pass_time(6)
+    assert_failed(world, d, first, reason="no answer", p_is_not_told=True)
+    world.wire.drop = []
+    second = d.fetch("r2", TOKENS, p.prefill("r2", TOKENS))
+    world.settle()
+    assert d.holds(TOKENS, d.read_out(second).block_ids)
+    world.settle()
+    world.assert_whole()
+
+
+def test_shutdown_releases_what_is_claimed(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    world.network.hold()
+    d.fetch("r", TOKENS, p.prefill("r", TOKENS))
+    world.settle()
+    d.is_alive = False
+    d.shutdown()
+    world.settle()
+    world.assert_whole()

@@ -1,0 +1,139 @@
+"""Connectors are found by name, by module path, by entry point; and refused with what to change."""
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from baton.assemble import connector_factory, make_door
+from baton.connectors.pull import BatonPullConnector, EngineIdentity, PullSettings
+from baton.connectors.registry import connector_class, known_names
+from baton.contract import NullSchedulerHalf, NullWorkerHalf
+from baton.contract.factory import ConnectorFactory, load_factory
+from baton.core.config import KVTransferConfig
+from baton.core.errors import BadTransferParams, ConfigError
+from tests.connectors.pull_world import engine_config
+
+
+def transfer(**fields: object) -> KVTransferConfig:
+    return KVTransferConfig(**{"kv_connector": "BatonPullConnector", "kv_role": "kv_both", **fields})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def foreign(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = ModuleType("somebodys_connectors")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def test_ours_is_found_by_name() -> None:
+    assert connector_class(transfer()) is BatonPullConnector
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"NoSuch.*BatonPullConnector"):
+        connector_class(transfer(kv_connector="NoSuchConnector"))
+    assert "BatonPullConnector" in known_names()
+
+
+def test_a_module_path_wins_over_a_registered_name(foreign: ModuleType) -> None:
+    class Mine(BatonPullConnector):
+        pass
+
+    foreign.BatonPullConnector = Mine  # type: ignore[attr-defined]
+    assert connector_class(transfer(kv_connector_module_path="somebodys_connectors")) is Mine
+
+
+def test_a_module_without_the_name_is_named(foreign: ModuleType) -> None:
+    with pytest.raises(ConfigError, match=r"kv_connector_module_path: 'somebodys_connectors' has no"):
+        connector_class(transfer(kv_connector_module_path="somebodys_connectors"))
+    with pytest.raises(ConfigError, match="cannot import"):
+        connector_class(transfer(kv_connector_module_path="nobodys_connectors"))
+
+
+def test_a_two_argument_constructor_is_refused(foreign: ModuleType) -> None:
+    class Old(BatonPullConnector):
+        def __init__(self, vllm_config, role):  # type: ignore[no-untyped-def]
+            super().__init__(vllm_config, role)
+
+    foreign.Old = Old  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"kv_cache_config.*two-argument"):
+        connector_class(transfer(kv_connector="Old", kv_connector_module_path="somebodys_connectors"))
+
+
+def test_what_is_no_connector_is_refused(foreign: ModuleType) -> None:
+    foreign.Thing = dict  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="no KVConnectorBase_V1"):
+        connector_class(transfer(kv_connector="Thing", kv_connector_module_path="somebodys_connectors"))
+
+
+def test_an_unfinished_connector_is_told_what_it_lacks(foreign: ModuleType) -> None:
+    from baton.contract import KVConnectorBase_V1
+
+    class Half(KVConnectorBase_V1):
+        pass
+
+    foreign.Half = Half  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="does not define build_connector_meta"):
+        connector_class(transfer(kv_connector="Half", kv_connector_module_path="somebodys_connectors"))
+
+
+# --- Settings ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"hsot": "x"}, r"kv_connector_extra_config\.hsot: is not known; known are host"),
+        ({"port": "x"}, r"\$\.port"),
+        ({"port": 70000}, r"kv_connector_extra_config\.port"),
+        ({"timers": {"ttl": 3}}, r"unknown field `ttl`"),
+        ({"timers": {"ttl_s": 1}}, r"timers\.ttl_s: must be longer"),
+        ({"transports": []}, r"transports: must name at least one"),
+        ({"host": "10.0.0.1"}, r"BATON_SECRET"),
+        ({"host": "0.0.0.0"}, r"advertise_host"),
+    ],
+)
+def test_a_bad_setting_is_named(extra: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PullSettings.parse(extra, has_secret=False)
+
+
+def test_timers_may_be_overridden() -> None:
+    settings = PullSettings.parse({"timers": {"ttl_s": 20}}, has_secret=False)
+    assert settings.timers.ttl_s == 20
+    assert settings.timers.deadline_s == 120
+
+
+# --- Assembling --------------------------------------------------------------------------------------
+
+
+def test_an_engine_without_a_connector_gets_null_halves() -> None:
+    import msgspec
+
+    config = msgspec.structs.replace(engine_config("e"), kv_transfer_config=None)
+    assert isinstance(connector_factory.scheduler_half(config), NullSchedulerHalf)
+    assert isinstance(connector_factory.worker_half(config, 0), NullWorkerHalf)
+    door = make_door(config)
+    door(None)
+    door({})
+    with pytest.raises(BadTransferParams, match="no KV connector"):
+        door({"do_remote_decode": True})
+
+
+def test_the_factory_is_found_by_its_path() -> None:
+    factory = load_factory("baton.assemble:connector_factory")
+    assert factory is connector_factory
+    assert isinstance(factory, ConnectorFactory)
+
+
+def test_each_worker_half_is_of_its_rank() -> None:
+    half = connector_factory.worker_half(engine_config("e", tp=2), 1)
+    assert half.worker_half._identity.tp_rank == 1  # type: ignore[attr-defined]
+
+
+def test_the_secret_of_tickets_is_not_the_clusters() -> None:
+    identity = EngineIdentity.of_engine(engine_config("e"))
+    assert identity.secret is not None
+    assert identity.ticket_key is not None
+    assert identity.ticket_key != identity.secret.key
