@@ -1,4 +1,4 @@
-"""The pool and its free queue: order of eviction, reference counts, and the prefix cache against a dictionary."""
+"""The pool and its free queue: order of eviction, reference counts; the prefix cache against a dictionary."""
 
 import pytest
 from hypothesis import given, settings

@@ -106,7 +106,7 @@ def engine_request(
 
 def kv_of(token_ids: Sequence[int], salt: str | None = None) -> list[int]:
     """The KV of each token."""
-    kv, value = [], hash(salt)
+    kv, value = [], len(salt) + 1 if salt is not None else 0  # hash() of a str differs from run to run.
     for token_id in token_ids:
         value = hash((value, token_id))
         kv.append(value)
@@ -240,7 +240,7 @@ class _Row:
 
 
 class FakeRanks:
-    """Knows of requests only what SchedulerOutput says, as real ranks do (and the salt, which is in the hashes)."""
+    """Knows of requests what SchedulerOutput says, as real ranks do; and the salt, which is in the hashes."""
 
     def __init__(self, num_blocks: int) -> None:
         self.memory: list[list[int | None]] = [[None] * BLOCK for _ in range(num_blocks)]
@@ -301,7 +301,7 @@ class FakeRanks:
         return result
 
     def _spread_errors(self, scheduled: dict[str, int], right: dict[str, list[int]]) -> None:
-        """What is computed behind something wrong is wrong too; also for those who share it in the same step."""
+        """What is computed behind something wrong is wrong too, also for those who share it in this step."""
         changed = True
         while changed:
             changed = False
