@@ -1,0 +1,127 @@
+"""One class that is two: every method of the base reaches the half that is there."""
+
+import inspect
+from typing import Any
+
+import pytest
+
+from baton.contract import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorSchedulerHalf,
+    KVConnectorWorkerHalf,
+    NullSchedulerHalf,
+    NullWorkerHalf,
+    TwoHalves,
+)
+from baton.core.config import KVTransferConfig
+
+CONFIG_TIME = {
+    name
+    for name, value in vars(KVConnectorBase_V1).items()
+    if isinstance(value, classmethod) and not name.startswith("__")
+}
+OF_THE_FACADE = {"role"}
+
+
+class Config:
+    kv_transfer_config: KVTransferConfig | None = KVTransferConfig(kv_connector="X", kv_role="kv_producer")
+
+
+class Joined(TwoHalves):
+    @classmethod
+    def make_scheduler_half(cls, vllm_config: Any, kv_cache_config: Any) -> KVConnectorSchedulerHalf:
+        return NullSchedulerHalf()
+
+    @classmethod
+    def make_worker_half(cls, vllm_config: Any, kv_cache_config: Any) -> KVConnectorWorkerHalf:
+        return NullWorkerHalf()
+
+
+class Recorder:
+    """Answers every method with its name."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "requires_kv_delivery":
+            return name
+        return lambda *args, **kwargs: (name, args, kwargs)
+
+
+def joined(role: KVConnectorRole) -> Joined:
+    connector = Joined(Config(), role, None)  # type: ignore[arg-type]
+    if role is KVConnectorRole.SCHEDULER:
+        connector._scheduler_half = Recorder()  # type: ignore[assignment]
+    else:
+        connector._worker_half = Recorder()  # type: ignore[assignment]
+    return connector
+
+
+def public_methods(half: type) -> list[str]:
+    names = [name for name, _ in inspect.getmembers(half, inspect.isfunction) if not name.startswith("__")]
+    return [name for name in names if name not in CONFIG_TIME]
+
+
+@pytest.mark.parametrize(
+    ("role", "name"),
+    [(KVConnectorRole.SCHEDULER, name) for name in public_methods(KVConnectorSchedulerHalf)]
+    + [(KVConnectorRole.WORKER, name) for name in public_methods(KVConnectorWorkerHalf)],
+)
+def test_every_method_is_forwarded_with_its_arguments(role: KVConnectorRole, name: str) -> None:
+    method = getattr(joined(role), name)
+    positional = [
+        p for p in inspect.signature(method).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+    arguments = tuple(f"argument {i}" for i in range(len(positional)))
+    takes_more = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(method).parameters.values())
+    extra = {"later": "addition"} if takes_more else {}
+    answer = method(*arguments, **extra)
+    if answer is not None:
+        assert answer == (name, arguments, extra)
+    assert name in vars(TwoHalves), "inherited, so it never reaches a half"
+
+
+def test_nothing_of_the_base_is_forgotten() -> None:
+    members = {
+        name
+        for name, value in inspect.getmembers(KVConnectorBase_V1)
+        if not name.startswith("__") and (inspect.isfunction(value) or isinstance(value, property))
+    }
+    assert members - CONFIG_TIME - OF_THE_FACADE <= set(vars(TwoHalves))
+
+
+def test_properties_are_forwarded_too() -> None:
+    assert joined(KVConnectorRole.SCHEDULER).requires_kv_delivery == "requires_kv_delivery"
+
+
+def test_the_other_half_is_not_there() -> None:
+    with pytest.raises(AssertionError, match="scheduler role"):
+        joined(KVConnectorRole.SCHEDULER).wait_for_save()
+    with pytest.raises(AssertionError, match="worker role"):
+        joined(KVConnectorRole.WORKER).take_events()
+
+
+def test_a_connector_needs_a_transfer_config() -> None:
+    class Bare:
+        kv_transfer_config = None
+
+    with pytest.raises(ValueError, match="kv_transfer_config must be set"):
+        Joined(Bare(), KVConnectorRole.SCHEDULER)  # type: ignore[arg-type]
+
+
+def test_null_halves_say_nothing() -> None:
+    scheduler, worker = NullSchedulerHalf(), NullWorkerHalf()
+    request: Any = None
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert scheduler.request_finished(request, [1]) == (False, None)
+    worker.bind_connector_metadata(scheduler.build_connector_meta(request))
+    worker.start_load_kv(request)
+    worker.wait_for_layer_load("layer")
+    worker.save_kv_layer("layer", request, None)
+    worker.wait_for_save()
+    assert worker.get_transfer_results(set()) == (None, None, None)
+    assert worker.get_block_ids_with_load_errors() == set()
+    assert worker.build_connector_worker_meta() is None
+    worker.clear_connector_metadata()
+    assert not worker.has_connector_metadata()
+    scheduler.shutdown()
+    worker.shutdown()

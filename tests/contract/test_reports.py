@@ -1,0 +1,211 @@
+"""However ranks and steps interleave, what comes out of their reports is the same, and each id once."""
+
+import random
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.contract import (
+    AllRanks,
+    AnyRank,
+    BlockStored,
+    EveryRank,
+    FailedOf,
+    KVConnectorOutput,
+    KVOutputAggregator,
+    Max,
+    NullSchedulerHalf,
+    QuorumKVEvents,
+    RankCombiner,
+    RankReport,
+    Sum,
+)
+
+IDS = [f"r{i}" for i in range(6)]
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[int, dict[str, list[int]], list[set[str]]]:
+    """(ranks, in which step each rank reports each id, which ids each rank calls failed)."""
+    num_ranks = draw(st.integers(1, 4))
+    steps = draw(
+        st.fixed_dictionaries(
+            {}, optional={i: st.lists(st.integers(0, 7), min_size=num_ranks, max_size=num_ranks) for i in IDS}
+        )
+    )
+    failed = draw(st.lists(st.sets(st.sampled_from(IDS)), min_size=num_ranks, max_size=num_ranks))
+    return num_ranks, steps, [ids & set(steps) for ids in failed]
+
+
+@given(histories(), st.randoms(use_true_random=False))
+def test_each_id_comes_out_once_when_the_last_rank_has_reported_it(
+    history: tuple[int, dict[str, list[int]], list[set[str]]], order: random.Random
+) -> None:
+    num_ranks, steps, failed = history
+    aggregator = KVOutputAggregator(num_ranks)
+    received: dict[str, int] = {}
+    failures: dict[str, int] = {}
+    for step in range(8):
+        outputs: list[KVConnectorOutput | None] = []
+        for rank in range(num_ranks):
+            ids = {i for i, at in steps.items() if at[rank] == step}
+            outputs.append(
+                KVConnectorOutput(finished_recving=ids, failed_recving=ids & failed[rank])
+                if ids or order.random() < 0.5
+                else None
+            )
+        output = aggregator.aggregate(outputs)
+        for id_ in (output and output.finished_recving) or ():
+            assert id_ not in received
+            received[id_] = step
+        for id_ in (output and output.failed_recving) or ():
+            failures[id_] = step
+    assert received == {i: max(at) for i, at in steps.items()}
+    # A failure of one rank is the whole's, and is told together with the end.
+    assert failures == {i: received[i] for i in set().union(*failed)}
+
+
+@given(histories(), st.randoms(use_true_random=False))
+def test_the_order_of_ranks_is_irrelevant(
+    history: tuple[int, dict[str, list[int]], list[set[str]]], order: random.Random
+) -> None:
+    num_ranks, steps, failed = history
+    renamed = list(range(num_ranks))
+    order.shuffle(renamed)
+    one, other = KVOutputAggregator(num_ranks), KVOutputAggregator(num_ranks)
+    for step in range(8):
+        ids = [{i for i, at in steps.items() if at[rank] == step} for rank in range(num_ranks)]
+        outputs = [
+            KVConnectorOutput(
+                finished_sending=ids[rank], finished_recving=ids[rank], failed_recving=failed[rank]
+            )
+            for rank in range(num_ranks)
+        ]
+        assert one.aggregate(outputs) == other.aggregate([outputs[rank] for rank in renamed])
+
+
+def test_a_rank_that_repeats_itself_counts_once() -> None:
+    aggregator = KVOutputAggregator(2)
+    again = KVConnectorOutput(finished_sending={"r"})
+    assert aggregator.aggregate([again, None]) is None
+    assert aggregator.aggregate([again, None]) is None
+    assert aggregator.aggregate([None, again]) == KVConnectorOutput(finished_sending={"r"})
+
+
+def test_invalid_blocks_come_out_at_once() -> None:
+    aggregator = KVOutputAggregator(2)
+    output = aggregator.aggregate(
+        [KVConnectorOutput(invalid_block_ids={1}), KVConnectorOutput(invalid_block_ids={2})]
+    )
+    assert output == KVConnectorOutput(invalid_block_ids={1, 2})
+
+
+def test_nothing_from_anybody_is_none() -> None:
+    aggregator = KVOutputAggregator(2)
+    assert aggregator.aggregate([None, None]) is None
+    assert aggregator.aggregate([KVConnectorOutput(), None]) is None
+
+
+def test_a_worker_may_change_how_many_reports_are_expected() -> None:
+    aggregator = KVOutputAggregator(3)
+    first = KVConnectorOutput(finished_recving={"r"})
+    assert aggregator.aggregate([first, None, None]) is None
+    two_are_enough = KVConnectorOutput(finished_recving={"r"}, expected_finished_count=2)
+    assert aggregator.aggregate([None, two_are_enough, None]) == KVConnectorOutput(finished_recving={"r"})
+    assert aggregator.aggregate([first, first, None]) == KVConnectorOutput(finished_recving={"r"})
+
+
+def test_more_reports_than_ranks_may_be_expected() -> None:
+    aggregator = KVOutputAggregator(4, num_ranks=2)
+    both = [KVConnectorOutput(finished_sending={"r"})] * 2
+    assert aggregator.aggregate(both) is None
+    assert aggregator.aggregate(both) == KVConnectorOutput(finished_sending={"r"})
+
+
+def test_the_connector_says_how_many_reports_it_expects() -> None:
+    class OneSpeaks(NullSchedulerHalf):
+        def get_finished_count(self) -> int | None:
+            return 1
+
+    sent = KVConnectorOutput(finished_sending={"r"})
+    assert KVOutputAggregator.from_connector(OneSpeaks(), 2).aggregate([None, sent]) == sent
+    assert KVOutputAggregator.from_connector(NullSchedulerHalf(), 2).aggregate([None, sent]) is None
+
+
+def test_events_of_ranks_need_a_quorum() -> None:
+    stored = BlockStored(block_hashes=[1], parent_block_hash=None, token_ids=[1, 2], block_size=2)
+    only_here = BlockStored(block_hashes=[2], parent_block_hash=1, token_ids=[3, 4], block_size=2)
+    here, there = QuorumKVEvents(), QuorumKVEvents()
+    here.add_events([stored, only_here])
+    there.add_events([stored])
+    aggregator = KVOutputAggregator(2)
+    output = aggregator.aggregate(
+        [KVConnectorOutput(kv_cache_events=here), KVConnectorOutput(kv_cache_events=there)]
+    )
+    assert output is not None
+    assert output.kv_cache_events is not None
+    assert output.kv_cache_events.get_number_of_workers() == 2
+    assert output.kv_cache_events.aggregate().get_all_events() == [stored]
+
+
+# --- A connector's own report ------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Stored(RankReport):
+    jobs: AllRanks[set[int]] = field(default_factory=set)
+    failed: Annotated[set[int] | None, FailedOf("jobs")] = None
+    touched: AnyRank[set[int] | None] = None
+    nbytes: Sum[int | None] = None
+    slowest_s: Max[float | None] = None
+    is_healthy: EveryRank[bool | None] = None
+
+
+def test_a_connectors_report_combines_by_the_same_rules() -> None:
+    combiner = RankCombiner(Stored, 2)
+    first = Stored(rank=0, jobs={1, 2}, touched={7}, nbytes=5, slowest_s=0.5, is_healthy=True)
+    second = Stored(rank=1, jobs={1}, failed={1}, touched={8}, nbytes=6, slowest_s=0.25, is_healthy=False)
+    combined = combiner.combine(first.aggregate(second).each_rank())
+    assert combined.jobs == {1}
+    assert combined.failed == {1}
+    assert combined.touched == {7, 8}
+    assert combined.nbytes == 11
+    assert combined.slowest_s == 0.5
+    assert combined.is_healthy is False
+    assert combiner.combine(Stored(rank=1, jobs={2}).each_rank()).jobs == {2}
+
+
+@given(st.permutations(range(4)))
+def test_reports_are_gathered_in_any_order(order: list[int]) -> None:
+    reports = [Stored(rank=rank, jobs={1}, nbytes=rank) for rank in order]
+    gathered = reports[0].aggregate(reports[1]).aggregate(reports[2].aggregate(reports[3]))
+    assert sorted(rank for rank, _ in gathered.each_rank()) == [0, 1, 2, 3]
+    combined = RankCombiner(Stored, 4).combine(gathered.each_rank())
+    assert (combined.jobs, combined.nbytes) == ({1}, 6)
+
+
+def test_gathering_leaves_the_originals_alone() -> None:
+    first, second = Stored(rank=0, jobs={1}), Stored(rank=1, jobs={2})
+    first.aggregate(second)
+    assert (first, second) == (Stored(rank=0, jobs={1}), Stored(rank=1, jobs={2}))
+
+
+def test_a_field_without_a_rule_is_refused() -> None:
+    @dataclass(kw_only=True)
+    class Careless(RankReport):
+        count: int = 0
+
+    with pytest.raises(TypeError, match=r"Careless\.count needs exactly one rule"):
+        RankCombiner(Careless, 2)
+
+
+def test_failures_of_no_field_are_refused() -> None:
+    @dataclass(kw_only=True)
+    class Lost(RankReport):
+        failed: Annotated[set[int] | None, FailedOf("jobs")] = None
+
+    with pytest.raises(TypeError, match="no AllRanks field"):
+        RankCombiner(Lost, 2)
