@@ -76,8 +76,14 @@ class Tokenizer:
         return self._chat_template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """`add_special_tokens`: what the tokenizer puts around a text, such as a beginning-of-text token."""
-        return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        """`add_special_tokens`: what the tokenizer puts around a text, such as a beginning-of-text token.
+
+        Raises UserError for a string that is no text: JSON can carry one half of a surrogate pair.
+        """
+        try:
+            return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError as error:
+            raise UserError("has half of a surrogate pair, which is no character", field="prompt") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids beyond the vocabulary decode to nothing; broken characters to U+FFFD."""

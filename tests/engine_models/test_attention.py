@@ -75,7 +75,7 @@ batches = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), min_size=1,
 windows = st.sampled_from([None, 1, 5, 16, 100])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(requests=batches, window=windows, seed=st.integers(0, 1000))
 def test_any_batch_agrees_with_the_definition(
     requests: list[tuple[int, int]], window: int | None, seed: int

@@ -154,6 +154,14 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(folder: Path) -> 
         load(num_hidden_layers=2, intermediate_size=80)
 
 
+def test_a_damaged_weight_file_is_named(folder: Path) -> None:
+    config = load_model_config(folder)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
+        load_weights(build_model(config), folder)
+
+
 def test_bfloat16_weights_are_read_into_any_type(
     tmp_path: Path, paged_model_type: Callable[..., Any], prompt_of: Callable[[int, int], list[int]]
 ) -> None:

@@ -71,6 +71,11 @@ def test_a_chat_that_the_template_refuses_is_the_users_fault(tokenizer: Tokenize
     assert caught.value.field == "messages"
 
 
+def test_a_string_that_is_no_text_is_the_users_fault(tokenizer: Tokenizer) -> None:
+    with pytest.raises(UserError, match="surrogate"):
+        tokenizer.encode("a\ud800")
+
+
 def written(folder: Path, source: Path, **settings: Any) -> Path:
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())

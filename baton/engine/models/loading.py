@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from baton.core.errors import UserError
 from baton.core.topology import kv_heads_of
@@ -38,7 +38,10 @@ def load_weights(model: Decoder, folder: str | Path) -> None:
     with ExitStack() as stack:
         home: dict[str, Any] = {}
         for path in weight_files(folder):
-            file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            except SafetensorError as error:
+                raise UserError(f"{path.name} is damaged: {error}", field="model") from error
             home.update(dict.fromkeys(file.keys(), file))
         _check_names(home, targets, tied=model.architecture.tie_word_embeddings)
         for target in targets:
