@@ -25,8 +25,8 @@ values = st.recursive(
     | st.integers(-(2**63), 2**64 - 1)
     | st.floats(allow_nan=False)
     | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
-    max_leaves=12,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+    max_leaves=4,
 )
 keys = st.sampled_from(
     [
@@ -41,7 +41,7 @@ keys = st.sampled_from(
         "logprobs",
     ]
 )
-bodies = st.dictionaries(keys | st.text(max_size=5), values, max_size=6).filter(
+bodies = st.dictionaries(keys | st.text(max_size=5), values, max_size=4).filter(
     lambda body: PARAMS not in body
 )
 

@@ -1,0 +1,145 @@
+"""Real engines as child processes, and what a fault test asks of them."""
+
+import json
+import random
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.cli.processes import Child, Fleet, free_ports
+
+SECRET = "5ecret-of-the-fault-tests-0123456789"
+START_S = 120.0
+WAIT_S = 30.0  # Only reached when something is wrong.
+
+# Short, so that bounds are reached soon; the inequalities between them are checked when they are read.
+TIMERS = {"ttl_s": 2.0, "round_trip_max_s": 0.5, "deadline_s": 6.0, "loan_max_s": 9.0}
+MODEL_SHAPE = ["--family", "qwen3", "--hidden", "64", "--layers", "2", "--heads", "4", "--kv-heads", "2"]
+
+
+@dataclass
+class Engine:
+    name: str
+    url: str
+    child: Child
+    client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=WAIT_S, trust_env=False))
+
+    def complete(
+        self, prompt: Sequence[int], params: dict[str, Any] | None = None, **fields: Any
+    ) -> httpx.Response:
+        body = {
+            "prompt": list(prompt),
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "max_tokens": 12,
+            "kv_transfer_params": params,
+            **fields,
+        }
+        return self.client.post(f"{self.url}/v1/completions", json=body)
+
+    def prefill(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """The prefill leg; returns what goes to the decode leg."""
+        answer = self.complete(prompt, {"do_remote_decode": True}, max_tokens=1)
+        assert answer.status_code == 200, answer.text
+        params: dict[str, Any] = answer.json()["kv_transfer_params"]
+        return params
+
+    def metric(self, name: str) -> float:
+        """The sum over all labels."""
+        text = self.client.get(f"{self.url}/metrics").raise_for_status().text
+        samples = (s for family in text_string_to_metric_families(text) for s in family.samples)
+        return sum(sample.value for sample in samples if sample.name == f"baton:{name}")
+
+    def wait_metric(self, name: str, is_reached: Callable[[float], bool]) -> None:
+        deadline_s = time.monotonic() + WAIT_S
+        while not is_reached(value := self.metric(name)):
+            assert time.monotonic() < deadline_s, f"{self.name}: {name} is still {value}"
+
+    def wait_at_rest(self) -> None:
+        """I5: nothing runs, nothing is lent, every block is free."""
+        for name in (
+            "num_requests_running",
+            "num_requests_waiting",
+            "num_requests_waiting_for_remote_kvs",
+            "num_requests_delayed_free",
+            "kv_cache_usage_perc",
+        ):
+            self.wait_metric(name, lambda value: value == 0)
+
+    def processes(self) -> list[psutil.Process]:
+        parent = psutil.Process(self.child.pid)
+        return [parent, *parent.children(recursive=True)]
+
+    def kill(self) -> None:
+        """As the kernel does when memory is short: no last words."""
+        for process in self.processes():
+            process.kill()
+        assert select.select([self.child], [], [], WAIT_S)[0], f"{self.name} outlives SIGKILL"
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """As a machine that swaps: alive, and silent."""
+        processes = self.processes()
+        for process in processes:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in processes:
+                if process.is_running():
+                    process.resume()
+
+
+def tokens_of(answer: httpx.Response) -> list[int]:
+    assert answer.status_code == 200, answer.text
+    token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
+    return token_ids
+
+
+def make_prompt(seed: int, num_tokens: int = 150) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(256, 500) for _ in range(num_tokens)]
+
+
+class Engines:
+    """Starts engines in one fleet; those that a test has killed are forgotten by it."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._engines: list[Engine] = []
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.client.close()
+
+    def start(self, *plans: tuple[str, Path, dict[str, Any] | None]) -> list[Engine]:
+        """Each plan: name, model folder, fields of the KVTransferConfig. All start at once."""
+        for child in [child for child in self._fleet.children if child.has_ended()]:
+            self._fleet.forget(child)  # Killed by a test.
+        engines = []
+        ports = free_ports(len(plans))
+        for (name, model, transfer), port in zip(plans, ports, strict=True):
+            engines.append(
+                Engine(name, f"http://127.0.0.1:{port}", self._launch(name, model, transfer, port))
+            )
+        self._engines += engines
+        self._fleet.wait_ready({e.child: f"{e.url}/health" for e in engines}, timeout_s=START_S)
+        return engines
+
+    def _launch(self, name: str, model: Path, transfer: dict[str, Any] | None, port: int) -> Child:
+        command = [sys.executable, "-m", "baton.cli", "serve", str(model), "--port", str(port)]
+        command += ["--block-size", "16", "--num-blocks", "256", "--max-model-len", "2048"]
+        if transfer is not None:
+            config = {"kv_connector": "BatonPullConnector", "engine_id": name, **transfer}
+            command += ["--kv-transfer-config", json.dumps(config)]
+        return self._fleet.start(name, command, env={"BATON_SECRET": SECRET})

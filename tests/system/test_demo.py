@@ -1,0 +1,35 @@
+"""`baton demo` as a newcomer runs it, with fewer prompts: real engines, real bytes, equal tokens."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+TIMEOUT_S = 240.0
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+def test_the_demo_hands_over_and_the_tokens_are_equal(small_model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "baton.cli", "demo", "--model", str(small_model), "--prompts", "6"]
+    command += ["--log-dir", str(tmp_path / "logs"), "--num-blocks", "256"]
+    # What is meant for `baton serve` must not change what is shown.
+    environment = {**os.environ, "BATON_BLOCK_SIZE": "4", "COLUMNS": "100"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "6 of 6 answers equal" in ended.stdout
+    assert "below one block" in ended.stdout
+    assert "sent again" in ended.stdout
+    assert "Next:" in ended.stdout
+
+
+def test_a_demo_that_cannot_start_says_why_and_fails(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 512, "max_position_embeddings": 4096}')
+    command = [sys.executable, "-m", "baton.cli", "demo", "--model", str(tmp_path)]
+    command += ["--log-dir", str(tmp_path / "logs")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert ended.returncode == 1
+    assert "ended with exit status" in ended.stderr

@@ -1,0 +1,313 @@
+"""What goes wrong in a fleet, with real processes: each ends as the design says, and D's tokens are right.
+
+P is a producer; `healing` a consumer that recomputes what it cannot load, over tcp; `strict` one that fails
+it, over cross-memory attach. All timers are short. After each test all engines are at rest: no block is lost.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from baton.cli.processes import Fleet
+from baton.core.config import EngineConfig
+from baton.engine.api import SamplingParams
+from baton.engine.checkpoint import load_model_config
+from baton.engine.llm import LLM
+from baton.engine.new_model import write_checkpoint
+from tests.system.engines import TIMERS, Engine, Engines, make_prompt, tokens_of
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+Transfer = dict[str, Any]
+
+
+def producer(**extra: Any) -> Transfer:
+    return {"kv_role": "kv_producer", "kv_connector_extra_config": {"timers": TIMERS, **extra}}
+
+
+def consumer(transport: str, policy: str) -> Transfer:
+    extra = {"timers": TIMERS, "transports": [transport]}
+    return {
+        "kv_role": "kv_consumer",
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": extra,
+    }
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two of the same shape, with other weights."""
+    folders = tmp_path_factory.mktemp("models")
+    for seed in (0, 1):
+        write_checkpoint(
+            folders / str(seed), family="qwen3", hidden=64, layers=2, heads=4, kv_heads=2, seed=seed
+        )
+    return folders / "0", folders / "1"
+
+
+@pytest.fixture(scope="module")
+def expected(models: tuple[Path, Path]) -> Iterator[Callable[[list[int]], list[int]]]:
+    """What a single engine answers."""
+    with LLM(EngineConfig(model_config=load_model_config(models[0]))) as llm:
+
+        def answer(prompt: list[int]) -> list[int]:
+            params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+            return llm.generate([prompt], params)[0].token_ids
+
+        yield answer
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    with Fleet(tmp_path_factory.mktemp("logs")) as fleet, closing(Engines(fleet)) as engines:
+        yield engines
+
+
+@pytest.fixture(scope="module")
+def trio(engines: Engines, models: tuple[Path, Path]) -> tuple[Engine, Engine, Engine]:
+    p, healing, strict = engines.start(
+        ("P", models[0], producer()),
+        ("healing", models[0], consumer("tcp", "recompute")),
+        ("strict", models[0], consumer("local", "fail")),
+    )
+    return p, healing, strict
+
+
+@pytest.fixture
+def p(trio: tuple[Engine, Engine, Engine]) -> Iterator[Engine]:
+    yield trio[0]
+    for engine in trio:
+        engine.wait_at_rest()
+
+
+@pytest.fixture
+def healing(trio: tuple[Engine, Engine, Engine]) -> Engine:
+    return trio[1]
+
+
+@pytest.fixture
+def strict(trio: tuple[Engine, Engine, Engine]) -> Engine:
+    return trio[2]
+
+
+Expected = Callable[[list[int]], list[int]]
+
+
+def test_an_honest_handoff_moves_bytes_and_gives_the_single_engines_tokens(
+    p: Engine, healing: Engine, strict: Engine, expected: Expected
+) -> None:
+    for seed, engine in ((1, healing), (2, strict)):
+        prompt = make_prompt(seed)
+        moved = engine.metric("kv_transfer_bytes_total")
+        assert tokens_of(engine.complete(prompt, p.prefill(prompt))) == expected(prompt)
+        assert engine.metric("kv_transfer_bytes_total") > moved
+
+
+def test_a_ticket_used_twice_at_one_engine_serves_once_and_both_answers_are_right(
+    p: Engine, healing: Engine, expected: Expected
+) -> None:
+    prompt = make_prompt(3)
+    ticket = p.prefill(prompt)
+    assert tokens_of(healing.complete(prompt, ticket)) == expected(prompt)
+    assert tokens_of(healing.complete(prompt, ticket)) == expected(prompt)
+
+
+def test_a_ticket_used_again_at_another_engine_is_told_that_the_loan_is_gone(
+    p: Engine, healing: Engine, strict: Engine, expected: Expected
+) -> None:
+    prompt = make_prompt(4)
+    ticket = p.prefill(prompt)
+    assert tokens_of(healing.complete(prompt, ticket)) == expected(prompt)
+    answer = strict.complete(prompt, ticket)
+    assert answer.status_code == 500
+    assert "could not be loaded" in answer.json()["error"]["message"]
+
+
+def test_a_loan_that_nobody_claims_ends_by_time_and_its_ticket_is_worth_nothing(
+    p: Engine, healing: Engine, strict: Engine, expected: Expected
+) -> None:
+    prompt = make_prompt(5)
+    expired = p.metric("kv_loans_expired_total")
+    ticket = p.prefill(prompt)
+    p.wait_metric("kv_loans_expired_total", lambda value: value > expired)
+    assert strict.complete(prompt, ticket).status_code == 500
+    failures = healing.metric("kv_transfer_failures_total")
+    assert tokens_of(healing.complete(prompt, ticket)) == expected(prompt)
+    assert healing.metric("kv_transfer_failures_total") == failures + 1
+
+
+def test_an_altered_ticket_is_recomputed_or_a_400_by_policy(
+    p: Engine, healing: Engine, strict: Engine, expected: Expected
+) -> None:
+    prompt = make_prompt(6)
+    params = p.prefill(prompt)
+    ticket = params["baton_ticket"]
+    other = "A" if ticket[-8] != "A" else "B"  # Within the signature.
+    altered = {**params, "baton_ticket": ticket[:-8] + other + ticket[-7:]}
+    assert tokens_of(healing.complete(prompt, altered)) == expected(prompt)
+    refused = strict.complete(prompt, altered)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "kv_transfer_params.baton_ticket"
+    # The forgery has cost the ticket's owner nothing.
+    assert tokens_of(strict.complete(prompt, params)) == expected(prompt)
+
+
+def test_a_ticket_for_another_prompt_never_answers_with_that_prompts_text(
+    p: Engine, healing: Engine, strict: Engine, expected: Expected
+) -> None:
+    theirs, ours = make_prompt(7), make_prompt(8)
+    params = p.prefill(theirs)
+    assert tokens_of(healing.complete(ours, params)) == expected(ours)
+    refused = strict.complete(ours, params)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "kv_transfer_params.baton_ticket"
+    assert tokens_of(strict.complete(theirs, params)) == expected(theirs)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"do_remote_prefill": True},
+        {"do_remote_prefill": True, "do_remote_decode": True},
+        {"do_remote_prefill": "yes"},
+        {"do_remote_prefill": True, "remote_engine_id": "P", "baton_ticket": 1},
+        {"do_remote_prefill": True, "remote_engine_id": "P", "baton_ticket": "x", "remote_block_ids": [[-1]]},
+    ],
+)
+def test_nonsense_in_kv_transfer_params_is_a_400_and_bystanders_do_not_notice(
+    p: Engine, healing: Engine, strict: Engine, expected: Expected, params: Transfer
+) -> None:
+    prompt = make_prompt(9)
+    for engine in (p, healing, strict):
+        refused = engine.complete(prompt, params)
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"]["param"].startswith("kv_transfer_params")
+        assert tokens_of(engine.complete(prompt)) == expected(prompt)
+
+
+def test_a_ticket_that_names_another_engine_than_its_signature_is_a_400(
+    p: Engine, strict: Engine, expected: Expected
+) -> None:
+    prompt = make_prompt(10)
+    params = p.prefill(prompt)
+    refused = strict.complete(prompt, {**params, "remote_engine_id": "somebody"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "kv_transfer_params.remote_engine_id"
+    assert tokens_of(strict.complete(prompt, params)) == expected(prompt)
+
+
+class Asking(threading.Thread):
+    """One request in the background."""
+
+    def __init__(self, engine: Engine, prompt: list[int], params: Transfer | None) -> None:
+        super().__init__(daemon=True)
+        self._engine, self._prompt, self._params = engine, prompt, params
+        self.answer: httpx.Response | None = None
+
+    def run(self) -> None:
+        with suppress(httpx.HTTPError), httpx.Client(timeout=60.0, trust_env=False) as client:
+            self.answer = Engine(self._engine.name, self._engine.url, self._engine.child, client).complete(
+                self._prompt, self._params
+            )
+
+    def wait(self) -> httpx.Response:
+        self.join(timeout=60.0)
+        assert self.answer is not None, "no answer in a minute"
+        return self.answer
+
+
+def test_a_client_that_leaves_while_its_kv_is_awaited_leaves_nothing_behind(
+    p: Engine, healing: Engine, expected: Expected
+) -> None:
+    prompt, other = make_prompt(11), make_prompt(12)
+    ticket = p.prefill(prompt)
+    with p.stopped():
+        with suppress(httpx.ReadTimeout), httpx.Client(timeout=1.0, trust_env=False) as impatient:
+            Engine(healing.name, healing.url, healing.child, impatient).complete(prompt, ticket)
+        healing.wait_metric("num_requests_waiting_for_remote_kvs", lambda value: value == 0)
+        assert tokens_of(healing.complete(other)) == expected(other)
+    assert tokens_of(healing.complete(prompt)) == expected(prompt)
+
+
+def test_a_producer_that_is_silent_costs_the_deadline_and_then_the_prompt_is_recomputed(
+    p: Engine, healing: Engine, expected: Expected
+) -> None:
+    prompt, other = make_prompt(13), make_prompt(14)
+    ticket = p.prefill(prompt)
+    with p.stopped():
+        asking = Asking(healing, prompt, ticket)
+        asking.start()
+        healing.wait_metric("num_requests_waiting_for_remote_kvs", lambda value: value == 1)
+        assert tokens_of(healing.complete(other)) == expected(other), "bystanders go on"
+        assert tokens_of(asking.wait()) == expected(prompt)
+
+
+def test_a_producer_of_another_model_is_refused_by_the_names_of_what_differs(
+    p: Engine,
+    healing: Engine,
+    strict: Engine,
+    engines: Engines,
+    models: tuple[Path, Path],
+    expected: Expected,
+) -> None:
+    [stranger] = engines.start(("stranger", models[1], producer()))
+    prompt = make_prompt(15)
+    ticket = stranger.prefill(prompt)
+    assert tokens_of(healing.complete(prompt, ticket)) == expected(prompt)
+    refused = strict.complete(prompt, ticket)
+    assert refused.status_code == 400
+    assert "revision" in refused.json()["error"]["message"]
+    stranger.wait_at_rest()
+
+
+def test_a_producer_killed_before_during_and_after_the_read_costs_nobody_a_token(
+    p: Engine, healing: Engine, engines: Engines, models: tuple[Path, Path], expected: Expected
+) -> None:
+    [doomed] = engines.start(("doomed", models[0], producer()))
+    before, during, after = make_prompt(16), make_prompt(17), make_prompt(18)
+    tickets = [doomed.prefill(prompt) for prompt in (before, during, after)]
+    assert tokens_of(healing.complete(after, tickets[2])) == expected(after)
+    with doomed.stopped():
+        asking = Asking(healing, during, tickets[1])
+        asking.start()
+        healing.wait_metric("num_requests_waiting_for_remote_kvs", lambda value: value == 1)
+        doomed.kill()
+    assert tokens_of(asking.wait()) == expected(during)
+    assert tokens_of(healing.complete(before, tickets[0])) == expected(before)
+    assert tokens_of(healing.complete(after)) == expected(after)
+
+
+def test_a_successor_with_the_same_name_serves_at_once_and_owes_nothing_of_its_predecessor(
+    p: Engine, healing: Engine, engines: Engines, models: tuple[Path, Path], expected: Expected
+) -> None:
+    old_prompt, new_prompt = make_prompt(19), make_prompt(20)
+    [old] = engines.start(("phoenix", models[0], producer()))
+    old_ticket = old.prefill(old_prompt)
+    old.kill()
+    [new] = engines.start(("phoenix", models[0], producer()))
+    moved = healing.metric("kv_transfer_bytes_total")
+    assert tokens_of(healing.complete(new_prompt, new.prefill(new_prompt))) == expected(new_prompt)
+    assert healing.metric("kv_transfer_bytes_total") > moved
+    assert tokens_of(healing.complete(old_prompt, old_ticket)) == expected(old_prompt)
+    new.wait_at_rest()
+
+
+def test_a_consumer_killed_while_it_waits_costs_the_producer_no_block(
+    p: Engine, engines: Engines, models: tuple[Path, Path], expected: Expected
+) -> None:
+    [doomed] = engines.start(("doomed-consumer", models[0], consumer("tcp", "recompute")))
+    prompt = make_prompt(21)
+    ticket = p.prefill(prompt)
+    with p.stopped():
+        asking = Asking(doomed, prompt, ticket)
+        asking.start()
+        doomed.wait_metric("num_requests_waiting_for_remote_kvs", lambda value: value == 1)
+        doomed.kill()
+        asking.join(timeout=60.0)
+    p.wait_at_rest()  # By time: nobody renews.
+    assert tokens_of(p.complete(prompt)) == expected(prompt)

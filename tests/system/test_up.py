@@ -1,0 +1,107 @@
+"""`baton up` with real engines: it serves, it ends as a whole, and it leaves nobody behind."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from baton.cli.processes import free_ports
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+START_S = 120.0  # On a machine that does a lot else.
+END_S = 30.0
+
+
+class Up:
+    def __init__(self, process: subprocess.Popen[str], url: str, log_folder: Path) -> None:
+        self.process = process
+        self.url = url
+        self.log_folder = log_folder
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def serving(self, name: str) -> psutil.Process:
+        """The child that was started under this name: its log is its standard output."""
+        log = str(self.log_folder / f"{name}.log")
+        for child in psutil.Process(self.process.pid).children():
+            if Path(f"/proc/{child.pid}/fd/1").readlink() == Path(log):
+                return child
+        raise AssertionError(f"no child writes to {log}")
+
+
+@contextmanager
+def up(model: Path, log_folder: Path) -> Iterator[Up]:
+    port = free_ports(1)[0]
+    command = [sys.executable, "-m", "baton.cli", "up", str(model), "--port", str(port)]
+    command += ["--num-blocks", "64", "--log-dir", str(log_folder), "--", "--max-num-seqs", "8"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    try:
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if "curl" in line:
+                break
+        else:
+            raise AssertionError("baton up ended early:\n" + "".join(said))
+        yield Up(process, f"http://127.0.0.1:{port}", log_folder)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.communicate(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+
+
+def assert_gone(family: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(family, timeout=END_S)
+    assert alive == []
+
+
+@pytest.mark.timeout(START_S + 3 * END_S)
+def test_it_serves_handed_over_prompts_until_an_engine_dies_and_says_which(
+    small_model: Path, tmp_path: Path
+) -> None:
+    with up(small_model, tmp_path) as system:
+        family = system.family()
+        prompt = list(range(300, 400))
+        answer = httpx.post(
+            f"{system.url}/v1/completions",
+            json={"prompt": prompt, "max_tokens": 4, "temperature": 0},
+            timeout=END_S,
+            trust_env=False,
+        )
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-baton-prefill"] == "remote"
+        assert answer.json()["usage"]["prompt_tokens"] == len(prompt)
+        system.serving("decode-0").kill()
+        said, _ = system.process.communicate(timeout=END_S)
+        assert system.process.returncode == 1
+        assert "decode-0 was ended by SIGKILL" in said
+        assert_gone(family)
+
+
+@pytest.mark.timeout(START_S + 3 * END_S)
+def test_kill_dash_nine_leaves_no_orphan(small_model: Path, tmp_path: Path) -> None:
+    with up(small_model, tmp_path) as system:
+        family = system.family()
+        assert len(family) >= 5  # Two engines with a core process each, and the router.
+        system.process.kill()
+        assert_gone(family)
+
+
+def test_a_model_that_is_not_there_is_named_before_anything_starts(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "baton.cli", "up", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=END_S)
+    assert ended.returncode == 2
+    assert "config.json" in ended.stderr
