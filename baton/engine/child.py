@@ -26,6 +26,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,8 @@ class Child:
         *thread* ends, which is what its death signal goes by.
         """
         ours, theirs = socket.socketpair()
-        with theirs:
+        with ExitStack() as stack, theirs:
+            stack.callback(ours.close)
             arguments = {
                 "path": [os.path.abspath(entry) for entry in sys.path],
                 "target": target,
@@ -80,6 +82,7 @@ class Child:
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **environment},
             )
+            stack.pop_all()
         return cls(name, process, ours)
 
     @property

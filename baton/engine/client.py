@@ -168,9 +168,10 @@ class EngineClient:
         for payload in self._splitter.feed(received):
             match self._decoder.decode(payload):
                 case Outputs(outputs):
-                    self._deliver(outputs.outputs)
                     if outputs.stats is not None and self.on_stats is not None:
-                        self.on_stats(outputs.stats)
+                        # A call of its own: what a metric raises must not cost us the connection.
+                        asyncio.get_running_loop().call_soon(self.on_stats, outputs.stats)
+                    self._deliver(outputs.outputs)
                 case Started():
                     if not self._started.done():
                         self._started.set_result(None)

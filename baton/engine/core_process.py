@@ -49,12 +49,12 @@ START_MESSAGE_S = 60.0  # The front end sends it right after it has started us.
 LAST_WORDS_S = 5.0
 
 
-class _Stopping(Exception):
+class Stopping(Exception):
     """Somebody asked us to end; the text says who."""
 
 
 class CoreLoop:
-    def __init__(self, core: EngineCore, channel: Channel, stop_signal: _StopSignal) -> None:
+    def __init__(self, core: EngineCore, channel: Channel, stop_signal: StopSignal) -> None:
         self._core = core
         self._channel = channel
         self._stop_signal = stop_signal
@@ -68,7 +68,7 @@ class CoreLoop:
             self._poll.register(fileno, select.POLLIN)
 
     def run(self) -> None:
-        """Raises _Stopping, ChannelClosed, or what ended the engine."""
+        """Raises Stopping, ChannelClosed, or what ended the engine."""
         while True:
             self._take_messages()
             if not self._core.has_requests:
@@ -81,11 +81,11 @@ class CoreLoop:
                 if self._channel.has_unsent:
                     self._channel.flush_nowait()
             else:
-                self._wait(self._next_wait_s(outputs))
+                self._wait(self.next_wait_s(outputs))
 
     def _take_messages(self) -> None:
         if self._stop_signal.is_set:
-            raise _Stopping("it was told to end (SIGTERM)")
+            raise Stopping("it was told to end (SIGTERM)")
         for payload in self._channel.receive_nowait():
             match self._decoder.decode(payload):
                 case AddRequest(request):
@@ -94,7 +94,7 @@ class CoreLoop:
                 case Abort(request_id):
                     self._core.abort(request_id)
                 case Stop():
-                    raise _Stopping("it was closed")
+                    raise Stopping("it was closed")
                 case Start():
                     raise AssertionError("started twice")
 
@@ -117,7 +117,7 @@ class CoreLoop:
     def _send(self, message: FromCore) -> None:
         self._channel.send_nowait(self._encoder.encode(message))
 
-    def _next_wait_s(self, outputs: EngineOutputs) -> float:
+    def next_wait_s(self, outputs: EngineOutputs) -> float:
         if outputs.outputs or self._core.has_unfinished_requests:
             self._backoff_s = RETRY_S
             return RETRY_S
@@ -137,7 +137,7 @@ class CoreLoop:
             self._core.executor.check_alive()
 
 
-class _StopSignal:
+class StopSignal:
     """SIGTERM as something to poll: a handler that raised could strike in the middle of a step."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class _StopSignal:
 def main(end: socket.socket) -> None:
     """Entry point of the process; see `baton.engine.client`."""
     channel = Channel(end)
-    stop_signal = _StopSignal()
+    stop_signal = StopSignal()
     try:
         core = _start(channel)
         if core is not None:
@@ -195,10 +195,10 @@ def _start(channel: Channel) -> EngineCore | None:
     return core
 
 
-def _run(core: EngineCore, channel: Channel, stop_signal: _StopSignal) -> None:
+def _run(core: EngineCore, channel: Channel, stop_signal: StopSignal) -> None:
     try:
         CoreLoop(core, channel, stop_signal).run()
-    except _Stopping as stopping:
+    except Stopping as stopping:
         _say_last(channel, Stopped(str(stopping)))
     except ChannelClosed:
         logger.warning("the front end is gone; ending")

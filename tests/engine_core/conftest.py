@@ -29,4 +29,3 @@ def make_config(model: ModelConfig) -> ConfigMaker:
         return EngineConfig(model_config=model, **fields)
 
     return make
-

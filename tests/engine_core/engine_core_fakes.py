@@ -1,7 +1,7 @@
 """A connector that writes down what the engine does with it, and fails where it is told to.
 
-Found by name ("engine_core_fakes:...") in the engine's processes too, where `kv_connector_extra_config` tells it
-how to behave.
+Found by name ("engine_core_fakes:...") in the engine's processes too, where `kv_connector_extra_config` tells
+it how to behave.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FakeHandshake(KVConnectorHandshakeMetadata):
 
 
 class FakeSchedulerHalf(KVConnectorSchedulerHalf):
-    """Promises `kv_transfer_params["matched"]` tokens to a request, and lends the blocks of those with "lend"."""
+    """Promises a request its `matched` tokens, and lends the blocks of one that has `lend` in its params."""
 
     def __init__(self) -> None:
         self.handshake: dict[tuple[int, int], KVConnectorHandshakeMetadata] = {}

@@ -82,7 +82,13 @@ class World:
         expected = build_attention_metadata(
             [twin.num_computed for twin in twins], scheduled, [twin.blocks for twin in twins], BLOCK
         )
-        for name in ("query_start_loc_np", "seq_lens_np", "slot_mapping_np", "block_table_np", "positions_np"):
+        for name in (
+            "query_start_loc_np",
+            "seq_lens_np",
+            "slot_mapping_np",
+            "block_table_np",
+            "positions_np",
+        ):
             np.testing.assert_array_equal(getattr(got.attn_metadata, name), getattr(expected, name))
         for name in ("num_actual_tokens", "num_reqs", "max_query_len", "max_seq_len", "block_size"):
             assert getattr(got.attn_metadata, name) == getattr(expected, name)

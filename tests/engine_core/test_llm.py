@@ -32,7 +32,9 @@ def tokens_of(completions: list[Completion]) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def alone(make_config) -> list[list[int]]:
     """The reference: one request at a time, in one chunk, nothing cached."""
-    config = make_config(cache_config=CacheConfig(num_gpu_blocks=128, block_size=4, enable_prefix_caching=False))
+    config = make_config(
+        cache_config=CacheConfig(num_gpu_blocks=128, block_size=4, enable_prefix_caching=False)
+    )
     with LLM(config) as llm:
         return [tokens_of(llm.generate([prompt], GREEDY))[0] for prompt in PROMPTS]
 

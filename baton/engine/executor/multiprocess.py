@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 600.0  # Reading the weights of a large model from a slow disk.
 STEP_TIMEOUT_S = 300.0  # Far above any step: a rank that is silent for longer is stuck.
 STOP_TIMEOUT_S = 10.0  # For worker halves to end what they own.
+BROKEN_STOP_TIMEOUT_S = 2.0  # When a rank is gone, the others are stuck or about to end by themselves.
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -41,6 +42,7 @@ class MultiprocessExecutor(Executor):
     def __init__(self, config: EngineConfig, connector_factory: str | None) -> None:
         self._size = config.parallel_config.tensor_parallel_size
         self._told_token_ids: list[int] = []
+        self._is_broken = False
         self._ranks: list[Child] = []
         self._channels: list[Channel] = []
         self._aggregator = KVOutputAggregator(self._size)
@@ -105,6 +107,7 @@ class MultiprocessExecutor(Executor):
         while len(answers) < self._size:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
+                self._is_broken = True
                 missing = sorted(set(range(self._size)) - set(answers))
                 raise ExecutorDied(f"ranks {missing} did not answer within {timeout_s:.0f} s")
             for fd, event in poll.poll(left_s * 1e3):
@@ -124,12 +127,14 @@ class MultiprocessExecutor(Executor):
     def _opened(self, rank: int, payload: bytes) -> Any:
         message = pickle.loads(payload)
         if isinstance(message, RankFailed):
+            self._is_broken = True
             if message.is_users:
                 raise ConfigError(message.message)
             raise ExecutorDied(f"rank {rank} failed: {message.message}")
         return message
 
     def _died(self, rank: int) -> ExecutorDied:
+        self._is_broken = True
         return ExecutorDied(f"the process of rank {rank} is gone: {self._ranks[rank].describe_exit()}")
 
     def handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
@@ -147,7 +152,7 @@ class MultiprocessExecutor(Executor):
                 raise self._died(rank)
 
     def shutdown(self) -> None:
-        deadline = time.monotonic() + STOP_TIMEOUT_S
+        deadline = time.monotonic() + (BROKEN_STOP_TIMEOUT_S if self._is_broken else STOP_TIMEOUT_S)
         stop = pickle.dumps(RankStop())
         for child, channel in zip(self._ranks, self._channels, strict=True):
             if child.is_alive:

@@ -1,0 +1,215 @@
+"""The engine in its own processes: what reaches the front end, and what is left when somebody dies."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from engine_core_fakes import FACTORY
+
+from baton.core.config import EngineConfig, KVTransferConfig, ParallelConfig
+from baton.core.errors import ConfigError, UserError
+from baton.engine.api import EngineOutput, EngineRequest, SamplingParams, SchedulerStats
+from baton.engine.client import EngineClient, EngineDeadError
+from baton.engine.llm import LLM
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+BOUND_S = 30.0  # Of everything below that has to happen by itself. Generous: the machine may be busy.
+PROMPT = list(range(20, 40))
+TP2 = ParallelConfig(tensor_parallel_size=2, executor="multiprocess")
+
+
+def request(request_id: str = "a", *, max_tokens: int = 6, prompt: list[int] = PROMPT) -> EngineRequest:
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling_params=SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+        arrival_time_s=0.0,
+    )
+
+
+def transfer(**told: Any) -> KVTransferConfig:
+    return KVTransferConfig(kv_connector="Fake", kv_role="kv_both", kv_connector_extra_config=told)
+
+
+@asynccontextmanager
+async def engine(config: EngineConfig, factory: str | None = None) -> AsyncIterator[EngineClient]:
+    client = await EngineClient.start(config, connector_factory=factory)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(3 * BOUND_S):
+            await test()
+
+    asyncio.run(bounded())
+    assert not psutil.Process().children(recursive=True), "every process that was started has ended"
+
+
+async def collect(client: EngineClient, asked: EngineRequest) -> list[EngineOutput]:
+    return [output async for output in client.generate(asked)]
+
+
+def tokens_of(outputs: list[EngineOutput]) -> list[int]:
+    return [token for output in outputs for token in output.new_token_ids]
+
+
+@pytest.fixture(scope="module")
+def reference(make_config) -> list[int]:
+    with LLM(make_config()) as llm:
+        return llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))[
+            0
+        ].token_ids
+
+
+def test_a_session_with_one_engine(make_config, reference: list[int]) -> None:
+    async def test() -> None:
+        stats: list[SchedulerStats] = []
+        async with engine(make_config()) as client:
+            client.on_stats = stats.append
+
+            several = await asyncio.gather(*(collect(client, request(str(number))) for number in range(5)))
+            assert [tokens_of(outputs) for outputs in several] == [reference] * 5
+            assert all(len(outputs) == 6 for outputs in several), "each token is told as it comes"
+            assert [outputs[-1].finish_reason for outputs in several] == ["length"] * 5
+            assert sum(step.num_generation_tokens for step in stats) == 30
+
+            [refused] = await collect(client, request(prompt=[10**7]))
+            assert (refused.finish_reason, refused.error_is_users) == ("error", True)
+
+            # Closing early aborts; until the engine has let go of it, the id is in use.
+            stream = client.generate(request("early", max_tokens=200))
+            await anext(stream)
+            with pytest.raises(UserError, match="in use"):
+                await anext(client.generate(request("early")))
+            await stream.aclose()
+
+            aborted = client.generate(request("aborted", max_tokens=200))
+            await anext(aborted)
+            await client.abort("aborted")
+            assert [output.finish_reason async for output in aborted][-1] == "abort"
+
+            assert tokens_of(await collect(client, request("last"))) == reference
+            assert stats[-1].num_running == 0
+            assert not client.is_dead
+        assert client.is_dead
+        with pytest.raises(EngineDeadError, match="closed"):
+            await collect(client, request())
+        await client.close()
+
+    run(test)
+
+
+def test_killing_the_core_fails_what_was_open_and_what_comes_later(make_config) -> None:
+    async def test() -> None:
+        async with engine(make_config()) as client:
+            streams = [client.generate(request(str(number), max_tokens=200)) for number in range(3)]
+            for stream in streams:
+                await anext(stream)
+            psutil.Process(client.pid).kill()
+            async with asyncio.timeout(BOUND_S):
+                for stream in streams:
+                    with pytest.raises(EngineDeadError, match="SIGKILL"):
+                        async for _ in stream:
+                            pass
+                await client.wait_dead()
+            with pytest.raises(EngineDeadError, match="SIGKILL"):
+                await collect(client, request())
+
+    run(test)
+
+
+def test_sigterm_ends_the_core_in_order(make_config) -> None:
+    async def test() -> None:
+        async with engine(make_config()) as client:
+            psutil.Process(client.pid).terminate()
+            async with asyncio.timeout(BOUND_S):
+                await client.wait_dead()
+            with pytest.raises(EngineDeadError, match="SIGTERM"):
+                await collect(client, request())
+
+    run(test)
+
+
+def test_a_core_that_cannot_start_says_why(make_config) -> None:
+    async def test() -> None:
+        with pytest.raises(ConfigError, match="no such wire"):
+            await EngineClient.start(
+                make_config(kv_transfer_config=transfer(refuse="no such wire")), connector_factory=FACTORY
+            )
+        with pytest.raises(EngineDeadError, match="not ready within"):
+            await EngineClient.start(make_config(), start_timeout_s=0.0)
+
+    run(test)
+
+
+def test_two_ranks_give_the_tokens_of_one(make_config, reference: list[int]) -> None:
+    async def test() -> None:
+        config = make_config(parallel_config=TP2, kv_transfer_config=transfer())
+        async with engine(config, FACTORY) as client:
+            assert tokens_of(await collect(client, request())) == reference
+
+            # One rank dies while the engine is idle.
+            ranks = psutil.Process(client.pid).children()
+            assert len(ranks) == 2
+            ranks[1].kill()
+            async with asyncio.timeout(BOUND_S):
+                await client.wait_dead()
+            with pytest.raises(EngineDeadError, match="rank"):
+                await collect(client, request())
+
+    run(test)
+
+
+def test_a_rank_that_dies_in_a_step_fails_the_request_clearly(make_config) -> None:
+    async def test() -> None:
+        told = transfer(kill_rank=1, kill_on_step=3)
+        async with engine(make_config(parallel_config=TP2, kv_transfer_config=told), FACTORY) as client:
+            async with asyncio.timeout(BOUND_S):
+                with pytest.raises(EngineDeadError, match="rank"):
+                    await collect(client, request(max_tokens=50))
+
+    run(test)
+
+
+FRONT_END = """
+import asyncio, sys
+import msgspec, psutil
+from baton.core.config import EngineConfig
+from baton.engine.client import EngineClient
+
+async def main():
+    config = msgspec.msgpack.decode(open(sys.argv[1], "rb").read(), type=EngineConfig)
+    client = await EngineClient.start(config)
+    pids = [client.pid, *(child.pid for child in psutil.Process(client.pid).children())]
+    print(*pids, flush=True)
+    await client.wait_dead()
+
+asyncio.run(main())
+"""
+
+
+def test_no_process_outlives_a_front_end_that_was_killed(make_config, tmp_path: Path) -> None:
+    path = tmp_path / "config"
+    path.write_bytes(msgspec.msgpack.encode(make_config(parallel_config=TP2)))
+    with subprocess.Popen(
+        [sys.executable, "-c", FRONT_END, str(path)], stdout=subprocess.PIPE, text=True
+    ) as front_end:
+        assert front_end.stdout is not None
+        started = [psutil.Process(int(pid)) for pid in front_end.stdout.readline().split()]
+        assert len(started) == 3
+        front_end.send_signal(signal.SIGKILL)
+        _, alive = psutil.wait_procs(started, timeout=BOUND_S)
+        assert not alive

@@ -1,0 +1,132 @@
+"""How the core's process waits: never spinning, never late for a request that can go on."""
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, SamplingParams, SchedulerStats
+from baton.engine.channel import Channel
+from baton.engine.core_messages import Abort, AddRequest, FromCore, Outputs, Stop, ToCore
+from baton.engine.core_process import IDLE_S, RETRY_S, CoreLoop, Stopping, StopSignal
+
+
+class NoRanks:
+    def death_filenos(self) -> list[int]:
+        return []
+
+
+@dataclass
+class ScriptedCore:
+    """Each step returns the next of `steps`: its outputs, and how many tokens it scheduled."""
+
+    steps: list[tuple[EngineOutputs, int]]
+    has_unfinished_requests: bool = False
+    num_scheduled_tokens: int = 0
+    executor: NoRanks = field(default_factory=NoRanks)
+    seen: list[str] = field(default_factory=list)
+    after_last_step: Callable[[], None] = lambda: None
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.steps)
+
+    def step(self) -> EngineOutputs:
+        outputs, self.num_scheduled_tokens = self.steps.pop(0)
+        if not self.steps:
+            self.after_last_step()
+        return outputs
+
+    def add_request(self, request: EngineRequest) -> EngineOutput | None:
+        self.seen.append(f"add {request.request_id}")
+        if request.request_id == "bad":
+            return EngineOutput(request_id="bad", new_token_ids=[], finish_reason="error", error="too bad")
+        return None
+
+    def abort(self, request_id: str) -> None:
+        self.seen.append(f"abort {request_id}")
+
+
+class World:
+    def __init__(self, core: ScriptedCore) -> None:
+        ours, theirs = socket.socketpair()
+        self.front_end = Channel(theirs)
+        self.core_end = Channel(ours)
+        self.stop_signal = StopSignal()
+        self.core = core
+        self.loop = CoreLoop(core, self.core_end, self.stop_signal)  # type: ignore[arg-type]
+
+    def send(self, *messages: ToCore) -> None:
+        for message in messages:
+            self.front_end.send_nowait(msgspec.msgpack.encode(message))
+
+    def run(self) -> list[FromCore]:
+        """Until the core has read Stop."""
+        with pytest.raises(Stopping):
+            self.loop.run()
+        payloads = self.front_end.receive_nowait() if self.front_end.wait_readable(0.0) else []
+        return [msgspec.msgpack.decode(payload, type=FromCore) for payload in payloads]
+
+    def close(self) -> None:
+        self.stop_signal.close()
+        self.front_end.close()
+        self.core_end.close()
+
+
+@pytest.fixture
+def make_world():
+    worlds: list[World] = []
+
+    def make(core: ScriptedCore) -> World:
+        worlds.append(World(core))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+def empty(**stats: int) -> EngineOutputs:
+    return EngineOutputs(outputs=[], stats=SchedulerStats(**stats))
+
+
+TOKEN = EngineOutputs(outputs=[EngineOutput(request_id="a", new_token_ids=[1])], stats=SchedulerStats())
+
+
+def test_messages_are_taken_in_order_and_refusals_answered_at_once(make_world) -> None:
+    world = make_world(ScriptedCore([]))
+    params = SamplingParams()
+    asked = [
+        EngineRequest(request_id=name, prompt_token_ids=[1], sampling_params=params, arrival_time_s=0.0)
+        for name in ("good", "bad")
+    ]
+    world.send(*map(AddRequest, asked), Abort("good"), Stop())
+    [answer] = world.run()
+    assert isinstance(answer, Outputs)
+    assert world.core.seen == ["add good", "add bad", "abort good"]
+    assert [(o.request_id, o.error) for o in answer.outputs.outputs] == [("bad", "too bad")]
+
+
+def test_waits_grow_while_only_loans_are_out(make_world) -> None:
+    world = make_world(ScriptedCore([]))
+    waits = [world.loop.next_wait_s(empty()) for _ in range(8)]
+    assert waits == [RETRY_S * factor for factor in (1, 2, 4, 8, 16)] + [IDLE_S] * 3
+    assert world.loop.next_wait_s(TOKEN) == RETRY_S
+    assert world.loop.next_wait_s(empty()) == RETRY_S, "something happened, so it begins anew"
+
+
+def test_waits_stay_short_while_a_request_waits(make_world) -> None:
+    world = make_world(ScriptedCore([], has_unfinished_requests=True))
+    assert {world.loop.next_wait_s(empty()) for _ in range(8)} == {RETRY_S}
+
+
+def test_empty_steps_that_say_nothing_new_are_not_told(make_world) -> None:
+    held = empty(num_delayed_free=1)
+    failing = empty(num_delayed_free=1, num_kv_load_failures=1)
+    steps = [(TOKEN, 1), (held, 0), (held, 0), (failing, 0), (failing, 0), (held, 0), (held, 0)]
+    world = make_world(ScriptedCore(steps))
+    world.core.after_last_step = lambda: world.send(Stop())
+    told = [message.outputs for message in world.run() if isinstance(message, Outputs)]
+    assert told == [TOKEN, held, failing, failing, held]
