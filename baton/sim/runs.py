@@ -86,7 +86,7 @@ def replay(mode: str, seed: int, *, mutant: str | None = None) -> list[str]:
     try:
         scenario.run()
     except Violation as violation:
-        verdict = f"VIOLATION {violation.kind}"
+        verdict = f"VIOLATION {violation}"
     assert scenario.world.trace is not None
     return [*scenario.world.trace, f"{scenario.world.now:9.3f}  {verdict}"]
 

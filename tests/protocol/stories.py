@@ -13,6 +13,7 @@ drain 20              P drains until then
 restart P             the successor has the same name
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from baton.core.ids import Address, EngineId, Epoch, LoanId, Pair
@@ -139,7 +140,7 @@ class Story:
     def _clock(self, node: Node) -> float:
         return self.now * node.rate
 
-    def _started(self, name: str, started: tuple[int, list[Effect]] | None) -> None:
+    def _started(self, name: str, started: tuple[int, Sequence[Effect]] | None) -> None:
         if started is None:
             self.lines.append(f"{name}: refused, the loan is in use here")
             return
@@ -159,7 +160,7 @@ class Story:
                 effects += node.consumer.receive(envelope.sender, message, self._clock(node))
             self._react(name, effects)
 
-    def _react(self, name: str, effects: list[Effect]) -> None:
+    def _react(self, name: str, effects: Sequence[Effect]) -> None:
         self.lines += [f"{name}: {self._effect(effect)}" for effect in effects]
         sends = [effect for effect in effects if isinstance(effect, Send)]
         envelopes: list[Envelope] = pack_sends(self.nodes[name].address, sends)

@@ -192,7 +192,7 @@ HOSTILE_LAYERS: dict[str, dict[str, Any]] = {
     "two layers of one name": {"name": "layer.1"},
     "layer without a name": {"name": ""},
 }
-HOSTILE: dict[str, dict[str, Any]] = {
+HOSTILE_WHOLE: dict[str, dict[str, Any]] = {
     "rank outside": {"tp_rank": 1},
     "no ranks": {"tp_size": 0},
     "sizes that do not divide": {"tp_size": 3},
@@ -205,7 +205,8 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "region that wraps": {"regions": (Region(2**64 - 8, 48),)},
     "negative address": {"regions": (Region(-4096, 48),)},
     "empty region": {"regions": (Region(4096, 0),)},
-} | {
+}
+HOSTILE: dict[str, dict[str, Any]] = HOSTILE_WHOLE | {
     what: {"layers": (msgspec.structs.replace(GOOD.layers[0], **change), GOOD.layers[1])}
     for what, change in HOSTILE_LAYERS.items()
 }

@@ -78,10 +78,10 @@ def test_messages_for_the_other_half_are_ignored() -> None:
     producer, consumer = PullProducer(Epoch(5), T), PullConsumer(T)
     loan_id = lent(producer)
     fetching(consumer)
-    for message in (Renewed(loan_id, 1, 1, 1.0), Gone(loan_id, 1), Stranger(D)):
-        assert producer.receive(D, message, 0.0) == []
-    for message in (Renew(LOAN, 1, 1), Released(LOAN, 1), Stranger(D)):
-        assert consumer.receive(P, message, 0.0) == []
+    for_borrowers: list[Message] = [Renewed(loan_id, 1, 1, 1.0), Gone(loan_id, 1), Stranger(D)]
+    for_lenders: list[Message] = [Renew(LOAN, 1, 1), Released(LOAN, 1), Stranger(D)]
+    assert [producer.receive(D, message, 0.0) for message in for_borrowers] == [[], [], []]
+    assert [consumer.receive(P, message, 0.0) for message in for_lenders] == [[], [], []]
 
 
 def test_only_the_producer_of_a_loan_is_heard_about_it() -> None:

@@ -20,7 +20,7 @@ def guarded() -> Iterator[None]:
     except Violation:
         raise
     except Exception as crash:
-        raise Violation("I6", f"an engine died of {type(crash).__name__}: {crash}") from crash
+        raise Violation("I6", f"an engine died of {type(crash).__name__}", str(crash)) from crash
 
 
 def decode_or_none(frame: bytes) -> Envelope | None:

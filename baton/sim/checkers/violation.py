@@ -2,10 +2,10 @@
 
 
 class Violation(Exception):
-    """`invariant` is one of I1 to I6, `what` a constant text: together the name of a kind, for tables."""
+    """`invariant` is one of I1 to I6, `what` a constant text: together the kind. `detail` varies."""
 
-    def __init__(self, invariant: str, what: str) -> None:
-        super().__init__(f"{invariant} {what}")
+    def __init__(self, invariant: str, what: str, detail: str = "") -> None:
+        super().__init__(f"{invariant} {what}{detail and ': '}{detail}")
         self.invariant = invariant
         self.what = what
 
