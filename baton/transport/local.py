@@ -29,6 +29,7 @@ from baton.core.ids import Address
 from baton.core.layout import CopySpan, Region
 from baton.transport.base import Capabilities, Completion, OpId, PeerHandle, Prepared, Transport
 from baton.transport.completions import CompletionQueue
+from baton.transport.decoding import decode_from_peer
 from baton.transport.host_identity import HostProcess, require_same_host, this_process
 from baton.transport.iovec import IOV_MAX, Scratch, iovec_array, read_process_memory
 from baton.transport.spans import Copies, Int64s, SpanTable, check_regions, require_host_memory
@@ -261,10 +262,7 @@ class LocalTransport(Transport):
 
 
 def _decode_endpoint(address: Address, endpoint: bytes) -> LocalEndpoint:
-    try:
-        named = msgspec.msgpack.decode(endpoint, type=LocalEndpoint)
-    except msgspec.MsgspecError as error:
-        raise PeerError(f"malformed local endpoint of {address.engine_id}: {error}") from error
+    named = decode_from_peer(endpoint, LocalEndpoint, f"local endpoint of {address.engine_id}")
     if named.version != 1:
         raise TransferError(f"local endpoint version {named.version} is not spoken here")
     if len(named.nonce) != NONCE_BYTES or not 0 <= named.generation < 2**64:

@@ -19,6 +19,7 @@ from baton.core.ids import Address
 from baton.core.layout import CopySpan, Region
 from baton.transport.base import Capabilities, Completion, OpId, PeerHandle, Prepared, Transport
 from baton.transport.completions import CompletionQueue
+from baton.transport.decoding import decode_from_peer
 from baton.transport.spans import Copies, SpanTable, check_regions, require_host_memory
 
 
@@ -178,10 +179,7 @@ class MemoryTransport(Transport):
 
     def connect(self, address: Address, endpoint: bytes) -> MemoryPeer:
         assert not self._closed
-        try:
-            named = msgspec.msgpack.decode(endpoint, type=MemoryEndpoint)
-        except msgspec.MsgspecError as error:
-            raise PeerError(f"malformed memory endpoint of {address.engine_id}: {error}") from error
+        named = decode_from_peer(endpoint, MemoryEndpoint, f"memory endpoint of {address.engine_id}")
         check_regions(named.regions)
         if (named.engine_id, named.epoch) != address:
             raise PeerError(f"the memory endpoint of {address.engine_id} speaks of another engine or epoch")

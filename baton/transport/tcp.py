@@ -81,6 +81,11 @@ class TcpTransport(Transport):
         self.counters = TcpCounters()
 
     @property
+    def port(self) -> int:
+        """Of the listener, once registered."""
+        return self._owner.port if self._owner is not None else self._port
+
+    @property
     def capabilities(self) -> Capabilities:
         return Capabilities(same_host=False, one_sided=False)
 

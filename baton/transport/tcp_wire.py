@@ -28,6 +28,7 @@ from baton.core.config import ClusterSecret
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.layout import Region
+from baton.transport.decoding import decode_from_peer
 from baton.transport.loopback import is_host
 from baton.transport.spans import check_regions
 
@@ -79,10 +80,7 @@ def connection_key(secret: ClusterSecret | None, token: bytes) -> bytes:
 
 def decode_endpoint(address: Address, endpoint: bytes) -> TcpEndpoint:
     """Raises PeerError for one that its owner cannot have made."""
-    try:
-        named = msgspec.msgpack.decode(endpoint, type=TcpEndpoint)
-    except msgspec.MsgspecError as error:
-        raise PeerError(f"malformed tcp endpoint of {address.engine_id}: {error}") from error
+    named = decode_from_peer(endpoint, TcpEndpoint, f"tcp endpoint of {address.engine_id}")
     if named.version != VERSION:
         raise TransferError(f"tcp endpoint version {named.version} is not spoken here")
     if len(named.token) != TOKEN_BYTES or not 0 < named.port < 65536:
@@ -155,10 +153,7 @@ def _receive(sock: socket.socket, kind: type[MessageT], deadline: float) -> Mess
     length = int.from_bytes(receive_exactly(sock, 4, deadline), "little")
     if length > HELLO_BYTES_MAX:
         raise PeerError(f"a handshake message of {length} bytes")
-    try:
-        return msgspec.msgpack.decode(receive_exactly(sock, length, deadline), type=kind)
-    except msgspec.MsgspecError as error:
-        raise PeerError(f"a malformed handshake: {error}") from error
+    return decode_from_peer(receive_exactly(sock, length, deadline), kind, "tcp handshake")
 
 
 def _rest_s(deadline: float) -> float:

@@ -1,0 +1,142 @@
+"""Producers for the transport suite: real processes, and the in-process one of the memory transport."""
+
+import functools
+import itertools
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.connection import Connection as Pipe
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.core.config import ClusterSecret
+from baton.core.ids import Address, EngineId, Epoch
+from baton.core.layout import Region
+from baton.transport.base import Transport
+from baton.transport.local import LocalTransport
+from baton.transport.memory import MemoryNetwork, MemoryTransport
+from baton.transport.tcp import TcpTransport
+
+REGION_BYTES = 4 << 20
+NUM_REGIONS = 2
+ANSWER_TIMEOUT_S = 30.0
+
+MakeTransport = Callable[[Address, int], Transport]
+"""Of (address, port); port 0 for a free one. Importable by name: it is called in another process."""
+
+_epochs = itertools.count(1)
+
+
+def new_address(engine_id: str) -> Address:
+    return Address(EngineId(engine_id), Epoch(2**63 + next(_epochs)))
+
+
+@functools.cache
+def pattern(seed: int) -> NDArray[np.uint8]:
+    """[NUM_REGIONS, REGION_BYTES] of bytes that are the same in every process. Read-only."""
+    shape = (NUM_REGIONS, REGION_BYTES)
+    memory = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    memory.flags.writeable = False
+    return memory
+
+
+def regions_of(memory: NDArray[np.uint8]) -> list[Region]:
+    return [Region(row.ctypes.data, row.nbytes) for row in memory]
+
+
+def make_local(address: Address, port: int) -> Transport:
+    return LocalTransport(address)
+
+
+def make_tcp(address: Address, port: int, secret: ClusterSecret | None = None) -> Transport:
+    return TcpTransport(address, port=port, secret=secret)
+
+
+class ProcessProducer:
+    """A process that does nothing but hold memory, and what its parent asks."""
+
+    def __init__(self, make: MakeTransport, seed: int) -> None:
+        self.seed = seed
+        self.address = new_address("producer")
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self.process = spawn.Process(
+            target=_hold_memory, args=(theirs, make, seed, self.address), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        self.endpoint = self._answer()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(ANSWER_TIMEOUT_S)
+
+    def replace(self) -> None:
+        self.address = new_address(self.address.engine_id)
+        self.endpoint = self.ask(("replace", self.address))
+
+    def withdraw(self) -> None:
+        self.ask(("withdraw", None))
+
+    def ask(self, command: tuple[str, object]) -> bytes:
+        self._pipe.send(command)
+        return self._answer()
+
+    def close(self) -> None:
+        self.kill()
+        self._pipe.close()
+        self.process.close()
+
+    def _answer(self) -> bytes:
+        assert self._pipe.poll(ANSWER_TIMEOUT_S), "the producer process does not answer"
+        answer = self._pipe.recv()
+        assert isinstance(answer, bytes)
+        return answer
+
+
+def _hold_memory(pipe: Pipe, make: MakeTransport, seed: int, address: Address) -> None:
+    memory = pattern(seed).copy()
+    transport = make(address, 0)
+    pipe.send(transport.register(regions_of(memory)))
+    while True:
+        match pipe.recv():
+            case ("withdraw", _):
+                transport.close()
+                pipe.send(b"")
+            case ("replace", successor):
+                # The successor's memory lies where the predecessor's did, with other content: the worst case.
+                transport.close()
+                memory ^= 0xFF
+                transport = make(successor, getattr(transport, "port", 0))
+                pipe.send(transport.register(regions_of(memory)))
+            case command:
+                raise AssertionError(f"unknown command {command}")
+
+
+class MemoryProducer:
+    """In this process; dies when the network says so."""
+
+    def __init__(self, network: MemoryNetwork, seed: int) -> None:
+        self.seed = seed
+        self._network = network
+        self._memory = pattern(seed).copy()
+        self._enter()
+
+    def kill(self) -> None:
+        self._network.kill(self.address)
+
+    def replace(self) -> None:
+        self.kill()
+        self._memory ^= 0xFF
+        self._enter()
+
+    def withdraw(self) -> None:
+        self._transport.close()
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _enter(self) -> None:
+        self.address = new_address("producer")
+        self._transport = MemoryTransport(self.address, self._network)
+        self.endpoint = self._transport.register(regions_of(self._memory))

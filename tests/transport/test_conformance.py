@@ -1,0 +1,73 @@
+"""Every transport of ours passes the suite that others' have to pass."""
+
+import functools
+from collections.abc import Callable
+
+import pytest
+
+from baton.core.config import ClusterSecret
+from baton.core.ids import Address
+from baton.testing.transport_producers import (
+    MakeTransport,
+    MemoryProducer,
+    ProcessProducer,
+    make_local,
+    make_tcp,
+    new_address,
+)
+from baton.testing.transport_suite import Producer, TransportRig, TransportSuite
+from baton.transport.base import Transport
+from baton.transport.local import LocalTransport
+from baton.transport.memory import MemoryNetwork, MemoryTransport
+from baton.transport.tcp import TcpTransport
+
+SECRET = ClusterSecret(b"a secret for this test")
+
+
+class MemoryRig(TransportRig):
+    def __init__(self) -> None:
+        self.network = MemoryNetwork()
+
+    def reader(self, on_completion: Callable[[], None] | None = None) -> Transport:
+        return MemoryTransport(new_address("reader"), self.network, on_completion=on_completion)
+
+    def producer(self, seed: int) -> Producer:
+        return MemoryProducer(self.network, seed)
+
+
+class ProcessRig(TransportRig):
+    def __init__(self, make: MakeTransport, make_reader: Callable[..., Transport]) -> None:
+        self._make = make
+        self._make_reader = make_reader
+
+    def reader(self, on_completion: Callable[[], None] | None = None) -> Transport:
+        return self._make_reader(new_address("reader"), on_completion=on_completion)
+
+    def producer(self, seed: int) -> Producer:
+        return ProcessProducer(self._make, seed)
+
+
+class TestMemory(TransportSuite):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def rig(cls) -> TransportRig:
+        return MemoryRig()
+
+
+@pytest.mark.processes
+class TestLocal(TransportSuite):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def rig(cls) -> TransportRig:
+        return ProcessRig(make_local, LocalTransport)
+
+
+@pytest.mark.processes
+class TestTcp(TransportSuite):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def rig(cls) -> TransportRig:
+        def reader(address: Address, on_completion: Callable[[], None] | None) -> Transport:
+            return TcpTransport(address, secret=SECRET, on_completion=on_completion)
+
+        return ProcessRig(functools.partial(make_tcp, secret=SECRET), reader)
