@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 EXIT_STOPPED = 0
 EXIT_ENGINE_DIED = 1
+KEEP_ALIVE_S = (
+    75  # Longer than clients and proxies keep idle connections, so that they never meet a closed one.
+)
 LAST_ANSWERS_S = 3.0  # For answers to leave once the engine has stopped under them.
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -113,6 +116,7 @@ class _Server(uvicorn.Server):
                 log_config=None,  # Ours is in place already.
                 access_log=False,
                 lifespan="off",
+                timeout_keep_alive=KEEP_ALIVE_S,
                 # The last net: answers end by themselves once the engine has stopped.
                 timeout_graceful_shutdown=int(shutdown_timeout_s + LAST_ANSWERS_S) + 1,
             )
@@ -135,7 +139,7 @@ def _make_service(config: EngineConfig, engine: Engine, tokenizer: Tokenizer, do
         engine=engine,
         model_config=model,
         tokenizer=tokenizer,
-        encoder=PromptEncoder(tokenizer, model.vocab_size),
+        encoder=PromptEncoder(tokenizer, model),
         metrics=ServerMetrics(model.served_model_name),
         door=door,
     )

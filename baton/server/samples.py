@@ -172,7 +172,9 @@ def _piece(sample: Sample, output: EngineOutput) -> Piece:
     if sample.text.stopped_by is not None:
         piece.finish = _finish("stop", sample.text.stopped_by, output)
     elif output.finish_reason is not None:
-        piece.finish = _finish(output.finish_reason, output.stop_token_id, output)
+        # The engine names the end-of-sequence token too; only a stop token that was asked for is a reason.
+        asked_for = output.stop_token_id in sample.request.sampling_params.stop_token_ids
+        piece.finish = _finish(output.finish_reason, output.stop_token_id if asked_for else None, output)
     return piece
 
 

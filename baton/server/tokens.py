@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
+from baton.core.config import ModelConfig
 from baton.core.errors import UserError
 from baton.server.protocol.completion import Prompt
 from baton.server.protocol.sampling import check_token_ids
@@ -17,6 +18,7 @@ from baton.server.text import Detokenizer
 T = TypeVar("T")
 
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
+MAX_CHARS_PER_TOKEN = 128  # The longest tokens of today's vocabularies; prompts have about four.
 SHORT_CHARS = 4096  # Encoded at once, below a millisecond: cheaper than a change of threads.
 
 
@@ -38,19 +40,21 @@ class Tokenizer(Protocol):
 class PromptEncoder:
     """Owns the encoding thread; `close` ends it."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, model: ModelConfig) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
+        self._vocab_size = model.vocab_size
+        self._max_chars = model.max_model_len * MAX_CHARS_PER_TOKEN
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encode")
 
     async def encode(
         self, prompt: Prompt, *, add_special_tokens: bool = True, field: str = "prompt"
     ) -> list[int]:
-        """Raises UserError for token ids outside the vocabulary."""
+        """Raises UserError."""
         if not isinstance(prompt, str):
             check_token_ids(prompt, self._vocab_size, field)
             return prompt
         text = prompt
+        self._check_chars(len(text), field)
         return await self._run(
             len(text), lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         )
@@ -67,12 +71,18 @@ class PromptEncoder:
         for name in _RESERVED_VARIABLES & variables.keys():
             raise UserError("has a field of its own", field=f"chat_template_kwargs.{name}")
         num_chars = sum(len(message["content"]) for message in messages)
+        self._check_chars(num_chars, "messages")
         return await self._run(
             num_chars,
             lambda: self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=add_generation_prompt, **variables
             ),
         )
+
+    def _check_chars(self, num_chars: int, field: str) -> None:
+        """What is far too long is not even encoded: the thread is everybody's."""
+        if num_chars > self._max_chars:
+            raise UserError(f"has {num_chars} characters, more than the model can ever take", field=field)
 
     async def _run(self, num_chars: int, work: Callable[[], T]) -> T:
         if num_chars <= SHORT_CHARS:

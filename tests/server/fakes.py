@@ -105,6 +105,7 @@ class ScriptedEngine:
     on_stats: Callable[[SchedulerStats], None] | None = None
     requests: list[EngineRequest] = field(default_factory=list)
     events: list[str] = field(default_factory=list)  # What happened, in order.
+    was_asked: asyncio.Event = field(default_factory=asyncio.Event)  # The first request is here.
     _dead: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -124,6 +125,7 @@ class ScriptedEngine:
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         number = len(self.requests)
         self.requests.append(request)
+        self.was_asked.set()
         self.events.append(f"{number} submitted")
         try:
             async for output in self._outputs(request):
@@ -146,7 +148,7 @@ class ScriptedEngine:
             reason: FinishReason | None = None
             stop_id = None
             if token == EOS and not params.ignore_eos:
-                reason = "stop"
+                reason, stop_id = "stop", EOS
             elif token in params.stop_token_ids:
                 reason, stop_id = "stop", token
             elif position + 1 == params.max_tokens or position + 1 == len(token_ids):
@@ -208,7 +210,7 @@ def model_config(**changes: Any) -> ModelConfig:
 @contextmanager
 def service_around(engine: ScriptedEngine, **changes: Any) -> Iterator[Service]:
     tokenizer = CharacterTokenizer()
-    encoder = PromptEncoder(tokenizer, VOCAB_SIZE)
+    encoder = PromptEncoder(tokenizer, model_config())
     fields: dict[str, Any] = {
         "engine": engine,
         "model_config": model_config(),

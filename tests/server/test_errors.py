@@ -11,6 +11,7 @@ import pytest
 from baton.engine.api import EngineOutput
 from baton.server.app import build_app
 from baton.server.http import MAX_BODY_BYTES
+from baton.server.tokens import MAX_CHARS_PER_TOKEN
 from tests.server.fakes import MAX_MODEL_LEN, VOCAB_SIZE, LiveServer, ScriptedEngine, service_around
 
 
@@ -57,6 +58,7 @@ def test_an_unknown_path_and_method_have_the_same_shape(http: httpx.Client) -> N
         ({"prompt": "a" * MAX_MODEL_LEN}, "prompt"),
         ({"prompt": ["a", "a" * MAX_MODEL_LEN]}, "prompt[1]"),
         ({"prompt": "a" * 100, "max_tokens": MAX_MODEL_LEN - 99}, "max_tokens"),
+        ({"prompt": "a" * (MAX_MODEL_LEN * MAX_CHARS_PER_TOKEN + 1)}, "prompt"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ({"prompt": [VOCAB_SIZE]}, "prompt[0]"),

@@ -150,6 +150,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_token_ids(ids: tuple[int, ...] | list[int], vocab_size: int, field: str) -> None:
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+        return
     for index, token_id in enumerate(ids):
         if not 0 <= token_id < vocab_size:
             raise UserError(f"must be in [0, {vocab_size}), is {token_id}", field=f"{field}[{index}]")

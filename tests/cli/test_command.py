@@ -1,0 +1,140 @@
+"""The `baton` command: its flags are a promise, and its help costs nothing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import baton
+from baton.cli.main import COMMANDS, app
+
+SERVE_FLAGS = [
+    "--block-size",
+    "--config",
+    "--device",
+    "--dtype",
+    "--enable-chunked-prefill",
+    "--enable-prefix-caching",
+    "--host",
+    "--kv-cache-memory",
+    "--kv-transfer-config",
+    "--log-level",
+    "--max-model-len",
+    "--max-num-batched-tokens",
+    "--max-num-seqs",
+    "--no-enable-chunked-prefill",
+    "--no-enable-prefix-caching",
+    "--num-blocks",
+    "--port",
+    "--scheduling-policy",
+    "--secret-file",
+    "--seed",
+    "--served-model-name",
+    "--show-config",
+    "--shutdown-timeout-s",
+    "--tensor-parallel-size",
+    "--threads",
+    "-tp",
+]
+
+MODEL_NEW_FLAGS = [
+    "--dtype",
+    "--family",
+    "--head-dim",
+    "--heads",
+    "--hidden",
+    "--intermediate",
+    "--kv-heads",
+    "--layers",
+    "--max-position",
+    "--rope-scaling",
+    "--seed",
+    "--sliding-window",
+    "--tie-word-embeddings",
+    "--vocab",
+]
+
+
+def flags(command: object) -> list[str]:
+    names = [name for p in getattr(command, "params", []) for name in (*p.opts, *p.secondary_opts)]
+    return sorted(name for name in names if name.startswith("-") and not name.startswith("--no-tie"))
+
+
+def run(*arguments: str, **environment: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments), env=environment)
+    return result.exit_code, result.output
+
+
+def test_the_flags_of_serve_are_frozen() -> None:
+    from baton.cli.serve import app as serve
+
+    # typer gives every root the two for completion; `LazyGroup` takes them away again.
+    found = set(flags(typer.main.get_command(serve))) - {"--install-completion", "--show-completion"}
+    assert sorted(found) == SERVE_FLAGS
+
+
+def test_the_flags_of_model_new_are_frozen() -> None:
+    from baton.cli.model import app as model
+
+    group = typer.main.get_command(model)
+    assert flags(getattr(group, "commands")["new"]) == MODEL_NEW_FLAGS  # noqa: B009  Typed as a bare command.
+
+
+def test_the_version_is_the_packages() -> None:
+    assert run("--version") == (0, f"baton {baton.__version__}\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_listed_and_explains_itself(command: str) -> None:
+    assert command in run("--help")[1]
+    status, output = run(command, "--help")
+    assert status == 0
+    assert f"{command} " in output
+    assert "--install-completion" not in output
+
+
+def test_help_and_show_config_import_nothing_heavy() -> None:
+    program = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from baton.cli.main import app, COMMANDS\n"
+        "helps = [['--help'], *([command, '--help'] for command in COMMANDS)]\n"
+        "for arguments in [*helps, ['serve', 'm', '--show-config']]:\n"
+        "    assert CliRunner().invoke(app, arguments).exit_code == 0, arguments\n"
+        "heavy = {'torch', 'transformers', 'tokenizers', 'fastapi', 'uvicorn', 'zmq', 'numpy'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_show_config_says_what_holds_and_why_and_starts_nothing() -> None:
+    status, output = run("serve", "/nowhere", "--show-config", BATON_PORT="9", BATON_SECRET="x" * 20)
+    assert status == 0
+    assert 'model = "/nowhere"  # command line --model' in output
+    assert "port = 9  # environment BATON_PORT" in output
+    assert "# cluster secret: *** (environment BATON_SECRET)" in output
+    assert "x" * 20 not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve"], ["model", "baton serve MODEL"]),
+        (["serve", "/nowhere"], ["model", "/nowhere"]),
+        (["serve", "m", "--port", "70000"], ["port", "command line"]),
+        (["serve", "m", "--config", "/nowhere.toml"], ["config", "/nowhere.toml"]),
+        (["model", "new", "{folder}", "--family", "gpt9"], ["family", "gpt9"]),
+    ],
+)
+def test_what_cannot_work_exits_2_and_says_what_to_change(
+    arguments: list[str], words: list[str], tmp_path: Path
+) -> None:
+    status, output = run(*(argument.replace("{folder}", str(tmp_path)) for argument in arguments))
+    assert status == 2
+    assert all(word in output for word in words), output

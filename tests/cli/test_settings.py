@@ -1,0 +1,181 @@
+"""Settings: which origin wins, what is refused, and that the secret stays one."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.cli.settings import SECTIONS, ServeSettings, parse_bytes, resolve
+from baton.cli.show_config import show_config
+from baton.core.errors import ConfigError
+
+SECRET = "correct horse battery staple"
+CONNECTOR = '{"kv_connector": "BatonPullConnector", "kv_role": "kv_both", "engine_id": "e0"}'
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "baton.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def refusal(
+    given: dict[str, Any] | None = None, environment: dict[str, str] | None = None, **more: Any
+) -> str:
+    with pytest.raises(ConfigError) as refused:
+        resolve(given or {}, environment=environment or {}, **more)
+    return str(refused.value)
+
+
+def test_every_setting_has_a_section_and_only_one() -> None:
+    listed = [name for names in SECTIONS.values() for name in names]
+    assert sorted(listed) == sorted(ServeSettings.__struct_fields__)
+
+
+def test_command_line_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    file = write(tmp_path, "[cache]\nblock_size = 8\n[server]\nport = 1\n[scheduler]\nmax_num_seqs = 3\n")
+    environment = {"BATON_PORT": "2", "BATON_MAX_NUM_SEQS": "4"}
+    resolved = resolve({"max_num_seqs": 5}, environment=environment, config_file=file)
+    settings = resolved.settings
+    assert (settings.block_size, settings.port, settings.max_num_seqs, settings.seed) == (8, 2, 5, 0)
+    assert resolved.origins == {
+        "block_size": f"file {file}",
+        "port": "environment BATON_PORT",
+        "max_num_seqs": "command line --max-num-seqs",
+    }
+
+
+def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
+    file = write(tmp_path, '[model]\nmodel = "m"\n')
+    assert resolve({}, environment={"BATON_CONFIG": file}).settings.model == "m"
+
+
+def test_the_connector_is_json_on_the_command_line_and_a_table_in_the_file(tmp_path: Path) -> None:
+    file = write(
+        tmp_path, '[cluster.kv_transfer_config]\nkv_connector = "X"\nkv_role = "kv_both"\nengine_id = "e"\n'
+    )
+    from_file = resolve({}, environment={}, config_file=file).settings.kv_transfer_config
+    text = '{"kv_connector": "X", "kv_role": "kv_both", "engine_id": "e"}'
+    assert from_file == resolve({"kv_transfer_config": text}, environment={}).settings.kv_transfer_config
+    assert (
+        from_file == resolve({}, environment={"BATON_KV_TRANSFER_CONFIG": text}).settings.kv_transfer_config
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "words"),
+    [
+        ({"port": 70000}, {}, ["port", "command line --port"]),
+        ({}, {"BATON_PORT": "http"}, ["port", "environment BATON_PORT"]),
+        ({}, {"BATON_ENABLE_PREFIX_CACHING": "maybe"}, ["enable_prefix_caching", "environment"]),
+        ({"dtype": "int3"}, {}, ["dtype", "command line --dtype"]),
+        ({"kv_transfer_config": "{"}, {}, ["kv_transfer_config", "command line"]),
+        ({"kv_transfer_config": '{"kv_conector": 1}'}, {}, ["kv_conector"]),
+        ({"kv_cache_memory": "lots"}, {}, ["kv_cache_memory", "512MiB"]),
+        ({"kv_cache_memory": "1GiB", "num_blocks": 5}, {}, ["kv_cache_memory", "num_blocks"]),
+        ({"max_model_len": 0}, {}, ["max_model_len"]),
+        ({}, {"BATON_SECRET": "short"}, ["BATON_SECRET", "16 bytes"]),
+        ({"secret_file": "/nonexistent"}, {}, ["secret_file", "/nonexistent"]),
+    ],
+)
+def test_a_bad_value_names_setting_and_origin(
+    given: dict[str, Any], environment: dict[str, str], words: list[str]
+) -> None:
+    message = refusal(given, environment)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[server]\nprot = 1\n", ["server.prot", "port"]),
+        ("[servers]\nport = 1\n", ["servers", "[server]"]),
+        ("port = 1\n", ["port", "[server]"]),
+        ("[server", ["TOML"]),
+        ('[server]\nport = "x"\n', ["port", "file"]),
+    ],
+)
+def test_a_typing_error_in_the_file_is_no_silent_default(tmp_path: Path, text: str, words: list[str]) -> None:
+    message = refusal(config_file=write(tmp_path, text))
+    assert all(word in message for word in words), message
+
+
+def test_text_from_the_environment_becomes_what_the_setting_is() -> None:
+    environment = {
+        "BATON_ENABLE_PREFIX_CACHING": "false",
+        "BATON_SHUTDOWN_TIMEOUT_S": "1.5",
+        "BATON_SEED": "7",
+    }
+    settings = resolve({}, environment=environment).settings
+    assert (settings.enable_prefix_caching, settings.shutdown_timeout_s, settings.seed) == (False, 1.5, 7)
+
+
+def test_an_empty_variable_is_as_good_as_none() -> None:
+    assert resolve({}, environment={"BATON_PORT": ""}).settings.port == 8000
+
+
+def test_the_secret_comes_from_the_environment_or_a_file_and_a_typed_file_goes_first(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text(f"{SECRET} of the file\n")
+    environment = {"BATON_SECRET": SECRET}
+    by_environment = resolve({}, environment=environment)
+    assert by_environment.secret is not None
+    assert by_environment.secret.key == SECRET.encode()
+    typed = resolve({"secret_file": str(file)}, environment=environment)
+    assert typed.secret is not None
+    assert typed.secret.key == f"{SECRET} of the file".encode()
+    in_config = write(tmp_path, f'[cluster]\nsecret_file = "{file}"\n')
+    assert resolve({}, environment=environment, config_file=in_config).secret == by_environment.secret
+    assert resolve({}, environment={}, config_file=in_config).secret == typed.secret
+
+
+def test_the_secret_is_never_shown(tmp_path: Path) -> None:
+    resolved = resolve({"model": "m"}, environment={"BATON_SECRET": SECRET})
+    for shown in (show_config(resolved), repr(resolved), str(resolved)):
+        assert SECRET not in shown
+        assert "***" in shown
+
+
+def test_what_is_shown_is_a_file_that_says_the_same(tmp_path: Path) -> None:
+    given = {"model": 'a "b" é', "port": 1, "enable_prefix_caching": False, "kv_transfer_config": CONNECTOR}
+    resolved = resolve(given, environment={})
+    shown = show_config(resolved)
+    assert "port = 1  # command line --port" in shown
+    assert "block_size = 16  # default" in shown
+    again = resolve({}, environment={}, config_file=write(tmp_path, shown))
+    assert again.settings == resolved.settings
+
+
+def test_an_engine_that_moves_kv_without_a_secret_stays_on_the_loopback() -> None:
+    given = {"host": "0.0.0.0", "kv_transfer_config": CONNECTOR}
+    message = refusal(given)
+    assert "host" in message
+    assert "BATON_SECRET" in message
+    assert resolve(given, environment={"BATON_SECRET": SECRET}).settings.host == "0.0.0.0"
+    assert resolve({"host": "0.0.0.0"}, environment={}).settings.host == "0.0.0.0"
+    for host in ("127.0.0.1", "127.3.2.1", "::1", "localhost"):
+        assert resolve({**given, "host": host}, environment={}).settings.moves_kv
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("512MiB", 512 << 20),
+        ("1.5 GiB", 3 << 29),
+        ("2GB", 2 * 10**9),
+        ("4kb", 4000),
+        ("7", 7),
+        ("3m", 3 * 10**6),
+    ],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_bytes(text, field="f") == nbytes
+
+
+@given(st.text(max_size=8))
+def test_any_text_is_a_size_or_refused(text: str) -> None:
+    with suppress(ConfigError):
+        assert parse_bytes(text, field="f") >= 0

@@ -1,0 +1,159 @@
+"""The server's life: it starts and stops in order, and its supervisor hears of the engine's death."""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+
+import httpx
+import pytest
+
+from baton.core.config import EngineConfig
+from baton.core.errors import ConfigError
+from baton.engine.client import EngineDeadError
+from baton.server.run import EXIT_ENGINE_DIED, EXIT_STOPPED, Parts, ServeOptions, run
+from baton.server.samples import Engine
+from baton.server.service import core_door
+from tests.server.fakes import WAIT_S, CharacterTokenizer, ScriptedEngine, model_config
+
+CONFIG = EngineConfig(model_config=model_config())
+
+
+class Process:
+    """`run` as a task, and what it said."""
+
+    def __init__(
+        self,
+        engine: ScriptedEngine,
+        *,
+        shutdown_timeout_s: float = WAIT_S,
+        start: Callable[[], Awaitable[Engine]] | None = None,
+        port: int = 0,
+    ) -> None:
+        async def start_engine() -> Engine:
+            return engine
+
+        self.url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.exit: asyncio.Task[int] = asyncio.create_task(
+            run(
+                CONFIG,
+                ServeOptions("127.0.0.1", port, shutdown_timeout_s),
+                Parts(start or start_engine, CharacterTokenizer, core_door),
+                self.url.set_result,
+            )
+        )
+
+    async def post(self, **body: object) -> httpx.Response:
+        async with httpx.AsyncClient(base_url=await self.url, timeout=WAIT_S, trust_env=False) as client:
+            return await client.post("/v1/completions", json={"prompt": "a", **body})
+
+
+def bounded(main: Callable[[], Awaitable[None]]) -> None:
+    async def within() -> None:
+        async with asyncio.timeout(WAIT_S):
+            await main()
+
+    asyncio.run(within())
+
+
+def stop_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_it_serves_until_it_is_told_to_stop_and_stops_the_engine() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine()
+        process = Process(engine)
+        assert (await process.post()).status_code == 200
+        stop_this_process()
+        assert await process.exit == EXIT_STOPPED
+        assert engine.events[-1] == "closed"
+
+    bounded(main)
+
+
+def test_a_request_in_flight_may_finish_while_it_drains() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine(gate=asyncio.Event())
+        process = Process(engine)
+        answer = asyncio.create_task(process.post(max_tokens=5))
+        await engine.was_asked.wait()
+        stop_this_process()
+        assert engine.gate is not None
+        engine.gate.set()
+        assert (await answer).json()["choices"][0]["text"] == "Hello"
+        assert await process.exit == EXIT_STOPPED
+
+    bounded(main)
+
+
+def test_a_request_that_does_not_end_in_time_is_told_so() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine(gate=asyncio.Event())
+        process = Process(engine, shutdown_timeout_s=0)
+        answer = asyncio.create_task(process.post())
+        await engine.was_asked.wait()
+        stop_this_process()
+        assert (await answer).status_code == 503
+        assert await process.exit == EXIT_STOPPED
+
+    bounded(main)
+
+
+def test_when_the_engine_dies_pending_answers_are_503_and_the_exit_status_says_it() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine(gate=asyncio.Event())
+        process = Process(engine)
+        answer = asyncio.create_task(process.post())
+        await engine.was_asked.wait()
+        engine.die()
+        assert (await answer).json()["error"]["code"] == "engine_dead"
+        assert await process.exit == EXIT_ENGINE_DIED
+
+    bounded(main)
+
+
+def test_it_can_be_stopped_while_the_engine_still_starts() -> None:
+    async def main() -> None:
+        begun, ended = asyncio.Event(), asyncio.Event()
+
+        async def start() -> Engine:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+                raise AssertionError("nobody sets it")
+            finally:
+                ended.set()
+
+        process = Process(ScriptedEngine(), start=start)
+        await begun.wait()
+        stop_this_process()
+        assert await process.exit == EXIT_STOPPED
+        assert ended.is_set()
+        assert not process.url.done()
+
+    bounded(main)
+
+
+def test_an_engine_that_does_not_start_is_told() -> None:
+    async def main() -> None:
+        async def start() -> Engine:
+            raise EngineDeadError("no memory")
+
+        with pytest.raises(EngineDeadError, match="no memory"):
+            await Process(ScriptedEngine(), start=start).exit
+
+    bounded(main)
+
+
+def test_a_port_in_use_is_told_before_the_engine_is_started() -> None:
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            engine = ScriptedEngine()
+            with pytest.raises(ConfigError) as refused:
+                await Process(engine, port=other.getsockname()[1]).exit
+        assert refused.value.field == "port"
+        assert engine.events == []
+
+    bounded(main)
