@@ -12,7 +12,7 @@ import msgspec
 from baton.core.errors import PeerError
 from baton.core.ids import Address, Epoch
 from baton.core.layout import ModelFingerprint, RankLayout, differences
-from baton.protocol.messages import MAX_REASON_CHARS, U64_MAX, Hello, Refused, Welcome
+from baton.protocol.messages import MAX_PAYLOAD_BYTES, MAX_REASON_CHARS, U64_MAX, Hello, Refused, Welcome
 from baton.protocol.plan import check_layout
 
 PROTOCOL_VERSION = 1
@@ -36,6 +36,8 @@ _decoder = msgspec.msgpack.Decoder(tuple[RankCard, ...])
 
 def encode_ranks(cards: Sequence[RankCard]) -> bytes:
     payload = _encoder.encode(tuple(cards))
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise PeerError(f"rank cards of {len(payload)} bytes, at most {MAX_PAYLOAD_BYTES}")
     decode_ranks(payload)  # Nothing leaves here that a peer would have to refuse.
     return payload
 

@@ -9,7 +9,7 @@ What `decode_envelope` returns is well-formed in every field; what it does not l
 else.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import isfinite
 from typing import NoReturn, TypeAlias
 
@@ -23,10 +23,12 @@ from baton.protocol.effects import Send
 WIRE_VERSION = 1  # Of the frame and of every message in it.
 MAX_FRAME_BYTES = 1 << 22  # A Welcome of 64 ranks with 128 layers each is about 0.6 MiB.
 MAX_MESSAGES = 4096  # In one frame.
+MAX_PAYLOAD_BYTES = 3 << 20  # Of a Welcome.
 MAX_ENGINE_ID_CHARS = 256
 MAX_REASONS = 32
 MAX_REASON_CHARS = 512
 U64_MAX = 2**64 - 1
+_MAX_BATCH_BYTES = MAX_FRAME_BYTES - (1 << 16)  # Leaves room for both addresses.
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -109,6 +111,8 @@ class Welcome(_Message, frozen=True, tag="welcome"):
 
     def __post_init__(self) -> None:
         _check_u64(self.protocol_version)
+        if len(self.payload) > MAX_PAYLOAD_BYTES:
+            raise ValueError(f"a payload of {len(self.payload)} bytes, at most {MAX_PAYLOAD_BYTES}")
 
 
 class Refused(_Message, frozen=True, tag="refused"):
@@ -177,15 +181,33 @@ def decode_envelope(frame: bytes) -> Envelope:
 
 
 def pack_sends(sender: Address, sends: Iterable[Send]) -> list[Envelope]:
-    """What one turn of the driver has to say: one envelope per peer, or a few when there is very much."""
-    by_target: dict[Address, list[Message]] = {}
+    """What one turn of the driver has to say: one envelope per peer, or a few when there is very much.
+
+    Said once is enough, every message being idempotent; so a peer that repeats a question a thousand times in
+    one frame does not make us build a frame that is too large to send.
+    """
+    by_target: dict[Address, dict[Message, None]] = {}
     for send in sends:
-        by_target.setdefault(send.to, []).append(send.message)
+        by_target.setdefault(send.to, {})[send.message] = None
     return [
-        Envelope(WIRE_VERSION, sender, target, tuple(messages[start : start + MAX_MESSAGES]))
+        Envelope(WIRE_VERSION, sender, target, batch)
         for target, messages in by_target.items()
-        for start in range(0, len(messages), MAX_MESSAGES)
+        for batch in _batches(messages)
     ]
+
+
+def _batches(messages: Iterable[Message]) -> Iterator[tuple[Message, ...]]:
+    batch: list[Message] = []
+    batch_bytes = 0
+    for message in messages:
+        nbytes = len(_encoder.encode(message))
+        if batch and (len(batch) >= MAX_MESSAGES or batch_bytes + nbytes > _MAX_BATCH_BYTES):
+            yield tuple(batch)
+            batch, batch_bytes = [], 0
+        batch.append(message)
+        batch_bytes += nbytes
+    if batch:
+        yield tuple(batch)
 
 
 def _blame(frame: bytes, error: Exception) -> NoReturn:

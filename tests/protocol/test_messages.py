@@ -162,3 +162,16 @@ def test_what_one_turn_says_to_one_peer_travels_in_one_envelope_in_order() -> No
 def test_very_much_to_say_is_split() -> None:
     packed = pack_sends(P, [Send(D, Gone(LOAN, claim)) for claim in range(MAX_MESSAGES + 1)])
     assert [len(envelope.messages) for envelope in packed] == [MAX_MESSAGES, 1]
+
+
+def test_what_is_said_twice_in_one_turn_is_sent_once() -> None:
+    [envelope] = pack_sends(P, [Send(D, Gone(LOAN, 1)), Send(D, Gone(LOAN, 2)), Send(D, Gone(LOAN, 1))])
+    assert envelope.messages == (Gone(LOAN, 1), Gone(LOAN, 2))
+
+
+def test_whatever_a_turn_has_to_say_fits_into_its_frames() -> None:
+    """A hostile frame of hellos that all differ earns as many long refusals."""
+    refusals = [Refused((f"{number}" + "x" * 500,) * 32) for number in range(600)]
+    packed = pack_sends(P, [Send(D, refusal) for refusal in refusals])
+    assert len(packed) > 1
+    assert [m for envelope in packed for m in decode_envelope(encode_envelope(envelope)).messages] == refusals
