@@ -5,10 +5,14 @@ A job of its own thread, so that one peer that does not answer keeps nobody from
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable
 
-from baton.transport.threads import join_all, start_owned_thread
+from baton.transport.threads import start_owned_thread
+
+logger = logging.getLogger(__name__)
 
 
 class Background:
@@ -30,9 +34,13 @@ class Background:
             raise RuntimeError(f"a thread {self._name} died") from self._death
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the jobs at hand."""
+        """Wait for the jobs at hand. One that still waits for its peer then ends by its own deadline."""
         self._is_closed = True
-        join_all(self._threads, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                logger.warning("left a thread %s behind, which waits for a peer", thread.name)
 
     def _note_death(self, error: BaseException) -> None:
         self._death = error

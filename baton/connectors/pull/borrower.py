@@ -160,6 +160,16 @@ class PullBorrower:
         incoming.fetched_at = now
         self._start_if_ready(incoming, now)
 
+    def give_up(self, request_id: str, block_ids: Sequence[int], now: float) -> None:
+        """A fault of ours in `allocated`: let the host hear of a failed load rather than wait for ever."""
+        incoming = self._incoming.get(request_id)
+        if incoming is not None and incoming.state is _State.FETCHING:
+            self._agent.abort(incoming.claim, now)  # Its end will tell.
+            return
+        if incoming is not None and incoming.state is _State.RESERVED:
+            self._release_unused(incoming, now)
+        self._orders.append(FailedLoad(request_id, tuple(block_ids)))
+
     def finished(self, request_id: str, now: float) -> None:
         """The host has ended the request, whatever its state."""
         incoming = self._incoming.pop(request_id, None)

@@ -55,13 +55,16 @@ class PullLender:
         loan_id = self._agent.lend(now)
         if loan_id is None:
             return False, None  # Draining: the consumer computes the prompt itself.
+        params = self._params(self._ticket(request, loan_id, wish.transfer_id, held, num_tokens))
         self._lent[loan_id] = request.request_id
         self._stats.count("num_loans")
-        ticket = self._ticket(request, loan_id, wish.transfer_id, held, num_tokens)
-        return True, self._params(ticket)
+        return True, params
 
     def absorb(self, effect: FreeLoan) -> None:
-        self._freed.add(self._lent.pop(effect.loan_id))
+        request_id = self._lent.pop(effect.loan_id, None)
+        if request_id is None:
+            return  # Its ticket was never made.
+        self._freed.add(request_id)
         if effect.expired:
             self._stats.count("num_expired_loans")
             logger.warning("loan %d expired: nobody released it", effect.loan_id.counter)

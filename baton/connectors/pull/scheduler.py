@@ -4,8 +4,9 @@
                           |                          |
                           +------- absorb <----------+      on the engine's thread, once or twice a step
 
-What a hook raises concerns one request only: a UserError where the host turns it into that request's error
-(`raises_user_errors`), else nothing: the request is computed here, and the reason is counted.
+What goes wrong in a hook concerns one request only. A refused ticket is raised as a UserError where the host
+turns it into that request's error (`raises_user_errors`) and the policy is "fail"; else the prompt is computed
+here, and the reason counted. A fault of ours is logged, and the prompt computed here, or its load failed.
 """
 
 from __future__ import annotations
@@ -114,8 +115,10 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
         try:
             self._offer(request)
         except BadTransferParams:
-            if self._raises(request):
+            if self._identity.raises_user_errors and not self._identity.recomputes_failed_loads:
                 raise
+        except Exception:
+            self._contain("on_new_request", request)
 
     def get_num_new_matched_tokens(
         self, request: host.Request, num_computed_tokens: int
@@ -132,7 +135,13 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
             return
         (block_ids,) = blocks.get_block_ids()
         with self._lock:
-            self._borrower.allocated(request.request_id, block_ids, num_external_tokens, self._clock())
+            now = self._clock()
+            try:
+                self._borrower.allocated(request.request_id, block_ids, num_external_tokens, now)
+            except Exception:
+                self._contain("update_state_after_alloc", request)
+                if num_external_tokens:
+                    self._borrower.give_up(request.request_id, block_ids, now)
             self._control.flush()
 
     def get_external_cache_hit_sources(
@@ -148,7 +157,11 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
         with self._lock:
             now = self._clock()
             self._borrower.finished(request.request_id, now)
-            lent = self._lender.finished(request, block_ids, now)
+            try:
+                lent = self._lender.finished(request, block_ids, now)
+            except Exception:
+                self._contain("request_finished", request)
+                lent = False, None
             self._control.flush()
         return lent
 
@@ -237,8 +250,9 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
             finally:
                 self._control.flush()
 
-    def _raises(self, request: host.Request) -> bool:
-        return self._identity.raises_user_errors and not self._identity.recomputes_failed_loads
+    def _contain(self, hook: str, request: host.Request) -> None:
+        logger.exception("%s failed for request %s; the engine goes on", hook, request.request_id)
+        self._stats.count_reason("failures", "internal error")
 
     @property
     def _has_news(self) -> bool:

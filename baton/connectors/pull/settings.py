@@ -27,7 +27,7 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
         "tcp",
     )  # Those this engine offers; as a reader it prefers the first.
     timers: Timers = Timers()
-    shutdown_timeout_s: float = 15.0  # What `shutdown` waits for threads, each.
+    shutdown_timeout_s: float = 5.0  # What `shutdown` of a half waits for its threads.
     raises_user_errors: bool | None = None  # None: as the host can bear (see PullSchedulerHalf).
 
     def __post_init__(self) -> None:
