@@ -22,7 +22,7 @@ from baton.engine.llm import LLM
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-BOUND_S = 30.0  # Of everything below that has to happen by itself. Generous: the machine may be busy.
+BOUND_S = 60.0  # Of everything below that has to happen by itself. Generous: the machine may be busy.
 PROMPT = list(range(20, 40))
 TP2 = ParallelConfig(tensor_parallel_size=2, executor="multiprocess")
 
@@ -203,13 +203,14 @@ asyncio.run(main())
 
 def test_no_process_outlives_a_front_end_that_was_killed(make_config, tmp_path: Path) -> None:
     path = tmp_path / "config"
-    path.write_bytes(msgspec.msgpack.encode(make_config(parallel_config=TP2)))
+    one_rank = ParallelConfig(executor="multiprocess")
+    path.write_bytes(msgspec.msgpack.encode(make_config(parallel_config=one_rank)))
     with subprocess.Popen(
         [sys.executable, "-c", FRONT_END, str(path)], stdout=subprocess.PIPE, text=True
     ) as front_end:
         assert front_end.stdout is not None
         started = [psutil.Process(int(pid)) for pid in front_end.stdout.readline().split()]
-        assert len(started) == 3
+        assert len(started) == 2
         front_end.send_signal(signal.SIGKILL)
         _, alive = psutil.wait_procs(started, timeout=BOUND_S)
         assert not alive
