@@ -25,7 +25,7 @@ app = typer.Typer(help="Hand prompts over between two engines and compare with a
 
 BLOCK_SIZE = 32  # So that the shortest prompt is below one block.
 NUM_BLOCKS = 1024
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 180.0  # A loaded machine takes its time to import torch.
 MODEL_TIMEOUT_S = 120.0
 MODEL_ARGUMENTS = ("--family", "qwen3", "--hidden", "256", "--layers", "4")
 
@@ -51,6 +51,8 @@ def demo(
     from baton.cli.processes import ChildDied, Fleet, StartTimeout, Stopped, raising_on_stop_signals
     from baton.cli.system import EngineArguments, plan_system
 
+    if model is not None and not (model / "config.json").is_file():
+        raise typer.BadParameter(f"{model} has no config.json; leave --model out for a small model")
     console = Console(highlight=False)
     began_s = time.monotonic()
     status = 1

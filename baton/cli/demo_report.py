@@ -13,7 +13,11 @@ from baton.cli.demo_check import Outcome
 
 def make_table(outcomes: Sequence[Outcome]) -> Table:
     table = Table(
-        title="Prefill on one engine (P), decode on another (D)", box=box.SIMPLE_HEAD, padding=(0, 1)
+        title="Prefill on one engine (P), decode on another (D)",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
     )
     table.add_column("#", justify="right")
     table.add_column("prompt", no_wrap=True)

@@ -107,7 +107,7 @@ class Proxy:
             leg = self._leg(incoming, decode_body(body, prefilled.ticket), is_stream=is_stream)
             try:
                 async with self._upstream.open(engine, leg) as answer:
-                    if prefilled.ticket is not None and _refuses_ticket(answer):
+                    if prefilled.ticket is not None and _blames_params(answer):
                         logger.error(
                             "%s: %s refused the ticket: %r", incoming.request_id, engine.url, answer.body
                         )
@@ -292,8 +292,8 @@ def _is_engines_fault(answer: LegAnswer) -> bool:
     return answer.status >= 500 or answer.status in _RETRYABLE_4XX
 
 
-def _refuses_ticket(answer: LegAnswer) -> bool:
-    """A 400 that names what we put in: the engines disagree (model, secret), the client cannot mend it."""
+def _blames_params(answer: LegAnswer) -> bool:
+    """A 400 that names what we put in: engines disagree (role, model, secret), the client cannot mend it."""
     if answer.status != 400:
         return False
     try:
@@ -309,7 +309,7 @@ def _read_prefill(engine: Engine, answer: LegAnswer) -> Prefilled | Refused | No
         raise LegFailure(
             "broken", engine.url, "streamed an answer that was not asked to be one", was_sent=True
         )
-    if _is_engines_fault(answer):
+    if _is_engines_fault(answer) or _blames_params(answer):
         return None
     if answer.status != 200:
         return Refused(answer)

@@ -268,6 +268,7 @@ def test_more_requests_than_allowed_get_503_at_once() -> None:
 
 
 PREFILL_FAILURES: list[Respond] = [
+    responds(400, {"error": {"message": "is no producer", "param": "kv_transfer_params"}}),
     responds(500, {"error": {"message": "engine died"}}),
     responds(503, {}),
     responds(429, {}),
