@@ -66,11 +66,15 @@ def describe(error: BaseException) -> tuple[int, ErrorBody]:
     )
 
 
-def log_if_unexpected(error: BaseException, request_id: str) -> None:
-    """A 500 is our bug and wants a traceback; all else is somebody's normal life."""
-    status, _ = describe(error)
+def log_failure(error: BaseException, request_id: str) -> None:
+    """Our bug wants a traceback, an engine's failure a line; what a client got wrong is its own affair."""
+    status, body = describe(error)
+    if status < 500:
+        return
     if status == 500 and not isinstance(error, ApiError):
         logger.error("request %s failed", request_id, exc_info=error)
+    else:
+        logger.warning("request %s failed: %s", request_id, body.message)
 
 
 def as_event(error: BaseException) -> dict[str, Any]:

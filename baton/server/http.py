@@ -17,7 +17,7 @@ from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
 from baton.core.errors import UserError
-from baton.server.errors import ApiError, as_event, describe, log_if_unexpected
+from baton.server.errors import ApiError, as_event, describe, log_failure
 from baton.server.service import MAX_REQUEST_ID_CHARS
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ class EventStream(Response):
                 async for event in events:
                     await _send_body(send, _event(event))
             except Exception as error:  # Told to the client, in its stream.
-                log_if_unexpected(error, self._request_id)
+                log_failure(error, self._request_id)
                 await _send_body(send, _event(as_event(error)))
             await _send_body(send, _DONE, more=False)
 
@@ -137,6 +137,6 @@ async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
 
 def error_response(error: Exception, request_id: str | None = None) -> Response:
     """An unexpected one is logged here, with its traceback."""
-    log_if_unexpected(error, request_id or "-")
+    log_failure(error, request_id or "-")
     status, body = describe(error)
     return json_response({"error": body}, status=status, request_id=request_id)
