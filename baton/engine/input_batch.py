@@ -92,13 +92,15 @@ class InputBatch:
             return
         rows = np.array([self._row_of[req_id] for req_id in cached.req_ids])
         self._num_computed[rows] = cached.num_computed_tokens
-        for row, req_id, new_blocks in zip(rows, cached.req_ids, cached.new_block_ids, strict=True):
+        for index, new_blocks in enumerate(cached.new_block_ids):
+            if new_blocks is None:
+                continue
+            row, req_id = rows[index], cached.req_ids[index]
             if req_id in cached.resumed_req_ids:
-                assert new_blocks is not None, "a resumed request comes with its whole table"
                 self._set_blocks(row, new_blocks)
                 token_ids = cached.all_token_ids[req_id]
                 self._tokens[row, : len(token_ids)] = token_ids
-            elif new_blocks is not None:
+            else:
                 (block_ids,) = new_blocks
                 start = self._num_blocks[row]
                 self._blocks[row, start : start + len(block_ids)] = block_ids
@@ -113,12 +115,11 @@ class InputBatch:
     def _drop_what_the_scheduler_dropped(self, rows: IntArray, num_output_tokens: list[int]) -> None:
         """A token sampled in a step whose loads failed was thrown away; so it is here."""
         known = self._num_prompt_tokens[rows] + np.array(num_output_tokens, np.int64)
-        assert (known <= self._num_tokens[rows]).all(), (
-            "the scheduler knows of tokens that were never sampled"
-        )
-        changed = known != self._num_tokens[rows]
+        before = self._num_tokens[rows]
+        changed = known != before
         if not changed.any():
             return
+        assert (known <= before).all(), "the scheduler knows of tokens that were never sampled"
         self._num_tokens[rows] = known
         for row in rows[changed].tolist():
             sampling = self._sampling[row]
