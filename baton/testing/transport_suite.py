@@ -196,7 +196,7 @@ class TransportSuite:
     # Bytes.
 
     @given(plan=plans())
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
     def test_a_read_moves_exactly_the_bytes_of_its_plan(self, connection: Connection, plan: Plan) -> None:
         connection.memory[:] = 7
         expected = connection.memory.copy()

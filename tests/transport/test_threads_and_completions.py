@@ -1,0 +1,80 @@
+"""Threads that are owned, and operations that end once."""
+
+import logging
+import os
+import threading
+
+import pytest
+
+from baton.transport.completions import CompletionQueue
+from baton.transport.threads import join_all, start_owned_thread
+
+TIMEOUT_S = 30.0
+
+
+def test_the_owner_hears_of_the_death_of_its_thread(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[BaseException] = []
+
+    def die() -> None:
+        raise ZeroDivisionError("a bug")
+
+    thread = start_owned_thread("baton-test", die, on_death=heard.append)
+    join_all([thread], TIMEOUT_S)
+    assert [type(error) for error in heard] == [ZeroDivisionError]
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+
+
+def test_a_thread_started_on_one_core_may_use_all_of_them_again() -> None:
+    seen: list[set[int]] = []
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        thread = start_owned_thread(
+            "baton-test", lambda: seen.append(os.sched_getaffinity(0)), on_death=lambda _: None
+        )
+        join_all([thread], TIMEOUT_S)
+    finally:
+        os.sched_setaffinity(0, before)
+    assert seen[0] >= before
+
+
+def test_the_kernel_knows_a_thread_by_its_name() -> None:
+    names: list[str] = []
+
+    def read_name() -> None:
+        with open(f"/proc/self/task/{threading.get_native_id()}/comm") as comm:
+            names.append(comm.read().strip())
+
+    join_all([start_owned_thread("baton-a-long-name", read_name, on_death=lambda _: None)], TIMEOUT_S)
+    assert names == ["baton-a-long-na"]
+
+
+def test_where_a_cpu_may_not_be_used_the_thread_runs_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    ran = threading.Event()
+    thread = start_owned_thread("baton-test", ran.set, on_death=lambda _: None, cpus={4095})
+    join_all([thread], TIMEOUT_S)
+    assert ran.is_set()
+    assert "affinity" in caplog.text
+
+
+def test_an_operation_that_ends_twice_is_a_bug() -> None:
+    queue = CompletionQueue()
+    op = queue.open()
+    queue.finish(op, nbytes=1)
+    with pytest.raises(AssertionError, match="ended twice"):
+        queue.finish(op, nbytes=1)
+
+
+def test_a_waiter_is_woken_by_the_end_of_an_operation() -> None:
+    queue = CompletionQueue()
+    op = queue.open()
+    woken: list[bool] = []
+    thread = start_owned_thread(
+        "baton-test", lambda: woken.append(queue.wait(TIMEOUT_S)), on_death=lambda _: None
+    )
+    queue.finish(op, nbytes=0, error="why not")
+    join_all([thread], TIMEOUT_S)
+    assert woken == [True]
+    (completion,) = queue.poll()
+    assert (completion.op, completion.ok, completion.error) == (op, False, "why not")
+    assert completion.duration_s >= 0
