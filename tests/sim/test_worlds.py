@@ -53,15 +53,17 @@ def test_everything_that_can_go_wrong_does() -> None:
 
 
 @pytest.mark.slow
-def test_no_invariant_breaks_in_twenty_thousand_worlds() -> None:
+@pytest.mark.parametrize("first", range(0, NUM_WORLDS, NUM_WORLDS // 4))
+def test_no_invariant_breaks_in_twenty_thousand_worlds(first: int) -> None:
+    """A quarter of them at a time."""
     total = Report("pull")
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes:
-        firsts = range(0, NUM_WORLDS, SLICE)
-        for report in processes.map(run_worlds, ["pull"] * len(firsts), firsts, [SLICE] * len(firsts)):
+        slices = range(first, first + NUM_WORLDS // 4, SLICE)
+        for report in processes.map(run_worlds, ["pull"] * len(slices), slices, [SLICE] * len(slices)):
             total.add(report)
     assert [f"{broken.command}: {broken.kind}" for broken in total.broken] == []
-    assert total.num_worlds == NUM_WORLDS
-    assert total.counts["delivered"] > NUM_WORLDS
+    assert total.num_worlds == NUM_WORLDS // 4
+    assert total.counts["delivered"] > total.num_worlds
 
 
 @pytest.mark.slow
