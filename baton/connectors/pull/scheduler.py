@@ -4,9 +4,9 @@
                           |                          |
                           +------- absorb <----------+      on the engine's thread, once or twice a step
 
-What goes wrong in a hook concerns one request only. A refused ticket is raised as a UserError where the host
-turns it into that request's error (`raises_user_errors`) and the policy is "fail"; else the prompt is computed
-here, and the reason counted. A fault of ours is logged, and the prompt computed here, or its load failed.
+What goes wrong in a hook concerns one request only. A refused ticket is raised as a UserError if the policy
+is "fail" and the host makes that the request's error (`raises_user_errors`); else the engine computes the
+prompt, and the reason is counted. A fault of ours is logged, and ends as a computed prompt or a failed load.
 """
 
 from __future__ import annotations

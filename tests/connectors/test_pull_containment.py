@@ -1,0 +1,159 @@
+"""One bad request, frame or cache, or a fault of our own, fails alone; what cannot be borne is said aloud."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from baton.connectors.pull import EngineIdentity, PullSchedulerHalf
+from baton.connectors.pull.cache_layout import layout_of
+from baton.core.errors import ConfigError
+from baton.core.ids import Address, EngineId, Epoch
+from baton.protocol.messages import Envelope, Stranger, encode_envelope
+from baton.transport.control import ControlChannel
+from tests.connectors.pull_world import BLOCK, World, engine_config
+
+PATIENCE_S = 10.0
+TOKENS = list(range(9))
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+def breaks(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("a fault of ours")
+
+
+# --- Our own faults ----------------------------------------------------------------------------------
+
+
+def test_a_fault_at_arrival_is_computed_away(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    params = p.prefill("r", TOKENS)
+    monkeypatch.setattr(d.half._agent, "reserve", breaks)
+    assert not d.admit(d.submit("r", TOKENS, params))
+    world.settle()
+    assert d.counted("failures") == {"internal error": 1}
+
+
+def test_a_fault_at_allocation_is_a_failed_load(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    request = d.submit("r", TOKENS, p.prefill("r", TOKENS))
+    world.settle()
+    with monkeypatch.context() as broken:
+        broken.setattr(d.half._borrower, "_start_if_ready", breaks)
+        assert d.admit(request)
+    world.settle()
+    assert d.read_out(request).valid_tokens == 0
+    world.settle()
+    world.assert_whole()
+
+
+def test_a_fault_at_the_end_of_a_prefill_lends_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = world.engine("p")
+    with monkeypatch.context() as broken:
+        broken.setattr(p.half._lender, "_params", breaks)
+        assert p.finish_prefill("r", TOKENS) is None
+    world.pass_time(31)  # Nobody has its ticket; nobody is told that blocks are free which never were lent.
+    world.assert_whole()
+
+
+# --- Peers that misbehave ----------------------------------------------------------------------------
+
+
+def test_reports_about_unknown_claims_change_nothing(world: World) -> None:
+    d = world.engine("d")
+    d.half._agent.receive(
+        Envelope(
+            1, Address(EngineId("x"), Epoch(9)), d.half._agent.address, (Stranger(d.half._agent.address),)
+        ),
+        world.now,
+    )
+    world.settle()
+    world.assert_whole()
+
+
+@pytest.fixture
+def half() -> Iterator[PullSchedulerHalf]:
+    half = PullSchedulerHalf(EngineIdentity.of_engine(engine_config("e")))
+    yield half
+    half.shutdown()
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    pause = threading.Event()
+    while not done():
+        assert time.monotonic() < deadline, "it never happened"
+        pause.wait(0.005)
+
+
+def test_a_malformed_frame_is_dropped_and_counted(half: PullSchedulerHalf) -> None:
+    stranger = ControlChannel(secret=EngineIdentity.of_engine(engine_config("e")).secret)
+    try:
+        stranger.send(half.control_url, b"GET / HTTP/1.1")
+        address = half._agent.address
+        stranger.send(half.control_url, encode_envelope(Envelope(1, address, address, ())))
+        stranger.poll(0.05)
+        wait_until(lambda: half._control.num_bad_frames == 1)
+    finally:
+        stranger.close()
+    half.build_connector_meta(None)  # type: ignore[arg-type]
+    stats = half.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["num_bad_frames"] == 1
+
+
+def test_the_death_of_the_control_thread_is_heard(
+    half: PullSchedulerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(half._agent, "wake", breaks)
+    half._control._channel.wake()  # type: ignore[attr-defined]
+    wait_until(lambda: not half._control._thread.is_alive())  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="control thread of the pull connector died"):
+        half.build_connector_meta(None)  # type: ignore[arg-type]
+
+
+def test_a_port_that_is_taken_is_the_operators_error() -> None:
+    taken = ControlChannel()
+    try:
+        identity = EngineIdentity.of_engine(engine_config("e", extra={"port": taken.port}))
+        with pytest.raises(ConfigError, match="port"):
+            PullSchedulerHalf(identity)
+    finally:
+        taken.close()
+
+
+# --- Caches ------------------------------------------------------------------------------------------
+
+
+def test_layers_of_one_storage_share_a_region() -> None:
+    identity = EngineIdentity.of_engine(engine_config("e"))
+    cache = torch.zeros(2, 8, 4, BLOCK, 4)
+    layout = layout_of({"a": cache[0], "b": cache[1]}, identity)
+    assert [(r.address, r.nbytes) for r in layout.regions] == [(cache.data_ptr(), cache.nbytes)]
+    assert [layer.offset for layer in layout.layers] == [0, cache[0].nbytes]
+    assert (layout.num_blocks, layout.block_tokens, layout.dtype) == (8, BLOCK, "float32")
+
+
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        (torch.zeros(8, BLOCK, 4), "has shape"),
+        (torch.zeros(8, 4, BLOCK * 2, 4), "block_size is"),
+        (torch.zeros(8, BLOCK, 4, 4).transpose(1, 2), "head-major"),
+    ],
+)
+def test_a_cache_that_no_plan_can_describe_is_refused(cache: torch.Tensor, message: str) -> None:
+    identity = EngineIdentity.of_engine(engine_config("e"))
+    with pytest.raises(ConfigError, match=rf"kv_caches\.layer.*{message}"):
+        layout_of({"layer": cache}, identity)
+    with pytest.raises(ConfigError, match="no layers"):
+        layout_of({}, identity)
