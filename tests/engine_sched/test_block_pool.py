@@ -30,6 +30,7 @@ def cached_pool(num_blocks: int, tokens: list[int]) -> tuple[BlockPool, list[Blo
     return pool, blocks
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_the_free_queue_is_a_list_that_can_be_left_from_anywhere(data: st.DataObject) -> None:
     blocks = [Block(i) for i in range(6)]
@@ -127,7 +128,7 @@ def test_events_name_each_hash_once_however_many_blocks_have_it() -> None:
 PROMPTS = st.lists(st.integers(1, 2), min_size=1, max_size=12)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(PROMPTS, st.sampled_from([None, "s"])), min_size=1, max_size=12), st.data())
 def test_hits_equal_those_of_a_dictionary_of_prefixes(
     prompts: list[tuple[list[int], str | None]], data: st.DataObject

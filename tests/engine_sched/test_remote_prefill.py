@@ -136,13 +136,13 @@ def test_a_deferred_lookup_does_not_strand_a_load_that_has_arrived() -> None:
 
 
 def test_a_load_is_admitted_only_if_all_that_hold_blocks_can_still_end_beside_it() -> None:
-    world = World(num_blocks=10)
+    world = World(num_blocks=13)
     world.half.verdict = lambda request, local: (16, True)
     world.add("a", PROMPT, max_tokens=2)  # 4 blocks now, 5 for the prompt and its first token.
     world.add("b", [30, *PROMPT[1:]], max_tokens=2)
     world.add("c", [31, *PROMPT[1:]], max_tokens=2)
     world.step()
-    assert set(world.half.loads) == {"a", "b"}
+    assert set(world.half.loads) == {"a", "b"}, "c's 4 blocks are there, but a and b need 2 of them"
     world.end_load("a")
     world.end_load("b")
     for _ in range(3):
@@ -158,12 +158,12 @@ def test_a_load_is_admitted_only_if_all_that_hold_blocks_can_still_end_beside_it
 
 
 def test_a_half_computed_prompt_keeps_its_room_beside_a_load() -> None:
-    world = World(num_blocks=10, budget=8)
+    world = World(num_blocks=10, budget=8, longest_chunk=4)
     world.half.verdict = lambda request, local: (0, False) if request.request_id == "long" else (12, True)
-    world.add("long", list(range(1, 25)), max_tokens=1)  # 6 blocks in the end, 2 in this step.
+    world.add("long", list(range(1, 25)), max_tokens=1)  # 6 blocks in the end, 1 in this step.
     world.add("load", [40, *range(1, 16)])  # Needs 5 with its first token.
     world.step()
-    world.step()
+    assert world.half.asked["load"] == 1
     assert not world.half.loads, "it would take the blocks that the half-computed prompt needs"
     while world.scheduler.has_requests():
         if world.half.loads:

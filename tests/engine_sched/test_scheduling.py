@@ -89,6 +89,18 @@ def test_whoever_is_last_in_order_gives_way_and_is_computed_again(policy: str) -
     world.check_at_rest()
 
 
+def test_whoever_comes_later_but_matters_more_is_not_the_one_to_give_way() -> None:
+    world = World(num_blocks=6, policy="priority")
+    world.add("b", prompt(5, 9), max_tokens=8, priority=1)
+    world.step()
+    world.add("a", prompt(0, 9), max_tokens=8, priority=0)
+    world.run()
+    assert set().union(*(step.preempted_req_ids for step in world.steps)) == {"b"}
+    world.check_answer("a")
+    world.check_answer("b")
+    world.check_at_rest()
+
+
 def test_a_preempted_request_finds_what_is_left_of_its_own_blocks() -> None:
     world = World(num_blocks=7)
     world.add("a", prompt(0, 9), max_tokens=8)
