@@ -244,6 +244,7 @@ def test_a_refused_ticket_under_policy_fail_is_the_callers_error(world: World) -
     params = p.prefill("r", TOKENS)
     with pytest.raises(BadTransferParams, match=r"kv_transfer_params\.baton_ticket.*another prompt"):
         d.submit("r", [1, 2, 3], params)
+    assert not d.half._borrower._incoming, "what the host forgets is kept by nobody"
 
 
 def test_a_host_that_cannot_bear_exceptions_gets_none(world: World) -> None:

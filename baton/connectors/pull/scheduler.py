@@ -116,6 +116,8 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
             self._offer(request)
         except BadTransferParams:
             if self._identity.raises_user_errors and not self._identity.recomputes_failed_loads:
+                with self._lock:  # The host forgets the request, and may never say that it has finished.
+                    self._borrower.finished(request.request_id, self._clock())
                 raise
         except Exception:
             self._contain("on_new_request", request)
