@@ -1,0 +1,118 @@
+"""The README's commands and programs, run as they stand there."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.cli.processes import Fleet, is_port_free
+from baton.contract import KVConnectorBase_V1
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+START_S = 120.0
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+def block_with(language: str, text: str) -> str:
+    [block] = [block for block in blocks(language) if text in block]
+    return block
+
+
+def commands(block: str) -> list[list[str]]:
+    return [shlex.split(line, comments=True) for line in block.splitlines() if line.strip()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a reader types: `baton` is on the path and `my-model` is made by the first command."""
+    folder = tmp_path_factory.mktemp("reader")
+    new_model, _ = commands(block_with("sh", "baton model new"))
+    subprocess.run(new_model, cwd=folder, env=environment(), check=True, timeout=START_S, capture_output=True)
+    return folder
+
+
+def environment() -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    return {**own, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def run_python(program: str, folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning:baton", "-c", program],
+        cwd=folder,
+        env=environment(),
+        timeout=START_S,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_two_commands_are_targets_of_the_makefile() -> None:
+    typed = re.findall(r"^    make (\w+)$", README, re.MULTILINE)
+    assert typed == ["demo", "test"]
+    for target in typed:
+        plan = subprocess.run(
+            ["make", "--dry-run", target],
+            cwd=ROOT,
+            check=True,
+            timeout=START_S,
+            capture_output=True,
+            text=True,
+        )
+        assert f"scripts/{target}" in plan.stdout
+        assert os.access(ROOT / "scripts" / target, os.X_OK)
+
+
+def test_every_linked_document_exists() -> None:
+    for target in re.findall(r"\]\(((?:docs/)?\w+\.md)\)", README):
+        assert (ROOT / target).is_file(), target
+
+
+def test_a_system_comes_up_and_the_openai_client_talks_to_it(folder: Path, tmp_path: Path) -> None:
+    if not is_port_free("127.0.0.1", 8000):
+        pytest.skip("port 8000, which the README names, is in use on this machine")
+    _, up = commands(block_with("sh", "baton model new"))
+    with Fleet(tmp_path, env=environment()) as fleet:
+        child = fleet.start("up", ["/usr/bin/env", "-C", str(folder), *up])
+        fleet.wait_ready({child: "http://127.0.0.1:8000/health"}, timeout_s=START_S)
+        assert run_python(block_with("python", "from openai import OpenAI"), folder).strip("\n")
+
+
+def test_the_engine_runs_inside_python(folder: Path) -> None:
+    printed = run_python(block_with("python", "from baton.engine.llm import LLM"), folder)
+    assert len(re.findall(r"\d+", printed)) == 8
+
+
+def test_the_smallest_connector_is_one(folder: Path) -> None:
+    program = block_with("python", "class IdleConnector")
+    names: dict[str, type] = {}
+    exec(program, names)
+    assert issubclass(names["IdleConnector"], KVConnectorBase_V1)
+    assert not getattr(names["IdleConnector"], "__abstractmethods__", None)
+    (folder / "idle_connector.py").write_text(program)
+    run_python(
+        "import msgspec\n"
+        "from baton.core.config import EngineConfig, KVTransferConfig\n"
+        "from baton.engine.api import SamplingParams\n"
+        "from baton.engine.checkpoint import load_model_config\n"
+        "from baton.engine.llm import LLM\n"
+        "transfer = KVTransferConfig(kv_connector='IdleConnector', kv_role='kv_both',\n"
+        "                            kv_connector_module_path='idle_connector')\n"
+        "config = EngineConfig(model_config=load_model_config('my-model'), kv_transfer_config=transfer)\n"
+        "with LLM(config, 'baton.assemble:connector_factory') as llm:\n"
+        "    assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].token_ids) == 4\n",
+        folder,
+    )
