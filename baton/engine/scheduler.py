@@ -12,8 +12,8 @@ arrival (policy "fcfs") or of priority, and whoever is last in that order gives 
 is short; so the first one always gets on.
 
 One step is in flight at a time: `update_from_output` of a step comes before the next `schedule`. That is
-why a preempted request has no stale output, and why freed blocks need no fence against a step that still
-writes them.
+why a preempted request has no stale output (what `requires_kv_delivery` is for), and why freed blocks need
+no fence against a step that still writes them.
 
 Outputs of requests that end between steps (aborted, refused by the connector) come with the next step's.
 Imports no torch and reads no clock.
@@ -35,7 +35,8 @@ from baton.engine.door import check_can_run
 from baton.engine.kv_cache import KVCache, KVCacheBlocks
 from baton.engine.remote_kv import NO_FAILURES, LoadFailures, RemoteKV
 from baton.engine.request import Request, RequestStatus
-from baton.engine.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from baton.engine.step import ModelRunnerOutput, SchedulerOutput
+from baton.engine.step_builder import StepBuilder
 from baton.engine.step_counts import StepCounts
 from baton.engine.waiting import WaitingQueue
 
@@ -46,18 +47,6 @@ class _Admission(enum.Enum):
     DONE = enum.auto()  # It runs, loads, or has ended.
     LATER = enum.auto()  # The connector wants to be asked again; others may pass.
     NO_ROOM = enum.auto()  # Blocks or budget do not suffice; nobody passes.
-
-
-class _Step:
-    """A step in the making."""
-
-    __slots__ = ("budget", "is_short_of_blocks", "output", "scheduled")
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.output = SchedulerOutput()
-        self.scheduled: list[Request] = []
-        self.is_short_of_blocks = False  # Running requests go short; nobody may join them.
 
 
 class Scheduler:
@@ -143,20 +132,20 @@ class Scheduler:
     # --- Deciding a step -------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        step = _Step(self._limits.max_num_batched_tokens)
+        step = StepBuilder(self._limits, self.kv_cache)
         self._continue_running(step)
         if not step.is_short_of_blocks:
             self._admit_waiting(step)
         return self._close(step)
 
-    def _continue_running(self, step: _Step) -> None:
+    def _continue_running(self, step: StepBuilder) -> None:
         index = 0
         while index < len(self.running) and step.budget > 0:
             request = self.running[index]
-            num_new = self._chunk(len(request.all_token_ids) - request.num_computed_tokens, step.budget)
+            num_new = step.chunk(len(request.all_token_ids) - request.num_computed_tokens)
             fresh = self.kv_cache.allocate_slots(request, num_new)
             if fresh is not None:
-                self._run_known(request, num_new, fresh, step)
+                step.run_known(request, num_new, fresh)
                 index += 1
                 continue
             step.is_short_of_blocks = True
@@ -165,7 +154,7 @@ class Scheduler:
             else:
                 self._preempt_last(step)  # Perhaps this very request; those before it have their blocks.
 
-    def _admit_waiting(self, step: _Step) -> None:
+    def _admit_waiting(self, step: StepBuilder) -> None:
         asked_later: list[tuple[WaitingQueue, Request]] = []
         while step.budget > 0 and len(self.running) < self._limits.max_num_seqs:
             queue = self.loaded if self.loaded else self.waiting
@@ -183,7 +172,7 @@ class Scheduler:
         for queue, request in asked_later:
             queue.push(request)
 
-    def _admit(self, request: Request, step: _Step) -> _Admission:
+    def _admit(self, request: Request, step: StepBuilder) -> _Admission:
         try:
             if self.kv_cache.has_blocks(request):
                 return self._resume_loaded(request, step)
@@ -192,7 +181,7 @@ class Scheduler:
             self._fail(request, fault)
             return _Admission.DONE
 
-    def _start(self, request: Request, step: _Step) -> _Admission:
+    def _start(self, request: Request, step: StepBuilder) -> _Admission:
         hits, num_local = self.kv_cache.get_computed_blocks(request)
         match = self._connector.find_match(request, num_local)
         if match is None:
@@ -202,7 +191,7 @@ class Scheduler:
 
         # However much is cached or loaded, the last token is computed here, for its logits.
         num_computed = min(num_local + match.num_tokens, request.num_tokens - 1)
-        num_new = self._chunk_of_prompt(request.num_tokens - num_computed, step.budget)
+        num_new = step.chunk_of_prompt(request.num_tokens - num_computed)
         if not num_new or not self._allocate(request, num_new, hits, num_local, num_computed - num_local):
             return _Admission.NO_ROOM
         self._tell_allocated(request, match.num_tokens)
@@ -228,27 +217,25 @@ class Scheduler:
         self.remote.park(request, num_local, match.num_tokens)
         return _Admission.DONE
 
-    def _resume_loaded(self, request: Request, step: _Step) -> _Admission:
-        num_new = self._chunk_of_prompt(request.num_tokens - request.num_computed_tokens, step.budget)
+    def _resume_loaded(self, request: Request, step: StepBuilder) -> _Admission:
+        num_new = step.chunk_of_prompt(request.num_tokens - request.num_computed_tokens)
         if not num_new or not self._allocate(request, num_new):
             return _Admission.NO_ROOM
         self._tell_allocated(request, 0)
         self._run_admitted(request, num_new, step)
         return _Admission.DONE
 
-    def _close(self, step: _Step) -> SchedulerOutput:
-        output = step.output
-        output.finished_req_ids, self._finished_ids = self._finished_ids, set()
-        output.total_num_scheduled_tokens = self._limits.max_num_batched_tokens - step.budget
+    def _close(self, step: StepBuilder) -> SchedulerOutput:
+        finished_ids, self._finished_ids = self._finished_ids, set()
+        output = step.finish_output(finished_ids)
         output.kv_connector_metadata = self._half.build_connector_meta(output)
-        num_scheduled = output.num_scheduled_tokens
-        for request in step.scheduled:
-            request.num_computed_tokens += num_scheduled[request.request_id]
+        step.count_as_computed()
+        self._counts.num_prompt_tokens += step.num_prompt_tokens
         return output
 
     # --- Parts of a step -------------------------------------------------------------------------
 
-    def _run_admitted(self, request: Request, num_new: int, step: _Step) -> None:
+    def _run_admitted(self, request: Request, num_new: int, step: StepBuilder) -> None:
         request.status = RequestStatus.RUNNING
         self.kv_cache.cache_blocks(request, request.num_computed_tokens + num_new)
         insort(self.running, request, key=_order)
@@ -256,53 +243,9 @@ class Scheduler:
             request.num_cached_tokens = request.num_computed_tokens
         if request.is_known_to_ranks:
             request.needs_resend = True
-            self._run_known(request, num_new, KVCacheBlocks(), step)
-            return
-        request.is_known_to_ranks = True
-        step.output.scheduled_new_reqs.append(
-            NewRequestData(
-                req_id=request.request_id,
-                prompt_token_ids=request.prompt_token_ids,
-                sampling_params=request.sampling_params,
-                block_ids=self.kv_cache.get_block_ids(request.request_id),
-                num_computed_tokens=request.num_computed_tokens,
-            )
-        )
-        self._spend(request, num_new, step)
-
-    def _run_known(self, request: Request, num_new: int, fresh: KVCacheBlocks, step: _Step) -> None:
-        cached: CachedRequestData = step.output.scheduled_cached_reqs
-        request_id = request.request_id
-        cached.req_ids.append(request_id)
-        cached.num_computed_tokens.append(request.num_computed_tokens)
-        cached.num_output_tokens.append(request.num_output_tokens)
-        if request.needs_resend:
-            request.needs_resend = False
-            cached.resumed_req_ids.add(request_id)
-            cached.all_token_ids[request_id] = request.all_token_ids.copy()
-            cached.new_block_ids.append(self.kv_cache.get_block_ids(request_id))
+            step.run_known(request, num_new, None)
         else:
-            cached.new_block_ids.append(fresh.get_block_ids() if fresh.blocks[0] else None)
-        self._spend(request, num_new, step)
-
-    def _spend(self, request: Request, num_new: int, step: _Step) -> None:
-        step.output.num_scheduled_tokens[request.request_id] = num_new
-        step.scheduled.append(request)
-        step.budget -= num_new
-        if request.num_computed_tokens < request.num_prompt_tokens:
-            self._counts.num_prompt_tokens += min(
-                num_new, request.num_prompt_tokens - request.num_computed_tokens
-            )
-
-    def _chunk(self, num_tokens: int, budget: int) -> int:
-        longest = self._limits.long_prefill_token_threshold
-        return min(num_tokens, budget, longest) if longest else min(num_tokens, budget)
-
-    def _chunk_of_prompt(self, num_tokens: int, budget: int) -> int:
-        """0: it has to wait for a step with more budget, because prompts are not to be chunked."""
-        if self._limits.enable_chunked_prefill:
-            return self._chunk(num_tokens, budget)
-        return num_tokens if num_tokens <= budget else 0
+            step.run_new(request, num_new)
 
     def _allocate(
         self,
@@ -321,7 +264,7 @@ class Scheduler:
     def _tell_allocated(self, request: Request, num_external: int) -> None:
         self._connector.allocated(request, self.kv_cache.get_blocks(request.request_id), num_external)
 
-    def _preempt_last(self, step: _Step) -> None:
+    def _preempt_last(self, step: StepBuilder) -> None:
         request = self.running.pop()
         assert request.request_id not in step.output.num_scheduled_tokens, "running is in order"
         step.output.preempted_req_ids.add(request.request_id)

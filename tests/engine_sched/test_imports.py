@@ -17,6 +17,7 @@ MODULES = [
     "kv_cache",
     "connector_calls",
     "remote_kv",
+    "step_builder",
     "step_counts",
     "scheduler",
 ]
