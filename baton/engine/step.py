@@ -30,9 +30,9 @@ class NewRequestData:
 class CachedRequestData:
     """Requests that the ranks know already; parallel lists.
 
-    For an id in `resumed_req_ids` (preempted, or rolled back after a failed load) `new_block_ids` is the whole
-    block table and `all_token_ids` its prompt and output so far; for all others `new_block_ids` is appended
-    (None: nothing new).
+    For an id in `resumed_req_ids` (preempted, or rolled back after a failed load) `new_block_ids` is the
+    whole block table and `all_token_ids` its prompt and output so far; for all others `new_block_ids` is
+    appended (None: nothing new).
     """
 
     req_ids: list[str] = field(default_factory=list)
