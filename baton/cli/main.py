@@ -20,6 +20,7 @@ COMMANDS = {
     "up": "baton.cli.up",
     "demo": "baton.cli.demo",
     "model": "baton.cli.model",
+    "sim": "baton.cli.sim",
 }
 
 _COMPLETION_OPTIONS = ("install_completion", "show_completion")

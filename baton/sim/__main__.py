@@ -16,9 +16,7 @@ SLICE = 100
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m baton.sim", description="Simulated worlds of the handoff."
-    )
+    parser = argparse.ArgumentParser(prog="baton sim", description="Simulated worlds of the handoff.")
     commands = parser.add_subparsers(dest="command", required=True)
     for mode in MODES:
         worlds = commands.add_parser(mode, help=f"worlds that hand off by {mode}")
