@@ -1,0 +1,286 @@
+"""The control channel: frames between engines of one cluster, and nobody else's business."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from zmq.utils import z85
+
+from baton.core.config import ClusterSecret
+from baton.core.errors import ConfigError, PeerError, TransferError
+from baton.testing.transport_suite import nothing_left_behind
+from baton.transport import control
+from baton.transport.control import ControlChannel, Received, Route
+
+SECRET = ClusterSecret(b"the secret of this cluster")
+TIMEOUT_S = 30.0
+OpenChannel = Callable[..., ControlChannel]
+
+
+@pytest.fixture
+def open_channel() -> Iterator[OpenChannel]:
+    with ExitStack() as stack:
+
+        def open_channel(**settings: object) -> ControlChannel:
+            channel = ControlChannel(**{"secret": SECRET, **settings})  # type: ignore[arg-type]
+            stack.callback(channel.close)
+            return channel
+
+        yield open_channel
+
+
+def receive(channel: ControlChannel, *others: ControlChannel) -> Received:
+    """The next frame; the others answer handshakes meanwhile, as their threads would."""
+    return wait_until(lambda: channel.poll(0.01), *others)[0]
+
+
+def wait_until(condition, *channels: ControlChannel):  # type: ignore[no-untyped-def]
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (result := condition()):
+        for channel in channels:
+            assert channel.poll(0.01) == []
+        assert time.monotonic() < deadline, "it never happened"
+    return result
+
+
+@pytest.mark.parametrize("secret", [SECRET, None])
+def test_a_frame_goes_there_and_its_answer_back(
+    open_channel: OpenChannel, secret: ClusterSecret | None
+) -> None:
+    here, there = open_channel(secret=secret), open_channel(secret=secret)
+    assert here.send(there.url, b"question")
+    asked = receive(there, here)
+    assert asked.frame == b"question"
+    assert there.send(asked.route, b"answer")
+    assert receive(here, there) == Received(there.url, b"answer")
+
+
+def test_frames_of_one_sender_come_in_order(open_channel: OpenChannel) -> None:
+    here, there = open_channel(), open_channel()
+    frames = [b"%d" % n for n in range(200)]
+    for frame in frames:
+        assert here.send(there.url, frame)
+    received: list[bytes] = []
+
+    def all_came() -> bool:
+        received.extend(r.frame for r in there.poll(0.01))
+        return len(received) == len(frames)
+
+    wait_until(all_came, here)
+    assert received == frames
+
+
+def test_another_cluster_is_not_heard(open_channel: OpenChannel) -> None:
+    stranger, there = open_channel(secret=ClusterSecret(b"the secret of another")), open_channel()
+    stranger.send(there.url, b"let me in")
+    wait_until(lambda: there.counters.strangers, stranger, there)
+
+
+def test_who_has_no_secret_is_not_heard(open_channel: OpenChannel) -> None:
+    stranger, there = open_channel(secret=None), open_channel()
+    stranger.send(there.url, b"let me in")
+    wait_until(lambda: there.counters.strangers, stranger, there)
+
+
+def test_the_servers_key_alone_does_not_let_a_client_in(open_channel: OpenChannel) -> None:
+    """CURVE lets any client in that knows the server's key, unless it is asked whose key the client's is."""
+    there = open_channel()
+    public, private = zmq.curve_keypair()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
+        sock.linger = 0
+        sock.curve_publickey, sock.curve_secretkey = public, private
+        sock.curve_serverkey = zmq.curve_public(z85.encode(SECRET.derive("control-curve-server")))
+        sock.connect(there.url)
+        sock.send(b"let me in")
+        wait_until(lambda: there.counters.strangers, there)
+
+
+@pytest.mark.parametrize("secret", [SECRET, None])
+@given(
+    noise=st.binary(max_size=200) | st.binary(max_size=100).map(lambda b: b"\xff" + bytes(8) + b"\x7f" + b)
+)
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+def test_noise_at_the_port_is_dropped_and_the_next_frame_comes(
+    secret: ClusterSecret | None, noise: bytes
+) -> None:
+    with ExitStack() as stack:
+        here, there = ControlChannel(secret=secret), ControlChannel(secret=secret)
+        stack.callback(here.close)
+        stack.callback(there.close)
+        with (
+            socket.create_connection(("127.0.0.1", there.port), timeout=TIMEOUT_S) as sock,
+            suppress(OSError),
+        ):
+            sock.sendall(noise)
+            sock.shutdown(socket.SHUT_WR)
+            there.poll(0)
+        here.send(there.url, b"the next frame")
+        assert wait_until(lambda: [r for r in there.poll(0.01) if r.frame == b"the next frame"], here)
+
+
+@pytest.mark.parametrize("secret", [SECRET, None])
+def test_a_scraper_is_counted_and_nobody_hears_of_it(
+    open_channel: OpenChannel, secret: ClusterSecret | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "HANDSHAKE_TIMEOUT_MS", 50)
+    there = open_channel(secret=secret)
+    with socket.create_connection(("127.0.0.1", there.port), timeout=TIMEOUT_S) as sock:
+        sock.sendall(b"GET /metrics HTTP/1.1\r\nHost: engine\r\n\r\n")
+        wait_until(lambda: there.counters.strangers, there)
+
+
+def test_a_frame_above_the_limit_is_dropped(open_channel: OpenChannel) -> None:
+    here, there = open_channel(), open_channel(max_frame_bytes=1000)
+    here.send(there.url, bytes(1000))
+    assert len(receive(there, here).frame) == 1000
+    here.send(there.url, bytes(100_000))
+    # The connection was lost with it, and comes again by itself.
+    wait_until(lambda: here.send(there.url, b"next") and there.poll(0.05), here)
+
+
+def test_a_frame_just_above_the_limit_is_dropped(open_channel: OpenChannel) -> None:
+    here, there = open_channel(), open_channel(max_frame_bytes=1000)
+    here.send(there.url, bytes(1001))
+    here.send(there.url, b"next")
+    assert receive(there, here).frame == b"next"
+    assert there.counters.malformed == 1
+
+
+def test_a_message_of_several_parts_is_dropped_and_counted(open_channel: OpenChannel) -> None:
+    there = open_channel(secret=None)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
+        sock.linger = 0
+        sock.connect(there.url)
+        sock.send_multipart([b"", b"as REQ sockets send"])
+        sock.send_multipart([b"a", b"b", b"c"])
+        sock.send(b"one part")
+        assert receive(there).frame == b"one part"
+    assert there.counters.malformed == 2
+
+
+def test_an_answer_to_a_connection_that_is_gone_is_dropped_and_counted(open_channel: OpenChannel) -> None:
+    there = open_channel()
+    assert there.send(Route(b"nobody"), b"answer") is False
+    assert there.counters.unroutable == 1
+
+
+def test_a_peer_that_is_away_costs_a_bounded_queue(
+    open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "QUEUE_FRAMES_MAX", 10)
+    here, away = open_channel(), open_channel()
+    url = away.url
+    away.close()
+    assert [here.send(url, b"x") for _ in range(11)] == [True] * 10 + [False]
+    assert here.counters.overflowed == 1
+
+
+def test_a_successor_on_the_same_port_is_reached_without_redialling(open_channel: OpenChannel) -> None:
+    here, first = open_channel(), open_channel()
+    here.send(first.url, b"to the first")
+    receive(first, here)
+    first.close()
+    second = open_channel(port=first.port)
+    assert second.url == first.url
+    wait_until(lambda: here.send(second.url, b"to the second") and second.poll(0.05), here)
+
+
+def test_the_peer_dialled_longest_ago_is_forgotten_first(
+    open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "PEERS_MAX", 2)
+    here, *others = (open_channel() for _ in range(4))
+    for other in others:
+        here.send(other.url, b"hello")
+    assert list(here._dialled) == [others[1].url, others[2].url]
+    here.send(others[0].url, b"again")
+    assert receive(others[0], here).frame in (b"hello", b"again")
+
+
+def test_an_idle_peer_is_hung_up(open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = open_channel(), open_channel()
+    here.send(there.url, b"hello")
+    receive(there, here)
+    monkeypatch.setattr(control, "PEER_IDLE_S", 0.0)
+    here.poll(0)
+    assert not here._dialled
+
+
+def test_a_poll_is_woken_from_another_thread(open_channel: OpenChannel) -> None:
+    channel = open_channel()
+    thread = threading.Thread(target=channel.wake)
+    thread.start()
+    start = time.monotonic()
+    assert channel.poll(TIMEOUT_S) == []
+    thread.join()
+    assert time.monotonic() - start < TIMEOUT_S
+
+
+def test_a_wake_before_the_poll_is_not_lost(open_channel: OpenChannel) -> None:
+    channel = open_channel()
+    channel.wake()
+    channel.wake()
+    start = time.monotonic()
+    assert channel.poll(TIMEOUT_S) == []
+    assert time.monotonic() - start < TIMEOUT_S
+    assert channel.poll(0) == []
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:0", "tcp://127.0.0.1:65536", "tcp://127.0.0.1:1;x",
+     "ipc:///tmp/x", "inproc://zeromq.zap.01", "tcp://eth0;10.0.0.1:5", "tcp://*:5", "http://127.0.0.1:80"],
+)  # fmt: skip
+def test_a_url_that_is_none_is_refused(open_channel: OpenChannel, url: str) -> None:
+    with pytest.raises(PeerError, match="control url"):
+        open_channel().send(url, b"x")
+
+
+def test_without_a_secret_nothing_is_bound_or_dialled_beyond_this_host(open_channel: OpenChannel) -> None:
+    with pytest.raises(ConfigError, match="BATON_SECRET"):
+        ControlChannel(host="0.0.0.0")
+    with pytest.raises(TransferError, match="without a cluster secret"):
+        open_channel(secret=None).send("tcp://192.0.2.1:5555", b"x")
+
+
+def test_a_wildcard_needs_an_address_that_peers_can_dial() -> None:
+    with pytest.raises(ConfigError, match=r"control\.advertise_host"):
+        ControlChannel(host="0.0.0.0", secret=SECRET)
+    with ControlChannelOn("0.0.0.0", "engine-7.cluster") as channel:
+        assert channel.url == f"tcp://engine-7.cluster:{channel.port}"
+
+
+def test_a_port_that_is_taken_is_named_and_leaves_nothing_behind(open_channel: OpenChannel) -> None:
+    taken = open_channel()
+    with nothing_left_behind(), pytest.raises(ConfigError, match=str(taken.port)):
+        ControlChannel(port=taken.port)
+
+
+def test_closing_with_frames_queued_leaves_nothing_behind() -> None:
+    with nothing_left_behind():
+        channel = ControlChannel(secret=SECRET)
+        for port in range(1, 20):
+            channel.send(f"tcp://127.0.0.1:{port}", b"nobody is there")
+        channel.poll(0)
+        channel.close()
+        channel.close()
+        channel.wake()
+
+
+class ControlChannelOn:
+    """Bound somewhere, for one `with`."""
+
+    def __init__(self, host: str, advertise_host: str) -> None:
+        self._channel = ControlChannel(host=host, advertise_host=advertise_host, secret=SECRET)
+
+    def __enter__(self) -> ControlChannel:
+        return self._channel
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()

@@ -1,0 +1,201 @@
+"""What only cross-memory attach can get wrong: whose memory it is."""
+
+import ctypes
+import errno
+import multiprocessing
+import os
+from collections.abc import Iterator
+from multiprocessing.connection import Connection as Pipe
+
+import msgspec
+import numpy as np
+import pytest
+
+from baton.core.errors import BatonError, PeerError, TransferError
+from baton.core.ids import Address
+from baton.testing.transport_producers import new_address, pattern, regions_of
+from baton.testing.transport_suite import BLOCK_SPAN, drain
+from baton.transport import local
+from baton.transport.local import LocalEndpoint, LocalTransport
+
+TIMEOUT_S = 30.0
+
+
+class Owner:
+    """An owner in this process: what it does is the same as in another, and its memory is at hand."""
+
+    def __init__(self) -> None:
+        self.address = new_address("owner")
+        self.memory = pattern(3).copy()
+        self.transport = LocalTransport(self.address)
+        self.endpoint = self.transport.register(regions_of(self.memory))
+
+    def endpoint_with(self, **changes: object) -> bytes:
+        named = msgspec.msgpack.decode(self.endpoint, type=LocalEndpoint)
+        return msgspec.msgpack.encode(msgspec.structs.replace(named, **changes))
+
+    def endpoint_with_process(self, **changes: object) -> bytes:
+        named = msgspec.msgpack.decode(self.endpoint, type=LocalEndpoint)
+        return self.endpoint_with(process=msgspec.structs.replace(named.process, **changes))
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    owner = Owner()
+    yield owner
+    owner.transport.close()
+
+
+@pytest.fixture
+def reader() -> Iterator[LocalTransport]:
+    transport = LocalTransport(new_address("reader"))
+    yield transport
+    transport.close()
+
+
+def test_a_host_is_told_apart_by_its_boot(owner: Owner, reader: LocalTransport) -> None:
+    with pytest.raises(TransferError, match="another host"):
+        reader.connect(owner.address, owner.endpoint_with_process(boot_id="f" * 36))
+
+
+def test_another_pid_namespace_is_told_apart_and_the_mend_named(owner: Owner, reader: LocalTransport) -> None:
+    with pytest.raises(TransferError, match="shareProcessNamespace"):
+        reader.connect(owner.address, owner.endpoint_with_process(pid_namespace=1))
+
+
+def test_a_pid_that_was_used_again_is_told_apart(owner: Owner, reader: LocalTransport) -> None:
+    with pytest.raises(TransferError, match="another one has its number"):
+        reader.connect(owner.address, owner.endpoint_with_process(start_ticks=1))
+
+
+@pytest.mark.parametrize("pid", [0, -1, 2**31 - 1, 2**40])
+def test_a_pid_of_nobody_is_refused(owner: Owner, reader: LocalTransport, pid: int) -> None:
+    with pytest.raises(TransferError):
+        reader.connect(owner.address, owner.endpoint_with_process(pid=pid))
+
+
+def test_a_same_host_claim_is_proved_by_the_nonce_and_not_believed(
+    owner: Owner, reader: LocalTransport
+) -> None:
+    with pytest.raises(PeerError, match="nonce"):
+        reader.connect(owner.address, owner.endpoint_with(nonce=b"x" * 32))
+
+
+@pytest.mark.parametrize("changes", [{"nonce": b"short"}, {"identity_address": 0}, {"generation": -1}])
+def test_a_malformed_endpoint_is_refused(
+    owner: Owner, reader: LocalTransport, changes: dict[str, object]
+) -> None:
+    with pytest.raises(PeerError):
+        reader.connect(owner.address, owner.endpoint_with(**changes))
+
+
+def test_an_identity_page_that_cannot_be_read_is_refused(owner: Owner, reader: LocalTransport) -> None:
+    with pytest.raises(TransferError, match="cannot read the memory"):
+        reader.connect(owner.address, owner.endpoint_with(identity_address=16))
+
+
+def test_a_successor_at_the_same_pid_and_addresses_is_noticed(owner: Owner, reader: LocalTransport) -> None:
+    target = np.zeros_like(owner.memory)
+    reader.register(regions_of(target))
+    peer = reader.connect(owner.address, owner.endpoint)
+    prepared = reader.prepare(peer, [BLOCK_SPAN])
+    page = msgspec.msgpack.decode(owner.endpoint, type=LocalEndpoint).identity_address
+    other_epoch = (owner.address.epoch ^ 1).to_bytes(8, "little")
+    ctypes.memmove(page, other_epoch, len(other_epoch))
+    (completion,) = drain(reader, [reader.post_read(prepared, [0], [0])])
+    assert not completion.ok
+    assert completion.error is not None
+    assert "of this epoch any more" in completion.error
+
+
+def test_memory_that_vanishes_under_a_read_fails_the_read(owner: Owner, reader: LocalTransport) -> None:
+    """The owner's endpoint names a page that is not mapped; a lie, or a region it gave back."""
+    real = regions_of(owner.memory)[0]
+    lie = msgspec.structs.replace(real, address=2 << 20, nbytes=1 << 20)
+    target = np.zeros_like(owner.memory)
+    reader.register(regions_of(target))
+    peer = reader.connect(owner.address, owner.endpoint_with(regions=(lie,)))
+    prepared = reader.prepare(peer, [BLOCK_SPAN])
+    (completion,) = drain(reader, [reader.post_read(prepared, [0, 1], [0, 1])])
+    assert not completion.ok
+    assert completion.error is not None
+    assert "cannot be read" in completion.error
+
+
+def test_a_short_call_is_continued_where_it_ended(
+    owner: Owner, reader: LocalTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel may always read less than asked; here it never reads more than 5,000 bytes."""
+    calls = []
+
+    def short(pid: int, to: np.ndarray, source: np.ndarray) -> int:
+        calls.append(len(to))
+        copied = 0
+        for (to_address, nbytes), (from_address, _) in zip(to.tolist(), source.tolist(), strict=True):
+            piece = min(nbytes, 5_000 - copied)
+            ctypes.memmove(to_address, from_address, piece)
+            copied += piece
+        return copied
+
+    target = np.zeros_like(owner.memory)
+    reader.register(regions_of(target))
+    peer = reader.connect(owner.address, owner.endpoint)
+    monkeypatch.setattr(local, "read_process_memory", short)
+    blocks = [5, 3, 9, 11]
+    (completion,) = drain(
+        reader, [reader.post_read(reader.prepare(peer, [BLOCK_SPAN]), blocks, blocks[::-1])]
+    )
+    assert completion.ok
+    assert len(calls) > 2
+    rows, source = target[0].reshape(-1, 4096), owner.memory[0].reshape(-1, 4096)
+    assert np.array_equal(rows[blocks], source[blocks[::-1]])
+
+
+def test_a_bug_in_the_reader_thread_fails_what_is_posted_and_hangs_nobody(
+    owner: Owner, reader: LocalTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = np.zeros_like(owner.memory)
+    reader.register(regions_of(target))
+    prepared = reader.prepare(reader.connect(owner.address, owner.endpoint), [BLOCK_SPAN])
+
+    def broken(*_: object) -> int:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(local, "read_process_memory", broken)
+    (completion,) = drain(reader, [reader.post_read(prepared, [0], [0])])
+    assert completion.error is not None
+    assert "ZeroDivisionError" in completion.error
+    with pytest.raises(TransferError, match="the reader thread died"):
+        reader.post_read(prepared, [0], [0])
+
+
+def test_a_reader_that_the_kernel_forbids_is_told_what_to_change(owner: Owner) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can make a process that may not read this one")
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_connect_as_nobody, args=(theirs, owner.address, owner.endpoint))
+    process.start()
+    theirs.close()
+    assert ours.poll(TIMEOUT_S)
+    message = ours.recv()
+    process.join(TIMEOUT_S)
+    process.close()
+    ours.close()
+    for hint in ("ptrace_scope", "CAP_SYS_PTRACE", "seccomp"):
+        assert hint in message
+
+
+def _connect_as_nobody(pipe: Pipe, address: Address, endpoint: bytes) -> None:
+    transport = LocalTransport(new_address("reader"))
+    os.setuid(65534)
+    try:
+        transport.connect(address, endpoint)
+    except BatonError as error:
+        pipe.send(str(error))
+    else:
+        pipe.send("was allowed")
+
+
+def test_a_kernel_without_the_call_is_named() -> None:
+    assert "no process_vm_readv" in local._explain(OSError(errno.ENOSYS, "x"), 1)

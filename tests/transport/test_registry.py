@@ -1,0 +1,109 @@
+"""Transports by name, and the choice between them."""
+
+import logging
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from baton.core.config import ClusterSecret
+from baton.core.errors import ConfigError, PeerError, TransferError
+from baton.core.ids import Address
+from baton.core.layout import Region
+from baton.testing.transport_producers import new_address
+from baton.transport import choose_transport, make_transport, make_transports, register_all
+from baton.transport.base import Transport
+from baton.transport.local import LocalEndpoint
+
+SECRET = ClusterSecret(b"the secret of this cluster")
+
+
+class Engine:
+    def __init__(self, engine_id: str) -> None:
+        self.address: Address = new_address(engine_id)
+        self.memory = np.zeros(4096, dtype=np.uint8)
+        self.transports: dict[str, Transport] = make_transports(address=self.address, secret=SECRET)
+        regions = [Region(self.memory.ctypes.data, self.memory.nbytes)]
+        self.endpoints = register_all(self.transports, regions)
+
+    def close(self) -> None:
+        for transport in self.transports.values():
+            transport.close()
+
+
+@pytest.fixture
+def engines() -> Iterator[tuple[Engine, Engine]]:
+    ours, theirs = Engine("ours"), Engine("theirs")
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def elsewhere(endpoint: bytes) -> bytes:
+    named = msgspec.msgpack.decode(endpoint, type=LocalEndpoint)
+    process = msgspec.structs.replace(named.process, boot_id="another host")
+    return msgspec.msgpack.encode(msgspec.structs.replace(named, process=process))
+
+
+def test_the_same_host_is_reached_by_local(engines: tuple[Engine, Engine]) -> None:
+    ours, theirs = engines
+    assert choose_transport(ours.transports, theirs.endpoints, theirs.address).transport.name == "local"
+
+
+def test_a_way_can_be_forced(engines: tuple[Engine, Engine]) -> None:
+    ours, theirs = engines
+    chosen = choose_transport(ours.transports, theirs.endpoints, theirs.address, order=["tcp"])
+    assert (chosen.transport.name, chosen.peer.address) == ("tcp", theirs.address)
+
+
+def test_where_local_does_not_reach_tcp_does_and_the_reason_is_logged(
+    engines: tuple[Engine, Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = engines
+    endpoints = {**theirs.endpoints, "local": elsewhere(theirs.endpoints["local"])}
+    with caplog.at_level(logging.INFO, "baton.transport"):
+        assert choose_transport(ours.transports, endpoints, theirs.address).transport.name == "tcp"
+    assert "another host" in caplog.text
+
+
+def test_when_no_way_is_left_every_reason_is_named(engines: tuple[Engine, Engine]) -> None:
+    ours, theirs = engines
+    theirs.transports["tcp"].close()
+    endpoints = {**theirs.endpoints, "local": elsewhere(theirs.endpoints["local"])}
+    with pytest.raises(TransferError, match=r"local: .*another host.*tcp: .*cannot reach"):
+        choose_transport(ours.transports, endpoints, theirs.address)
+
+
+def test_a_peer_that_lies_about_itself_is_not_tried_another_way(engines: tuple[Engine, Engine]) -> None:
+    ours, theirs = engines
+    with pytest.raises(PeerError):
+        choose_transport(ours.transports, {**theirs.endpoints, "local": b"nonsense"}, theirs.address)
+
+
+def test_nothing_in_common_says_what_each_has(engines: tuple[Engine, Engine]) -> None:
+    ours, theirs = engines
+    with pytest.raises(TransferError, match=r"theirs \['nixl'\]"):
+        choose_transport(ours.transports, {"nixl": b""}, theirs.address)
+
+
+def test_an_unknown_name_is_a_configuration_error_and_leaves_none_open() -> None:
+    with pytest.raises(ConfigError, match="pigeon"):
+        make_transports(["local", "pigeon"], address=new_address("ours"))
+
+
+def test_each_known_name_makes_its_transport() -> None:
+    for name in ("memory", "local", "tcp"):
+        transport = make_transport(name, address=new_address("ours"))
+        assert transport.name == name
+        assert "cpu" in transport.capabilities.devices
+        transport.close()
+
+
+def test_a_way_that_cannot_be_registered_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    transports = make_transports(address=new_address("ours"), secret=SECRET)
+    with pytest.raises(TransferError, match="local, tcp"):
+        register_all(transports, [Region(4096, 4096, "cuda:0")])
+    assert "host memory only" in caplog.text
+    for transport in transports.values():
+        transport.close()
