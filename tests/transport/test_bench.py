@@ -1,5 +1,7 @@
 """The transport benchmark runs, and says of each transport how near its limit it comes."""
 
+import io
+
 import pytest
 from rich.console import Console
 
@@ -27,7 +29,7 @@ def test_a_target_is_met_by_the_ratio_or_by_the_speed() -> None:
 
 
 def test_the_table_names_transport_block_and_verdict() -> None:
-    console = Console(record=True, width=120, quiet=True)
+    console = Console(record=True, width=120, file=io.StringIO())
     print_table([Row("local", 16 << 10, 4.0, "memcpy", 10.0)], console)
     line = next(line for line in console.export_text().splitlines() if "local" in line)
     assert [cell.strip() for cell in line.strip("│").split("│")] == [
