@@ -88,6 +88,18 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top: tuple[TokenLogprob, ...]
 
 
+class RequestError(msgspec.Struct, frozen=True):
+    """Why a request ended without an answer, for its client."""
+
+    message: str
+    is_users: bool = False  # True: HTTP 400; False: HTTP 500.
+    field: str | None = None  # What is wrong with the request, if it is the user's.
+
+    @classmethod
+    def of_user(cls, error: UserError) -> "RequestError":
+        return cls(str(error), is_users=True, field=error.field)
+
+
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What one step did for one request. `finish_reason` is set exactly once, in the last one."""
 
@@ -96,8 +108,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     new_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # The stop id that ended it, if one did.
-    error: str | None = None  # With finish_reason "error": what happened, for the client.
-    error_is_users: bool = False  # True: HTTP 400; False: HTTP 500.
+    error: RequestError | None = None  # With finish_reason "error".
     kv_transfer_params: dict[str, Any] | None = None  # With the last one, if the connector returned any.
     num_cached_tokens: int = 0  # Prompt tokens not computed here: local prefix hits and transferred.
     num_transferred_tokens: int = 0  # Of those, the ones that a connector loaded.

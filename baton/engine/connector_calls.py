@@ -13,6 +13,7 @@ from typing import Any
 
 from baton.contract import KVConnectorSchedulerHalf, SupportsHMA
 from baton.core.errors import UserError
+from baton.engine.api import RequestError
 from baton.engine.kv_cache import KVCacheBlocks
 from baton.engine.request import Request
 
@@ -22,9 +23,9 @@ logger = logging.getLogger(__name__)
 class RequestFault(Exception):
     """This request has to end with an error, now."""
 
-    def __init__(self, message: str, *, is_users: bool) -> None:
-        super().__init__(message)
-        self.is_users = is_users
+    def __init__(self, error: RequestError) -> None:
+        super().__init__(error.message)
+        self.error = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class ConnectorCalls:
         try:
             self._half.on_new_request(request)
         except UserError as error:
-            raise RequestFault(str(error), is_users=True) from error
+            raise RequestFault(RequestError.of_user(error)) from error
         except Exception:
             self._count_error("on_new_request", request)
             request.asks_connector = False
@@ -60,7 +61,7 @@ class ConnectorCalls:
         try:
             num_tokens, is_async = self._half.get_num_new_matched_tokens(request, num_local_tokens)
         except UserError as error:
-            raise RequestFault(str(error), is_users=True) from error
+            raise RequestFault(RequestError.of_user(error)) from error
         except Exception:
             self._count_error("get_num_new_matched_tokens", request)
             request.asks_connector = False
@@ -84,12 +85,12 @@ class ConnectorCalls:
         try:
             self._half.update_state_after_alloc(request, blocks, num_external_tokens)
         except UserError as error:
-            raise RequestFault(str(error), is_users=True) from error
+            raise RequestFault(RequestError.of_user(error)) from error
         except Exception as error:
             self._count_error("update_state_after_alloc", request)
             if num_external_tokens:
                 raise RequestFault(
-                    "the KV connector could not start to load this prompt", is_users=False
+                    RequestError("the KV connector could not start to load this prompt")
                 ) from error
 
     def finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

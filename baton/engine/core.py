@@ -16,7 +16,7 @@ import msgspec
 from baton.contract.factory import load_factory
 from baton.core.config import EngineConfig
 from baton.core.errors import UserError
-from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest
+from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, RequestError
 from baton.engine.executor import Executor, start_executor
 from baton.engine.request import RequestStatus
 from baton.engine.scheduler import Scheduler
@@ -74,8 +74,7 @@ class EngineCore:
                 request_id=request.request_id,
                 new_token_ids=[],
                 finish_reason="error",
-                error=str(error),
-                error_is_users=True,
+                error=RequestError.of_user(error),
             )
         return None
 
@@ -146,7 +145,7 @@ class EngineCore:
 def _with_errors(outputs: EngineOutputs, request_ids: set[str], message: str) -> EngineOutputs:
     """What the scheduler calls an abort was an error of ours."""
     changed = [
-        msgspec.structs.replace(output, finish_reason="error", error=message)
+        msgspec.structs.replace(output, finish_reason="error", error=RequestError(message))
         if output.request_id in request_ids and output.finish_reason == "abort"
         else output
         for output in outputs.outputs

@@ -15,7 +15,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from baton.core.config import EngineConfig
-from baton.engine.api import EngineOutput, EngineRequest, FinishReason, SamplingParams, TokenLogprobs
+from baton.engine.api import (
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    RequestError,
+    SamplingParams,
+    TokenLogprobs,
+)
 from baton.engine.core import EngineCore
 
 
@@ -28,7 +35,7 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    error: str | None = None
+    error: RequestError | None = None
     kv_transfer_params: dict[str, Any] | None = None
     num_cached_tokens: int = 0
     num_transferred_tokens: int = 0

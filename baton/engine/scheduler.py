@@ -29,7 +29,14 @@ from baton.contract import KVConnectorOutput, KVConnectorSchedulerHalf
 from baton.contract.events import KVCacheEvent
 from baton.core.config import EngineConfig
 from baton.core.errors import UserError
-from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, SchedulerStats, TokenLogprobs
+from baton.engine.api import (
+    EngineOutput,
+    EngineOutputs,
+    EngineRequest,
+    RequestError,
+    SchedulerStats,
+    TokenLogprobs,
+)
 from baton.engine.connector_calls import ConnectorCalls, Match, RequestFault
 from baton.engine.door import check_can_run
 from baton.engine.kv_cache import KVCache, KVCacheBlocks
@@ -304,7 +311,7 @@ class Scheduler:
         failures = self._find_load_failures(report)
         self._take_tokens(result, failures)
         for request in failures.to_fail:
-            self._fail(request, RequestFault(_LOAD_FAILED, is_users=False))
+            self._fail(request, RequestFault(_LOAD_FAILED))
         self._handle_transfers(report)
         stats = self._make_stats(report)
         self._gather_events()
@@ -394,22 +401,20 @@ class Scheduler:
     # --- Ends ------------------------------------------------------------------------------------
 
     def _fail(self, request: Request, fault: RequestFault) -> None:
-        self._finish(request, RequestStatus.FINISHED_ERROR, error=str(fault), error_is_users=fault.is_users)
+        self._finish(request, RequestStatus.FINISHED_ERROR, fault.error)
 
     def _finish(
         self,
         request: Request,
         status: RequestStatus,
-        *,
-        error: str | None = None,
-        error_is_users: bool = False,
+        error: RequestError | None = None,
     ) -> None:
         """End a request that has not ended by its tokens, wherever it stands."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
         else:
             _ = self.waiting.remove(request) or self.loaded.remove(request)
-        self._end(request, status, error=error, error_is_users=error_is_users)
+        self._end(request, status, error=error)
 
     def _end(
         self,
@@ -419,8 +424,7 @@ class Scheduler:
         token_ids: list[int] | None = None,
         logprobs: list[TokenLogprobs] | None = None,
         stop_token_id: int | None = None,
-        error: str | None = None,
-        error_is_users: bool = False,
+        error: RequestError | None = None,
     ) -> None:
         """The one way out: asks the connector once, keeps what is lent, and makes the last output."""
         assert not request.is_finished
@@ -439,7 +443,6 @@ class Scheduler:
                 finish_reason=request.finish_reason,
                 stop_token_id=stop_token_id,
                 error=error,
-                error_is_users=error_is_users,
                 kv_transfer_params=params,
                 num_cached_tokens=max(0, request.num_cached_tokens),
                 num_transferred_tokens=request.num_transferred_tokens,
@@ -474,7 +477,7 @@ class Scheduler:
             self._events += of_connector
 
 
-_LOAD_FAILED = "the KV of this prompt could not be loaded, and kv_load_failure_policy is 'fail'"
+_LOAD_FAILED = RequestError("the KV of this prompt could not be loaded, and kv_load_failure_policy is 'fail'")
 
 
 def _order(request: Request) -> tuple[float, ...]:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from baton.core.errors import UserError
 from baton.engine.api import EngineOutput, EngineRequest, SchedulerStats, TokenLogprobs
 from baton.server.errors import ApiError
 from baton.server.metrics import ServerMetrics
@@ -145,10 +144,11 @@ async def _pieces_of(sample: Sample, engine: Engine, metrics: ServerMetrics) -> 
 
 def _raise_if_failed(output: EngineOutput) -> None:
     match output.finish_reason:
-        case "error" if output.error_is_users:
-            raise UserError(output.error or "the engine refused the request")
         case "error":
-            raise ApiError(500, output.error or "the engine failed the request", code="engine_error")
+            assert output.error is not None
+            if output.error.is_users:
+                raise ApiError(400, output.error.message, param=output.error.field)
+            raise ApiError(500, output.error.message, code="engine_error")
         case "abort":
             raise ApiError(503, "the engine aborted the request", code="aborted")
 

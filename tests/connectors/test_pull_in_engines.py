@@ -85,7 +85,8 @@ def test_under_policy_fail_it_is_that_requests_error_and_nobody_elses(start: Sta
         kv_transfer_params=[prefilled.kv_transfer_params, None],
     )
     assert wrong.finish_reason == "error"
-    assert "another prompt" in (wrong.error or "")
+    assert wrong.error is not None
+    assert "another prompt" in wrong.error.message
     assert right.finish_reason == "length"
 
 

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, SamplingParams, SchedulerStats
+from baton.engine.api import (
+    EngineOutput,
+    EngineOutputs,
+    EngineRequest,
+    RequestError,
+    SamplingParams,
+    SchedulerStats,
+)
 from baton.engine.channel import Channel
 from baton.engine.core_messages import Abort, AddRequest, FromCore, Outputs, Stop, ToCore
 from baton.engine.core_process import IDLE_S, RETRY_S, CoreLoop, Stopping, StopSignal
@@ -42,7 +49,9 @@ class ScriptedCore:
     def add_request(self, request: EngineRequest) -> EngineOutput | None:
         self.seen.append(f"add {request.request_id}")
         if request.request_id == "bad":
-            return EngineOutput(request_id="bad", new_token_ids=[], finish_reason="error", error="too bad")
+            return EngineOutput(
+                request_id="bad", new_token_ids=[], finish_reason="error", error=RequestError("too bad")
+            )
         return None
 
     def abort(self, request_id: str) -> None:
@@ -106,7 +115,7 @@ def test_messages_are_taken_in_order_and_refusals_answered_at_once(make_world) -
     [answer] = world.run()
     assert isinstance(answer, Outputs)
     assert world.core.seen == ["add good", "add bad", "abort good"]
-    assert [(o.request_id, o.error) for o in answer.outputs.outputs] == [("bad", "too bad")]
+    assert [(o.request_id, o.error) for o in answer.outputs.outputs] == [("bad", RequestError("too bad"))]
 
 
 def test_waits_grow_while_only_loans_are_out(make_world) -> None:

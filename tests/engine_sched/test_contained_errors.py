@@ -3,6 +3,7 @@
 import pytest
 
 from baton.core.errors import BadTransferParams
+from baton.engine.api import RequestError
 from tests.engine_sched.world import World
 
 PROMPT = list(range(1, 19))
@@ -32,10 +33,9 @@ def test_the_users_mistake_ends_the_request_as_the_users(where: str) -> None:
     run_beside_b(world)
     last = world.answers["a"].last
     assert last is not None
-    assert (last.finish_reason, last.error, last.error_is_users) == (
-        "error",
-        "kv_transfer_params: expired",
-        True,
+    assert last.finish_reason == "error"
+    assert last.error == RequestError(
+        "kv_transfer_params: expired", is_users=True, field="kv_transfer_params"
     )
 
 
@@ -55,7 +55,9 @@ def test_a_connector_that_breaks_while_starting_a_load_ends_the_request(is_async
     run_beside_b(world)
     last = world.answers["a"].last
     assert last is not None
-    assert (last.finish_reason, last.error_is_users) == ("error", False)
+    assert last.finish_reason == "error"
+    assert last.error is not None
+    assert not last.error.is_users
 
 
 def test_a_connector_that_breaks_at_the_end_has_lent_nothing() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.engine.api import EngineOutput
+from baton.engine.api import EngineOutput, RequestError
 from baton.server.app import build_app
 from baton.server.http import MAX_BODY_BYTES
 from baton.server.tokens import MAX_CHARS_PER_TOKEN
@@ -100,11 +100,15 @@ def test_a_body_beyond_the_limit_is_413_and_not_read_to_its_end(engine: Scripted
 def test_the_engines_refusal_is_400_and_its_failure_500(http: httpx.Client, engine: ScriptedEngine) -> None:
     def failing(is_users: bool) -> EngineOutput:
         return EngineOutput(
-            request_id="", new_token_ids=[], finish_reason="error", error="no room", error_is_users=is_users
+            request_id="",
+            new_token_ids=[],
+            finish_reason="error",
+            error=RequestError("no room", is_users=is_users, field="max_tokens" if is_users else None),
         )
 
     engine.failure = failing(True)
-    assert error(complete(http), 400)["message"] == "no room"
+    refused = error(complete(http), 400)
+    assert (refused["message"], refused["param"]) == ("no room", "max_tokens")
     engine.failure = failing(False)
     assert error(complete(http), 500)["message"] == "no room"
     engine.failure = None
@@ -114,12 +118,16 @@ def test_the_engines_refusal_is_400_and_its_failure_500(http: httpx.Client, engi
 def test_an_error_before_the_first_token_of_a_stream_has_its_status(
     http: httpx.Client, engine: ScriptedEngine
 ) -> None:
-    engine.failure = EngineOutput(request_id="", new_token_ids=[], finish_reason="error", error="no KV")
+    engine.failure = EngineOutput(
+        request_id="", new_token_ids=[], finish_reason="error", error=RequestError("no KV")
+    )
     assert error(complete(http, stream=True), 500)["message"] == "no KV"
 
 
 def test_an_error_within_a_stream_is_an_event_then_done(http: httpx.Client, engine: ScriptedEngine) -> None:
-    engine.failure = EngineOutput(request_id="", new_token_ids=[], finish_reason="error", error="no KV")
+    engine.failure = EngineOutput(
+        request_id="", new_token_ids=[], finish_reason="error", error=RequestError("no KV")
+    )
     engine.fail_at = 2
     with http.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
