@@ -41,6 +41,9 @@ PAGE_BYTES = 16  # Epoch and generation, 8 bytes each.
 NONCE_BYTES = 32
 CALL_BYTES_MAX = 8 << 20  # Bounds how long a cancel waits: about 2 ms.
 CALL_COPIES_MAX = IOV_MAX - 2  # The epoch page goes before and after.
+NUM_READERS = (
+    2  # One copies at half of memory speed or so; the second joins in for more than one call's worth.
+)
 CLOSE_TIMEOUT_S = 10.0  # A thread ends after the call that it is in.
 
 _PR_SET_PTRACER = 0x59616D61
@@ -78,18 +81,20 @@ class LocalPrepared(Prepared):
 
 @dataclass(eq=False)
 class _Reading:
-    """One posted operation. Only the reader thread touches memory for it."""
+    """One posted operation. Only reader threads touch memory for it; its fields are the queue's to guard."""
 
     op: OpId
     peer: LocalPeer
     batches: Iterator[Copies]
     copied_bytes: int = 0
-    cancelled: bool = False
+    num_running: int = 0  # Batches that a thread is copying right now.
+    stopped: str | None = None  # Why no further batch is begun.
+    is_exhausted: bool = False  # No batch is left to begin.
 
 
 @dataclass
 class _Queue:
-    """What the callers and the reader thread share."""
+    """What the callers and the reader threads share. A reading waits here while it has batches to begin."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     waiting: deque[_Reading] = field(default_factory=deque)
@@ -107,16 +112,18 @@ class LocalTransport(Transport):
         address: Address,
         *,
         thread_cpus: Collection[int] | None = None,
+        num_readers: int = NUM_READERS,
         on_completion: Callable[[], None] | None = None,
     ) -> None:
         self._address = address
         self._thread_cpus = thread_cpus
+        self._num_readers = num_readers
         self._completions = CompletionQueue(on_completion)
         self._identity = Scratch.of(PAGE_BYTES + NONCE_BYTES)
         self._regions: tuple[Region, ...] = ()
         self._registered = False
         self._queue = _Queue()
-        self._thread: threading.Thread | None = None  # Started with the first peer: an owner needs none.
+        self._threads: list[threading.Thread] = []  # Started with the first peer: an owner needs none.
         self._died: str | None = None
 
     @property
@@ -154,10 +161,12 @@ class LocalTransport(Transport):
         with self._queue.changed:
             if self._queue.closed:
                 raise TransferError("the local transport is closed")
-            if self._thread is None:
-                # One copies at memory speed; more would take cores from the engine.
-                self._thread = start_owned_thread(
-                    "baton-local", self._read_queued, on_death=self._fail_all, cpus=self._thread_cpus
+            while len(self._threads) < self._num_readers:
+                name = f"baton-local-{len(self._threads)}"
+                self._threads.append(
+                    start_owned_thread(
+                        name, self._read_queued, on_death=self._fail_all, cpus=self._thread_cpus
+                    )
                 )
         return LocalPeer(address, named)
 
@@ -179,6 +188,8 @@ class LocalTransport(Transport):
             self._queue.by_op[op] = reading
             self._queue.waiting.append(reading)
             self._queue.changed.notify()
+            if copies.total_bytes > CALL_BYTES_MAX:
+                self._queue.changed.notify()  # More than one call: worth a second thread.
             return op
 
     def poll(self) -> list[Completion]:
@@ -190,7 +201,7 @@ class LocalTransport(Transport):
     def cancel(self, op: OpId) -> None:
         with self._queue.changed:
             if reading := self._queue.by_op.get(op):
-                reading.cancelled = True
+                reading.stopped = reading.stopped or "cancelled"
 
     def disconnect(self, peer: PeerHandle) -> None:
         assert isinstance(peer, LocalPeer)
@@ -203,62 +214,85 @@ class LocalTransport(Transport):
         with self._queue.changed:
             self._queue.closed = True
             self._queue.changed.notify_all()
-        if self._thread is not None:
-            join_all([self._thread], CLOSE_TIMEOUT_S)
+        join_all(self._threads, CLOSE_TIMEOUT_S)
 
-    # The reader thread.
+    # The reader threads.
 
     def _read_queued(self) -> None:
         pages = (Scratch.of(PAGE_BYTES), Scratch.of(PAGE_BYTES))
-        while (reading := self._next_reading()) is not None:
-            self._read_one_batch(reading, pages)
+        while (turn := self._next_turn()) is not None:
+            reading, batch = turn
+            if batch is None:
+                self._finish(reading)
+                continue
+            error: str | None = "its reader thread died"
+            try:
+                _read_batch(reading.peer, batch, pages)
+                error = None
+            except TransferError as failure:
+                error = str(failure)
+            finally:
+                if self._end_batch(reading, batch, error):
+                    self._finish(reading)
 
-    def _next_reading(self) -> _Reading | None:
-        """The next operation that has something to do; None when the transport closes and none is left."""
-        with self._queue.changed:
-            self._queue.changed.wait_for(lambda: self._queue.waiting or self._queue.closed)
-            return self._queue.waiting.popleft() if self._queue.waiting else None
+    def _next_turn(self) -> tuple[_Reading, Copies | None] | None:
+        """The longest waiting reading with one call's worth to copy, or without when it is over.
 
-    def _read_one_batch(self, reading: _Reading, pages: tuple[Scratch, Scratch]) -> None:
-        """One call's worth, then to the back of the queue: a long prompt must not hold up a short one."""
-        if stopped := self._reason_to_stop(reading):
-            self._end(reading, stopped)
-            return
-        batch = next(reading.batches, None)
-        if batch is None:
-            self._end(reading, None)
-            return
-        try:
-            _read_batch(reading.peer, batch, pages)
-        except TransferError as error:
-            self._end(reading, str(error))
-            return
-        reading.copied_bytes += batch.total_bytes
+        It goes to the back of the queue: a long prompt must not hold up a short one. None when the transport
+        closes and no reading is left.
+        """
         with self._queue.changed:
-            self._queue.waiting.append(reading)
+            while True:
+                self._queue.changed.wait_for(lambda: self._queue.waiting or self._queue.closed)
+                if not self._queue.waiting:
+                    return None
+                reading = self._queue.waiting.popleft()
+                reading.stopped = reading.stopped or self._reason_to_stop(reading)
+                batch = next(reading.batches, None) if reading.stopped is None else None
+                if batch is not None:
+                    reading.num_running += 1
+                    self._queue.waiting.append(reading)
+                    return reading, batch
+                reading.is_exhausted = True
+                if self._is_over(reading):
+                    return reading, None
+
+    def _end_batch(self, reading: _Reading, batch: Copies, error: str | None) -> bool:
+        """True if that was the last of it."""
+        with self._queue.changed:
+            reading.num_running -= 1
+            if error is None:
+                reading.copied_bytes += batch.total_bytes
+            else:
+                reading.stopped = reading.stopped or error
+            return self._is_over(reading)
+
+    def _is_over(self, reading: _Reading) -> bool:
+        """With the lock held; True once: nobody copies for it, and nobody will."""
+        if not reading.is_exhausted or reading.num_running:
+            return False
+        return self._queue.by_op.pop(reading.op, None) is not None
+
+    def _finish(self, reading: _Reading) -> None:
+        """Without the lock: whoever is told may post the next one at once."""
+        self._completions.finish(reading.op, nbytes=reading.copied_bytes, error=reading.stopped)
 
     def _reason_to_stop(self, reading: _Reading) -> str | None:
-        with self._queue.changed:
-            if reading.cancelled:
-                return "cancelled"
-            return reading.peer.lost or ("the transport was closed" if self._queue.closed else None)
-
-    def _end(self, reading: _Reading, error: str | None) -> None:
-        with self._queue.changed:
-            del self._queue.by_op[reading.op]
-        self._completions.finish(reading.op, nbytes=reading.copied_bytes, error=error)
+        return reading.peer.lost or ("the transport was closed" if self._queue.closed else None)
 
     def _fail_all(self, error: BaseException) -> None:
-        """The reader thread died of a bug: nobody may wait for it."""
+        """A reader thread died of a bug: nobody may wait for it. The other one ends what it is copying."""
         with self._queue.changed:
             self._died = f"the reader thread died: {error!r}"
             self._queue.closed = True
             self._queue.changed.notify_all()
-            readings = list(self._queue.by_op.values())
-            self._queue.by_op.clear()
             self._queue.waiting.clear()
-        for reading in readings:
-            self._completions.finish(reading.op, nbytes=reading.copied_bytes, error=self._died)
+            for reading in self._queue.by_op.values():
+                reading.stopped = self._died
+                reading.is_exhausted = True
+            over = [reading for reading in list(self._queue.by_op.values()) if self._is_over(reading)]
+        for reading in over:
+            self._finish(reading)
 
 
 def _decode_endpoint(address: Address, endpoint: bytes) -> LocalEndpoint:
