@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from baton.contract import host
     from baton.contract.events import KVCacheEvent, KVConnectorKVEvents
     from baton.contract.stats import KVConnectorPromMetrics, KVConnectorStats
+    from baton.core.prefilled import PrefilledTokens
 
 CopyBlocksOp = Callable[
     [dict[str, "torch.Tensor"], dict[str, "torch.Tensor"], list[int], list[int], Literal["h2d", "d2h"]], None
@@ -122,6 +123,21 @@ class KVConnectorSchedulerHalf(ABC):
         `finished_sending`. The params go into the response.
         """
         return False, None
+
+    def take_prefilled_tokens(self, request_id: str) -> PrefilledTokens | None:
+        """Output tokens that the prompt's producer has sampled already; each request's once.
+
+        Baton's addition, asked by hosts that can go on behind them: when the request's load has arrived, or
+        has failed and is computed here. Hosts that do not ask sample these tokens themselves.
+        """
+        return None
+
+    def introduction(self) -> str | None:
+        """Signed text by which consumers of the cluster find this engine; None if it has none to give.
+
+        Baton's addition, for a router that sends both legs of a request at once.
+        """
+        return None
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """KV events since the last call."""

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from baton.contract import host
     from baton.contract.events import KVCacheEvent, KVConnectorKVEvents
     from baton.contract.stats import KVConnectorStats
+    from baton.core.prefilled import PrefilledTokens
 
 
 class TwoHalves(KVConnectorBase_V1):
@@ -114,6 +115,12 @@ class TwoHalves(KVConnectorBase_V1):
         self, request: host.Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler_half.request_finished(request, block_ids)
+
+    def take_prefilled_tokens(self, request_id: str) -> PrefilledTokens | None:
+        return self.scheduler_half.take_prefilled_tokens(request_id)
+
+    def introduction(self) -> str | None:
+        return self.scheduler_half.introduction()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self.scheduler_half.take_events()

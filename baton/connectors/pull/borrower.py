@@ -66,9 +66,9 @@ class _Incoming:
     state: _State
     ticket: Ticket | None = None
     claim: int = 0
+    first_token: int = 0  # Those before it were here already.
     num_moved_tokens: int = 0
-    local_blocks: tuple[int, ...] = ()
-    remote_blocks: tuple[int, ...] = ()
+    block_table: tuple[int, ...] = ()  # From token 0 on.
     fetched_at: float = 0.0
     is_started: bool = False  # Its pairs are known and being read.
     is_unused: bool = False  # Released by us before anything was fetched: no failure.
@@ -139,18 +139,15 @@ class PullBorrower:
         assert incoming.ticket is not None
         ticket = incoming.ticket
         # |<------ num_tokens of the ticket ------>|
-        # | computed here  |   num_external_tokens |      blocks [first, last) have to move
+        # | computed here  |   num_external_tokens |      the latter have to move
         num_computed = ticket.num_tokens - num_external_tokens
         assert num_computed >= 0, "more tokens than the ticket names"
         assert num_computed % self._identity.block_tokens == 0, "local hits are whole blocks"
-        first, last = (
-            num_computed // self._identity.block_tokens,
-            num_blocks(ticket.num_tokens, self._identity),
-        )
+        last = num_blocks(ticket.num_tokens, self._identity)
         assert last <= len(block_ids), "tokens without a block"
+        incoming.first_token = num_computed
         incoming.num_moved_tokens = num_external_tokens
-        incoming.local_blocks = tuple(block_ids[first:last])
-        incoming.remote_blocks = ticket.block_ids[0][first:last]
+        incoming.block_table = tuple(block_ids[:last])
         if incoming.state is _State.ENDED:  # Before, or just now; the host waits for an end all the same.
             incoming.failed_early = False
             self._order_failure(incoming)
@@ -261,8 +258,17 @@ class PullBorrower:
         if producer not in self._known_to_ranks:
             self._known_to_ranks.add(producer)
             self._orders.append(MeetPeer(producer, self._cards[producer]))
-        blocks = (incoming.local_blocks, incoming.remote_blocks)
-        self._orders.append(ReadBlocks(incoming.claim, producer, tuple(pairs), *blocks))
+        self._orders.append(
+            ReadBlocks(
+                incoming.claim,
+                producer,
+                tuple(pairs),
+                incoming.first_token,
+                incoming.num_moved_tokens,
+                incoming.block_table,
+                incoming.ticket.block_ids[0],
+            )
+        )
 
     def _release_unused(self, incoming: _Incoming, now: float) -> None:
         incoming.is_unused = True
@@ -273,7 +279,7 @@ class PullBorrower:
         assert incoming.state is _State.FETCHING, "delivered without a target"
         incoming.state = _State.ENDED
         self._received.add(incoming.request_id)
-        self._stats.record_transfer(_record_of(incoming, now))
+        self._stats.record_transfer(_record_of(incoming, len(self._moved_blocks(incoming)), now))
 
     def _fail(self, incoming: _Incoming, reason: str) -> None:
         if incoming.is_unused or incoming.is_finished:
@@ -294,10 +300,13 @@ class PullBorrower:
             self._order_failure(incoming)
 
     def _order_failure(self, incoming: _Incoming) -> None:
-        self._orders.append(FailedLoad(incoming.request_id, incoming.local_blocks))
+        self._orders.append(FailedLoad(incoming.request_id, self._moved_blocks(incoming)))
+
+    def _moved_blocks(self, incoming: _Incoming) -> tuple[int, ...]:
+        return incoming.block_table[incoming.first_token // self._identity.block_tokens :]
 
 
-def _record_of(incoming: _Incoming, now: float) -> dict[str, Any]:
+def _record_of(incoming: _Incoming, num_moved_blocks: int, now: float) -> dict[str, Any]:
     """One delivered transfer, for logs, metrics and the demo's table."""
     assert incoming.ticket is not None
     ends = incoming.read_ends
@@ -308,11 +317,11 @@ def _record_of(incoming: _Incoming, now: float) -> dict[str, Any]:
         "transfer_id": incoming.ticket.transfer_id,
         "producer": incoming.ticket.producer.engine_id,
         "tokens": incoming.num_moved_tokens,
-        "blocks": len(incoming.local_blocks),
+        "blocks": num_moved_blocks,
         "bytes": nbytes,
         "ms": round((now - incoming.fetched_at) * 1e3, 3),
         "wire_ms": round(wire_s * 1e3, 3),
         "gb_per_s": round(nbytes / wire_s / 1e9, 3) if wire_s > 0 else 0.0,
-        "descriptors": sum(end.num_spans * len(incoming.local_blocks) for end in ends),
+        "descriptors": sum(end.num_descriptors for end in ends),
         "transport": "+".join(sorted({end.transport for end in ends})),
     }

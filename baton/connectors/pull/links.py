@@ -4,7 +4,8 @@
     CONNECTING --connected, planned--> READY               waiting reads are posted
     CONNECTING --no way, or the layouts do not fit--> gone    waiting reads end with the reason
 
-A read ends exactly once, whatever happens to its link. Nothing here blocks the engine's step.
+A claim's read may come in parts; they end together, exactly once, whatever happens to the link. Nothing here
+blocks the engine's step.
 """
 
 from __future__ import annotations
@@ -29,10 +30,26 @@ logger = logging.getLogger(__name__)
 RunInBackground = Callable[[Callable[[], None]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
+@dataclass(slots=True, eq=False)
+class _Parts:
+    """What is known of one pair's read of one claim."""
+
     claim: int
     pair: Pair
+    is_complete: bool = False  # No part will follow.
+    num_open: int = 0
+    error: str = ""  # Of the first part that failed.
+    nbytes: int = 0
+    duration_s: float = 0.0
+    num_descriptors: int = 0
+    transport: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """One part, from here on until it ends."""
+
+    parts: _Parts
     local_blocks: tuple[int, ...]
     remote_blocks: tuple[int, ...]
 
@@ -72,6 +89,7 @@ class PeerLinks:
         self._cards: dict[Address, tuple[RankCard, ...]] = {}
         self._links: dict[tuple[Address, int], _Link] = {}  # By peer and its rank.
         self._running: dict[tuple[str, OpId], tuple[_Read, _Link]] = {}
+        self._parts: dict[tuple[int, Pair], _Parts] = {}  # Whose end has not come.
         self._ended: list[ReadEnd] = []
 
     def meet(self, producer: Address, cards: tuple[RankCard, ...]) -> None:
@@ -83,21 +101,24 @@ class PeerLinks:
         for pair in order.pairs:
             if pair.consumer_rank != self._layout.tp_rank:
                 continue
-            read = _Read(order.claim, pair, order.local_blocks, order.remote_blocks)
             with self._lock:
-                unconnected = self._read(order.producer, read)
+                unconnected = self._read_pair(order, pair)
             if unconnected is not None:
                 self._run_in_background(partial(self._connect, unconnected))
 
     def cancel(self, claim: int) -> None:
         with self._lock:
             for link in self._links.values():
-                for read in [read for read in link.waiting if read.claim == claim]:
+                for read in [read for read in link.waiting if read.parts.claim == claim]:
                     link.waiting.remove(read)
                     self._end(read, "cancelled")
             for (name, op), (read, _) in self._running.items():
-                if read.claim == claim:
+                if read.parts.claim == claim:
                     self._transports[name].cancel(op)
+            for parts in [parts for (of, _), parts in self._parts.items() if of == claim]:
+                parts.is_complete = True
+                parts.error = parts.error or "cancelled"
+                self._settle(parts)
 
     def lose(self, producer: Address) -> None:
         with self._lock:
@@ -116,17 +137,12 @@ class PeerLinks:
                 for completion in transport.poll():
                     read, link = self._running.pop((name, completion.op))
                     assert link.ready is not None
-                    end = ReadEnd(
-                        read.claim,
-                        read.pair,
-                        completion.ok,
-                        completion.nbytes,
-                        completion.duration_s,
-                        link.ready.num_spans,
-                        name,
-                        completion.error or "",
-                    )
-                    self._ended.append(end)
+                    parts = read.parts
+                    parts.nbytes += completion.nbytes
+                    parts.duration_s += completion.duration_s
+                    parts.num_descriptors += link.ready.num_spans * len(read.local_blocks)
+                    parts.transport = name
+                    self._end(read, "" if completion.ok else completion.error or "failed")
             ended, self._ended = self._ended, []
             return ended
 
@@ -134,14 +150,30 @@ class PeerLinks:
     def num_open(self) -> int:
         """Reads whose end has not been taken."""
         with self._lock:
-            waiting = sum(len(link.waiting) for link in self._links.values())
-            return waiting + len(self._running) + len(self._ended)
+            return len(self._parts) + len(self._ended)
 
     # --- With the lock held --------------------------------------------------------------------
 
-    def _read(self, producer: Address, read: _Read) -> _Link | None:
+    def _read_pair(self, order: ReadBlocks, pair: Pair) -> _Link | None:
         """Returns a link that has to be connected."""
-        key = (producer, read.pair.producer_rank)
+        parts = self._parts.setdefault((order.claim, pair), _Parts(order.claim, pair))
+        parts.is_complete |= order.is_last
+        block_tokens = self._layout.block_tokens
+        first, last = order.first_token, order.first_token + order.num_tokens
+        if first % block_tokens or order.layers is not None:
+            parts.error = "parts of blocks and of layers are not read yet"
+        if parts.error or first == last:
+            self._settle(parts)
+            return None
+        blocks = slice(first // block_tokens, -(-last // block_tokens))
+        parts.num_open += 1
+        return self._read(
+            order.producer, _Read(parts, order.local_blocks[blocks], order.remote_blocks[blocks])
+        )
+
+    def _read(self, producer: Address, read: _Read) -> _Link | None:
+        pair = read.parts.pair
+        key = (producer, pair.producer_rank)
         link = self._links.get(key)
         if link is not None and link.ready is not None:
             self._post(link, link.ready, read)
@@ -150,10 +182,10 @@ class PeerLinks:
             link.waiting.append(read)
             return None
         cards = self._cards.get(producer)
-        if cards is None or not read.pair.producer_rank < len(cards):
+        if cards is None or not pair.producer_rank < len(cards):
             self._end(read, "the peer is not known")
             return None
-        link = self._links[key] = _Link(producer, cards[read.pair.producer_rank], waiting=[read])
+        link = self._links[key] = _Link(producer, cards[pair.producer_rank], waiting=[read])
         return link
 
     def _post(self, link: _Link, ready: _Ready, read: _Read) -> None:
@@ -165,8 +197,28 @@ class PeerLinks:
         self._running[ready.transport.name, op] = (read, link)
 
     def _end(self, read: _Read, error: str) -> None:
-        """One that was never posted."""
-        self._ended.append(ReadEnd(read.claim, read.pair, ok=False, error=error))
+        """A part is over; without an error it is here."""
+        parts = read.parts
+        parts.num_open -= 1
+        parts.error = parts.error or error
+        self._settle(parts)
+
+    def _settle(self, parts: _Parts) -> None:
+        if parts.num_open or not parts.is_complete:
+            return
+        del self._parts[parts.claim, parts.pair]
+        self._ended.append(
+            ReadEnd(
+                parts.claim,
+                parts.pair,
+                not parts.error,
+                parts.nbytes,
+                parts.duration_s,
+                parts.num_descriptors,
+                parts.transport,
+                parts.error,
+            )
+        )
 
     def _end_waiting(self, link: _Link, error: str) -> None:
         for read in link.waiting:

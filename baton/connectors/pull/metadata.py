@@ -39,18 +39,29 @@ class LosePeer:
 
 @dataclass(frozen=True, slots=True)
 class ReadBlocks:
-    """For every pair of ranks in `pairs`: copy remote_blocks[i] into local_blocks[i], at once."""
+    """One part of a claim: for every pair of ranks in `pairs`, copy these tokens' KV, at once.
+
+    |<- first_token ->|<- num_tokens ->|           positions in the prompt
+    [ block | block | block | block | block ]      either side's table begins at token 0
+
+    Parts of one claim never overlap, so they may run side by side. A claim's first part names its pairs; a
+    ReadEnd is owed for each of them, once every part up to the last one has ended.
+    """
 
     claim: int
     producer: Address
     pairs: tuple[Pair, ...]
+    first_token: int
+    num_tokens: int  # 0 moves nothing; with `is_last` it says that nothing more will come.
     local_blocks: tuple[int, ...]
-    remote_blocks: tuple[int, ...]
+    remote_blocks: tuple[int, ...]  # Of P's own size; as far as is known.
+    layers: tuple[int, int] | None = None  # Half-open, in P's order; None: all of them.
+    is_last: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class EndReads:
-    """End this claim's reads soon, here; each is still reported."""
+    """End this claim's reads soon, here; no part follows. Every pair that was named is still reported."""
 
     claim: int
 
@@ -74,14 +85,14 @@ class PullMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class ReadEnd:
-    """One pair's read is over; it touches no memory any more."""
+    """All parts of one pair's read are over; it touches no memory any more."""
 
     claim: int
     pair: Pair
-    ok: bool
+    ok: bool  # Every part was.
     nbytes: int = 0
-    duration_s: float = 0.0  # From post to end, the rank's clock.
-    num_spans: int = 0  # Descriptors, before adjacent ones were merged.
+    duration_s: float = 0.0  # From post to end, the rank's clock; of all parts together.
+    num_descriptors: int = 0  # Before adjacent ones were merged.
     transport: str = ""  # Empty: it was never posted.
     error: str = ""
 

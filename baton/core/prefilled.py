@@ -1,0 +1,53 @@
+"""What P sampled while it had the prompt in hand: the first tokens of the answer, with their logprobs.
+
+P computes the first token anyway. It travels inside P's signed ticket, and the consumer goes on behind it
+instead of computing the prompt's last position a second time.
+"""
+
+from math import isfinite
+
+import msgspec
+
+MAX_PREFILLED_TOKENS = 64  # A prefill leg asks for one.
+MAX_PREFILLED_LOGPROBS = 64  # Of one token.
+MAX_TOKEN_ID = 2**32 - 1
+
+
+class PrefilledLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithm."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely token.
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.token_id <= MAX_TOKEN_ID and 0 <= self.rank <= MAX_TOKEN_ID):
+            raise ValueError("a logprob's token_id and rank are u32")
+        if not (isfinite(self.logprob) or self.logprob == -float("inf")):
+            raise ValueError(f"{self.logprob} is no logprob")
+
+
+class PrefilledLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Of one output position: the chosen token, then the most likely ones, best first."""
+
+    chosen: PrefilledLogprob
+    top: tuple[PrefilledLogprob, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.top) > MAX_PREFILLED_LOGPROBS:
+            raise ValueError(f"{len(self.top)} logprobs of one token, at most {MAX_PREFILLED_LOGPROBS}")
+
+
+class PrefilledTokens(msgspec.Struct, frozen=True, array_like=True):
+    """The answer's first tokens, sampled with the request's own parameters."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PrefilledLogprobs, ...] | None = None  # One per token; None if nobody asked for them.
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.token_ids) <= MAX_PREFILLED_TOKENS:
+            raise ValueError(f"{len(self.token_ids)} prefilled tokens, expected 1 to {MAX_PREFILLED_TOKENS}")
+        if not all(0 <= token_id <= MAX_TOKEN_ID for token_id in self.token_ids):
+            raise ValueError("a token id is u32")
+        if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
+            raise ValueError(f"{len(self.logprobs)} logprobs for {len(self.token_ids)} tokens")
