@@ -16,6 +16,7 @@ from baton.contract.base import (
     SupportsHMA,
     supports_hma,
 )
+from baton.contract.errors import ConnectorDead
 from baton.contract.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -55,6 +56,7 @@ __all__ = [
     "AnyRank",
     "BlockRemoved",
     "BlockStored",
+    "ConnectorDead",
     "ConnectorFactory",
     "CopyBlocksOp",
     "EveryRank",

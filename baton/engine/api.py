@@ -130,6 +130,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_load_failures: int = 0  # Requests whose load failed, in this step.
     num_prompt_tokens: int = 0  # Computed, in this step.
     num_generation_tokens: int = 0
+    num_kv_connector_errors: int = 0  # Contained exceptions of the connector's scheduler half, in this step.
+    kv_connector_retired: bool = False  # It failed for good; the engine goes on without it.
     kv_connector_stats: dict[str, Any] | None = None  # KVConnectorStats.to_dict() of this step.
 
 

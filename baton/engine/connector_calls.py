@@ -1,23 +1,42 @@
-"""The scheduler's questions to the connector about one request, with the blast contained.
+"""All that the scheduler asks of the connector, with the blast contained.
 
-Whatever the connector raises there is about that request: it is recomputed where nothing has been promised
-yet, and failed where something may have been. The engine and every other request go on. What a connector
-raises in its per-step methods (`build_connector_meta`, ...) concerns everybody and is not caught here.
+What it raises about one request costs that request: it is recomputed where nothing has been promised yet,
+and failed where something may have been. The engine and every other request go on.
+
+What it raises about a whole step (`build_connector_meta`, ...) costs what it had to say in that step. After
+STEP_ERRORS_MAX such steps in a row, or at once if it says itself that it is dead (`ConnectorDead`), it is
+*retired*: a null half takes its place, so that prompts are computed here, and only `shutdown` reaches it
+still. A retired connector does not come back; the engine has to be restarted for that.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from baton.contract import KVConnectorSchedulerHalf, SupportsHMA
+from baton.contract import (
+    ConnectorDead,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorSchedulerHalf,
+    KVConnectorStats,
+    NullSchedulerHalf,
+    SupportsHMA,
+)
+from baton.contract.events import KVCacheEvent
 from baton.core.errors import UserError
 from baton.engine.api import RequestError
 from baton.engine.kv_cache import KVCacheBlocks
 from baton.engine.request import Request
+from baton.engine.step import SchedulerOutput
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+STEP_ERRORS_MAX = 3  # Steps in a row. One bad step may be one bad peer; three are a broken connector.
 
 
 class RequestFault(Exception):
@@ -41,8 +60,16 @@ NO_MATCH = Match(0, False)
 
 class ConnectorCalls:
     def __init__(self, half: KVConnectorSchedulerHalf) -> None:
-        self._half = half
         self.num_errors = 0  # Exceptions and impossible answers, since start.
+        self.is_retired = False
+        self._half = half  # Whom to ask.
+        self._owned = half  # Whom to shut down.
+        self._num_errors_taken = 0
+        self._num_bad_steps = 0  # In a row.
+        self._step_error: str | None = None  # The first of this step, or since the last one.
+        self._is_dead = False
+
+    # --- One request -----------------------------------------------------------------------------
 
     def announce(self, request: Request) -> None:
         """Raises RequestFault if the connector says that the request is wrong."""
@@ -102,6 +129,93 @@ class ConnectorCalls:
         except Exception:
             self._count_error("request_finished", request)
             return False, None
+
+    # --- One step --------------------------------------------------------------------------------
+
+    def build_meta(self, output: SchedulerOutput) -> KVConnectorMetadata | None:
+        """None: ranks hear nothing in this step, and what was to be loaded in it is not."""
+        if self.is_retired:
+            return None
+        return self._contain("build_connector_meta", lambda: self._half.build_connector_meta(output), None)
+
+    def take_report(self, report: KVConnectorOutput) -> None:
+        """The connector may add to the report's ids."""
+        self._contain("update_connector_output", lambda: self._half.update_connector_output(report), None)
+        report.finished_sending = self._ids(report.finished_sending)
+        report.finished_recving = self._ids(report.finished_recving)
+
+    def step_stats(self, of_workers: KVConnectorStats | None) -> dict[str, Any] | None:
+        def merge() -> dict[str, Any] | None:
+            own = self._half.get_kv_connector_stats()
+            if own is None or of_workers is None:
+                one = own if own is not None else of_workers
+                return None if one is None else one.to_dict()
+            return of_workers.aggregate(own).to_dict()
+
+        return self._contain("get_kv_connector_stats", merge, None)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        return self._contain("take_events", lambda: list(self._half.take_events()), [])
+
+    def has_pending_block_frees(self) -> bool:
+        return self._contain("has_pending_block_frees", self._half.has_pending_block_frees, False)
+
+    def has_pending_push_work(self) -> bool:
+        return self._contain("has_pending_push_work", self._half.has_pending_push_work, False)
+
+    def end_step(self) -> str | None:
+        """Why the connector is to be retired now, if it is."""
+        if self.is_retired:
+            return None
+        error, self._step_error = self._step_error, None
+        self._num_bad_steps = 0 if error is None else self._num_bad_steps + 1
+        if self._is_dead or self._num_bad_steps >= STEP_ERRORS_MAX:
+            return error
+        return None
+
+    # --- Its whole life --------------------------------------------------------------------------
+
+    def retire(self) -> None:
+        """Ask it nothing more. What it holds stays held: it may not even know any more who uses what."""
+        self.is_retired = True
+        self._half = NullSchedulerHalf()
+
+    def reset_cache(self) -> bool:
+        return self._contain("reset_cache", lambda: self._half.reset_cache() is not False, False)
+
+    def take_num_errors(self) -> int:
+        """Since the last call."""
+        taken, self._num_errors_taken = self.num_errors - self._num_errors_taken, self.num_errors
+        return taken
+
+    def shutdown(self) -> None:
+        """Raises what a connector in use raises; of a retired one nothing else was to be expected."""
+        try:
+            self._owned.shutdown()
+        except Exception:
+            if not self.is_retired:
+                raise
+            logger.exception("the retired connector could not shut down")
+
+    def _contain(self, method: str, call: Callable[[], T], otherwise: T) -> T:
+        try:
+            return call()
+        except Exception as error:
+            self.num_errors += 1
+            self._is_dead = self._is_dead or isinstance(error, ConnectorDead)
+            logger.exception("the connector raised in %s; the engine goes on", method)
+            if self._step_error is None:
+                self._step_error = f"{method}: {type(error).__name__}: {error}"
+            return otherwise
+
+    def _ids(self, ids: Any) -> set[str] | None:
+        """What a connector added need not be what the contract says."""
+        if ids is None or (isinstance(ids, set) and all(isinstance(i, str) for i in ids)):
+            return ids
+        self.num_errors += 1
+        self._step_error = self._step_error or "update_connector_output: what it added are no request ids"
+        logger.error("the connector reported %.200r, which are no request ids", ids)
+        return {i for i in ids if isinstance(i, str)} if isinstance(ids, set) else None
 
     def _count_error(self, method: str, request: Request) -> None:
         self.num_errors += 1

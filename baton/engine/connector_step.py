@@ -10,7 +10,8 @@
                                         stats, events, worker meta
                                         clear_connector_metadata
 
-Steps without tokens run the same sequence. `clear_connector_metadata` is always last, also when the model
+Steps without tokens run the same sequence; a step without metadata (the scheduler half failed, or is retired)
+has no part of it. `clear_connector_metadata` is always last, also when the model
 raises, which is ours and fatal. What a *connector* raises never leaves this module: it is logged, and turned
 into what keeps every token right:
 
@@ -63,11 +64,13 @@ class ConnectorStep:
         self._context = context
         self._block_size = block_size
         self._is_bound = False
-        context.worker_half = _ContainedHooks(half, self)
+        if scheduler_output.kv_connector_metadata is not None:
+            context.worker_half = _ContainedHooks(half, self)
 
     def __enter__(self) -> Self:
         metadata = self._scheduler_output.kv_connector_metadata
-        assert metadata is not None, "the scheduler attaches metadata to every step"
+        if metadata is None:
+            return self
         self._load("handle_preemptions", lambda: self._half.handle_preemptions(metadata))
         self._bind(metadata)
         if self._scheduler_output.has_sync_kv_loads:
@@ -80,6 +83,8 @@ class ConnectorStep:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._scheduler_output.kv_connector_metadata is None:
+            return
         try:
             if error is None:
                 self._finish()

@@ -110,6 +110,7 @@ class CoreLoop:
             stats != self._last_stats
             or stats.num_preempted
             or stats.num_kv_load_failures
+            or stats.num_kv_connector_errors
             or stats.external_prefix_cache_queries
             or stats.kv_connector_stats
         )

@@ -84,6 +84,7 @@ class RemoteKV:
         self._policy = policy
         self._loading: dict[str, Load] = {}
         self._sync_loads: dict[str, Load] = {}  # Of the step in flight.
+        self._parked: list[Request] = []  # In the making of the step in flight.
         self._held: dict[str, _Hold] = {}
         self.num_ignored_reports = 0
 
@@ -119,6 +120,7 @@ class RemoteKV:
         self._loading[request.request_id] = Load(
             request, num_local_tokens, num_external_tokens, request.num_computed_tokens
         )
+        self._parked.append(request)
 
     def note_sync_load(self, request: Request, num_local_tokens: int, num_external_tokens: int) -> None:
         """The step in flight loads these before it computes."""
@@ -129,6 +131,20 @@ class RemoteKV:
     def forget_sync_loads(self) -> None:
         """The step that made them is over."""
         self._sync_loads.clear()
+        self._parked.clear()
+
+    def find_unheard(self) -> tuple[set[int], list[Request]]:
+        """No rank heard of what the step in flight was to load: (blocks that its synchronous loads have not
+        filled, requests that wait for a load which nobody may ever report)."""
+        unfilled: set[int] = set()
+        for request_id, load in self._sync_loads.items():
+            first = load.num_local_tokens // self._kv_cache.block_size
+            last = -(-(load.num_local_tokens + load.num_external_tokens) // self._kv_cache.block_size)
+            unfilled.update(self._kv_cache.get_block_ids(request_id)[0][first:last])
+        return unfilled, [request for request in self._parked if request.request_id in self._loading]
+
+    def loading_requests(self) -> list[Request]:
+        return [load.request for load in self._loading.values()]
 
     # --- Failures --------------------------------------------------------------------------------
 

@@ -22,8 +22,10 @@ Imports no torch and reads no clock.
 from __future__ import annotations
 
 import enum
+import logging
 from bisect import insort
 from collections.abc import Iterable
+from typing import Any
 
 from baton.contract import KVConnectorOutput, KVConnectorSchedulerHalf
 from baton.contract.events import KVCacheEvent
@@ -46,6 +48,8 @@ from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from baton.engine.step_builder import StepBuilder
 from baton.engine.step_counts import StepCounts
 from baton.engine.waiting import WaitingQueue
+
+logger = logging.getLogger(__name__)
 
 
 class _Admission(enum.Enum):
@@ -70,7 +74,6 @@ class Scheduler:
         policy = transfer.kv_load_failure_policy if transfer is not None else "recompute"
         self.remote = RemoteKV(self.kv_cache, policy)
 
-        self._half = scheduler_half
         self._connector = ConnectorCalls(scheduler_half)
         self._limits = config.scheduler_config
         self._num_tokens_max = min(config.model_config.max_model_len, self.kv_cache.num_tokens_max + 1)
@@ -116,17 +119,18 @@ class Scheduler:
         """Whether there is a reason to step: also transfers to finish, ranks to tell, outputs to hand out."""
         return bool(
             self.has_unfinished_requests()
-            or self.remote.num_held
+            # What a retired connector held never comes back.
+            or (self.remote.num_held and not self._connector.is_retired)
             or self._finished_ids
             or self._outputs
-            or self._half.has_pending_push_work()
+            or self._connector.has_pending_push_work()
         )
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         """False, with nothing forgotten, while any request holds blocks or if the connector could not."""
         if not self.kv_cache.reset_prefix_cache():
             return False
-        return not reset_connector or self._half.reset_cache() is not False
+        return not reset_connector or self._connector.reset_cache()
 
     def take_events(self) -> list[KVCacheEvent]:
         """KV events since the last call. Empty unless `enable_kv_events`; then somebody has to call this."""
@@ -134,7 +138,7 @@ class Scheduler:
         return events
 
     def shutdown(self) -> None:
-        self._half.shutdown()
+        self._connector.shutdown()
 
     # --- Deciding a step -------------------------------------------------------------------------
 
@@ -156,7 +160,7 @@ class Scheduler:
                 index += 1
                 continue
             step.is_short_of_blocks = True
-            if self._half.has_pending_block_frees():
+            if self._connector.has_pending_block_frees():
                 index += 1  # Blocks are on their way: skip a step rather than compute everything again.
             else:
                 self._preempt_last(step)  # Perhaps this very request; those before it have their blocks.
@@ -235,7 +239,7 @@ class Scheduler:
     def _close(self, step: StepBuilder) -> SchedulerOutput:
         finished_ids, self._finished_ids = self._finished_ids, set()
         output = step.finish_output(finished_ids)
-        output.kv_connector_metadata = self._half.build_connector_meta(output)
+        output.kv_connector_metadata = self._connector.build_meta(output)
         step.count_as_computed()
         self._counts.num_prompt_tokens += step.num_prompt_tokens
         return output
@@ -308,13 +312,18 @@ class Scheduler:
         report = result.kv_connector_output
         if report is None:
             report = KVConnectorOutput()
+        if step.kv_connector_metadata is None:
+            self._give_up_loads_of_step(report)
         failures = self._find_load_failures(report)
         self._take_tokens(result, failures)
         for request in failures.to_fail:
             self._fail(request, RequestFault(_LOAD_FAILED))
         self._handle_transfers(report)
-        stats = self._make_stats(report)
+        connector_stats = self._connector.step_stats(report.kv_connector_stats)
         self._gather_events()
+        if (reason := self._connector.end_step()) is not None:
+            self._retire_connector(reason)
+        stats = self._make_stats(connector_stats)
         outputs, self._outputs = self._outputs, []
         return EngineOutputs(outputs=outputs, stats=stats)
 
@@ -389,7 +398,7 @@ class Scheduler:
         return None
 
     def _handle_transfers(self, report: KVConnectorOutput) -> None:
-        self._half.update_connector_output(report)  # It may add to the two sets.
+        self._connector.take_report(report)
         if report.finished_recving:
             arrived, to_free = self.remote.take_arrived(report.finished_recving)
             for request in arrived:
@@ -397,6 +406,29 @@ class Scheduler:
             self._forget(to_free)
         if report.finished_sending:
             self._forget(self.remote.take_sent(report.finished_sending))
+
+    # --- A connector that fails ------------------------------------------------------------------
+
+    def _give_up_loads_of_step(self, report: KVConnectorOutput) -> None:
+        """The connector could not say what was to be loaded."""
+        unfilled, unheard = self.remote.find_unheard()
+        report.invalid_block_ids |= unfilled
+        for request in unheard:
+            self._fail(request, RequestFault(_CONNECTOR_FAILED))
+
+    def _retire_connector(self, reason: str) -> None:
+        """Go on without it. What it lent, or may still be filling, stays held: nobody knows until when."""
+        self._connector.retire()
+        loading = self.remote.loading_requests()
+        logger.critical(
+            "the KV connector is retired, and prompts are computed here from now on; restart this engine "
+            "(%d requests were loading and end with an error, %d hold blocks for good; last error: %s)",
+            len(loading),
+            self.remote.num_held + len(loading),
+            reason,
+        )
+        for request in loading:
+            self._fail(request, RequestFault(_CONNECTOR_FAILED))
 
     # --- Ends ------------------------------------------------------------------------------------
 
@@ -456,10 +488,7 @@ class Scheduler:
 
     # --- Reports ---------------------------------------------------------------------------------
 
-    def _make_stats(self, report: KVConnectorOutput) -> SchedulerStats:
-        connector_stats = report.kv_connector_stats
-        if (own := self._half.get_kv_connector_stats()) is not None:
-            connector_stats = own if connector_stats is None else connector_stats.aggregate(own)
+    def _make_stats(self, connector_stats: dict[str, Any] | None) -> SchedulerStats:
         counts, self._counts = self._counts, StepCounts()
         return counts.to_stats(
             num_running=len(self.running),
@@ -467,16 +496,21 @@ class Scheduler:
             num_waiting_for_remote_kvs=self.remote.num_loading,
             num_delayed_free=self.remote.num_held,
             kv_cache_usage=self.kv_cache.usage,
-            kv_connector_stats=None if connector_stats is None else connector_stats.to_dict(),
+            num_kv_connector_errors=self._connector.take_num_errors(),
+            kv_connector_retired=self._connector.is_retired,
+            kv_connector_stats=connector_stats,
         )
 
     def _gather_events(self) -> None:
-        of_connector = self._half.take_events()
+        of_connector = self._connector.take_events()
         if self.config.enable_kv_events:
             self._events += self.kv_cache.block_pool.take_events()
             self._events += of_connector
 
 
+_CONNECTOR_FAILED = RequestError(
+    "the KV connector of this engine failed while the KV of this prompt was being loaded"
+)
 _LOAD_FAILED = RequestError("the KV of this prompt could not be loaded, and kv_load_failure_policy is 'fail'")
 
 

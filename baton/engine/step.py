@@ -58,6 +58,7 @@ class SchedulerOutput:
     finished_req_ids: set[str] = field(default_factory=set)  # Since the previous step; ranks forget them.
     preempted_req_ids: set[str] = field(default_factory=set)
     has_sync_kv_loads: bool = False
+    # None: the connector could not say anything, or is retired; no worker half takes part in this step.
     kv_connector_metadata: KVConnectorMetadata | None = None
 
 

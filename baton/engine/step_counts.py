@@ -35,6 +35,8 @@ class StepCounts:
         num_waiting_for_remote_kvs: int,
         num_delayed_free: int,
         kv_cache_usage: float,
+        num_kv_connector_errors: int,
+        kv_connector_retired: bool,
         kv_connector_stats: dict[str, Any] | None,
     ) -> SchedulerStats:
         return SchedulerStats(
@@ -51,5 +53,7 @@ class StepCounts:
             num_kv_load_failures=self.num_kv_load_failures,
             num_prompt_tokens=self.num_prompt_tokens,
             num_generation_tokens=self.num_generation_tokens,
+            num_kv_connector_errors=num_kv_connector_errors,
+            kv_connector_retired=kv_connector_retired,
             kv_connector_stats=kv_connector_stats,
         )

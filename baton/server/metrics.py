@@ -4,10 +4,12 @@ Every series carries `model_name` and `engine` (always "0": one server, one engi
 from the exposition format.
 
     gauges      num_requests_running, num_requests_waiting, kv_cache_usage_perc,
-                num_requests_waiting_for_remote_kvs, num_requests_delayed_free
+                num_requests_waiting_for_remote_kvs, num_requests_delayed_free,
+                kv_connector_retired (1: the KV connector failed for good, and the engine goes on without it)
     counters    prompt_tokens, generation_tokens, num_preemptions, prefix_cache_queries, prefix_cache_hits,
                 external_prefix_cache_queries, external_prefix_cache_hits (tokens),
-                request_success{finished_reason}, kv_load_failures (requests)
+                request_success{finished_reason}, kv_load_failures (requests),
+                kv_connector_errors (contained exceptions of its scheduler half)
     histograms  time_to_first_token_seconds, inter_token_latency_seconds,
                 request_time_per_output_token_seconds, e2e_request_latency_seconds,
                 request_prompt_tokens, request_generation_tokens, request_params_max_tokens
@@ -91,6 +93,8 @@ class EngineMetrics:
         )
         self._external_hits = make.counter("external_prefix_cache_hits", "Tokens that the KV connector had.")
         self._load_failures = make.counter("kv_load_failures", "Requests whose KV could not be loaded.")
+        self._retired = make.gauge("kv_connector_retired", "1: the KV connector failed for good; restart.")
+        self._connector_errors = make.counter("kv_connector_errors", "Exceptions of the KV connector.")
 
     def observe(self, stats: SchedulerStats) -> None:
         self._running.set(stats.num_running)
@@ -106,6 +110,8 @@ class EngineMetrics:
         self._external_queries.inc(stats.external_prefix_cache_queries)
         self._external_hits.inc(stats.external_prefix_cache_hits)
         self._load_failures.inc(stats.num_kv_load_failures)
+        self._retired.set(stats.kv_connector_retired)
+        self._connector_errors.inc(stats.num_kv_connector_errors)
 
 
 class TransferRecord(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ import torch
 
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf
 from baton.connectors.pull.cache_layout import layout_of
+from baton.contract import ConnectorDead
 from baton.core.errors import ConfigError
 from baton.core.ids import Address, EngineId, Epoch
 from baton.protocol.messages import Envelope, Stranger, encode_envelope
@@ -117,7 +118,7 @@ def test_the_death_of_the_control_thread_is_heard(
     monkeypatch.setattr(half._agent, "wake", breaks)
     half._control._channel.wake()  # type: ignore[attr-defined]
     wait_until(lambda: not half._control._thread.is_alive())  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match="control thread of the pull connector died"):
+    with pytest.raises(ConnectorDead, match="control thread of the pull connector died"):
         half.build_connector_meta(None)  # type: ignore[arg-type]
 
 

@@ -6,7 +6,7 @@ import pytest
 from engine_core_fakes import FACTORY, FakeSchedulerHalf, FakeWorkerHalf, factory
 
 from baton.bench import step_overhead
-from baton.contract import KVConnectorTransferResults
+from baton.contract import ConnectorDead, KVConnectorTransferResults
 from baton.core.config import KVTransferConfig
 from baton.core.errors import ConfigError
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
@@ -171,3 +171,29 @@ def test_the_overhead_benchmark_runs() -> None:
     rows = step_overhead.run(num_steps=2)
     assert [row.num_running for row in rows] == list(step_overhead.BUDGET_MS)
     assert all(row.total_ms > 0 for row in rows)
+
+
+# --- The scheduler half ---------------------------------------------------------------------------------
+
+
+def test_without_its_scheduler_half_the_engine_goes_on_and_its_worker_halves_are_left_alone(
+    world: World, reference: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(scheduler_output: Any) -> Any:
+        raise ConnectorDead("its thread has ended")
+
+    monkeypatch.setattr(world.scheduler, "build_connector_meta", dies)
+    world.add(request("long", LONG), request("short", SHORT, matched=2, is_async=True))
+    before = list(world.worker.transcript)
+    while world.core.has_requests:
+        world.step()
+    assert world.worker.transcript == before
+    assert world.tokens_of("long") == reference["long"]
+    end = world.end_of("short")
+    assert end is not None
+    assert end.error is not None
+    assert "connector" in end.error.message
+    world.add(request("again", SHORT, matched=2, is_async=True))
+    while world.core.has_requests:
+        world.step()
+    assert world.tokens_of("again") == reference["short"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.contract import KVConnectorMetadata, KVConnectorOutput, KVConnectorSchedulerHalf
+from baton.contract.events import KVCacheEvent
 from baton.contract.null import NullConnectorMetadata
 from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig, ModelConfig, SchedulerConfig
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, SamplingParams
@@ -153,6 +154,7 @@ class FakeHalf(KVConnectorSchedulerHalf):
         )
         self.on_new: Callable[[Any], None] = lambda request: None
         self.on_alloc: Callable[[Any, int], None] = lambda request, external: None
+        self.on_step: Callable[[str], None] = lambda method: None  # In each method that is about no request.
         self.frees_are_pending = False
         self.has_push_work = False
         self.is_shut_down = False
@@ -202,9 +204,11 @@ class FakeHalf(KVConnectorSchedulerHalf):
             self.sync_loads.append(load)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        self.on_step("build_connector_meta")
         return NullConnectorMetadata()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.on_step("update_connector_output")
         self.reports.append(connector_output)
         if self.adds_sent:
             connector_output.finished_sending = (connector_output.finished_sending or set()) | self.adds_sent
@@ -217,10 +221,19 @@ class FakeHalf(KVConnectorSchedulerHalf):
         self.finished_blocks[request.request_id] = block_ids
         return self.lends(request, block_ids)
 
+    def take_events(self) -> list[KVCacheEvent]:
+        self.on_step("take_events")
+        return []
+
+    def get_kv_connector_stats(self) -> None:
+        self.on_step("get_kv_connector_stats")
+
     def has_pending_block_frees(self) -> bool:
+        self.on_step("has_pending_block_frees")
         return self.frees_are_pending
 
     def has_pending_push_work(self) -> bool:
+        self.on_step("has_pending_push_work")
         return self.has_push_work
 
     def shutdown(self) -> None:
@@ -364,7 +377,7 @@ class World:
         report, self.report = self.report, KVConnectorOutput()
         loads, self.half.sync_loads = self.half.sync_loads, []
         assert output.has_sync_kv_loads == bool(loads)
-        for load in loads:
+        for load in loads if output.kv_connector_metadata is not None else ():
             bad = self.bad_sync_blocks(load)
             self.ranks.fill(load, bad)
             report.invalid_block_ids |= bad

@@ -47,6 +47,8 @@ def test_the_names_are_frozen() -> None:
         "baton:external_prefix_cache_queries",
         "baton:external_prefix_cache_hits",
         "baton:kv_load_failures",
+        "baton:kv_connector_retired",
+        "baton:kv_connector_errors",
         "baton:kv_transfer_bytes",
         "baton:kv_transfer_seconds",
         "baton:kv_transfer_failures",

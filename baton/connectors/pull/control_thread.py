@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from baton.connectors.pull.agent import PullAgent
+from baton.contract import ConnectorDead
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address
 from baton.protocol.messages import Envelope, decode_envelope, encode_envelope
@@ -64,7 +65,7 @@ class ControlThread:
     def raise_if_dead(self) -> None:
         """For the owner, each step: without this thread no lease is kept."""
         if self._death is not None:
-            raise RuntimeError("the control thread of the pull connector died") from self._death
+            raise ConnectorDead("the control thread of the pull connector died") from self._death
 
     def close(self, timeout_s: float) -> None:
         self._closing = True
