@@ -7,6 +7,16 @@ import msgspec
 
 from baton.core.errors import ConfigError
 
+_POSITIVE = (
+    "ttl_s",
+    "round_trip_max_s",
+    "deadline_s",
+    "loan_max_s",
+    "grant_every_s",
+    "silence_s",
+    "hold_s",
+)
+
 
 class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Raises ConfigError when the durations contradict each other."""
@@ -17,9 +27,12 @@ class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     round_trip_max_s: float = 1.0  # Slower answers count as lost.
     deadline_s: float = 120.0  # D: one handoff, from start to outcome.
     loan_max_s: float = 180.0  # P: one loan, however often it is renewed.
+    grant_every_s: float = 2.0  # D: heartbeat of a push that it waits for.
+    silence_s: float = 10.0  # D: a producer that says nothing for so long is given up.
+    hold_s: float = 30.0  # P: a consumer that is not heard of for so long is forgotten; either leg's wait.
 
     def __post_init__(self) -> None:
-        for name in ("ttl_s", "round_trip_max_s", "deadline_s", "loan_max_s"):
+        for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ConfigError("must be positive", field=f"timers.{name}")
         if not 0 <= self.drift_max < 1:
@@ -40,6 +53,17 @@ class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"{(self.deadline_s + self.ttl_s) / (1 - self.drift_max):g} s, "
                 "or it cuts off an honest consumer",
                 field="timers.loan_max_s",
+            )
+
+        if self.silence_s < 2 * self.grant_every_s + self.round_trip_max_s:
+            raise ConfigError(
+                "must be at least 2 * grant_every_s + round_trip_max_s, or one lost answer ends a push",
+                field="timers.silence_s",
+            )
+        if self.hold_s < self.silence_s * (1 + self.drift_max):
+            raise ConfigError(
+                "must be at least silence_s * (1 + drift_max), or P forgets consumers that still wait",
+                field="timers.hold_s",
             )
 
     @property

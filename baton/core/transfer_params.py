@@ -3,6 +3,14 @@
 A router sends `{"do_remote_decode": true}` with the prefill leg. The producer's answer carries vLLM's keys,
 so that existing proxies hand it on unchanged to the decode leg, and one more, `baton_ticket`: the signed
 part, and the only part that a consumer believes.
+
+A router that streams sends both legs at once, with one `transfer_id`; the decode leg carries the producer's
+signed `baton_introduction` instead of a ticket, which then comes from the producer itself.
+
+    do_remote_decode                                      Compute    P
+    do_remote_decode, baton_ticket                        Compute    P; the ticket is of the turn before
+    do_remote_prefill, baton_ticket                       Fetch      D
+    do_remote_prefill, transfer_id, baton_introduction    Stream     D
 """
 
 from collections.abc import Mapping
@@ -15,14 +23,19 @@ from baton.core.ids import EngineId, TransferId
 
 FIELD = "kv_transfer_params"
 MAX_TICKET_CHARS = 1 << 20  # A ticket of 128k tokens in 16-token blocks is below 64 KiB.
+MAX_INTRODUCTION_CHARS = 1 << 13
 MAX_BLOCK_ID = 2**32 - 1
 MAX_TRANSFER_ID_CHARS = 256
 
 
 class Compute(msgspec.Struct, frozen=True):
-    """Prefill here and hold the blocks for whoever brings the ticket."""
+    """Prefill here and hold the blocks for whoever brings the ticket.
+
+    `ticket`: another engine holds the KV of the beginning of the prompt, which is an earlier turn.
+    """
 
     transfer_id: TransferId | None = None
+    ticket: str | None = None
 
 
 class Fetch(msgspec.Struct, frozen=True):
@@ -35,7 +48,18 @@ class Fetch(msgspec.Struct, frozen=True):
     remote_engine_id: EngineId
 
 
-KVTransferParams: TypeAlias = Compute | Fetch
+class Stream(msgspec.Struct, frozen=True):
+    """Decode here; the introduced producer computes the prompt now, under the same `transfer_id`.
+
+    `remote_engine_id` is unsigned; it is kept to be compared with the introduction's.
+    """
+
+    transfer_id: TransferId
+    introduction: str
+    remote_engine_id: EngineId
+
+
+KVTransferParams: TypeAlias = Compute | Fetch | Stream
 
 
 def parse_transfer_params(raw: Mapping[str, Any] | None) -> KVTransferParams | None:
@@ -52,22 +76,26 @@ def parse_transfer_params(raw: Mapping[str, Any] | None) -> KVTransferParams | N
             field=FIELD,
         )
     if decode_elsewhere:
-        transfer_id = _optional(raw, "transfer_id", str)
-        if transfer_id is not None and not 0 < len(transfer_id) <= MAX_TRANSFER_ID_CHARS:
-            raise BadTransferParams(
-                f"must have 1 to {MAX_TRANSFER_ID_CHARS} characters", field=f"{FIELD}.transfer_id"
-            )
-        return Compute(TransferId(transfer_id) if transfer_id is not None else None)
+        transfer_id = _sized(raw, "transfer_id", MAX_TRANSFER_ID_CHARS)
+        ticket = _sized(raw, "baton_ticket", MAX_TICKET_CHARS)
+        return Compute(TransferId(transfer_id) if transfer_id is not None else None, ticket)
     if prefilled_elsewhere:
-        return _parse_fetch(raw)
+        return _parse_decode_leg(raw)
     return None
 
 
-def _parse_fetch(raw: Mapping[str, Any]) -> Fetch:
-    ticket = _required(raw, "baton_ticket", str)
-    if not 0 < len(ticket) <= MAX_TICKET_CHARS:
+def _parse_decode_leg(raw: Mapping[str, Any]) -> Fetch | Stream:
+    ticket = _sized(raw, "baton_ticket", MAX_TICKET_CHARS)
+    introduction = _sized(raw, "baton_introduction", MAX_INTRODUCTION_CHARS)
+    transfer_id = _sized(raw, "transfer_id", MAX_TRANSFER_ID_CHARS)
+    if ticket is None and introduction is None:
         raise BadTransferParams(
-            f"must have 1 to {MAX_TICKET_CHARS} characters", field=f"{FIELD}.baton_ticket"
+            "is missing; do_remote_prefill needs the producer's answer whole, or its baton_introduction",
+            field=f"{FIELD}.baton_ticket",
+        )
+    if ticket is None and transfer_id is None:
+        raise BadTransferParams(
+            "is missing; with baton_introduction it names the prefill leg", field=f"{FIELD}.transfer_id"
         )
     engine_id = _required(raw, "remote_engine_id", str)
     # vLLM's keys are hints that we do not believe; a wrong type still means that the sender is confused.
@@ -76,7 +104,11 @@ def _parse_fetch(raw: Mapping[str, Any]) -> Fetch:
     _ranged(raw, "remote_port", 1, 65535)
     _ranged(raw, "tp_size", 1, 4096)
     _check_block_ids(raw.get("remote_block_ids"))
-    return Fetch(ticket, EngineId(engine_id))
+    if ticket is not None:
+        return Fetch(ticket, EngineId(engine_id))
+    assert introduction is not None
+    assert transfer_id is not None
+    return Stream(TransferId(transfer_id), introduction, EngineId(engine_id))
 
 
 def _check_block_ids(value: Any) -> None:
@@ -121,6 +153,13 @@ def _optional(raw: Mapping[str, Any], key: str, kind: type[str]) -> str | None:
     return value
 
 
+def _sized(raw: Mapping[str, Any], key: str, max_chars: int) -> str | None:
+    value = _optional(raw, key, str)
+    if value is not None and not 0 < len(value) <= max_chars:
+        raise BadTransferParams(f"must have 1 to {max_chars} characters", field=f"{FIELD}.{key}")
+    return value
+
+
 def _ranged(raw: Mapping[str, Any], key: str, low: int, high: int) -> None:
     value = raw.get(key)
     if value is None:
@@ -134,13 +173,22 @@ def _ranged(raw: Mapping[str, Any], key: str, low: int, high: int) -> None:
 def to_wire(params: KVTransferParams) -> dict[str, Any]:
     """The inverse of parsing, without vLLM's hints."""
     match params:
-        case Compute(transfer_id):
-            return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+        case Compute(transfer_id, ticket):
+            leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+            return leg if ticket is None else {**leg, "baton_ticket": ticket}
         case Fetch(ticket, remote_engine_id):
             return {
                 "do_remote_decode": False,
                 "do_remote_prefill": True,
                 "baton_ticket": ticket,
+                "remote_engine_id": remote_engine_id,
+            }
+        case Stream(transfer_id, introduction, remote_engine_id):
+            return {
+                "do_remote_decode": False,
+                "do_remote_prefill": True,
+                "transfer_id": transfer_id,
+                "baton_introduction": introduction,
                 "remote_engine_id": remote_engine_id,
             }
         case _:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from baton.core.ids import Address, LoanId, Pair
+from baton.core.ids import Address, BlockId, LoanId, Pair
 
 if TYPE_CHECKING:  # An effect may be a message on its way out.
     from baton.protocol.handshake import RankCard
     from baton.protocol.messages import Message, Welcome
+    from baton.protocol.ticket import Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,53 @@ class FreeTarget:
     claim: int
 
 
+# --- Push, D --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """These tokens of the prompt, in these layers (half-open; None: all)."""
+
+    first_token: int
+    num_tokens: int
+    layers: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEarly:
+    """Read this part now; more of this claim will follow, and no part overlaps another.
+
+    From the first one on, `read_ended` is owed for each pair, once: after `CancelReads`, or after the
+    `StartReads` of the same claim. Then the claim may be read afresh.
+    """
+
+    claim: int
+    pairs: tuple[Pair, ...]
+    part: Part
+    block_ids: tuple[tuple[BlockId, ...], ...]  # P's, per cache group, from token 0 on.
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTicket:
+    """Open and check it (`open_ticket`, `check_ticket`), then call `PushConsumer.accept` or `refuse`."""
+
+    claim: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """The stream has become a pull, whose claim has the same number.
+
+    `unread` is what its `StartReads`, which follows now or when the peer is ready, has to read; empty if all
+    is read or on its way (`StartReads` then only says that no part will follow).
+    """
+
+    claim: int
+    ticket: Ticket
+    unread: tuple[Part, ...]
+
+
 # --- Pull, P --------------------------------------------------------------------------------------
 
 
@@ -96,4 +144,5 @@ class PeerLost:
 ConsumerEffect: TypeAlias = Send | StartReads | CancelReads | Deliver | Fail | FreeTarget
 ProducerEffect: TypeAlias = Send | FreeLoan
 PeerEffect: TypeAlias = Send | PeerReady | PeerLost
+StreamEffect: TypeAlias = ConsumerEffect | ReadEarly | OpenTicket | Lent
 Effect: TypeAlias = ConsumerEffect | ProducerEffect | PeerEffect

@@ -16,8 +16,9 @@ from typing import NoReturn, TypeAlias
 import msgspec
 
 from baton.core.errors import PeerError
-from baton.core.ids import Address, LoanId
+from baton.core.ids import Address, BlockId, LoanId, PromptHash, TransferId
 from baton.core.layout import ModelFingerprint
+from baton.core.transfer_params import MAX_BLOCK_ID, MAX_TICKET_CHARS, MAX_TRANSFER_ID_CHARS
 from baton.protocol.effects import Send
 
 WIRE_VERSION = 1  # Of the frame and of every message in it.
@@ -27,6 +28,9 @@ MAX_PAYLOAD_BYTES = 3 << 20  # Of a Welcome.
 MAX_ENGINE_ID_CHARS = 256
 MAX_REASONS = 32
 MAX_REASON_CHARS = 512
+MAX_LISTED_BLOCKS = 1 << 18  # Of one Announced: a prompt of four million tokens in blocks of 16.
+MAX_LAYERS = 4096
+PROMPT_HASH_BYTES = 32
 U64_MAX = 2**64 - 1
 _MAX_BATCH_BYTES = MAX_FRAME_BYTES - (1 << 16)  # Leaves room for both addresses.
 
@@ -83,6 +87,99 @@ class Gone(_Message, frozen=True, tag="gone"):
         _check_u64(*self.loan_id, self.claim)
 
 
+# --- Push: P says what is ready while it computes, D reads it ---------------------------------------
+
+
+class Want(_Message, frozen=True, tag="want"):
+    """D -> P: I wait for the prompt of this transfer. Repeated as a heartbeat until `finished` or the end."""
+
+    transfer_id: TransferId
+    number: int  # D's claim: new for every use, and later the claim on the loan.
+    prompt_hash: PromptHash
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        _check_transfer(self.transfer_id, self.number)
+        _check_u64(self.num_tokens)
+        if len(self.prompt_hash) != PROMPT_HASH_BYTES:
+            raise ValueError(f"a prompt_hash has {PROMPT_HASH_BYTES} bytes")
+
+
+class Working(_Message, frozen=True, tag="working"):
+    """P -> D: nothing to read yet; go on waiting."""
+
+    transfer_id: TransferId
+    number: int
+
+    def __post_init__(self) -> None:
+        _check_transfer(self.transfer_id, self.number)
+
+
+class Announced(_Message, frozen=True, tag="announced"):
+    """P -> D: so much is ready in my memory. Promises nothing; only the loan that follows does.
+
+    All layers of the first `num_tokens` tokens, and the first `partial_layers` layers of the first
+    `partial_tokens`. `run` counts the starts of this prefill: what was read in an older run is void.
+    """
+
+    transfer_id: TransferId
+    number: int
+    run: int
+    num_tokens: int
+    block_ids: tuple[tuple[BlockId, ...], ...]  # One list per cache group, from token 0 on.
+    partial_tokens: int = 0
+    partial_layers: int = 0
+
+    def __post_init__(self) -> None:
+        _check_transfer(self.transfer_id, self.number)
+        _check_u64(self.run, self.num_tokens, self.partial_tokens)
+        if not 0 <= self.partial_layers <= MAX_LAYERS:
+            raise ValueError(f"partial_layers is {self.partial_layers}, at most {MAX_LAYERS}")
+        if sum(len(group) for group in self.block_ids) > MAX_LISTED_BLOCKS or len(self.block_ids) > 256:
+            raise ValueError("more blocks than any prompt has")
+        for group in self.block_ids:
+            if group and not (min(group) >= 0 and max(group) <= MAX_BLOCK_ID):
+                raise ValueError("a block id is u32")
+
+
+class Finished(_Message, frozen=True, tag="finished"):
+    """P -> D: the prefill has ended, in this run; `ticket` names the loan."""
+
+    transfer_id: TransferId
+    number: int
+    run: int
+    ticket: str
+
+    def __post_init__(self) -> None:
+        _check_transfer(self.transfer_id, self.number)
+        _check_u64(self.run)
+        if not 0 < len(self.ticket) <= MAX_TICKET_CHARS:
+            raise ValueError(f"a ticket has 1 to {MAX_TICKET_CHARS} characters")
+
+
+class Failed(_Message, frozen=True, tag="failed"):
+    """P -> D: this will come to nothing; do not wait."""
+
+    transfer_id: TransferId
+    number: int
+    reason: str
+
+    def __post_init__(self) -> None:
+        _check_transfer(self.transfer_id, self.number)
+        if len(self.reason) > MAX_REASON_CHARS:
+            raise ValueError(f"a reason has at most {MAX_REASON_CHARS} characters")
+
+
+class Withdraw(_Message, frozen=True, tag="withdraw"):
+    """D -> P: I no longer wait. Also the answer to whatever is said of a number that is over."""
+
+    transfer_id: TransferId
+    number: int
+
+    def __post_init__(self) -> None:
+        _check_transfer(self.transfer_id, self.number)
+
+
 # --- Peers ----------------------------------------------------------------------------------------
 
 
@@ -134,7 +231,10 @@ class Stranger(_Message, frozen=True, tag="stranger"):
         _check_address(self.about)
 
 
-Message: TypeAlias = Renew | Renewed | Released | Gone | Hello | Welcome | Refused | Stranger
+LeaseMessage: TypeAlias = Renew | Renewed | Released | Gone
+StreamMessage: TypeAlias = Want | Working | Announced | Finished | Failed | Withdraw
+PeerMessage: TypeAlias = Hello | Welcome | Refused | Stranger
+Message: TypeAlias = LeaseMessage | StreamMessage | PeerMessage
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -225,6 +325,12 @@ def _check_u64(*numbers: int) -> None:
     for number in numbers:
         if not 0 <= number <= U64_MAX:
             raise ValueError(f"{number} is outside u64")
+
+
+def _check_transfer(transfer_id: TransferId, number: int) -> None:
+    _check_u64(number)
+    if not 0 < len(transfer_id) <= MAX_TRANSFER_ID_CHARS:
+        raise ValueError(f"a transfer_id has 1 to {MAX_TRANSFER_ID_CHARS} characters")
 
 
 def _check_address(address: Address) -> None:

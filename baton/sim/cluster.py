@@ -18,6 +18,9 @@ SIM_TIMERS = Timers(
     round_trip_max_s=0.5,
     deadline_s=12.0,
     loan_max_s=20.0,
+    grant_every_s=1.0,
+    silence_s=3.0,
+    hold_s=5.0,
 )
 CLINGY_TIMERS = msgspec.structs.replace(SIM_TIMERS, deadline_s=60.0, loan_max_s=100.0)
 

@@ -72,6 +72,9 @@ def test_the_default_timers_survive_two_lost_renewals() -> None:
         ({"ttl_s": -1.0}, "ttl_s"),
         ({"loan_max_s": 150.0}, "loan_max_s"),
         ({"drift_max": 1.0}, "drift_max"),
+        ({"silence_s": 4.0}, "silence_s"),
+        ({"hold_s": 10.0}, "hold_s"),
+        ({"grant_every_s": 0.0}, "grant_every_s"),
     ],
 )
 def test_timers_that_contradict_each_other_are_refused(change: dict[str, float], field: str) -> None:

@@ -44,7 +44,7 @@ from baton.protocol.peers import admit
 from baton.protocol.pull_consumer import PullConsumer
 from baton.protocol.pull_producer import PullProducer
 
-TIMERS = Timers(ttl_s=8.0, deadline_s=30.0, loan_max_s=50.0)  # Renews every 2 s.
+TIMERS = Timers(ttl_s=8.0, deadline_s=30.0, loan_max_s=50.0, hold_s=20.0)  # Renews every 2 s.
 FOLDER = Path(__file__).parent / "transcripts"
 
 

@@ -171,7 +171,7 @@ def test_belief_never_outlives_the_promise(
     ttl_s: float, receipt_after_s: float, answer_after_s: float, producer_rate: float, consumer_rate: float
 ) -> None:
     """True time against two clocks, each off by less than half of drift_max."""
-    timers = Timers(ttl_s=ttl_s, round_trip_max_s=ttl_s / 10, loan_max_s=200.0 + 2 * ttl_s)
+    timers = Timers(ttl_s=ttl_s, round_trip_max_s=min(ttl_s / 10, 5.0), loan_max_s=200.0 + 2 * ttl_s)
     producer, consumer = PullProducer(Epoch(5), timers), PullConsumer(timers)
     loan_id = lent(producer, 0.0)
     started = consumer.fetch(loan_id, P, (PAIR,), 0.0)

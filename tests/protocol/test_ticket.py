@@ -12,7 +12,15 @@ from baton.core.errors import UserError
 from baton.core.ids import Address, BlockId, EngineId, Epoch, LoanId, PromptHash, RequestId, TransferId
 from baton.core.layout import ModelFingerprint
 from baton.core.transfer_params import MAX_TICKET_CHARS
-from baton.protocol.ticket import BadTicket, Ticket, TicketFault, check_ticket, open_ticket, sign_ticket
+from baton.protocol.ticket import (
+    TICKET_VERSION,
+    BadTicket,
+    Ticket,
+    TicketFault,
+    check_ticket,
+    open_ticket,
+    sign_ticket,
+)
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 MODEL = ModelFingerprint(
@@ -97,8 +105,10 @@ def test_size_then_schema_then_version_then_signature() -> None:
     assert fault_of("not base64 !") is TicketFault.SCHEMA
     assert fault_of("täglich") is TicketFault.SCHEMA
     assert fault_of(sealed(b"\xc0")) is TicketFault.SCHEMA
-    assert fault_of(sealed(msgspec.msgpack.encode([2, "of the future"]))) is TicketFault.VERSION
-    assert fault_of(sealed(msgspec.msgpack.encode([1, "too short"]))) is TicketFault.SCHEMA
+    assert (
+        fault_of(sealed(msgspec.msgpack.encode([TICKET_VERSION + 1, "of the future"]))) is TicketFault.VERSION
+    )
+    assert fault_of(sealed(msgspec.msgpack.encode([TICKET_VERSION, "too short"]))) is TicketFault.SCHEMA
     assert fault_of(sealed(msgspec.msgpack.encode(ticket()))) is TicketFault.SIGNATURE
 
 

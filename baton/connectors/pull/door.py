@@ -16,7 +16,7 @@ from baton.contract import host
 from baton.core.errors import BadTransferParams
 from baton.core.hashing import extra_key, prompt_hash
 from baton.core.ids import PromptHash, TransferId
-from baton.core.transfer_params import FIELD, Compute, Fetch, parse_transfer_params
+from baton.core.transfer_params import FIELD, Compute, Fetch, Stream, parse_transfer_params
 from baton.protocol.ticket import BadTicket, Ticket, TicketFault, check_ticket, open_ticket
 
 _MAYBE_OTHER_ENGINE = (TicketFault.VERSION, TicketFault.SIGNATURE)
@@ -64,6 +64,11 @@ def read_params(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> Wish
                     field=f"{FIELD}.remote_engine_id",
                 )
             return Borrow(ticket)
+        case Stream():
+            raise BadTransferParams(
+                "asks for a push, which this connector does not do; send the producer's ticket",
+                field=f"{FIELD}.baton_introduction",
+            )
 
 
 def check_at_door(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> None:

@@ -1,0 +1,64 @@
+"""The introduction: how a consumer finds a producer that has no ticket for it yet.
+
+The producer signs it once per process, a router hands it on with every decode leg that streams. It proves
+that this address is an engine of our cluster, of this model; it promises nothing else and names no request.
+"""
+
+import msgspec
+
+from baton.core.ids import Address
+from baton.core.layout import ModelFingerprint, differences
+from baton.core.transfer_params import MAX_INTRODUCTION_CHARS
+from baton.protocol.messages import MAX_ENGINE_ID_CHARS, U64_MAX
+from baton.protocol.seal import BadPaper, Fault, Seal, check_range
+from baton.protocol.ticket import MAX_TP_SIZE, MAX_URL_CHARS
+
+INTRODUCTION_VERSION = 1
+
+
+class BadIntroduction(BadPaper):
+    key = "baton_introduction"
+
+
+class Introduction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
+    version: int = INTRODUCTION_VERSION
+    address: Address
+    control_url: str  # Of its control channel.
+    fingerprint: ModelFingerprint
+    tp_size: int
+    block_tokens: int
+
+    def __post_init__(self) -> None:
+        check_range("version", self.version, 0, U64_MAX)
+        check_range("epoch", self.address.epoch, 0, U64_MAX)
+        check_range("length of engine_id", len(self.address.engine_id), 1, MAX_ENGINE_ID_CHARS)
+        check_range("length of control_url", len(self.control_url), 1, MAX_URL_CHARS)
+        check_range("tp_size", self.tp_size, 1, MAX_TP_SIZE)
+        check_range("block_tokens", self.block_tokens, 1, 1 << 16)
+
+
+_SEAL = Seal(
+    Introduction,
+    BadIntroduction,
+    version=INTRODUCTION_VERSION,
+    max_chars=MAX_INTRODUCTION_CHARS,
+    purpose=b"introduction",
+)
+
+
+def sign_introduction(introduction: Introduction, key: bytes | None) -> str:
+    return _SEAL.sign(introduction, key)
+
+
+def open_introduction(text: str, key: bytes | None) -> Introduction:
+    """Raises BadIntroduction: size and schema, then version, then signature."""
+    return _SEAL.open(text, key)
+
+
+def check_introduction(introduction: Introduction, *, fingerprint: ModelFingerprint) -> None:
+    """Is this producer one whose blocks we can use? Raises BadIntroduction."""
+    if different := differences(fingerprint, introduction.fingerprint):
+        raise BadIntroduction(Fault.MODEL, f"is of another model ({'; '.join(different)})")
+    heads, tp_size = introduction.fingerprint.num_kv_heads, introduction.tp_size
+    if heads < 1 or (heads % tp_size and tp_size % heads):
+        raise BadIntroduction(Fault.LAYOUT, f"names {tp_size} ranks, which cannot share {heads} KV heads")

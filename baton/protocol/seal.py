@@ -1,0 +1,128 @@
+"""Signed papers: what an engine says of itself through hands that it need not trust.
+
+    text = base64url(msgpack [body, mac])
+    body = msgpack [version, ...]
+    mac  = HMAC-SHA256(key, purpose + body)
+
+Without a key a paper is unsigned, and is believed by engines without a key only. Opening checks, in this
+order: size and schema, version, signature. What comes out is well-formed in every field and was said by an
+engine of the cluster; whether it is *meant for us* is the reader's to check.
+"""
+
+import base64
+import binascii
+import hmac
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Generic, NoReturn, Protocol, TypeVar
+
+import msgspec
+
+from baton.core.errors import BadTransferParams
+from baton.core.transfer_params import FIELD
+
+
+class Fault(StrEnum):
+    """Why a paper was refused; also a metrics label."""
+
+    SIZE = "size"
+    SCHEMA = "schema"
+    VERSION = "version"
+    SIGNATURE = "signature"
+    MODEL = "model"
+    LAYOUT = "layout"
+    PROMPT = "prompt"
+
+
+class BadPaper(BadTransferParams):
+    """A signed paper that is not believed, or not for us."""
+
+    key = ""  # Its name in kv_transfer_params.
+
+    def __init__(self, reason: Fault, message: str) -> None:
+        super().__init__(message, field=f"{FIELD}.{self.key}")
+        self.reason = reason
+
+
+class _Head(msgspec.Struct, array_like=True):
+    """What every version of every body has in common."""
+
+    version: int
+
+
+class Paper(Protocol):
+    @property
+    def version(self) -> int: ...
+
+
+P = TypeVar("P", bound=Paper)
+
+_encoder = msgspec.msgpack.Encoder()
+_sealed_decoder = msgspec.msgpack.Decoder(tuple[bytes, bytes])
+_head_decoder = msgspec.msgpack.Decoder(_Head)
+_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+class Seal(Generic[P]):
+    """How one kind of paper is signed and opened."""
+
+    def __init__(
+        self,
+        kind: type[P],
+        error: Callable[[Fault, str], BadPaper],
+        *,
+        version: int,
+        max_chars: int,
+        purpose: bytes,
+    ) -> None:
+        """`purpose` keeps one kind from passing for another under the same key."""
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._error = error
+        self._version = version
+        self._max_chars = max_chars
+        self._purpose = purpose
+
+    def sign(self, paper: P, key: bytes | None) -> str:
+        body = _encoder.encode(paper)
+        text = base64.urlsafe_b64encode(_encoder.encode((body, self._mac(body, key)))).decode("ascii")
+        assert len(text) <= self._max_chars, f"a paper of {len(text)} characters"
+        return text
+
+    def open(self, text: str, key: bytes | None) -> P:
+        """Raises what `error` makes."""
+        if not 0 < len(text) <= self._max_chars:
+            raise self._error(Fault.SIZE, f"must have 1 to {self._max_chars} characters, has {len(text)}")
+        try:
+            sealed = base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True)
+            body, mac = _sealed_decoder.decode(sealed)
+            version = _head_decoder.decode(body).version
+        except (*_MALFORMED, binascii.Error, UnicodeEncodeError) as error:
+            self._malformed(error)
+        if version != self._version:
+            raise self._error(Fault.VERSION, f"has version {version}, this engine reads {self._version}")
+        try:
+            paper = self._decoder.decode(body)
+        except _MALFORMED as error:
+            self._malformed(error)
+        if not hmac.compare_digest(mac, self._mac(body, key)):
+            raise self._error(Fault.SIGNATURE, _signature_message(mac, key))
+        return paper
+
+    def _mac(self, body: bytes, key: bytes | None) -> bytes:
+        return b"" if key is None else hmac.digest(key, self._purpose + body, "sha256")
+
+    def _malformed(self, error: Exception) -> NoReturn:
+        raise self._error(Fault.SCHEMA, f"is none of ours: {error}") from error
+
+
+def check_range(what: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{what} is {value}, expected {low} to {high}")
+
+
+def _signature_message(mac: bytes, key: bytes | None) -> str:
+    if key is None:
+        return "is signed, and this engine has no cluster secret to check it with"
+    if not mac:
+        return "is not signed; give both engines the same cluster secret"
+    return "has a wrong signature; it was altered, or the engines have different cluster secrets"
