@@ -104,6 +104,7 @@ class FakeRequest:
     kv_transfer_params: dict[str, Any] | None = None
     cache_salt: str | None = None
     num_computed_tokens: int = 0
+    prefilled_tokens: Any = None
     status: Status = Status.WAITING
 
     @property

@@ -36,6 +36,7 @@ from baton.connectors.pull.stats import PullStats
 from baton.contract import host
 from baton.core.errors import BadTransferParams
 from baton.core.ids import Address, Pair
+from baton.core.prefilled import PrefilledTokens
 from baton.protocol.effects import CancelReads, Deliver, Fail, FreeTarget, PeerLost, PeerReady, StartReads
 from baton.protocol.handshake import RankCard
 from baton.protocol.plan import PlanError, plan_pairs
@@ -66,6 +67,7 @@ class _Incoming:
     state: _State
     ticket: Ticket | None = None
     claim: int = 0
+    covers_prompt: bool = False  # The ticket's tokens are the whole prompt, and nobody has gone on behind it.
     first_token: int = 0  # Those before it were here already.
     num_moved_tokens: int = 0
     block_table: tuple[int, ...] = ()  # From token 0 on.
@@ -105,14 +107,16 @@ class PullBorrower:
             raise
         return wish.ticket
 
-    def reserve(self, request_id: str, ticket: Ticket, now: float) -> None:
+    def reserve(self, request: host.Request, ticket: Ticket, now: float) -> None:
         """Claim the loan of a verified ticket. Raises BadTransferParams if another request has it."""
+        request_id = request.request_id
         claim = self._agent.reserve(ticket.loan_id, ticket.producer, now)
         if claim is None:
             refusal = _InUse()
             self._refuse(request_id, refusal)
             raise refusal
         incoming = _Incoming(request_id, _State.RESERVED, ticket, claim)
+        incoming.covers_prompt = ticket.num_tokens == request.num_prompt_tokens
         self._incoming[request_id] = self._claims[claim] = incoming
         self._agent.greet(ticket.producer, now)
 
@@ -126,6 +130,14 @@ class PullBorrower:
         if incoming.state is not _State.RESERVED and not must_fail:
             return 0
         return max(0, incoming.ticket.num_tokens - num_computed_tokens)
+
+    def take_prefilled(self, request_id: str) -> PrefilledTokens | None:
+        """What the producer of the whole prompt has sampled behind it; once."""
+        incoming = self._incoming.get(request_id)
+        if incoming is None or incoming.ticket is None or not incoming.covers_prompt:
+            return None
+        incoming.covers_prompt = False
+        return incoming.ticket.prefilled
 
     def allocated(
         self, request_id: str, block_ids: Sequence[int], num_external_tokens: int, now: float

@@ -100,6 +100,8 @@ class PullLender:
             block_ids=(tuple(BlockId(block_id) for block_id in block_ids),),
             num_tokens=num_tokens,
             prompt_hash=hash_of_prompt(request, num_tokens, identity),
+            # Only hosts that can take them give them away; vLLM does neither.
+            prefilled=getattr(request, "prefilled_tokens", None),
         )
 
     def _params(self, ticket: Ticket) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from baton.contract import (
 )
 from baton.core.errors import BadTransferParams
 from baton.core.ids import Address, Epoch
+from baton.core.prefilled import PrefilledTokens
 from baton.protocol.effects import FreeLoan, Send
 from baton.transport.control import ControlChannel
 
@@ -146,6 +147,10 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
                     self._borrower.give_up(request.request_id, block_ids, now)
             self._control.flush()
 
+    def take_prefilled_tokens(self, request_id: str) -> PrefilledTokens | None:
+        with self._lock:
+            return self._borrower.take_prefilled(request_id)
+
     def get_external_cache_hit_sources(
         self, request: host.Request, num_external_tokens: int
     ) -> dict[str, int]:
@@ -248,7 +253,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
                 ticket = self._borrower.verify(request)
                 if ticket is not None:
                     self._control.route(ticket.producer, ticket.control_url)
-                    self._borrower.reserve(request.request_id, ticket, self._clock())
+                    self._borrower.reserve(request, ticket, self._clock())
             finally:
                 self._control.flush()
 
