@@ -11,6 +11,7 @@ import msgspec
 MAX_PREFILLED_TOKENS = 64  # A prefill leg asks for one.
 MAX_PREFILLED_LOGPROBS = 64  # Of one token.
 MAX_TOKEN_ID = 2**32 - 1
+MAX_SAMPLING_BYTES = 32
 
 
 class PrefilledLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -39,15 +40,21 @@ class PrefilledLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PrefilledTokens(msgspec.Struct, frozen=True, array_like=True):
-    """The answer's first tokens, sampled with the request's own parameters."""
+    """The answer's first tokens, sampled with the request's own parameters.
+
+    Whether they are those of the leg that brings the ticket, only the two hosts can tell: by `sampling`.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[PrefilledLogprobs, ...] | None = None  # One per token; None if nobody asked for them.
+    sampling: bytes = b""  # The host's digest of the parameters by which they were chosen.
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.token_ids) <= MAX_PREFILLED_TOKENS:
             raise ValueError(f"{len(self.token_ids)} prefilled tokens, expected 1 to {MAX_PREFILLED_TOKENS}")
         if not all(0 <= token_id <= MAX_TOKEN_ID for token_id in self.token_ids):
             raise ValueError("a token id is u32")
+        if len(self.sampling) > MAX_SAMPLING_BYTES:
+            raise ValueError(f"a digest of {len(self.sampling)} bytes, at most {MAX_SAMPLING_BYTES}")
         if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
             raise ValueError(f"{len(self.logprobs)} logprobs for {len(self.token_ids)} tokens")

@@ -25,6 +25,8 @@ from baton.engine.child import Child
 from baton.engine.core_messages import (
     Abort,
     AddRequest,
+    Drain,
+    Drained,
     FromCore,
     Outputs,
     Start,
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 900.0  # Reading a large model's weights from a slow disk, on every rank.
 STOP_TIMEOUT_S = 20.0  # Connector halves and ranks have 10 s of these.
+DRAIN_ANSWER_S = 5.0  # Beyond the time that a drain may take; a step can be long.
 PARENT_GRACE_S = 15.0  # A core whose front end died may use as long to shut down in order.
 
 
@@ -63,6 +66,7 @@ class EngineClient:
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._dead = asyncio.Event()  # Nothing will come any more.
         self._buried = asyncio.Event()  # The process has ended and left nothing behind.
+        self._drained: asyncio.Future[bool] | None = None
         self._last_words: str | None = None
         self._death: EngineDeadError | None = None
         self._burial: asyncio.Task[None] | None = None
@@ -140,6 +144,22 @@ class EngineClient:
         """Its `generate` ends with finish reason "abort", unless it ends otherwise first."""
         self._send(Abort(request_id))
 
+    async def drain(self, timeout_s: float) -> bool:
+        """Before `close`: lend nothing more, and wait until nothing runs and nothing is lent any more.
+
+        False when that took too long, or the core is gone: then there is nothing left to wait for.
+        """
+        if self._drained is None:
+            self._drained = asyncio.get_running_loop().create_future()
+            if self._death is not None:
+                self._drained.set_result(False)
+            self._send(Drain(timeout_s))
+        try:
+            async with asyncio.timeout(timeout_s + DRAIN_ANSWER_S):
+                return await asyncio.shield(self._drained)
+        except TimeoutError:
+            return False
+
     async def close(self) -> None:
         """Ends the core's process. Idempotent; bounded by STOP_TIMEOUT_S, after which it is killed."""
         self._send(Stop())
@@ -179,6 +199,9 @@ class EngineClient:
                     error = ConfigError(message) if is_users else EngineDeadError(message)
                     if not self._started.done():
                         self._started.set_exception(error)
+                case Drained(is_whole):
+                    if self._drained is not None and not self._drained.done():
+                        self._drained.set_result(is_whole)
                 case Stopped(reason):
                     self._last_words = reason
 
@@ -201,6 +224,8 @@ class EngineClient:
         death = self._death = EngineDeadError(how)
         if not self._started.done():
             self._started.set_exception(EngineDeadError(f"{how}, before it was ready"))
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(False)
         answers_of, self._answers = self._answers, {}
         for answers in answers_of.values():
             if answers is not None:

@@ -27,6 +27,7 @@ from baton.contract import (
 )
 from baton.contract.events import KVCacheEvent
 from baton.core.errors import UserError
+from baton.core.prefilled import PrefilledTokens
 from baton.engine.api import RequestError
 from baton.engine.kv_cache import KVCacheBlocks
 from baton.engine.request import Request
@@ -120,6 +121,13 @@ class ConnectorCalls:
                     RequestError("the KV connector could not start to load this prompt")
                 ) from error
 
+    def prefilled(self, request: Request) -> PrefilledTokens | None:
+        try:
+            return self._half.take_prefilled_tokens(request.request_id)
+        except Exception:
+            self._count_error("take_prefilled_tokens", request)
+            return None
+
     def finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """(delay_free, kv_transfer_params). A connector that fails here has lent nothing."""
         try:
@@ -179,6 +187,9 @@ class ConnectorCalls:
         """Ask it nothing more. What it holds stays held: it may not even know any more who uses what."""
         self.is_retired = True
         self._half = NullSchedulerHalf()
+
+    def drain(self, timeout_s: float) -> None:
+        self._contain("drain", lambda: self._half.drain(timeout_s), None)
 
     def reset_cache(self) -> bool:
         return self._contain("reset_cache", lambda: self._half.reset_cache() is not False, False)

@@ -90,6 +90,15 @@ class EngineCore:
         """False while there are only loans and reports to wait for."""
         return self.scheduler.has_unfinished_requests()
 
+    def drain(self, timeout_s: float) -> None:
+        """Before the end: whoever owns it goes on stepping until `is_drained`, or until the time is up."""
+        self.scheduler.drain(timeout_s)
+
+    @property
+    def is_drained(self) -> bool:
+        """Nothing runs, and nobody uses our blocks any more."""
+        return not self.has_unfinished_requests and not self.scheduler.has_blocks_to_await()
+
     def step(self) -> EngineOutputs:
         """Raises what the model raised, or ExecutorDied: the engine cannot go on."""
         started = time.perf_counter()

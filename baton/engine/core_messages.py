@@ -1,7 +1,7 @@
 """What the front end and the engine core's process say to each other, as msgpack.
 
-front end --Start----------------> core          front end <--Started | StartFailed-- core
-          --AddRequest, Abort, Stop->                       <--Outputs, Stopped-------
+front end --Start-----------------------> core     front end <--Started | StartFailed----- core
+          --AddRequest, Abort, Drain, Stop->                 <--Outputs, Drained, Stopped-
 """
 
 from __future__ import annotations
@@ -25,6 +25,12 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     request_id: str
 
 
+class Drain(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Lend nothing more, and say when nothing is lent and nothing runs: by then at the latest."""
+
+    timeout_s: float
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Shut down and end."""
 
@@ -42,11 +48,17 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
     outputs: EngineOutputs
 
 
+class Drained(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer to Drain."""
+
+    is_whole: bool  # False: the time was up first.
+
+
 class Stopped(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The core's last words. Nothing that was asked for will come."""
 
     reason: str
 
 
-ToCore = Start | AddRequest | Abort | Stop
-FromCore = Started | StartFailed | Outputs | Stopped
+ToCore = Start | AddRequest | Abort | Drain | Stop
+FromCore = Started | StartFailed | Outputs | Drained | Stopped

@@ -20,6 +20,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from types import FrameType
 
 import msgspec
@@ -31,6 +32,8 @@ from baton.engine.core import EngineCore
 from baton.engine.core_messages import (
     Abort,
     AddRequest,
+    Drain,
+    Drained,
     FromCore,
     Outputs,
     Start,
@@ -62,6 +65,7 @@ class CoreLoop:
         self._decoder = msgspec.msgpack.Decoder(ToCore)
         self._backoff_s = RETRY_S
         self._last_stats: SchedulerStats | None = None
+        self._drained_by_s: float | None = None  # Set while the front end waits for a Drained.
         self._poll = select.poll()
         self._poll.register(stop_signal, select.POLLIN)
         for fileno in core.executor.death_filenos():
@@ -71,6 +75,7 @@ class CoreLoop:
         """Raises Stopping, ChannelClosed, or what ended the engine."""
         while True:
             self._take_messages()
+            self._report_drained()
             if not self._core.has_requests:
                 self._wait(None)
                 continue
@@ -93,10 +98,21 @@ class CoreLoop:
                         self._send(Outputs(EngineOutputs(outputs=[refusal])))
                 case Abort(request_id):
                     self._core.abort(request_id)
+                case Drain(timeout_s):
+                    self._drained_by_s = time.monotonic() + timeout_s
+                    self._core.drain(timeout_s)
                 case Stop():
                     raise Stopping("it was closed")
                 case Start():
                     raise AssertionError("started twice")
+
+    def _report_drained(self) -> None:
+        if self._drained_by_s is None:
+            return
+        is_whole = self._core.is_drained
+        if is_whole or time.monotonic() >= self._drained_by_s:
+            self._drained_by_s = None
+            self._send(Drained(is_whole))
 
     def _hand_over(self, outputs: EngineOutputs) -> None:
         # An empty step repeated a thousand times a second has nothing new to say.

@@ -73,15 +73,17 @@ class InputBatch:
         if not self._free:
             self._grow()
         row = self._row_of[new.req_id] = self._free.pop()
-        num_tokens = len(new.prompt_token_ids)
-        self._tokens[row, :num_tokens] = new.prompt_token_ids
-        self._num_tokens[row] = self._num_prompt_tokens[row] = num_tokens
+        token_ids = [*new.prompt_token_ids, *new.output_token_ids]
+        self._tokens[row, : len(token_ids)] = token_ids
+        self._num_tokens[row] = len(token_ids)
+        self._num_prompt_tokens[row] = len(new.prompt_token_ids)
         self._num_computed[row] = new.num_computed_tokens
         self._set_blocks(row, new.block_ids)
         self._sampling[row] = SamplingRow.of(
             new.req_id,
             new.sampling_params,
             prompt=new.prompt_token_ids,
+            output=new.output_token_ids,
             eos_token_ids=self._eos_token_ids,
             engine_seed=self._seed,
         )
@@ -98,14 +100,19 @@ class InputBatch:
             row, req_id = rows[index], cached.req_ids[index]
             if req_id in cached.resumed_req_ids:
                 self._set_blocks(row, new_blocks)
-                token_ids = cached.all_token_ids[req_id]
-                self._tokens[row, : len(token_ids)] = token_ids
+                self._set_tokens(row, cached.all_token_ids[req_id])
             else:
                 (block_ids,) = new_blocks
                 start = self._num_blocks[row]
                 self._blocks[row, start : start + len(block_ids)] = block_ids
                 self._num_blocks[row] = start + len(block_ids)
         self._drop_what_the_scheduler_dropped(rows, cached.num_output_tokens)
+
+    def _set_tokens(self, row: int, token_ids: list[int]) -> None:
+        self._tokens[row, : len(token_ids)] = token_ids
+        if len(token_ids) > self._num_tokens[row]:  # Some were handed over, not sampled here.
+            self._num_tokens[row] = len(token_ids)
+            self._recount(row)
 
     def _set_blocks(self, row: int, groups: tuple[list[int], ...]) -> None:
         (block_ids,) = groups
@@ -122,9 +129,12 @@ class InputBatch:
         assert (known <= before).all(), "the scheduler knows of tokens that were never sampled"
         self._num_tokens[rows] = known
         for row in rows[changed].tolist():
-            sampling = self._sampling[row]
-            assert sampling is not None
-            sampling.recount(self._tokens[row, : self._num_tokens[row]].tolist())
+            self._recount(row)
+
+    def _recount(self, row: int) -> None:
+        sampling = self._sampling[row]
+        assert sampling is not None
+        sampling.recount(self._tokens[row, : self._num_tokens[row]].tolist())
 
     def step_input(self, num_scheduled_tokens: dict[str, int]) -> StepInput:
         """`num_scheduled_tokens` is not empty, and its requests are known."""

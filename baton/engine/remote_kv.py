@@ -215,13 +215,12 @@ class RemoteKV:
 
     # --- Ends ------------------------------------------------------------------------------------
 
-    def take_arrived(self, finished_recving: Iterable[str]) -> tuple[list[Request], list[Request]]:
-        """Returns (those that may be scheduled, those whose blocks are to be freed)."""
+    def take_arrived(self, finished_recving: Iterable[str]) -> tuple[list[Load], list[Request]]:
+        """Returns (loads that have ended and are to be settled, requests whose blocks are to be freed)."""
         arrived, to_free = [], []
         for request_id in sorted(finished_recving):
             if (load := self._loading.pop(request_id, None)) is not None:
-                self._settle(load)
-                arrived.append(load.request)
+                arrived.append(load)
             elif (hold := self._held.get(request_id)) is not None and hold.is_being_filled:
                 hold.is_being_filled = False
                 to_free += self._released(hold)
@@ -248,15 +247,18 @@ class RemoteKV:
             return True
         return False
 
-    def _settle(self, load: Load) -> None:
-        """The load has ended: believe what is valid, and let others find it."""
+    def settle(self, load: Load, *, is_continued: bool = False) -> None:
+        """The load has ended: believe what is valid, and let others find it.
+
+        `is_continued`: output tokens come with it, so the next thing to compute stands behind the prompt.
+        """
         request = load.request
         request.status = RequestStatus.PREEMPTED if request.is_known_to_ranks else RequestStatus.WAITING
         request.num_computed_tokens = load.num_valid_tokens
         if load.num_valid_tokens < load.num_local_tokens:
             self._kv_cache.distrust(request, load.num_valid_tokens)
         self._kv_cache.cache_blocks(request, load.num_valid_tokens)
-        if request.num_computed_tokens == request.num_tokens:
+        if request.num_computed_tokens == request.num_tokens and not is_continued:
             request.num_computed_tokens -= 1  # The last token's logits are what we are after.
         request.num_transferred_tokens = max(0, request.num_computed_tokens - load.num_local_tokens)
 

@@ -16,7 +16,9 @@ import enum
 from typing import Any
 
 from baton.core.hashing import HASH_SEED, BlockHash, block_hash, extra_key, root_hash
-from baton.engine.api import EngineRequest, FinishReason
+from baton.core.prefilled import PrefilledTokens
+from baton.engine.api import EngineRequest, FinishReason, TokenLogprobs
+from baton.engine.prefilled import prefilled_by
 
 
 class RequestStatus(enum.IntEnum):
@@ -66,6 +68,7 @@ class Request:
         "num_prompt_tokens",
         "num_transferred_tokens",
         "order",
+        "output_logprobs",
         "priority",
         "prompt_token_ids",
         "request_id",
@@ -101,6 +104,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_cached_tokens = -1  # As reported to the client; -1 until the request first runs.
         self.num_transferred_tokens = 0
+        self.output_logprobs: list[TokenLogprobs] = []  # Of all output tokens, if anybody may ask for them.
         self.is_known_to_ranks = False
         self.needs_resend = False  # The ranks' copy is stale: send tokens and block table whole.
         self.asks_connector = True  # False once a connector has failed this request: recompute, never loop.
@@ -147,6 +151,11 @@ class Request:
     @property
     def finish_reason(self) -> FinishReason | None:
         return FINISH_REASONS.get(self.status)
+
+    @property
+    def prefilled_tokens(self) -> PrefilledTokens | None:
+        """The output so far, as a connector hands it to the engine that goes on behind it."""
+        return prefilled_by(self)
 
     def append_output_token(self, token_id: int) -> None:
         self._all_token_ids.append(token_id)

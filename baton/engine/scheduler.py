@@ -42,7 +42,8 @@ from baton.engine.api import (
 from baton.engine.connector_calls import ConnectorCalls, Match, RequestFault
 from baton.engine.door import check_can_run
 from baton.engine.kv_cache import KVCache, KVCacheBlocks
-from baton.engine.remote_kv import NO_FAILURES, LoadFailures, RemoteKV
+from baton.engine.prefilled import accept
+from baton.engine.remote_kv import NO_FAILURES, Load, LoadFailures, RemoteKV
 from baton.engine.request import Request, RequestStatus
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from baton.engine.step_builder import StepBuilder
@@ -119,8 +120,7 @@ class Scheduler:
         """Whether there is a reason to step: also transfers to finish, ranks to tell, outputs to hand out."""
         return bool(
             self.has_unfinished_requests()
-            # What a retired connector held never comes back.
-            or (self.remote.num_held and not self._connector.is_retired)
+            or self.has_blocks_to_await()
             or self._finished_ids
             or self._outputs
             or self._connector.has_pending_push_work()
@@ -136,6 +136,14 @@ class Scheduler:
         """KV events since the last call. Empty unless `enable_kv_events`; then somebody has to call this."""
         events, self._events = self._events, []
         return events
+
+    def drain(self, timeout_s: float) -> None:
+        """Requests go on; the connector promises nothing more, and takes back what it has lent."""
+        self._connector.drain(timeout_s)
+
+    def has_blocks_to_await(self) -> bool:
+        """Whether finished requests hold blocks that will be free one day."""
+        return self.remote.num_held > 0 and not self._connector.is_retired
 
     def shutdown(self) -> None:
         self._connector.shutdown()
@@ -372,6 +380,8 @@ class Scheduler:
                 token_ids = token_ids[:num_taken]
                 logprobs = logprobs[:num_taken] if logprobs is not None else None
                 break
+        if logprobs is not None and request.kv_transfer_params is not None:
+            request.output_logprobs += logprobs
         self._counts.num_generation_tokens += len(token_ids)
         if final is None:
             self._outputs.append(
@@ -401,11 +411,25 @@ class Scheduler:
         self._connector.take_report(report)
         if report.finished_recving:
             arrived, to_free = self.remote.take_arrived(report.finished_recving)
-            for request in arrived:
-                self.loaded.push(request)
+            for load in arrived:
+                self._resume_after(load)
             self._forget(to_free)
         if report.finished_sending:
             self._forget(self.remote.take_sent(report.finished_sending))
+
+    def _resume_after(self, load: Load) -> None:
+        """What the prompt's producer has sampled counts as sampled here, even if its KV has not arrived."""
+        request = load.request
+        accepted = None
+        if not request.num_output_tokens and (prefilled := self._connector.prefilled(request)) is not None:
+            accepted = accept(prefilled, request, self.config.model_config.vocab_size)
+        self.remote.settle(load, is_continued=accepted is not None)
+        has_ended = False
+        if accepted is not None:
+            request.num_cached_tokens = request.num_computed_tokens
+            has_ended = self._take_tokens_of(request, accepted.token_ids, accepted.logprobs)
+        if not has_ended:
+            self.loaded.push(request)
 
     # --- A connector that fails ------------------------------------------------------------------
 

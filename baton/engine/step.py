@@ -24,6 +24,7 @@ class NewRequestData:
     sampling_params: SamplingParams
     block_ids: tuple[list[int], ...]  # Per KV-cache group; the embedded engine has one.
     num_computed_tokens: int
+    output_token_ids: list[int] = field(default_factory=list)  # Handed over by the engine that prefilled.
 
 
 @dataclass(slots=True)

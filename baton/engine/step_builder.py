@@ -55,6 +55,7 @@ class StepBuilder:
                 sampling_params=request.sampling_params,
                 block_ids=self._kv_cache.get_block_ids(request.request_id),
                 num_computed_tokens=request.num_computed_tokens,
+                output_token_ids=request.output_token_ids,
             )
         )
         self._spend(request, num_new)

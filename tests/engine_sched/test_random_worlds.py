@@ -6,6 +6,7 @@ somebody may still write or read are never given away; and at rest the pool is w
 
 from typing import Any
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -17,7 +18,16 @@ from hypothesis.stateful import (
 )
 
 from baton.core.errors import BadTransferParams, UserError
-from tests.engine_sched.world import BLOCK, EOS, FakeLoad, World, expected_output
+from baton.core.prefilled import PrefilledTokens
+from tests.engine_sched.world import (
+    BLOCK,
+    EOS,
+    GARBAGE,
+    FakeLoad,
+    World,
+    expected_output,
+    prefilled_tokens,
+)
 
 STEMS = [[1 + (7 * stem + i) % 48 for i in range(30)] for stem in range(3)]
 SCRIPTS = ["compute", "async", "sync", "later", "user error", "bug", "bug in alloc", "too many"]
@@ -29,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.count = 0
         self.scripts: dict[str, tuple[str, int]] = {}
         self.lends: dict[str, bool] = {}
+        self.hands_over: dict[str, str] = {}
         self.lent: dict[str, tuple[list[int], list[list[int | None]]]] = {}
         self.sync_failure_rate = 0
         self.aborted: set[str] = set()
@@ -46,6 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world = World(**kwargs, max_model_len=60)
         self.on_failure = kwargs["on_failure"]
         half = self.world.half
+        half.prefilled = self._prefilled
         half.verdict, half.on_alloc, half.on_new, half.lends = (
             self._verdict,
             self._on_alloc,
@@ -90,6 +102,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.lent[request.request_id] = (block_ids, self._content(block_ids))
         return True, {"ticket": request.request_id}
 
+    def _prefilled(self, request_id: str) -> PrefilledTokens | None:
+        asked = self.world.asked[request_id]
+        match self.hands_over[request_id]:
+            case "right":
+                count = 1 + self.scripts[request_id][1] % 3
+                return prefilled_tokens(asked, expected_output(asked)[:count])
+            case "others":
+                other = msgspec.structs.replace(asked.sampling_params, temperature=0.5)
+                return prefilled_tokens(msgspec.structs.replace(asked, sampling_params=other), [GARBAGE])
+            case "bug":
+                raise RuntimeError
+            case _:
+                return None
+
     def _content(self, block_ids: list[int]) -> list[list[int | None]]:
         return [list(self.world.ranks.memory[block_id]) for block_id in block_ids]
 
@@ -108,6 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         script=st.sampled_from(SCRIPTS),
         number=st.integers(1, 34),
         lends=st.booleans(),
+        hands_over=st.sampled_from(["nothing", "right", "right", "others", "bug"]),
         priority=st.integers(0, 2),
         ignore_eos=st.booleans(),
         salt=st.sampled_from([None, None, "salt"]),
@@ -121,12 +148,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         script: str,
         number: int,
         lends: bool,
+        hands_over: str,
         **kwargs: Any,
     ) -> None:
         self.count += 1
         request_id = f"r{self.count}"
         self.scripts[request_id] = (script, number)
         self.lends[request_id] = lends
+        self.hands_over[request_id] = hands_over
         prompt = [*stem[:length], *tail]
         try:
             self.world.add(request_id, prompt, max_tokens=max_tokens, **kwargs)

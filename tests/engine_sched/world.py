@@ -16,7 +16,9 @@ from baton.contract import KVConnectorMetadata, KVConnectorOutput, KVConnectorSc
 from baton.contract.events import KVCacheEvent
 from baton.contract.null import NullConnectorMetadata
 from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig, ModelConfig, SchedulerConfig
-from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, SamplingParams
+from baton.core.prefilled import PrefilledTokens
+from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, SamplingParams, TokenLogprobs
+from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
@@ -131,6 +133,19 @@ def expected_output(asked: EngineRequest) -> list[int]:
     return output
 
 
+def prefilled_tokens(
+    asked: EngineRequest, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()
+) -> PrefilledTokens:
+    """As an engine that was asked the same says it."""
+    request = Request(asked, block_size=BLOCK, eos_token_ids=(EOS,))
+    for token_id in token_ids:
+        request.append_output_token(token_id)
+    request.output_logprobs += logprobs
+    tokens = request.prefilled_tokens
+    assert tokens is not None
+    return tokens
+
+
 # --- The connector ---------------------------------------------------------------------------------
 
 
@@ -154,6 +169,8 @@ class FakeHalf(KVConnectorSchedulerHalf):
         )
         self.on_new: Callable[[Any], None] = lambda request: None
         self.on_alloc: Callable[[Any, int], None] = lambda request, external: None
+        self.prefilled: Callable[[str], PrefilledTokens | None] = lambda request_id: None
+        self.num_taken: Counter[str] = Counter()  # Questions for prefilled tokens.
         self.on_step: Callable[[str], None] = lambda method: None  # In each method that is about no request.
         self.frees_are_pending = False
         self.has_push_work = False
@@ -213,6 +230,10 @@ class FakeHalf(KVConnectorSchedulerHalf):
         if self.adds_sent:
             connector_output.finished_sending = (connector_output.finished_sending or set()) | self.adds_sent
             self.adds_sent = set()
+
+    def take_prefilled_tokens(self, request_id: str) -> PrefilledTokens | None:
+        self.num_taken[request_id] += 1
+        return self.prefilled(request_id)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         assert request.status.name.startswith("FINISHED_")
@@ -278,7 +299,11 @@ class FakeRanks:
             assert new.req_id not in self.rows, "a request is new once"
             prompt = list(new.prompt_token_ids)
             self.rows[new.req_id] = _Row(
-                prompt, list(prompt), list(new.block_ids[0]), self.salts[new.req_id], new.num_computed_tokens
+                prompt,
+                [*prompt, *new.output_token_ids],
+                list(new.block_ids[0]),
+                self.salts[new.req_id],
+                new.num_computed_tokens,
             )
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
