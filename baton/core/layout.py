@@ -1,18 +1,20 @@
 """Where the bytes of a KV cache lie, described by data, so that plans are computed and never assumed.
 
-One rank's cache is a few *regions* of registered memory. Inside them, block `b` of a layer starts at
+One rank's cache is a few *regions* of registered memory. The *slot* of one token and one KV head, K beside V,
+is contiguous, and the slot of token `t` and the rank's head `h` in block `b` of a layer starts at
 
-    regions[layer.region].address + layer.offset + b * layer.block_stride
+    regions[layer.region].address + offset + b * block_stride + h * head_stride + t * token_stride
 
-and holds this rank's KV heads one after the other (head-major), each `head_bytes` long:
+which says head-major (HND) and token-major (NHD) blocks alike:
 
-    |<------------------- block b of one layer ------------------->|
-    | head 0: token 0 (K|V), token 1 (K|V), ... | head 1: ... | ...
-    |<----------- head_bytes = block_tokens * 2 * head_dim * itemsize
+    HND   | head 0: token 0, token 1, ... | head 1: token 0, ... |     token_stride = slot
+    NHD   | token 0: head 0, head 1, ... | token 1: head 0, ...  |     head_stride = slot
 
-K and V of a token are adjacent, and a tensor-parallel slice of heads is one contiguous run. As a tensor:
-`[num_blocks, num_kv_heads_of_rank, block_tokens, 2 * head_dim]`, which is also what vLLM registers (LBHNC).
+Where heads come first, a tensor-parallel slice of them is one contiguous run. As a tensor each layer is
+`[num_blocks, num_kv_heads_of_rank, block_tokens, 2 * head_dim]`, with the strides of whichever order.
 """
+
+from typing import NamedTuple
 
 import msgspec
 
@@ -33,7 +35,8 @@ class LayerLayout(msgspec.Struct, frozen=True):
     offset: int  # Of block 0 within the region.
     block_stride: int  # From one block to the next.
     head_stride: int  # From one KV head of a block to the next.
-    head_bytes: int  # Contiguous bytes of one head of one block.
+    head_bytes: int  # Of all the tokens of one head of one block together.
+    token_stride: int = 0  # From one token of a block to the next; 0: one head's tokens are contiguous.
 
 
 class RankLayout(msgspec.Struct, frozen=True):
@@ -44,13 +47,16 @@ class RankLayout(msgspec.Struct, frozen=True):
     num_kv_heads: int  # Of the whole model, not of the rank.
     num_blocks: int
     block_tokens: int
-    dtype: str  # "float32", "bfloat16", "float16".
+    dtype: str  # Torch's name of the cache's elements: "float32", "bfloat16", ...
     regions: tuple[Region, ...]
-    layers: tuple[LayerLayout, ...]
+    layers: tuple[LayerLayout, ...]  # Those of the rank's pipeline stage.
+    pp_rank: int = 0
+    pp_size: int = 1
+    is_replicated: bool = False  # Every tensor-parallel rank holds all KV heads, as with MLA.
 
 
 class ModelFingerprint(msgspec.Struct, frozen=True):
-    """What must be equal on both sides for a copied block to mean the same thing.
+    """What must be equal on both sides for a block to mean the same thing; but for a dtype that converts.
 
     Compared field by field, so that a refusal can name each field that differs.
     """
@@ -80,10 +86,50 @@ class CopySpan(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-def differences(ours: ModelFingerprint, theirs: ModelFingerprint) -> list[str]:
-    """One line for each field that differs; empty when the two are compatible."""
+class NumberFormat(NamedTuple):
+    """What of a number a cache's dtype can say."""
+
+    itemsize: int
+    exponent_bits: int
+    mantissa_bits: int
+    largest: float
+
+
+FORMATS = {
+    "float32": NumberFormat(4, 8, 23, 3.4028234663852886e38),
+    "bfloat16": NumberFormat(2, 8, 7, 3.3895313892515355e38),
+    "float16": NumberFormat(2, 5, 10, 65504.0),
+    "float8_e5m2": NumberFormat(1, 5, 2, 57344.0),
+    "float8_e4m3fn": NumberFormat(1, 4, 3, 448.0),
+}
+"""Dtypes that are converted into each other. A cache of bytes with scales beside it is none of them."""
+
+
+def declared_loss(source: str, target: str) -> str:
+    """What a conversion between two of FORMATS costs; empty when every value survives it."""
+    ours, theirs = FORMATS[target], FORMATS[source]
+    lost = []
+    if ours.mantissa_bits < theirs.mantissa_bits:
+        lost.append(f"{theirs.mantissa_bits} bits of mantissa become {ours.mantissa_bits}")
+    if ours.exponent_bits < theirs.exponent_bits:
+        lost.append(f"beyond {ours.largest:g} values saturate, small ones become 0")
+    return f"{source} -> {target}: lossy ({'; '.join(lost)})" if lost else ""
+
+
+def can_convert(source: str, target: str) -> bool:
+    return source in FORMATS and target in FORMATS
+
+
+def differences(
+    ours: ModelFingerprint, theirs: ModelFingerprint, *, converts_dtype: bool = True
+) -> list[str]:
+    """One line for each field that differs; empty when the two are compatible.
+
+    A dtype that the reader converts on receive is no difference, unless it has been told not to.
+    """
     return [
         f"{name}: ours {getattr(ours, name)!r}, theirs {getattr(theirs, name)!r}"
         for name in ModelFingerprint.__struct_fields__
         if getattr(ours, name) != getattr(theirs, name)
+        and not (name == "dtype" and converts_dtype and can_convert(theirs.dtype, ours.dtype))
     ]

@@ -1,216 +1,211 @@
-"""Which bytes of which rank go where: pure functions of two engines' layouts.
+"""Who reads what from whom: pure functions of two engines' layouts.
 
-    plan_pairs(P's ranks, D's ranks)     who reads from whom
-    plan_spans(D rank's layout, P rank's layout)     which byte ranges, for every block of a transfer
+    plan_pairs     which rank of D reads from which rank of P: the scheduler's part
+    plan_shares    what one rank of D takes from each of the ranks named to it: the rank's part
+    plan_spans     which bytes that is, for blocks that look alike
 
-Every KV head that a D rank holds is read exactly once, from one P rank that holds it. Where P has replicas
-(more ranks than heads), the D ranks that want the same head are spread over them.
+Every KV head of every layer that a rank of D holds is read exactly once, from one rank of P that holds it.
+Layers are matched by name, so the stages of a pipeline may cut the model anywhere. Where P has replicas (more
+ranks than heads, or a cache that all ranks hold), the readers of one head are spread over them.
 
     num_kv_heads = 4        P, tp 4:  |  0  |  1  |  2  |  3  |        D, tp 2:  |   0 1   |   2 3   |
                             pairs (0,0) (1,0) (2,1) (3,1); each moves one head into its half of D's block
+
+The index of a rank in a pair is `pp_rank * tp_size + tp_rank`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Pair
-from baton.core.layout import CopySpan, LayerLayout, RankLayout
-from baton.core.topology import kv_heads_of
+from baton.core.layout import CopySpan, RankLayout
+from baton.core.topology import kv_heads_of, replica_of
+from baton.protocol.slots import PlanError, Shape, check_equal, slot_spans
+from baton.protocol.soundness import can_share, check_layout, heads_of
 
-MAX_RANKS = 4096
-MAX_REGIONS = 4096
-MAX_LAYERS = 4096
-MAX_NAME_CHARS = 256
-MAX_BLOCKS = 2**32
-ADDRESS_SPACE = 2**64
+__all__ = [
+    "PlanError",
+    "Share",
+    "check_layout",
+    "heads_of_pair",
+    "plan_pairs",
+    "plan_pairs_of_layouts",
+    "plan_shares",
+    "plan_spans",
+    "share_spans",
+]
 
 
-class PlanError(TransferError):
-    """Both layouts are sound, but there is no way from one to the other. Names both values."""
+class Share(NamedTuple):
+    """What a rank of D takes from one rank of P."""
+
+    heads: range  # Global indices, one run.
+    layers: tuple[str, ...]  # In D's order.
 
 
-def plan_pairs(producer_tp: int, consumer_tp: int, num_kv_heads: int) -> tuple[Pair, ...]:
-    """Raises PlanError if either size cannot hold that many heads."""
+class _Side(NamedTuple):
+    tp_size: int
+    is_replicated: bool = False
+
+
+def plan_pairs(
+    producer_tp: int, consumer_tp: int, num_kv_heads: int, *, rotation: int = 0
+) -> tuple[Pair, ...]:
+    """For engines without pipeline stages. Raises PlanError if either size cannot hold that many heads."""
     _check_divides(producer_tp, num_kv_heads, "producer")
     _check_divides(consumer_tp, num_kv_heads, "consumer")
-    pairs: list[Pair] = []
-    for consumer_rank in range(consumer_tp):
-        for head in kv_heads_of(consumer_rank, tp_size=consumer_tp, num_kv_heads=num_kv_heads):
-            source = _source_of(head, consumer_rank, producer_tp, consumer_tp, num_kv_heads)
-            pair = Pair(source, consumer_rank)
-            if not pairs or pairs[-1] != pair:
-                pairs.append(pair)
+    producer, consumer = _Side(producer_tp), _Side(consumer_tp)
+    pairs: dict[Pair, None] = {}  # In order, each once.
+    for rank in range(consumer_tp):
+        for head in kv_heads_of(rank, tp_size=consumer_tp, num_kv_heads=num_kv_heads):
+            source = _source_of(head, rank, producer, consumer, num_kv_heads, rotation)
+            pairs[Pair(source, rank)] = None
     return tuple(pairs)
+
+
+def plan_pairs_of_layouts(
+    producers: Sequence[RankLayout], consumers: Sequence[RankLayout], *, rotation: int = 0
+) -> tuple[Pair, ...]:
+    """For any two engines, given all their ranks in order of index.
+
+    `rotation` tells readers apart that nothing else does: engines of one rank that read from replicas. Raises
+    PlanError for what no rank of P holds.
+    """
+    producer, consumer = _side_of(producers), _side_of(consumers)
+    num_kv_heads = consumers[0].num_kv_heads
+    check_equal("num_kv_heads", num_kv_heads, producers[0].num_kv_heads)
+    stages = [{layer.name for layer in ranks[0].layers} for ranks in _stages(producers)]
+    pairs: dict[Pair, None] = {}
+    for index, layout in enumerate(consumers):
+        wanted = {layer.name for layer in layout.layers}
+        if missing := wanted.difference(*stages):
+            raise PlanError(f"layers differ: the producer has no {sorted(missing)[:3]}")
+        sources = [
+            _source_of(head, layout.tp_rank, producer, consumer, num_kv_heads, rotation)
+            for head in heads_of(layout)
+        ]
+        for stage, names in enumerate(stages):
+            if names & wanted:
+                pairs.update((Pair(stage * producer.tp_size + source, index), None) for source in sources)
+    return tuple(pairs)
+
+
+def plan_shares(local: RankLayout, remotes: Mapping[int, RankLayout]) -> dict[int, Share]:
+    """What `local` takes from each rank that it was told to read from; whatever it wants, exactly once.
+
+    A rank that has nothing of it is left out. Raises PeerError for an unsound layout, PlanError if something
+    is not among them, or twice.
+    """
+    open_heads = {layer.name: set(heads_of(local)) for layer in local.layers}
+    shares: dict[int, Share] = {}
+    for index, remote in remotes.items():
+        check_layout(remote)
+        check_equal("num_kv_heads", local.num_kv_heads, remote.num_kv_heads)
+        offered = {layer.name for layer in remote.layers}
+        layers = tuple(layer.name for layer in local.layers if layer.name in offered)
+        heads = [head for head in heads_of(local) if head in heads_of(remote)]
+        # Nothing of one that is named second for the same: readers of replicas name one of them.
+        heads = [head for head in heads if any(head in open_heads[name] for name in layers)]
+        if not heads or not layers:
+            continue
+        if heads[-1] - heads[0] != len(heads) - 1 or not all(open_heads[n] >= {*heads} for n in layers):
+            raise PlanError(f"rank {index} of the producer offers heads {heads} that others offer in part")
+        for name in layers:
+            open_heads[name].difference_update(heads)
+        shares[index] = Share(range(heads[0], heads[-1] + 1), layers)
+    for name, heads_left in open_heads.items():
+        if heads_left:
+            raise PlanError(
+                f"layers differ: nobody of ranks {sorted(remotes)} has heads {sorted(heads_left)} of {name}"
+            )
+    return shares
 
 
 def plan_spans(local: RankLayout, remote: RankLayout) -> tuple[CopySpan, ...]:
     """What `local` (D) reads from `remote` (P), per block; empty if these two ranks are no pair of the plan.
 
-    Raises PeerError if the remote layout is unsound, PlanError if both are sound and do not fit together.
+    For two engines without pipeline stages whose blocks look alike. Raises PeerError if the remote layout is
+    unsound, PlanError if both are sound and do not fit together.
     """
     check_layout(remote)
-    _check_equal("num_kv_heads", local.num_kv_heads, remote.num_kv_heads)
-    _check_equal("block_tokens", local.block_tokens, remote.block_tokens)
-    _check_equal("dtype", local.dtype, remote.dtype)
+    check_equal("num_kv_heads", local.num_kv_heads, remote.num_kv_heads)
+    check_equal("block_tokens", local.block_tokens, remote.block_tokens)
+    check_equal("dtype", local.dtype, remote.dtype)
+    ours, theirs = ({layer.name for layer in side.layers} for side in (local, remote))
+    if ours != theirs:
+        raise PlanError(
+            f"layers differ: only ours {sorted(ours - theirs)[:3]}, only theirs {sorted(theirs - ours)[:3]}"
+        )
     heads = heads_of_pair(
         Pair(remote.tp_rank, local.tp_rank), remote.tp_size, local.tp_size, local.num_kv_heads
     )
+    layers = tuple(layer.name for layer in local.layers)
     if not heads:
         return ()
-    local_first = _heads(local).start
-    remote_first = _heads(remote).start
-    atoms = (
-        _atom(local, local_layer, head - local_first, remote, remote_layer, head - remote_first)
-        for local_layer, remote_layer in _matched_layers(local, remote)
-        for head in heads
+    return share_spans(local, remote, Share(heads, layers), Shape(0, 0, local.block_tokens))
+
+
+def share_spans(
+    local: RankLayout, remote: RankLayout, share: Share, shape: Shape, layers: Sequence[str] | None = None
+) -> tuple[CopySpan, ...]:
+    """Copies of one run of tokens of a share, for any pair of blocks; of some of its layers, if given."""
+    return slot_spans(
+        local,
+        remote,
+        share.layers if layers is None else layers,
+        local_head=share.heads.start - heads_of(local).start,
+        remote_head=share.heads.start - heads_of(remote).start,
+        num_heads=len(share.heads),
+        shape=shape,
     )
-    return tuple(_merged(atoms))
 
 
 def heads_of_pair(pair: Pair, producer_tp: int, consumer_tp: int, num_kv_heads: int) -> range:
     """Global indices of the heads that move between these two ranks: one run, possibly empty."""
-    wanted = kv_heads_of(pair.consumer_rank, tp_size=consumer_tp, num_kv_heads=num_kv_heads)
+    producer, consumer = _Side(producer_tp), _Side(consumer_tp)
+    rank = pair.consumer_rank
     moved = [
         head
-        for head in wanted
-        if _source_of(head, pair.consumer_rank, producer_tp, consumer_tp, num_kv_heads) == pair.producer_rank
+        for head in kv_heads_of(rank, tp_size=consumer_tp, num_kv_heads=num_kv_heads)
+        if _source_of(head, rank, producer, consumer, num_kv_heads, 0) == pair.producer_rank
     ]
     return range(moved[0], moved[-1] + 1) if moved else range(0)
 
 
-def check_layout(layout: RankLayout) -> None:
-    """Raises PeerError unless every block of every layer lies inside its region and no two heads overlap.
-
-    A layout from a peer is believed in nothing before it has passed here.
-    """
-    _check_range("tp_size", layout.tp_size, 1, MAX_RANKS)
-    _check_range("tp_rank", layout.tp_rank, 0, layout.tp_size - 1)
-    _check_range("num_kv_heads", layout.num_kv_heads, 1, MAX_RANKS)
-    if layout.num_kv_heads % layout.tp_size and layout.tp_size % layout.num_kv_heads:
-        raise PeerError(f"layout: {layout.tp_size} ranks cannot share {layout.num_kv_heads} KV heads")
-    _check_range("num_blocks", layout.num_blocks, 1, MAX_BLOCKS)
-    _check_range("block_tokens", layout.block_tokens, 1, 1 << 16)
-    _check_range("number of regions", len(layout.regions), 1, MAX_REGIONS)
-    _check_range("number of layers", len(layout.layers), 1, MAX_LAYERS)
-    for region in layout.regions:
-        _check_range("region address", region.address, 0, ADDRESS_SPACE - 1)
-        _check_range("region nbytes", region.nbytes, 1, ADDRESS_SPACE - region.address)
-    names = {layer.name for layer in layout.layers}
-    if len(names) != len(layout.layers):
-        raise PeerError("layout: two layers have one name")
-    for layer in layout.layers:
-        _check_layer(layer, layout)
+def _source_of(
+    head: int, consumer_rank: int, producer: _Side, consumer: _Side, num_kv_heads: int, rotation: int
+) -> int:
+    """The tensor-parallel rank of P that `consumer_rank` reads `head` from."""
+    if producer.is_replicated:
+        # All heads of one reader come from one rank: one pair instead of several.
+        return replica_of(consumer_rank, consumer.tp_size, producer.tp_size, rotation)
+    if producer.tp_size <= num_kv_heads:
+        return head // (num_kv_heads // producer.tp_size)
+    replicas = producer.tp_size // num_kv_heads
+    if consumer.is_replicated:
+        readers = consumer.tp_size
+    else:
+        readers = max(1, consumer.tp_size // num_kv_heads)
+    return head * replicas + replica_of(consumer_rank % readers, readers, replicas, rotation)
 
 
-def _check_layer(layer: LayerLayout, layout: RankLayout) -> None:
-    _check_range("length of a layer's name", len(layer.name), 1, MAX_NAME_CHARS)
-    where = f"layer {layer.name!r}: "
-    _check_range(where + "region", layer.region, 0, len(layout.regions) - 1)
-    region_bytes = layout.regions[layer.region].nbytes
-    num_heads = len(_heads(layout))
-    _check_range(where + "offset", layer.offset, 0, region_bytes - 1)
-    _check_range(where + "head_bytes", layer.head_bytes, 1, region_bytes)
-    if layer.head_bytes % layout.block_tokens:
-        raise PeerError(f"layout: {where}head_bytes {layer.head_bytes} is no multiple of its tokens")
-    _check_range(where + "head_stride", layer.head_stride, layer.head_bytes, ADDRESS_SPACE)
-    block_bytes = (num_heads - 1) * layer.head_stride + layer.head_bytes
-    _check_range(where + "block_stride", layer.block_stride, block_bytes, ADDRESS_SPACE)
-    end = layer.offset + (layout.num_blocks - 1) * layer.block_stride + block_bytes
-    if end > region_bytes:
-        raise PeerError(f"layout: {where}its last block ends at {end}, its region at {region_bytes}")
+def _side_of(ranks: Sequence[RankLayout]) -> _Side:
+    first = ranks[0]
+    side = _Side(first.tp_size, first.is_replicated)
+    if len(ranks) != first.tp_size * first.pp_size:
+        raise PlanError(f"{len(ranks)} ranks, expected {first.pp_size} stages of {first.tp_size}")
+    if not first.is_replicated:
+        _check_divides(first.tp_size, first.num_kv_heads, "engine")
+    for rank in ranks:
+        check_equal("tp_size and is_replicated of one engine", side, _Side(rank.tp_size, rank.is_replicated))
+    return side
 
 
-def _source_of(head: int, consumer_rank: int, producer_tp: int, consumer_tp: int, num_kv_heads: int) -> int:
-    """The P rank that `consumer_rank` reads `head` from."""
-    if producer_tp <= num_kv_heads:
-        return head // (num_kv_heads // producer_tp)
-    replicas = producer_tp // num_kv_heads
-    readers = max(1, consumer_tp // num_kv_heads)  # D ranks that want this head.
-    return head * replicas + (consumer_rank % readers) * replicas // readers
-
-
-def _heads(layout: RankLayout) -> range:
-    return kv_heads_of(layout.tp_rank, tp_size=layout.tp_size, num_kv_heads=layout.num_kv_heads)
-
-
-def _matched_layers(local: RankLayout, remote: RankLayout) -> Iterator[tuple[LayerLayout, LayerLayout]]:
-    theirs = {layer.name: layer for layer in remote.layers}
-    ours = {layer.name for layer in local.layers}
-    if ours != theirs.keys():
-        raise PlanError(
-            f"layers differ: only ours {sorted(ours - theirs.keys())[:3]}, "
-            f"only theirs {sorted(theirs.keys() - ours)[:3]}"
-        )
-    for layer in local.layers:
-        other = theirs[layer.name]
-        _check_equal(f"head_bytes of {layer.name}", layer.head_bytes, other.head_bytes)
-        yield layer, other
-
-
-def _atom(
-    local: RankLayout,
-    local_layer: LayerLayout,
-    local_head: int,
-    remote: RankLayout,
-    remote_layer: LayerLayout,
-    remote_head: int,
-) -> CopySpan:
-    """One head of one layer: the smallest run that is contiguous on both sides."""
-    assert 0 <= local_head < len(_heads(local))
-    assert 0 <= remote_head < len(_heads(remote))
-    return CopySpan(
-        local_region=local_layer.region,
-        local_offset=local_layer.offset + local_head * local_layer.head_stride,
-        local_stride=local_layer.block_stride,
-        remote_region=remote_layer.region,
-        remote_offset=remote_layer.offset + remote_head * remote_layer.head_stride,
-        remote_stride=remote_layer.block_stride,
-        nbytes=local_layer.head_bytes,
-    )
-
-
-def _merged(atoms: Iterable[CopySpan]) -> Iterator[CopySpan]:
-    """Neighbours that follow each other on both sides become one span, as long as it stays within a block."""
-    last: CopySpan | None = None
-    for atom in atoms:
-        if last is not None and _follows(last, atom):
-            last = CopySpan(
-                last.local_region,
-                last.local_offset,
-                last.local_stride,
-                last.remote_region,
-                last.remote_offset,
-                last.remote_stride,
-                last.nbytes + atom.nbytes,
-            )
-            continue
-        if last is not None:
-            yield last
-        last = atom
-    if last is not None:
-        yield last
-
-
-def _follows(last: CopySpan, atom: CopySpan) -> bool:
-    return (
-        (last.local_region, last.local_stride, last.remote_region, last.remote_stride)
-        == (atom.local_region, atom.local_stride, atom.remote_region, atom.remote_stride)
-        and last.local_offset + last.nbytes == atom.local_offset
-        and last.remote_offset + last.nbytes == atom.remote_offset
-        and last.nbytes + atom.nbytes <= min(last.local_stride, last.remote_stride)
-    )
+def _stages(ranks: Sequence[RankLayout]) -> list[Sequence[RankLayout]]:
+    tp_size = ranks[0].tp_size
+    return [ranks[first : first + tp_size] for first in range(0, len(ranks), tp_size)]
 
 
 def _check_divides(tp_size: int, num_kv_heads: int, whose: str) -> None:
-    if tp_size < 1 or num_kv_heads < 1 or (num_kv_heads % tp_size and tp_size % num_kv_heads):
+    if tp_size < 1 or num_kv_heads < 1 or not can_share(tp_size, num_kv_heads):
         raise PlanError(f"the {whose}'s {tp_size} ranks cannot share {num_kv_heads} KV heads")
-
-
-def _check_equal(what: str, ours: object, theirs: object) -> None:
-    if ours != theirs:
-        raise PlanError(f"{what}: ours {ours!r}, theirs {theirs!r}")
-
-
-def _check_range(what: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise PeerError(f"layout: {what} is {value}, expected {low} to {high}")

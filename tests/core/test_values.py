@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from baton.core.config import ClusterSecret, KVTransferConfig
 from baton.core.errors import ConfigError
 from baton.core.hashing import block_hash, extra_key, prompt_hash, root_hash
-from baton.core.layout import ModelFingerprint, differences
+from baton.core.layout import ModelFingerprint, declared_loss, differences
 from baton.core.timers import Timers
 from baton.core.topology import kv_heads_of
 
@@ -111,12 +111,31 @@ def test_a_wrong_kv_transfer_config_names_the_field(text: str) -> None:
 
 def test_a_refusal_names_every_field_that_differs() -> None:
     ours = ModelFingerprint("m", "r", "float32", 2, 2, 64, "s")
-    theirs = msgspec.structs.replace(ours, dtype="bfloat16", head_dim=32)
+    theirs = msgspec.structs.replace(ours, dtype="uint8", head_dim=32)
     assert differences(ours, ours) == []
     assert differences(ours, theirs) == [
-        "dtype: ours 'float32', theirs 'bfloat16'",
+        "dtype: ours 'float32', theirs 'uint8'",
         "head_dim: ours 64, theirs 32",
     ]
+
+
+def test_a_dtype_that_converts_is_a_difference_only_for_who_does_not_convert() -> None:
+    ours = ModelFingerprint("m", "r", "float32", 2, 2, 64, "s")
+    theirs = msgspec.structs.replace(ours, dtype="bfloat16")
+    assert differences(ours, theirs) == []
+    assert differences(ours, theirs, converts_dtype=False) == ["dtype: ours 'float32', theirs 'bfloat16'"]
+
+
+def test_a_conversion_declares_what_it_loses() -> None:
+    assert declared_loss("bfloat16", "float32") == ""
+    assert declared_loss("float16", "float32") == ""
+    assert declared_loss("float8_e4m3fn", "bfloat16") == ""
+    assert declared_loss("float32", "bfloat16") == (
+        "float32 -> bfloat16: lossy (23 bits of mantissa become 7)"
+    )
+    assert declared_loss("bfloat16", "float16") == (
+        "bfloat16 -> float16: lossy (beyond 65504 values saturate, small ones become 0)"
+    )
 
 
 def test_the_secret_is_never_printed_and_never_short() -> None:

@@ -132,7 +132,7 @@ def test_unsound_rank_cards_are_refused_by_the_reader_and_never_sent(cards: list
     [
         ("model", "x"),
         ("revision", "x"),
-        ("dtype", "float16"),
+        ("dtype", "uint8"),
         ("num_layers", 3),
         ("num_kv_heads", 8),
         ("head_dim", 16),
@@ -146,7 +146,7 @@ def test_a_refusal_names_the_field_that_differs(field: str, value: object) -> No
 
 
 def test_a_refusal_names_everything_that_differs() -> None:
-    theirs = msgspec.structs.replace(MODEL, dtype="float16", head_dim=16)
+    theirs = msgspec.structs.replace(MODEL, dtype="uint8", head_dim=16)
     answer = answer_hello(Hello(PROTOCOL_VERSION + 1, theirs, D), MODEL, PAYLOAD)
     assert isinstance(answer, Refused)
     assert [reason.split(":")[0] for reason in answer.reasons] == ["protocol_version", "dtype", "head_dim"]

@@ -156,10 +156,10 @@ def test_the_right_ticket_for_a_longer_prompt_is_good() -> None:
 
 
 def test_another_model_is_named_field_by_field() -> None:
-    other = msgspec.structs.replace(MODEL, dtype="float16", num_layers=3)
+    other = msgspec.structs.replace(MODEL, dtype="uint8", num_layers=3)
     error = refused(fingerprint=other)
     assert error.reason is TicketFault.MODEL
-    assert "dtype: ours 'float16', theirs 'bfloat16'" in str(error)
+    assert "dtype: ours 'uint8', theirs 'bfloat16'" in str(error)
     assert "num_layers: ours 3, theirs 2" in str(error)
 
 

@@ -1,0 +1,103 @@
+"""From a range of tokens to runs that lie in one block on either side, whatever the sizes of the blocks.
+
+    P, 32 tokens   |            0            |            1            |
+    D, 16 tokens   |     0     |     1     |     2     |     3     |          tokens 10 to 55
+    pieces                 (a) |    (b)    |    (c)    | (d) |
+
+The range is cut wherever a block of either side ends. Runs that begin at the same place of their blocks and
+are equally long are one `Piece`: the same spans, at other blocks. Here (b) alone, (c) alone, and the edges.
+With equal sizes all that is not an edge is one piece.
+
+**Tails.** The last part of a claim is rounded up to where the blocks at hand end, because whole blocks are
+cheaper to move: what lies behind the last token is junk on both sides. Nothing is zeroed: a position is read
+only once its token has been computed here, which writes its slot first, and a block that the pool hands out
+holds a former owner's numbers anyway. Other parts end exactly, since the next one writes what follows.
+"""
+
+from collections.abc import Sequence
+from math import gcd
+from typing import NamedTuple
+
+from baton.core.errors import TransferError
+from baton.protocol.slots import Shape
+
+
+class Piece(NamedTuple):
+    """The same run of tokens in several pairs of blocks."""
+
+    shape: Shape
+    local_blocks: tuple[int, ...]
+    remote_blocks: tuple[int, ...]
+
+
+def plan_pieces(
+    first_token: int,
+    num_tokens: int,
+    local_block_tokens: int,
+    remote_block_tokens: int,
+    local_table: Sequence[int],
+    remote_table: Sequence[int],
+    *,
+    rounds_up: bool,
+) -> list[Piece]:
+    """Raises TransferError for tokens behind the end of a table."""
+    last_token = first_token + num_tokens
+    check_tables(last_token, local_block_tokens, remote_block_tokens, local_table, remote_table)
+    if num_tokens == 0:
+        return []
+    if rounds_up:
+        last_token = min(_block_end(last_token, size) for size in (local_block_tokens, remote_block_tokens))
+    if local_block_tokens == remote_block_tokens and first_token % local_block_tokens == 0:
+        return _equal_pieces(first_token, last_token, local_block_tokens, local_table, remote_table)
+    blocks: dict[Shape, tuple[list[int], list[int]]] = {}
+    start = first_token
+    while start < last_token:
+        end = min(
+            last_token, _block_end(start + 1, local_block_tokens), _block_end(start + 1, remote_block_tokens)
+        )
+        shape = Shape(start % local_block_tokens, start % remote_block_tokens, end - start)
+        local, remote = blocks.setdefault(shape, ([], []))
+        local.append(local_table[start // local_block_tokens])
+        remote.append(remote_table[start // remote_block_tokens])
+        start = end
+    return [Piece(shape, tuple(local), tuple(remote)) for shape, (local, remote) in blocks.items()]
+
+
+def num_shapes(local_block_tokens: int, remote_block_tokens: int) -> int:
+    """How many shapes the pieces of a long prompt have, but for its edges."""
+    unit = gcd(local_block_tokens, remote_block_tokens)
+    return local_block_tokens // unit + remote_block_tokens // unit - 1
+
+
+def check_tables(
+    last_token: int,
+    local_block_tokens: int,
+    remote_block_tokens: int,
+    local_table: Sequence[int],
+    remote_table: Sequence[int],
+) -> None:
+    for whose, size, table in (
+        ("local", local_block_tokens, local_table),
+        ("remote", remote_block_tokens, remote_table),
+    ):
+        if last_token > len(table) * size:
+            raise TransferError(f"{last_token} tokens do not lie in {len(table)} {whose} blocks of {size}")
+
+
+def _equal_pieces(
+    first_token: int, last_token: int, size: int, local_table: Sequence[int], remote_table: Sequence[int]
+) -> list[Piece]:
+    """The way that most go: one slice of either table, and perhaps an edge."""
+    first, last = first_token // size, last_token // size
+    pieces = []
+    if last > first:
+        whole = Shape(0, 0, size)
+        pieces.append(Piece(whole, tuple(local_table[first:last]), tuple(remote_table[first:last])))
+    if rest := last_token - last * size:
+        pieces.append(Piece(Shape(0, 0, rest), (local_table[last],), (remote_table[last],)))
+    return pieces
+
+
+def _block_end(token: int, size: int) -> int:
+    """The first end of a block that is not before `token`."""
+    return -(-token // size) * size

@@ -1,0 +1,87 @@
+"""Is a layout what memory can be? A layout from a peer is believed in nothing before it has passed here."""
+
+from baton.core.errors import PeerError
+from baton.core.layout import LayerLayout, RankLayout
+from baton.core.topology import kv_heads_of
+
+MAX_RANKS = 4096
+MAX_REGIONS = 4096
+MAX_LAYERS = 4096
+MAX_NAME_CHARS = 256
+MAX_BLOCKS = 2**32
+MAX_BLOCK_TOKENS = 1 << 16
+ADDRESS_SPACE = 2**64
+
+
+def check_layout(layout: RankLayout) -> None:
+    """Raises PeerError unless every block of every layer lies inside its region and no two slots overlap."""
+    _check_range("pp_size", layout.pp_size, 1, MAX_RANKS)
+    _check_range("pp_rank", layout.pp_rank, 0, layout.pp_size - 1)
+    _check_range("tp_size", layout.tp_size, 1, MAX_RANKS)
+    _check_range("tp_rank", layout.tp_rank, 0, layout.tp_size - 1)
+    _check_range("num_kv_heads", layout.num_kv_heads, 1, MAX_RANKS)
+    if not layout.is_replicated and not can_share(layout.tp_size, layout.num_kv_heads):
+        raise PeerError(f"layout: {layout.tp_size} ranks cannot share {layout.num_kv_heads} KV heads")
+    _check_range("num_blocks", layout.num_blocks, 1, MAX_BLOCKS)
+    _check_range("block_tokens", layout.block_tokens, 1, MAX_BLOCK_TOKENS)
+    _check_range("number of regions", len(layout.regions), 1, MAX_REGIONS)
+    _check_range("number of layers", len(layout.layers), 1, MAX_LAYERS)
+    for region in layout.regions:
+        _check_range("region address", region.address, 0, ADDRESS_SPACE - 1)
+        _check_range("region nbytes", region.nbytes, 1, ADDRESS_SPACE - region.address)
+    names = {layer.name for layer in layout.layers}
+    if len(names) != len(layout.layers):
+        raise PeerError("layout: two layers have one name")
+    for layer in layout.layers:
+        _check_layer(layer, layout)
+
+
+def can_share(tp_size: int, num_kv_heads: int) -> bool:
+    return num_kv_heads % tp_size == 0 or tp_size % num_kv_heads == 0
+
+
+def heads_of(layout: RankLayout) -> range:
+    """Global indices of the KV heads that this rank holds."""
+    if layout.is_replicated:
+        return range(layout.num_kv_heads)
+    return kv_heads_of(layout.tp_rank, tp_size=layout.tp_size, num_kv_heads=layout.num_kv_heads)
+
+
+def slot_bytes_of(layer: LayerLayout, layout: RankLayout) -> int:
+    """Of one token and one head."""
+    return layer.head_bytes // layout.block_tokens
+
+
+def token_stride_of(layer: LayerLayout, layout: RankLayout) -> int:
+    return layer.token_stride or slot_bytes_of(layer, layout)
+
+
+def _check_layer(layer: LayerLayout, layout: RankLayout) -> None:
+    _check_range("length of a layer's name", len(layer.name), 1, MAX_NAME_CHARS)
+    where = f"layer {layer.name!r}: "
+    _check_range(where + "region", layer.region, 0, len(layout.regions) - 1)
+    region_bytes = layout.regions[layer.region].nbytes
+    _check_range(where + "offset", layer.offset, 0, region_bytes - 1)
+    _check_range(where + "head_bytes", layer.head_bytes, 1, region_bytes)
+    if layer.head_bytes % layout.block_tokens:
+        raise PeerError(f"layout: {where}head_bytes {layer.head_bytes} is no multiple of its tokens")
+    slot_bytes, token_stride = slot_bytes_of(layer, layout), token_stride_of(layer, layout)
+    _check_range(where + "token_stride", token_stride, slot_bytes, ADDRESS_SPACE)
+    last_head = (len(heads_of(layout)) - 1) * layer.head_stride
+    last_token = (layout.block_tokens - 1) * token_stride
+    # Either all tokens of a head lie before those of the next, or all heads of a token before the next token.
+    if token_stride <= layer.head_stride:
+        _check_range(where + "head_stride", layer.head_stride, last_token + slot_bytes, ADDRESS_SPACE)
+    else:
+        _check_range(where + "head_stride", layer.head_stride, slot_bytes, ADDRESS_SPACE)
+        _check_range(where + "token_stride", token_stride, last_head + slot_bytes, ADDRESS_SPACE)
+    block_bytes = last_head + last_token + slot_bytes
+    _check_range(where + "block_stride", layer.block_stride, block_bytes, ADDRESS_SPACE)
+    end = layer.offset + (layout.num_blocks - 1) * layer.block_stride + block_bytes
+    if end > region_bytes:
+        raise PeerError(f"layout: {where}its last block ends at {end}, its region at {region_bytes}")
+
+
+def _check_range(what: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise PeerError(f"layout: {what} is {value}, expected {low} to {high}")
