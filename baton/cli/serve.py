@@ -58,6 +58,14 @@ def serve(
         float | None,
         _option("--shutdown-timeout-s", "For requests in flight when told to stop (default 5).", _SERVER),
     ] = None,
+    drain_timeout_s: Annotated[
+        float | None,
+        _option(
+            "--drain-timeout-s",
+            "Before that: answer 503, finish what runs, get lent KV back (default 30 for producers, else 0).",
+            _SERVER,
+        ),
+    ] = None,
     block_size: Annotated[
         int | None, _option("--block-size", "Tokens in a block (default 16).", _CACHE)
     ] = None,
@@ -158,7 +166,7 @@ def _serve(resolved: "Resolved") -> int:
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     config = engine_config(resolved)
-    options = ServeOptions(settings.host, settings.port, settings.shutdown_timeout_s)
+    options = ServeOptions(settings.host, settings.port, settings.shutdown_timeout_s, settings.drains_for_s)
     factory = "baton.assemble:connector_factory" if settings.moves_kv else None
     parts = Parts(
         start_engine=lambda: EngineClient.start(config, connector_factory=factory),

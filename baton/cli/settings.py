@@ -30,6 +30,7 @@ SECRET_ENV = "BATON_SECRET"
 CONFIG_ENV = "BATON_CONFIG"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_SECRET_BYTES = 1 << 16
+DRAIN_S = 30.0  # The default lease: what is lent is returned or has run out by then.
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Policy = Literal["fcfs", "priority"]
@@ -50,6 +51,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     port: int = 8000
     log_level: LogLevel = "info"
     shutdown_timeout_s: float = 5.0  # For requests in flight, once told to stop.
+    drain_timeout_s: float | None = None  # Before that. None: DRAIN_S for a producer, else 0.
 
     block_size: int = 16
     num_blocks: int | None = None
@@ -77,6 +79,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ConfigError("must be positive", field=name)
         if not 0 <= self.shutdown_timeout_s <= 3600:
             raise ConfigError("must be in [0, 3600]", field="shutdown_timeout_s")
+        if self.drain_timeout_s is not None and not 0 <= self.drain_timeout_s <= 3600:
+            raise ConfigError("must be in [0, 3600]", field="drain_timeout_s")
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ConfigError(
                 "cannot go with num_blocks: both say how large the cache is", field="kv_cache_memory"
@@ -85,13 +89,21 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             parse_bytes(self.kv_cache_memory, field="kv_cache_memory")
 
     @property
+    def drains_for_s(self) -> float:
+        """How long it may take, once told to stop, until requests are finished and loans are returned."""
+        if self.drain_timeout_s is not None:
+            return self.drain_timeout_s
+        transfer = self.kv_transfer_config
+        return DRAIN_S if transfer is not None and transfer.is_kv_producer else 0.0
+
+    @property
     def moves_kv(self) -> bool:
         return self.kv_transfer_config is not None and self.kv_transfer_config.is_kv_transfer_instance
 
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "model": ("model", "served_model_name", "dtype", "max_model_len", "seed"),
-    "server": ("host", "port", "log_level", "shutdown_timeout_s"),
+    "server": ("host", "port", "log_level", "shutdown_timeout_s", "drain_timeout_s"),
     "cache": ("block_size", "num_blocks", "kv_cache_memory", "enable_prefix_caching"),
     "scheduler": ("max_num_batched_tokens", "max_num_seqs", "scheduling_policy", "enable_chunked_prefill"),
     "parallel": ("tensor_parallel_size", "device", "threads"),

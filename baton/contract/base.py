@@ -170,6 +170,12 @@ class KVConnectorSchedulerHalf(ABC):
         """Of the step, merged with the workers'."""
         return None
 
+    def drain(self, timeout_s: float) -> None:
+        """The engine is to end: promise nothing more, and let what is lent end, within `timeout_s` at best.
+
+        Baton's hosts keep stepping until no block is held any more, or the time is up. vLLM does not call it.
+        """
+
     def reset_cache(self) -> bool | None:
         """Forget what is cached. Only False counts as a failure."""
         return None

@@ -142,6 +142,9 @@ class TwoHalves(KVConnectorBase_V1):
     ) -> None:
         self.scheduler_half.set_xfer_handshake_metadata_pp_aware(metadata)
 
+    def drain(self, timeout_s: float) -> None:
+        self.scheduler_half.drain(timeout_s)
+
     def reset_cache(self) -> bool | None:
         return self.scheduler_half.reset_cache()
 

@@ -29,12 +29,19 @@ class ApiError(Exception):
     """An answer other than 200, decided by the server."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
+        self.retry_after_s = retry_after_s
 
 
 class ErrorBody(msgspec.Struct, frozen=True):

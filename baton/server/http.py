@@ -139,4 +139,7 @@ def error_response(error: Exception, request_id: str | None = None) -> Response:
     """An unexpected one is logged here, with its traceback."""
     log_failure(error, request_id or "-")
     status, body = describe(error)
-    return json_response({"error": body}, status=status, request_id=request_id)
+    response = json_response({"error": body}, status=status, request_id=request_id)
+    if isinstance(error, ApiError) and error.retry_after_s is not None:
+        response.headers["Retry-After"] = str(error.retry_after_s)
+    return response

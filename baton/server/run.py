@@ -4,8 +4,14 @@
                                                      |--engine died----> pending answers get 503, exit 1
 
 The port is bound first, so that one in use is heard of before seconds go into loading a model; nobody can
-connect until the engine is ready. Draining takes at most `shutdown_timeout_s`; then the engine is stopped
-under what is left, which ends every answer. A second signal does not wait for that.
+connect until the engine is ready.
+
+    drain    at most drain_timeout_s      new requests and /health get 503, running ones finish, and what the
+                                          engine has lent is returned
+    stop     at most shutdown_timeout_s   the port is closed; running requests may still finish
+    end                                   the engine is stopped under what is left, which ends every answer
+
+A second signal ends it at once.
 """
 
 import asyncio
@@ -41,6 +47,7 @@ class ServeOptions(NamedTuple):
     host: str
     port: int  # 0: a free one.
     shutdown_timeout_s: float
+    drain_timeout_s: float = 0.0  # 0: no drain.
 
 
 class Parts(NamedTuple):
@@ -55,11 +62,12 @@ async def run(
     config: EngineConfig, options: ServeOptions, parts: Parts, on_ready: Callable[[str], None]
 ) -> int:
     """Returns the exit status. Raises ConfigError, or what starting the engine raised."""
-    stop = asyncio.Event()
+    stop, hurry = asyncio.Event(), asyncio.Event()
     server: _Server | None = None
 
     def on_signal() -> None:
         if stop.is_set() and server is not None:
+            hurry.set()
             server.force_exit = True
         stop.set()
 
@@ -72,7 +80,7 @@ async def run(
             url = _url(options.host, listener)
             server = _Server(service, options.shutdown_timeout_s, lambda: on_ready(url))
             try:
-                await _serve(server, service, listener, stop, options.shutdown_timeout_s)
+                await _serve(server, service, listener, stop, hurry, options)
             finally:
                 service.encoder.close()
             return EXIT_ENGINE_DIED if server.engine_died else EXIT_STOPPED
@@ -83,7 +91,8 @@ async def _serve(
     service: Service,
     listener: socket.socket,
     stop: asyncio.Event,
-    shutdown_timeout_s: float,
+    hurry: asyncio.Event,
+    options: ServeOptions,
 ) -> None:
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     dying = asyncio.create_task(service.engine.wait_dead())
@@ -94,16 +103,48 @@ async def _serve(
         if server.engine_died:
             logger.error("the engine has died; the server ends")
         service.is_draining = True
+        if not server.engine_died and options.drain_timeout_s > 0:
+            await _drain(server, service, hurry, options.drain_timeout_s)
+            server.engine_died = service.engine.is_dead
         server.should_exit = True
-        await asyncio.wait((serving,), timeout=shutdown_timeout_s)
+        timeout_s = 0.0 if hurry.is_set() else options.shutdown_timeout_s
+        await asyncio.wait((serving,), timeout=timeout_s)
         if not serving.done():
-            logger.warning("requests are still running after %g s; stopping the engine", shutdown_timeout_s)
+            logger.warning("requests are still running after %g s; stopping the engine", timeout_s)
             await service.engine.close()
         await serving
     finally:
         for task in (serving, dying, stopping):
             task.cancel()
         await asyncio.gather(serving, dying, stopping, return_exceptions=True)
+
+
+async def _drain(server: "_Server", service: Service, hurry: asyncio.Event, timeout_s: float) -> None:
+    """Until nothing runs and nothing is lent; or the time is up, the engine dead, or a second signal come."""
+    logger.info("draining for at most %g s: no new requests, running ones finish, loans come back", timeout_s)
+    draining = asyncio.create_task(_finish_all(server, service.engine, timeout_s))
+    ways_out = (asyncio.create_task(service.engine.wait_dead()), asyncio.create_task(hurry.wait()))
+    try:
+        await asyncio.wait((draining, *ways_out), return_when=asyncio.FIRST_COMPLETED)
+        if not draining.done():
+            logger.warning("the drain was cut short")
+        elif not draining.result():
+            logger.warning("not everything was finished and returned after %g s", timeout_s)
+    finally:
+        for task in (draining, *ways_out):
+            task.cancel()
+        await asyncio.gather(draining, *ways_out, return_exceptions=True)
+
+
+async def _finish_all(server: "_Server", engine: Engine, timeout_s: float) -> bool:
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + timeout_s
+    # Those that come from now on are refused. Requests first: a prefill may still lend, and be fetched from.
+    if running := server.running_requests():
+        _, late = await asyncio.wait(running, timeout=timeout_s)
+        if late:
+            return False
+    return await engine.drain(max(0.0, deadline_s - loop.time()))
 
 
 class _Server(uvicorn.Server):
@@ -123,6 +164,9 @@ class _Server(uvicorn.Server):
         )
         self.engine_died = False
         self._on_started = on_started
+
+    def running_requests(self) -> set[asyncio.Task[None]]:
+        return set(self.server_state.tasks)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -32,6 +32,9 @@ class Engine(Protocol):
         """Closing it early aborts the request. Raises EngineDeadError."""
 
     async def wait_dead(self) -> None: ...
+    async def drain(self, timeout_s: float) -> bool:
+        """Lend nothing more, and wait until nothing is lent. False: not in that time."""
+
     async def close(self) -> None: ...
 
 

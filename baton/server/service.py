@@ -29,6 +29,7 @@ Door: TypeAlias = Callable[[Mapping[str, Any] | None], None]
 
 MAX_CHOICES = 1024  # Prompts times samples of one HTTP request.
 MAX_REQUEST_ID_CHARS = 256
+RETRY_AFTER_S = 1  # A server that drains does not come back; whoever retries reaches another one.
 
 
 def core_door(raw: Mapping[str, Any] | None) -> None:
@@ -56,7 +57,7 @@ class Service:
         if self.engine.is_dead:
             raise ApiError(503, "the engine has stopped", code="engine_dead")
         if self.is_draining:
-            raise ApiError(503, "the server is shutting down", code="draining")
+            raise ApiError(503, "the server is shutting down", code="draining", retry_after_s=RETRY_AFTER_S)
 
     def check_model(self, name: str | None) -> None:
         """None means the one model that there is."""

@@ -15,6 +15,7 @@ SERVE_FLAGS = [
     "--block-size",
     "--config",
     "--device",
+    "--drain-timeout-s",
     "--dtype",
     "--enable-chunked-prefill",
     "--enable-prefix-caching",

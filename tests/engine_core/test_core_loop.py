@@ -16,7 +16,7 @@ from baton.engine.api import (
     SchedulerStats,
 )
 from baton.engine.channel import Channel
-from baton.engine.core_messages import Abort, AddRequest, FromCore, Outputs, Stop, ToCore
+from baton.engine.core_messages import Abort, AddRequest, Drain, Drained, FromCore, Outputs, Stop, ToCore
 from baton.engine.core_process import IDLE_S, RETRY_S, CoreLoop, Stopping, StopSignal
 
 
@@ -39,6 +39,13 @@ class ScriptedCore:
     @property
     def has_requests(self) -> bool:
         return bool(self.steps)
+
+    @property
+    def is_drained(self) -> bool:
+        return not self.steps
+
+    def drain(self, timeout_s: float) -> None:
+        self.seen.append(f"drain {timeout_s:g}")
 
     def step(self) -> EngineOutputs:
         outputs, self.num_scheduled_tokens = self.steps.pop(0)
@@ -139,3 +146,23 @@ def test_empty_steps_that_say_nothing_new_are_not_told(make_world) -> None:
     world.core.after_last_step = lambda: world.send(Stop())
     told = [message.outputs for message in world.run() if isinstance(message, Outputs)]
     assert told == [TOKEN, held, failing, failing, held]
+
+
+def test_a_drain_is_over_when_nothing_is_held_any_more(make_world) -> None:
+    world = make_world(ScriptedCore([(empty(num_delayed_free=1), 0)] * 2))
+    world.core.after_last_step = lambda: world.send(Stop())
+    world.send(Drain(60.0))
+    with pytest.raises(Stopping):
+        world.loop.run()
+    assert world.core.seen == ["drain 60"]
+    world.loop._report_drained()
+    world.loop._report_drained()  # Once.
+    told = [msgspec.msgpack.decode(p, type=FromCore) for p in world.front_end.receive_nowait()]
+    assert [m for m in told if isinstance(m, Drained)] == [Drained(is_whole=True)]
+
+
+def test_a_drain_that_runs_out_of_time_says_so(make_world) -> None:
+    world = make_world(ScriptedCore([(empty(num_delayed_free=1), 0)] * 2))
+    world.core.after_last_step = lambda: world.send(Stop())
+    world.send(Drain(0.0))
+    assert [m for m in world.run() if isinstance(m, Drained)] == [Drained(is_whole=False)]

@@ -97,6 +97,7 @@ class ScriptedEngine:
     answer: str | Callable[[EngineRequest], str] = "Hello, world!"
     end_with_eos: bool = True
     gate: asyncio.Event | None = None
+    loans: asyncio.Event | None = None  # Set once they are returned; a drain waits for it.
     failure: EngineOutput | None = None  # Its fields replace those of output number `fail_at`.
     fail_at: int = 0
     transfer_params: dict[str, Any] | None = None
@@ -117,6 +118,13 @@ class ScriptedEngine:
 
     async def wait_dead(self) -> None:
         await self._dead.wait()
+
+    async def drain(self, timeout_s: float) -> bool:
+        self.events.append("drain")
+        if self.loans is not None:
+            await self.loans.wait()
+        self.events.append("drained")
+        return True
 
     async def close(self) -> None:
         self.events.append("closed")

@@ -28,6 +28,7 @@ class Process:
         engine: ScriptedEngine,
         *,
         shutdown_timeout_s: float = WAIT_S,
+        drain_timeout_s: float = 0.0,
         start: Callable[[], Awaitable[Engine]] | None = None,
         port: int = 0,
     ) -> None:
@@ -38,15 +39,26 @@ class Process:
         self.exit: asyncio.Task[int] = asyncio.create_task(
             run(
                 CONFIG,
-                ServeOptions("127.0.0.1", port, shutdown_timeout_s),
+                ServeOptions("127.0.0.1", port, shutdown_timeout_s, drain_timeout_s),
                 Parts(start or start_engine, CharacterTokenizer, core_door),
                 self.url.set_result,
             )
         )
 
     async def post(self, **body: object) -> httpx.Response:
-        async with httpx.AsyncClient(base_url=await self.url, timeout=WAIT_S, trust_env=False) as client:
+        async with self.client(await self.url) as client:
             return await client.post("/v1/completions", json={"prompt": "a", **body})
+
+    async def health(self) -> httpx.Response:
+        async with self.client(await self.url) as client:
+            return await client.get("/health")
+
+    def client(self, url: str) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=url, timeout=WAIT_S, trust_env=False)
+
+    async def wait_draining(self) -> None:
+        while (await self.health()).status_code == 200:
+            pass
 
 
 def bounded(main: Callable[[], Awaitable[None]]) -> None:
@@ -97,6 +109,72 @@ def test_a_request_that_does_not_end_in_time_is_told_so() -> None:
         stop_this_process()
         assert (await answer).status_code == 503
         assert await process.exit == EXIT_STOPPED
+
+    bounded(main)
+
+
+def test_while_it_drains_it_refuses_what_is_new_finishes_what_runs_and_then_waits_for_loans() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine(gate=asyncio.Event(), loans=asyncio.Event())
+        assert engine.gate is not None
+        assert engine.loans is not None
+        process = Process(engine, drain_timeout_s=WAIT_S)
+        answer = asyncio.create_task(process.post(max_tokens=5))
+        await engine.was_asked.wait()
+        stop_this_process()
+        await process.wait_draining()
+        refused = await process.post()
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "draining"
+        assert int(refused.headers["Retry-After"]) > 0
+        assert "drain" not in engine.events, "a prefill that still runs may lend what it computes"
+        engine.gate.set()
+        assert (await answer).json()["choices"][0]["text"] == "Hello"
+        assert (await process.health()).json()["error"]["code"] == "draining"
+        engine.loans.set()
+        assert await process.exit == EXIT_STOPPED
+        assert engine.events[-3:] == ["drain", "drained", "closed"]
+
+    bounded(main)
+
+
+def test_a_second_signal_ends_a_drain_at_once() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine(loans=asyncio.Event())
+        process = Process(engine, drain_timeout_s=3600, shutdown_timeout_s=3600)
+        assert (await process.post()).status_code == 200
+        stop_this_process()
+        await process.wait_draining()
+        stop_this_process()
+        assert await process.exit == EXIT_STOPPED
+        assert "drained" not in engine.events
+
+    bounded(main)
+
+
+def test_a_drain_that_takes_too_long_ends_as_without_one() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine(gate=asyncio.Event())
+        process = Process(engine, drain_timeout_s=0.01, shutdown_timeout_s=0)
+        answer = asyncio.create_task(process.post())
+        await engine.was_asked.wait()
+        stop_this_process()
+        assert (await answer).status_code == 503
+        assert await process.exit == EXIT_STOPPED
+        assert "drain" not in engine.events
+
+    bounded(main)
+
+
+def test_an_engine_that_dies_while_it_drains_is_told_by_the_exit_status() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine(loans=asyncio.Event())
+        process = Process(engine, drain_timeout_s=3600)
+        assert (await process.post()).status_code == 200
+        stop_this_process()
+        await process.wait_draining()
+        engine.die()
+        assert await process.exit == EXIT_ENGINE_DIED
 
     bounded(main)
 
