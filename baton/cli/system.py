@@ -52,6 +52,7 @@ class EngineArguments:
             "--dtype": self.dtype,
             "--served-model-name": self.served_model_name,
             "--kv-transfer-config": json.dumps(transfer_config) if transfer_config else None,
+            "--drain-timeout-s": 0 if transfer_config else None,  # All end together: nobody comes for a loan.
         }
         given = [text for key, value in options.items() if value is not None for text in (key, str(value))]
         return [sys.executable, "-m", "baton.cli", "serve", str(self.model), *given, *self.extra]
