@@ -67,6 +67,7 @@ class EngineClient:
         self._dead = asyncio.Event()  # Nothing will come any more.
         self._buried = asyncio.Event()  # The process has ended and left nothing behind.
         self._drained: asyncio.Future[bool] | None = None
+        self._introduction: str | None = None
         self._last_words: str | None = None
         self._death: EngineDeadError | None = None
         self._burial: asyncio.Task[None] | None = None
@@ -107,6 +108,13 @@ class EngineClient:
     def pid(self) -> int:
         """Of the core's process."""
         return self._child.process.pid
+
+    async def introduction(self) -> str | None:
+        """The connector's, for consumers that have no ticket of this engine yet; None without one.
+
+        It names the core's process, so it is as old as this client and never changes.
+        """
+        return self._introduction
 
     @property
     def is_dead(self) -> bool:
@@ -192,7 +200,8 @@ class EngineClient:
                         # A call of its own: what a metric raises must not cost us the connection.
                         asyncio.get_running_loop().call_soon(self.on_stats, outputs.stats)
                     self._deliver(outputs.outputs)
-                case Started():
+                case Started(introduction):
+                    self._introduction = introduction
                     if not self._started.done():
                         self._started.set_result(None)
                 case StartFailed(message, is_users):

@@ -183,6 +183,9 @@ class ConnectorCalls:
 
     # --- Its whole life --------------------------------------------------------------------------
 
+    def introduction(self) -> str | None:
+        return self._contain("introduction", self._half.introduction, None)
+
     def retire(self) -> None:
         """Ask it nothing more. What it holds stays held: it may not even know any more who uses what."""
         self.is_retired = True

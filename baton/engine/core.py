@@ -81,6 +81,10 @@ class EngineCore:
     def abort(self, request_id: str) -> None:
         self.scheduler.abort([request_id])
 
+    def introduction(self) -> str | None:
+        """Signed text by which other engines find this one's connector; None if it has none to give."""
+        return self.scheduler.introduction()
+
     @property
     def has_requests(self) -> bool:
         return self.scheduler.has_requests()

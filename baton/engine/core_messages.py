@@ -38,6 +38,8 @@ class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Started(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Ready for requests."""
 
+    introduction: str | None = None  # What the connector's scheduler half has said; it stays so.
+
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     message: str

@@ -208,7 +208,7 @@ def _start(channel: Channel) -> EngineCore | None:
     # What exists now lives as long as the process; the collector need not look at it again.
     gc.collect()
     gc.freeze()
-    channel.send_nowait(msgspec.msgpack.encode(Started()))
+    channel.send_nowait(msgspec.msgpack.encode(Started(core.introduction())))
     return core
 
 

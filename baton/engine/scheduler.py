@@ -145,6 +145,9 @@ class Scheduler:
         """Whether finished requests hold blocks that will be free one day."""
         return self.remote.num_held > 0 and not self._connector.is_retired
 
+    def introduction(self) -> str | None:
+        return self._connector.introduction()
+
     def shutdown(self) -> None:
         self._connector.shutdown()
 

@@ -3,6 +3,7 @@
 POST /v1/completions, /v1/chat/completions      OpenAI's, with vLLM's extensions and `kv_transfer_params`
 GET  /v1/models, POST /tokenize, /detokenize
 GET  /health (503 once the engine is dead or the server drains), /version, /metrics
+GET  /baton/introduction                        for routers that start both legs of a request at once
 """
 
 from collections.abc import Awaitable, Callable
@@ -158,6 +159,12 @@ def _add_state(app: FastAPI, service: Service) -> None:
     async def health() -> Response:
         service.check_open()
         return Response(status_code=200)
+
+    @app.get("/baton/introduction")
+    async def introduction() -> Response:
+        if service.introduction is None:
+            raise ApiError(404, "this engine has no KV connector that introduces itself")
+        return json_response(service.introduction)
 
     @app.get("/version")
     async def version() -> Response:

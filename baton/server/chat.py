@@ -68,10 +68,11 @@ class ChatWork:
             async for piece in running.pieces():
                 count.add(piece)
                 index = piece.sample.index
-                if index not in begun:
+                is_first = index not in begun
+                if is_first:
                     yield self._opening(index, is_first=not begun)
                     begun.add(index)
-                if (chunk := self._chunk(piece)) is not None:
+                if (chunk := self._chunk(piece, is_first=is_first)) is not None:
                     yield chunk
         if self.request.includes_usage:
             yield self._body([], usage=count.usage())
@@ -81,19 +82,20 @@ class ChatWork:
         opening = ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))
         return self._body([opening], prompt_token_ids=self._prompt_token_ids if is_first else UNSET)
 
-    def _chunk(self, piece: Piece) -> ChatChunk | None:
+    def _chunk(self, piece: Piece, *, is_first: bool) -> ChatChunk | None:
         """None when the piece has nothing to show yet."""
-        wants_tokens = self.request.return_token_ids or self.request.logprobs
-        if not (piece.text or piece.finish or wants_tokens):
-            return None
+        wants_ids = self.request.return_token_ids or (is_first and piece.sample.names_first_token)
         finish = piece.finish
+        if not (piece.text or finish or wants_ids or self.request.logprobs):
+            return None
+        has_ended = finish is not None and finish.reason is not None
         choice = ChatChunkChoice(
             index=piece.sample.index,
-            delta=Delta(content=piece.text) if piece.text or not finish else Delta(),
+            delta=Delta(content=piece.text) if piece.text or not has_ended else Delta(),
             logprobs=self._logprobs(piece.logprobs),
             finish_reason=finish.reason if finish else None,
-            stop_reason=finish.stop_reason if finish else UNSET,
-            token_ids=piece.token_ids if self.request.return_token_ids else UNSET,
+            stop_reason=finish.stop_reason if finish and has_ended else UNSET,
+            token_ids=piece.token_ids if wants_ids else UNSET,
         )
         return self._body(
             [choice], kv_transfer_params=(finish.kv_transfer_params if finish else None) or UNSET

@@ -95,7 +95,8 @@ class _ChunkStream:
         work, sample = self._work, piece.sample
         is_first = sample.index not in self._num_shown
         echo = work.echoes[sample.prompt_index] if is_first else ""
-        wants_tokens = work.request.return_token_ids or work.request.logprobs is not None
+        wants_ids = work.request.return_token_ids or (is_first and sample.names_first_token)
+        wants_tokens = wants_ids or work.request.logprobs is not None
         if not (echo or piece.text or piece.finish or wants_tokens):
             return None
         offset = self._num_shown.get(sample.index, 0) + len(echo)
@@ -110,7 +111,7 @@ class _ChunkStream:
                     logprobs=logprobs,
                     finish_reason=finish.reason if finish else None,
                     stop_reason=finish.stop_reason if finish else None,
-                    token_ids=piece.token_ids if work.request.return_token_ids else UNSET,
+                    token_ids=piece.token_ids if wants_ids else UNSET,
                     prompt_token_ids=work.prompt_token_ids(sample) if is_first else UNSET,
                 )
             ],

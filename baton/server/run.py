@@ -27,6 +27,7 @@ import uvicorn
 from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
 from baton.server.app import build_app
+from baton.server.introduction import introduce
 from baton.server.metrics import ServerMetrics
 from baton.server.samples import Engine
 from baton.server.service import Door, Service
@@ -76,7 +77,7 @@ async def run(
         async with _running_engine(parts.start_engine, stop) as engine:
             if engine is None:
                 return EXIT_STOPPED
-            service = _make_service(config, engine, tokenizer, parts.door)
+            service = await _make_service(config, engine, tokenizer, parts.door)
             url = _url(options.host, listener)
             server = _Server(service, options.shutdown_timeout_s, lambda: on_ready(url))
             try:
@@ -177,7 +178,7 @@ class _Server(uvicorn.Server):
         self._on_started()
 
 
-def _make_service(config: EngineConfig, engine: Engine, tokenizer: Tokenizer, door: Door) -> Service:
+async def _make_service(config: EngineConfig, engine: Engine, tokenizer: Tokenizer, door: Door) -> Service:
     model = config.model_config
     return Service(
         engine=engine,
@@ -186,6 +187,7 @@ def _make_service(config: EngineConfig, engine: Engine, tokenizer: Tokenizer, do
         encoder=PromptEncoder(tokenizer, model),
         metrics=ServerMetrics(model.served_model_name),
         door=door,
+        introduction=await introduce(config, engine),
     )
 
 

@@ -31,6 +31,9 @@ class Engine(Protocol):
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """Closing it early aborts the request. Raises EngineDeadError."""
 
+    async def introduction(self) -> str | None:
+        """What the engine's connector says to engines that have no ticket of it; it never changes."""
+
     async def wait_dead(self) -> None: ...
     async def drain(self, timeout_s: float) -> bool:
         """Lend nothing more, and wait until nothing is lent. False: not in that time."""
@@ -48,13 +51,15 @@ class Sample:
     text: SampleText
     include_stop: bool = False  # Show the stop token (or string) that ended it.
     waits_for_first: bool = False  # Submit once the first sample has its first token.
+    names_first_token: bool = False  # Its first chunk is sent in any case, with its token ids.
+    goes_on_elsewhere: bool = False  # Reaching the limit is not the answer's end.
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
     """How a sample ended."""
 
-    reason: str  # "stop" or "length".
+    reason: str | None  # "stop" or "length". None: the answer goes on elsewhere.
     stop_reason: int | str | None
     kv_transfer_params: dict[str, Any] | None
     num_cached_tokens: int
@@ -132,7 +137,7 @@ async def _pieces_of(sample: Sample, engine: Engine, metrics: ServerMetrics) -> 
                 observer.tokens(len(output.new_token_ids))
                 piece = _piece(sample, output)
                 if piece.finish is not None:
-                    observer.finish(piece.finish.reason)
+                    observer.finish(piece.finish.reason or "length")
                 yield piece
                 if piece.finish is not None:
                     return  # Ended by a stop string: closing the iterator aborts the rest.
@@ -170,10 +175,13 @@ def _piece(sample: Sample, output: EngineOutput) -> Piece:
             piece.text += sample.text.feed(token_id)
         if sample.text.stopped_by is not None:
             break
-    if output.finish_reason is not None and sample.text.stopped_by is None:
+    goes_on = sample.goes_on_elsewhere and output.finish_reason == "length"
+    if output.finish_reason is not None and sample.text.stopped_by is None and not goes_on:
         piece.text += sample.text.finish()
     if sample.text.stopped_by is not None:
         piece.finish = _finish("stop", sample.text.stopped_by, output)
+    elif goes_on:
+        piece.finish = _finish(None, None, output)
     elif output.finish_reason is not None:
         # The engine names the end-of-sequence token too; only a stop token that was asked for is a reason.
         asked_for = output.stop_token_id in sample.request.sampling_params.stop_token_ids
@@ -181,7 +189,7 @@ def _piece(sample: Sample, output: EngineOutput) -> Piece:
     return piece
 
 
-def _finish(reason: str, stop_reason: int | str | None, output: EngineOutput) -> Finish:
+def _finish(reason: str | None, stop_reason: int | str | None, output: EngineOutput) -> Finish:
     return Finish(
         reason=reason,
         stop_reason=stop_reason,

@@ -16,7 +16,9 @@ from baton.core.errors import UserError
 from baton.core.transfer_params import FIELD as TRANSFER_FIELD
 from baton.core.transfer_params import parse_transfer_params
 from baton.engine.api import EngineRequest
+from baton.server import first_token
 from baton.server.errors import ApiError
+from baton.server.introduction import Introduction
 from baton.server.metrics import ServerMetrics
 from baton.server.protocol.sampling import SamplingFields
 from baton.server.samples import Engine, Sample
@@ -45,6 +47,7 @@ class Service:
     encoder: PromptEncoder
     metrics: ServerMetrics
     door: Door = core_door
+    introduction: Introduction | None = None
     is_draining: bool = False
     started_at: int = field(default_factory=lambda: int(time.time()))
 
@@ -86,6 +89,10 @@ class Service:
         if len(prompts) * n > MAX_CHOICES:
             raise UserError(f"at most {MAX_CHOICES} choices; are {len(prompts)} prompts times {n}", field="n")
         self._check_transfer(fields, num_prompts=len(prompts))
+        names_first = first_token.is_asked(fields.kv_transfer_params)
+        is_prefill_leg = names_first and _is_set(fields, "do_remote_decode")
+        if names_first and len(prompts) * n > 1:
+            raise UserError("stands for one answer", field=f"{TRANSFER_FIELD}.{first_token.KEY}")
         arrival_time_s = time.monotonic()
         samples = []
         for prompt_index, token_ids in enumerate(prompts):
@@ -103,6 +110,11 @@ class Service:
                 vocab_size=self.model_config.vocab_size,
                 defaults=self.model_config.generation_config,
             )
+            goes_on = is_prefill_leg and room > 1
+            if goes_on:
+                params = first_token.first_of(params)
+            # An answer of one token is whole here: nobody needs its KV elsewhere.
+            hands_over = goes_on or not is_prefill_leg
             for sample_index in range(n):
                 index = prompt_index * n + sample_index
                 is_first = sample_index == 0
@@ -115,7 +127,7 @@ class Service:
                     arrival_time_s=arrival_time_s,
                     priority=fields.checked_priority,
                     cache_salt=fields.checked_cache_salt,
-                    kv_transfer_params=fields.kv_transfer_params if is_first else None,
+                    kv_transfer_params=fields.kv_transfer_params if is_first and hands_over else None,
                 )
                 samples.append(
                     Sample(
@@ -126,6 +138,8 @@ class Service:
                         include_stop=bool(fields.include_stop_str_in_output),
                         # One fetches the KV; the others then find it in the prefix cache.
                         waits_for_first=not is_first and _is_set(fields, "do_remote_prefill"),
+                        names_first_token=names_first,
+                        goes_on_elsewhere=goes_on,
                     )
                 )
         return samples

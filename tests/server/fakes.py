@@ -101,6 +101,7 @@ class ScriptedEngine:
     failure: EngineOutput | None = None  # Its fields replace those of output number `fail_at`.
     fail_at: int = 0
     transfer_params: dict[str, Any] | None = None
+    introduces_as: str | None = None
     num_cached_tokens: int = 0
     num_transferred_tokens: int = 0
     on_stats: Callable[[SchedulerStats], None] | None = None
@@ -125,6 +126,9 @@ class ScriptedEngine:
             await self.loans.wait()
         self.events.append("drained")
         return True
+
+    async def introduction(self) -> str | None:
+        return self.introduces_as
 
     async def close(self) -> None:
         self.events.append("closed")

@@ -1,0 +1,39 @@
+"""`GET /baton/introduction`: who this engine is to the others of its cluster."""
+
+import asyncio
+
+import httpx
+import msgspec
+import pytest
+
+from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig
+from baton.server.introduction import Introduction, introduce
+from tests.server.fakes import LiveServer, ScriptedEngine, model_config
+
+CARD = Introduction("p0", "signed", "kv_producer", 32, 1)
+TRANSFER = KVTransferConfig(kv_connector="BatonPushConnector", kv_role="kv_producer", engine_id="p0")
+
+
+def config(transfer: KVTransferConfig | None) -> EngineConfig:
+    return EngineConfig(
+        model_config=model_config(), cache_config=CacheConfig(block_size=32), kv_transfer_config=transfer
+    )
+
+
+def test_an_engine_with_a_connector_is_introduced() -> None:
+    engine = ScriptedEngine(introduces_as="signed")
+    assert asyncio.run(introduce(config(TRANSFER), engine)) == CARD
+
+
+@pytest.mark.parametrize(("text", "transfer"), [(None, TRANSFER), ("signed", None), (None, None)])
+def test_one_without_is_not(text: str | None, transfer: KVTransferConfig | None) -> None:
+    assert asyncio.run(introduce(config(transfer), ScriptedEngine(introduces_as=text))) is None
+
+
+def test_a_router_reads_it_over_http_or_hears_404(http: httpx.Client, live: LiveServer) -> None:
+    assert http.get("/baton/introduction").status_code == 404
+    live.service.introduction = CARD
+    try:
+        assert http.get("/baton/introduction").json() == msgspec.to_builtins(CARD)
+    finally:
+        live.service.introduction = None
