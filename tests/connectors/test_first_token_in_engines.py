@@ -1,0 +1,122 @@
+"""P's first token, whatever it was asked with, and D's answer behind it: those of one engine alone."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.core.config import CacheConfig, ClusterSecret, EngineConfig, KVTransferConfig, ModelConfig
+from baton.engine.api import SamplingParams
+from baton.engine.checkpoint import load_model_config
+from baton.engine.llm import LLM, Completion
+from baton.engine.new_model import write_checkpoint
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder: Path = tmp_path_factory.mktemp("model")
+    write_checkpoint(folder, hidden=64, layers=2, heads=4, kv_heads=2, vocab=512)
+    return load_model_config(folder, max_model_len=256)
+
+
+@pytest.fixture(scope="module")
+def engines(model: ModelConfig) -> Iterator[tuple[LLM, LLM, LLM]]:
+    """P, D, and one alone."""
+
+    def config(engine_id: str | None) -> EngineConfig:
+        transfer = None
+        if engine_id is not None:
+            transfer = KVTransferConfig(
+                kv_connector="BatonPullConnector", kv_role="kv_both", engine_id=engine_id
+            )
+        return EngineConfig(
+            model_config=model,
+            cache_config=CacheConfig(num_gpu_blocks=96, block_size=4),
+            kv_transfer_config=transfer,
+            cluster_secret=ClusterSecret(b"sixteen bytes or more"),
+        )
+
+    with ExitStack() as stack:
+        p, d, alone = (
+            stack.enter_context(LLM(config(name), "baton.assemble:connector_factory"))
+            for name in ("p", "d", None)
+        )
+        yield p, d, alone
+
+
+def prompt_of(number: int, num_tokens: int = 21) -> list[int]:
+    return [(7 * i + 31 * number) % 500 + 5 for i in range(num_tokens)]
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 0.0, "logprobs": 0},
+    {"seed": 11},
+    {"seed": 12, "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "logprobs": 2},
+    {"temperature": 0.0, "repetition_penalty": 1.7, "presence_penalty": 1.0, "frequency_penalty": 1.5},
+    {"seed": 13, "frequency_penalty": 2.0, "presence_penalty": 2.0},
+    {"temperature": 0.0, "logit_bias": {7: 100.0}, "frequency_penalty": 2.0},
+    {"temperature": 0.0, "min_tokens": 3, "ignore_eos": False},
+]
+
+
+def hand_over(p: LLM, d: LLM, prompt: list[int], sampling: SamplingParams, **on_p: Any) -> Completion:
+    leg = msgspec.structs.replace(sampling, max_tokens=1, min_tokens=min(1, sampling.min_tokens))
+    leg = msgspec.structs.replace(leg, **on_p)
+    (prefilled,) = p.generate([prompt], leg, kv_transfer_params=[{"do_remote_decode": True}])
+    (decoded,) = d.generate([prompt], sampling, kv_transfer_params=[prefilled.kv_transfer_params])
+    return decoded
+
+
+@pytest.mark.parametrize("number", range(len(VARIANTS)))
+def test_the_answer_is_the_same_and_nothing_of_the_prompt_is_computed_again(
+    engines: tuple[LLM, LLM, LLM], number: int
+) -> None:
+    p, d, alone = engines
+    sampling = SamplingParams(**{"max_tokens": 10, "ignore_eos": True, **VARIANTS[number]})
+    prompt = prompt_of(number)
+    decoded = hand_over(p, d, prompt, sampling)
+    (expected,) = alone.generate([prompt], sampling)
+    assert decoded.token_ids == expected.token_ids
+    assert decoded.finish_reason == expected.finish_reason
+    assert decoded.num_cached_tokens == len(prompt), "the first token came with the prompt"
+    assert _ids_of(decoded) == _ids_of(expected)
+    assert _values_of(decoded) == pytest.approx(_values_of(expected), abs=1e-4)
+
+
+def test_a_stop_token_that_p_has_sampled_ends_the_answer(engines: tuple[LLM, LLM, LLM]) -> None:
+    p, d, alone = engines
+    prompt = prompt_of(50)
+    greedy = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+    (whole,) = alone.generate([prompt], greedy)
+    sampling = msgspec.structs.replace(greedy, stop_token_ids=(whole.token_ids[0],))
+    decoded = hand_over(p, d, prompt, sampling)
+    assert (decoded.token_ids, decoded.finish_reason) == (whole.token_ids[:1], "stop")
+    assert decoded.num_cached_tokens == len(prompt)
+
+
+def test_a_proxy_that_changes_the_prefill_leg_costs_a_position_and_no_token(
+    engines: tuple[LLM, LLM, LLM],
+) -> None:
+    p, d, alone = engines
+    prompt = prompt_of(60)
+    sampling = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=2)
+    decoded = hand_over(p, d, prompt, sampling, logprobs=None)
+    (expected,) = alone.generate([prompt], sampling)
+    assert decoded.token_ids == expected.token_ids
+    assert _ids_of(decoded) == _ids_of(expected)
+    assert decoded.num_cached_tokens == len(prompt) - 1
+
+
+def _ids_of(completion: Completion) -> list[list[int]]:
+    return [[entry.chosen.token_id, *(t.token_id for t in entry.top)] for entry in completion.logprobs or ()]
+
+
+def _values_of(completion: Completion) -> list[float]:
+    return [value.logprob for entry in completion.logprobs or () for value in (entry.chosen, *entry.top)]
