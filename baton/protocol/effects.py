@@ -99,15 +99,15 @@ class OpenTicket:
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """The stream has become a pull, whose claim has the same number.
+    """The stream has become a pull under the same claim number; next is `PullConsumer.start`.
 
-    `unread` is what its `StartReads`, which follows now or when the peer is ready, has to read; empty if all
-    is read or on its way (`StartReads` then only says that no part will follow).
+    `unread` is what its `StartReads` has to read: nothing may be left, when `StartReads` only says that no
+    part will follow. None: nothing that was read counts; read whatever is missing.
     """
 
     claim: int
     ticket: Ticket
-    unread: tuple[Part, ...]
+    unread: tuple[Part, ...] | None
 
 
 # --- Pull, P --------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ MAX_LISTED_BLOCKS = 1 << 18  # Of one Announced: a prompt of four million tokens
 MAX_LAYERS = 4096
 PROMPT_HASH_BYTES = 32
 U64_MAX = 2**64 - 1
+BlockTables: TypeAlias = tuple[tuple[BlockId, ...], ...]  # One per cache group, each from token 0 on.
 _MAX_BATCH_BYTES = MAX_FRAME_BYTES - (1 << 16)  # Leaves room for both addresses.
 
 
@@ -126,7 +127,7 @@ class Announced(_Message, frozen=True, tag="announced"):
     number: int
     run: int
     num_tokens: int
-    block_ids: tuple[tuple[BlockId, ...], ...]  # One list per cache group, from token 0 on.
+    block_ids: BlockTables
     partial_tokens: int = 0
     partial_layers: int = 0
 

@@ -15,6 +15,7 @@ that the loan never ended (see pull_producer), Gone that it did.
     |<--- P holds at least from here to ... ------------------------------>|
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from baton.core.ids import Address, LoanId, Pair
@@ -34,6 +35,9 @@ class _Fetch:
     next_renew: float
     renewed_at: float  # Last *sent*.
     reading: set[Pair] | None = None  # None while queued.
+    early: set[Pair] = field(default_factory=set)  # While queued: reads that a stream has begun.
+    is_void: bool = False  # They do not count, and end before any other may begin.
+    to_start: tuple[Pair, ...] | None = None  # Then.
     completed_at: float | None = None
     held_until: float = -NEVER
     draining: bool = False
@@ -47,6 +51,11 @@ class PullConsumer:
         self._in_use: dict[tuple[Address, LoanId], int] = {}
         self._num_claims = 0
         self._num_renewals = 0
+
+    def new_claim(self) -> int:
+        """A number that no other use of a ticket or of a transfer has had in this incarnation."""
+        self._num_claims += 1
+        return self._num_claims
 
     # --- Requests ---------------------------------------------------------------------------------
 
@@ -64,13 +73,28 @@ class PullConsumer:
         return claim, [*effects, *self.start(claim, pairs, now)]
 
     def reserve(
-        self, loan_id: LoanId, producer: Address, now: float
+        self,
+        loan_id: LoanId,
+        producer: Address,
+        now: float,
+        *,
+        claim: int | None = None,
+        give_up_at: float | None = None,
+        early: Collection[Pair] = (),
+        is_void: bool = False,
     ) -> tuple[int, list[ConsumerEffect]] | None:
-        """Claim, and keep renewing until `start` or `abort`: for a request that waits for room."""
+        """Claim, and keep renewing until `start` or `abort`: for a request that waits for room.
+
+        What a stream (push_consumer) has begun goes on here: under its claim number and its deadline, with
+        the reads in `early`, which are continued by `start`, or, if they are void, end before it.
+        """
         if (producer, loan_id) in self._in_use:
             return None
-        claim = self._new_claim()
-        fetch = _Fetch(claim, loan_id, producer, now + self._timers.deadline_s, now, now)
+        if claim is None:
+            claim = self.new_claim()
+        if give_up_at is None:
+            give_up_at = now + self._timers.deadline_s
+        fetch = _Fetch(claim, loan_id, producer, give_up_at, now, now, early=set(early), is_void=is_void)
         self._fetches[claim] = fetch
         self._in_use[producer, loan_id] = claim
         return claim, [self._renew(fetch, now)]
@@ -81,7 +105,12 @@ class PullConsumer:
         if fetch is None or fetch.draining:
             return []
         assert fetch.reading is None, "a claim is started once"
-        fetch.reading = set(pairs)
+        assert fetch.to_start is None, "a claim is started once"
+        if fetch.is_void and fetch.early:
+            fetch.to_start = pairs
+            return []
+        assert fetch.early <= set(pairs), "a read that nobody ends"
+        fetch.reading, fetch.early = set(pairs), set()
         if not pairs:
             return self._deliver(fetch)
         return [StartReads(claim, pairs)]
@@ -90,20 +119,21 @@ class PullConsumer:
         """The ticket verified but its request will not be admitted: P need not wait for its deadline."""
         if (producer, loan_id) in self._in_use:
             return []  # Somebody here does use it.
-        return [Send(producer, Released(loan_id, self._new_claim()))]
+        return [Send(producer, Released(loan_id, self.new_claim()))]
 
     def read_ended(
         self, claim: int, pair: Pair, ok: bool, now: float, error: str = ""
     ) -> list[ConsumerEffect]:
         fetch = self._fetches.get(claim)
+        if fetch is not None and pair in fetch.early:
+            return self._early_ended(fetch, pair, now, error)
         if fetch is None or not fetch.reading or pair not in fetch.reading:
             return []  # Said before.
         fetch.reading.discard(pair)
         if fetch.draining:
             return self._drained(fetch)
         if not ok:
-            ranks = f"rank {pair.producer_rank} to rank {pair.consumer_rank}"
-            return self._fail(fetch, f"read failed, {ranks}: {error or 'no reason given'}")
+            return self._fail(fetch, read_failed(pair, error))
         if self._has_unread(fetch):
             return []
         return self._completed(fetch, now)
@@ -166,9 +196,16 @@ class PullConsumer:
 
     # --- Steps ------------------------------------------------------------------------------------
 
-    def _new_claim(self) -> int:
-        self._num_claims += 1
-        return self._num_claims
+    def _early_ended(self, fetch: _Fetch, pair: Pair, now: float, error: str) -> list[ConsumerEffect]:
+        fetch.early.discard(pair)
+        if fetch.draining:
+            return self._drained(fetch)
+        if not fetch.is_void:
+            return self._fail(fetch, read_failed(pair, error))  # Nobody has told it to end.
+        if fetch.early or fetch.to_start is None:
+            return []
+        pairs, fetch.to_start = fetch.to_start, None
+        return self.start(fetch.claim, pairs, now)
 
     def _of(self, sender: Address, loan_id: LoanId, claim: int) -> _Fetch | None:
         fetch = self._fetches.get(claim)
@@ -218,7 +255,9 @@ class PullConsumer:
         return completed_at < fetch.held_until
 
     def _overdue(self, fetch: _Fetch) -> str:
-        if fetch.reading is None:
+        if fetch.early:
+            waited_for = "reads of an older run"
+        elif fetch.reading is None:
             waited_for = "room"
         elif fetch.reading:
             waited_for = f"{len(fetch.reading)} reads"
@@ -236,7 +275,7 @@ class PullConsumer:
         return [*effects, *(self._drained(fetch) or [CancelReads(fetch.claim)])]
 
     def _drained(self, fetch: _Fetch) -> list[ConsumerEffect]:
-        if fetch.reading:
+        if fetch.reading or fetch.early:
             return []
         self._forget(fetch)
         return [FreeTarget(fetch.claim)]
@@ -244,3 +283,8 @@ class PullConsumer:
     def _forget(self, fetch: _Fetch) -> None:
         del self._fetches[fetch.claim]
         del self._in_use[fetch.producer, fetch.loan_id]
+
+
+def read_failed(pair: Pair, error: str) -> str:
+    ranks = f"rank {pair.producer_rank} to rank {pair.consumer_rank}"
+    return f"read failed, {ranks}: {error or 'no reason given'}"

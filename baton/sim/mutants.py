@@ -5,6 +5,7 @@ here can be switched on from production code, and nothing in production can be s
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from baton.core.ids import Address, LoanId, PromptHash
 from baton.core.layout import ModelFingerprint
@@ -62,9 +63,9 @@ class NoDeadline(PullConsumer):
     """Never gives up."""
 
     def reserve(
-        self, loan_id: LoanId, producer: Address, now: float
+        self, loan_id: LoanId, producer: Address, now: float, **of_a_stream: Any
     ) -> tuple[int, list[ConsumerEffect]] | None:
-        reserved = super().reserve(loan_id, producer, now)
+        reserved = super().reserve(loan_id, producer, now, **of_a_stream)
         if reserved is not None:
             self._fetches[reserved[0]].give_up_at = NEVER
         return reserved

@@ -1,0 +1,60 @@
+"""How far a prompt has come: a staircase of tokens and layers, and what lies between two of them.
+
+layers
+  ^   |#################|              all layers of the first num_tokens tokens,
+  |   |#################|:::::::|      and partial_layers of the first partial_tokens
+  +---------------------+-------+----> tokens
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from baton.protocol.effects import Part
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    num_tokens: int
+    partial_tokens: int = 0
+    partial_layers: int = 0
+
+    def layers_at(self, token: int, num_layers: int) -> int:
+        if token < self.num_tokens:
+            return num_layers
+        return min(self.partial_layers, num_layers) if token < self.partial_tokens else 0
+
+    def reaches(self, other: "Front") -> bool:
+        """Is everything behind `other` behind this one, whatever the number of layers?"""
+        if self.num_tokens >= other.end:
+            return True
+        if other.end == other.num_tokens:
+            return False
+        return (
+            self.num_tokens >= other.num_tokens
+            and self.partial_tokens >= other.partial_tokens
+            and self.partial_layers >= other.partial_layers
+        )
+
+    @property
+    def end(self) -> int:
+        """The first token of which nothing is behind it."""
+        return max(self.num_tokens, self.partial_tokens if self.partial_layers else 0)
+
+    def between(self, first_token: int, end_token: int) -> "Front":
+        """At least, and at most, so far."""
+        return Front(
+            min(max(self.num_tokens, first_token), end_token),
+            min(self.partial_tokens, end_token),
+            self.partial_layers,
+        )
+
+
+def parts_between(old: Front, new: Front, num_layers: int) -> tuple[Part, ...]:
+    """What is behind `new` and not behind `old`, in parts that do not overlap."""
+    parts = []
+    for first, end in pairwise(sorted({0, old.num_tokens, old.end, new.num_tokens, new.end})):
+        low, high = old.layers_at(first, num_layers), new.layers_at(first, num_layers)
+        if low < high:
+            layers = None if (low, high) == (0, num_layers) else (low, high)
+            parts.append(Part(first, end - first, layers))
+    return tuple(parts)

@@ -1,0 +1,361 @@
+"""Consumer half of push: reads what P announces while P still computes, then goes on as a pull.
+
+    want --> WAITING --Announced, ready--> READING              ReadEarly, again and again
+    READING --announcement or end of another run--> CLEARING    CancelReads
+    CLEARING --every read of the old run has ended--> READING   afresh
+    any --Finished, ticket accepted--> (pull)                   reserve, with the reads that still run
+    any --Failed, read error, abort, deadline, silence, producer lost--> DRAINING   (fails now)
+    DRAINING --every own read has ended--> FreeTarget
+
+An announcement promises nothing: an early read may be of blocks that P has given to somebody else. It counts
+only if P's loan covers it, which is so for reads of the run that `Finished` names: in one run P gives nothing
+back, from the first announcement until it lends. Whatever was read in another run is read again, and not
+before the old reads have ended: they go to the same blocks, and whichever ends last wins.
+
+    run 1:  Announced 2048   Announced 4096        (preempted)
+    run 2:                                   Announced 0   Announced 4096   Finished, ticket
+    reads:  |---- of run 1 ------------------- cancelled ---|--- of run 2 ------|--- the tail, as a pull ---|
+
+From the ticket on this is pull_consumer, under the same claim number, with its lease and its fence. A claim
+is known to one of the two machines at a time; what is said of a claim may be said to both.
+"""
+
+from dataclasses import dataclass, field
+
+from baton.core.ids import Address, Pair, PromptHash, TransferId
+from baton.core.timers import Timers
+from baton.protocol.effects import (
+    CancelReads,
+    Fail,
+    FreeTarget,
+    Lent,
+    OpenTicket,
+    Part,
+    ReadEarly,
+    Send,
+    StreamEffect,
+)
+from baton.protocol.front import Front, parts_between
+from baton.protocol.messages import (
+    Announced,
+    BlockTables,
+    Failed,
+    Finished,
+    Message,
+    Stranger,
+    Want,
+    Withdraw,
+    Working,
+)
+from baton.protocol.pull_consumer import PullConsumer, read_failed
+from baton.protocol.ticket import Ticket
+
+NEVER = float("inf")
+
+
+@dataclass(slots=True)
+class _Stream:
+    claim: int
+    transfer_id: TransferId
+    producer: Address
+    prompt_hash: PromptHash
+    num_tokens: int
+    block_tokens: int  # P's.
+    give_up_at: float
+    heard_at: float
+    next_want: float
+    pairs: tuple[Pair, ...] | None = None  # None until there is something to read into.
+    first_token: int = 0
+    latest: Announced | None = None
+    run: int = 0  # What is read, or has been.
+    front: Front | None = None  # How far it is ordered to be read; None: nothing is.
+    blocks: BlockTables = ()
+    reading: set[Pair] = field(default_factory=set)  # Reads whose end is owed.
+    is_clearing: bool = False  # They are of an older run, and cancelled.
+    finished: Finished | None = None
+    draining: bool = False
+
+
+class PushConsumer:
+    def __init__(self, timers: Timers, pull: PullConsumer, num_layers: int) -> None:
+        self._timers = timers
+        self._pull = pull
+        self._num_layers = num_layers
+        self._streams: dict[int, _Stream] = {}
+        self._in_use: dict[tuple[Address, TransferId], int] = {}
+
+    # --- Requests ---------------------------------------------------------------------------------
+
+    def want(
+        self,
+        transfer_id: TransferId,
+        producer: Address,
+        prompt_hash: PromptHash,
+        num_tokens: int,
+        block_tokens: int,
+        now: float,
+    ) -> tuple[int, list[StreamEffect]] | None:
+        """Wait for this prompt. None: a request of ours waits for this transfer already.
+
+        `block_tokens` are P's, as it introduced itself.
+        """
+        if (producer, transfer_id) in self._in_use:
+            return None
+        claim = self._pull.new_claim()
+        stream = _Stream(
+            claim,
+            transfer_id,
+            producer,
+            prompt_hash,
+            num_tokens,
+            block_tokens,
+            now + self._timers.deadline_s,
+            now,
+            now,
+        )
+        self._streams[claim] = stream
+        self._in_use[producer, transfer_id] = claim
+        return claim, [self._want(stream, now)]
+
+    def ready(self, claim: int, pairs: tuple[Pair, ...], first_token: int, now: float) -> list[StreamEffect]:
+        """P's ranks are known and there are blocks to read into; the tokens before `first_token` are here."""
+        stream = self._streams.get(claim)
+        if stream is None or stream.draining:
+            return []
+        assert stream.pairs is None, "ready is said once"
+        stream.pairs, stream.first_token = pairs, first_token
+        return self._read_on(stream)
+
+    def accept(self, claim: int, ticket: Ticket, now: float) -> list[StreamEffect]:
+        """`OpenTicket` led to a ticket of our cluster and model. If it is for this prompt, claim its loan.
+
+        What follows is a pull: `PullConsumer.start`, as soon as there are blocks to read into.
+        """
+        stream = self._streams.get(claim)
+        if stream is None or stream.draining or stream.finished is None:
+            return []  # Failed meanwhile.
+        if wrong := self._mismatch(stream, ticket):
+            return self._fail(stream, wrong)
+        reserved = self._pull.reserve(
+            ticket.loan_id,
+            stream.producer,
+            now,
+            claim=claim,
+            give_up_at=stream.give_up_at,
+            early=frozenset(stream.reading),
+            is_void=stream.is_clearing,
+        )
+        if reserved is None:
+            return self._fail(stream, "its loan is in use here")
+        self._forget(stream)
+        return [*reserved[1], self._withdraw(stream), Lent(claim, ticket, self._unread(stream))]
+
+    def refuse(self, claim: int, reason: str, now: float) -> list[StreamEffect]:
+        """The ticket of `OpenTicket` is not believed."""
+        stream = self._streams.get(claim)
+        return [] if stream is None else self._fail(stream, reason)
+
+    def read_ended(self, claim: int, pair: Pair, ok: bool, now: float, error: str = "") -> list[StreamEffect]:
+        stream = self._streams.get(claim)
+        if stream is None or pair not in stream.reading:
+            return []
+        stream.reading.discard(pair)
+        if stream.draining:
+            return self._drained(stream)
+        if stream.is_clearing:
+            return self._read_on(stream)
+        return self._fail(stream, read_failed(pair, error))  # Nobody has told it to end.
+
+    def abort(self, claim: int, now: float) -> list[StreamEffect]:
+        stream = self._streams.get(claim)
+        return [] if stream is None else self._fail(stream, "aborted")
+
+    def peer_lost(self, address: Address, reason: str, now: float) -> list[StreamEffect]:
+        """Fails whatever is wanted from it. Nothing is sent there: see Stranger in docs/protocol.md."""
+        lost = [stream for stream in self._streams.values() if stream.producer == address]
+        return [effect for stream in lost for effect in self._fail(stream, reason, tell=False)]
+
+    # --- Messages and time ------------------------------------------------------------------------
+
+    def receive(self, sender: Address, message: Message, now: float) -> list[StreamEffect]:
+        match message:
+            case Stranger(about):
+                return self.peer_lost(about, "the producer has restarted or is gone", now)
+            case Working() | Announced() | Finished() | Failed():
+                stream = self._of(sender, message.transfer_id, message.number)
+                if stream is None or stream.draining:
+                    if isinstance(message, Failed):
+                        return []
+                    return [Send(sender, Withdraw(message.transfer_id, message.number))]
+                stream.heard_at = now
+                return self._heard(stream, message)
+            case _:
+                return []  # Not for a consumer.
+
+    def wake(self, now: float) -> list[StreamEffect]:
+        effects: list[StreamEffect] = []
+        for stream in [s for s in self._streams.values() if not s.draining and now >= self._fails_at(s)]:
+            effects += self._fail(stream, self._overdue(stream, now))
+        waiting = [s for s in self._streams.values() if not s.draining and s.finished is None]
+        due = {stream.producer for stream in waiting if now >= stream.next_want}
+        for stream in waiting:
+            # What is nearly due goes along, so that a peer comes to hear one envelope per period.
+            if stream.producer in due and stream.next_want - now < self._timers.grant_every_s / 2:
+                effects.append(self._want(stream, now))
+        return effects
+
+    @property
+    def next_deadline(self) -> float:
+        waiting = (s for s in self._streams.values() if not s.draining)
+        return min((min(s.next_want, self._fails_at(s)) for s in waiting), default=NEVER)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._streams)
+
+    # --- Steps ------------------------------------------------------------------------------------
+
+    def _of(self, sender: Address, transfer_id: TransferId, number: int) -> _Stream | None:
+        stream = self._streams.get(number)
+        if stream is None or stream.transfer_id != transfer_id or stream.producer != sender:
+            return None
+        return stream
+
+    def _want(self, stream: _Stream, now: float) -> Send:
+        stream.next_want = now + self._timers.grant_every_s
+        message = Want(stream.transfer_id, stream.claim, stream.prompt_hash, stream.num_tokens)
+        return Send(stream.producer, message)
+
+    def _withdraw(self, stream: _Stream) -> Send:
+        return Send(stream.producer, Withdraw(stream.transfer_id, stream.claim))
+
+    def _heard(self, stream: _Stream, message: Working | Announced | Finished | Failed) -> list[StreamEffect]:
+        if stream.finished is not None:
+            return []  # The ticket is being opened; nothing that can still come changes it.
+        match message:
+            case Failed():
+                return self._fail(stream, f"the producer gave up: {message.reason or 'no reason given'}")
+            case Announced():
+                if not self._is_news(stream, message):
+                    return []
+                stream.latest = message
+                return self._read_on(stream)
+            case Finished():
+                stream.finished = message
+                stream.next_want = NEVER
+                effects = self._clear(stream) if self._is_void(stream, message.run) else []
+                return [*effects, OpenTicket(stream.claim, message.ticket)]
+            case Working():
+                return []
+
+    def _is_news(self, stream: _Stream, message: Announced) -> bool:
+        """Announcements overtake each other; what is older than what we know is dropped."""
+        front = _front_of(message)
+        num_blocks = len(message.block_ids[0]) if message.block_ids else 0
+        if num_blocks * stream.block_tokens < min(front.end, stream.num_tokens):
+            return False  # Tokens without a block.
+        latest = stream.latest
+        if latest is None or message.run > latest.run:
+            return message.run > 0
+        return message.run == latest.run and front.reaches(_front_of(latest))
+
+    def _is_void(self, stream: _Stream, run: int) -> bool:
+        """Does what has been read belong to another run than this?"""
+        return run != stream.run
+
+    def _clear(self, stream: _Stream) -> list[StreamEffect]:
+        """Nothing of what was read counts. Its reads end first: the same blocks will be read into again."""
+        stream.front, stream.blocks = None, ()
+        if not stream.reading or stream.is_clearing:
+            return []
+        stream.is_clearing = True
+        return [CancelReads(stream.claim)]
+
+    def _has_unended(self, stream: _Stream) -> bool:
+        return bool(stream.reading)
+
+    def _read_on(self, stream: _Stream) -> list[StreamEffect]:
+        """Order what is announced and not read yet, if it may be read now."""
+        if stream.is_clearing:
+            if self._has_unended(stream):
+                return []
+            stream.is_clearing = False
+        latest = stream.latest
+        if latest is None or stream.finished is not None:
+            return []
+        if self._is_void(stream, latest.run):
+            effects = self._clear(stream)
+            stream.run = latest.run
+            if stream.is_clearing:
+                return effects
+        if stream.pairs is None:
+            return []
+        return self._order(stream, latest, stream.pairs)
+
+    def _order(self, stream: _Stream, latest: Announced, pairs: tuple[Pair, ...]) -> list[StreamEffect]:
+        if not _extends(latest.block_ids, stream.blocks):
+            return self._fail(stream, "the producer announced other blocks than before")
+        read = stream.front or Front(stream.first_token)
+        ready = _front_of(latest).between(stream.first_token, stream.num_tokens)
+        parts = parts_between(read, ready, self._num_layers)
+        if not parts:
+            return []
+        stream.front, stream.blocks = ready, latest.block_ids
+        stream.reading.update(pairs)
+        return [ReadEarly(stream.claim, pairs, part, latest.block_ids) for part in parts]
+
+    def _unread(self, stream: _Stream) -> tuple[Part, ...] | None:
+        if stream.front is None:
+            return None
+        return parts_between(stream.front, Front(stream.num_tokens), self._num_layers)
+
+    def _mismatch(self, stream: _Stream, ticket: Ticket) -> str:
+        """A ticket may be true and still be for somebody else."""
+        if ticket.producer != stream.producer or ticket.transfer_id != stream.transfer_id:
+            return "the ticket is of another transfer"
+        if (ticket.prompt_hash, ticket.num_tokens) != (stream.prompt_hash, stream.num_tokens):
+            return "the ticket is for another prompt"
+        if ticket.block_tokens != stream.block_tokens or not _extends(ticket.block_ids, stream.blocks):
+            return "the ticket is for other blocks than were announced"
+        return ""
+
+    def _fails_at(self, stream: _Stream) -> float:
+        if stream.finished is not None:
+            return stream.give_up_at
+        return min(stream.give_up_at, stream.heard_at + self._timers.silence_s)
+
+    def _overdue(self, stream: _Stream, now: float) -> str:
+        if now >= stream.give_up_at:
+            return f"deadline of {self._timers.deadline_s:g} s passed, waiting for the prefill"
+        return f"the producer has said nothing for {self._timers.silence_s:g} s"
+
+    def _fail(self, stream: _Stream, reason: str, *, tell: bool = True) -> list[StreamEffect]:
+        if stream.draining:
+            return []
+        stream.draining = True
+        effects: list[StreamEffect] = [Fail(stream.claim, reason)]
+        if tell:
+            effects.insert(0, self._withdraw(stream))
+        return [*effects, *(self._drained(stream) or [CancelReads(stream.claim)])]
+
+    def _drained(self, stream: _Stream) -> list[StreamEffect]:
+        if stream.reading:
+            return []
+        self._forget(stream)
+        return [FreeTarget(stream.claim)]
+
+    def _forget(self, stream: _Stream) -> None:
+        del self._streams[stream.claim]
+        del self._in_use[stream.producer, stream.transfer_id]
+
+
+def _front_of(message: Announced) -> Front:
+    return Front(message.num_tokens, message.partial_tokens, message.partial_layers)
+
+
+def _extends(longer: BlockTables, shorter: BlockTables) -> bool:
+    if not shorter:
+        return True
+    return len(longer) == len(shorter) and all(
+        group[: len(known)] == known for group, known in zip(longer, shorter, strict=True)
+    )

@@ -1,0 +1,227 @@
+"""Producer half of push: says what is ready while it computes, and where the ticket is when it has ended.
+
+    prefill:  expect --> COMPUTING --progress--> COMPUTING --preempted--> COMPUTING, in the next run
+              COMPUTING --finished--> FINISHED (lent)      COMPUTING --failed--> FAILED
+    want:     Want --> HELD, until Withdraw or hold_s without another;  or without a prefill: Failed
+
+The two meet by `transfer_id`, in either order, if they are about the same prompt; one prefill serves one
+want. Nothing here promises anything: an announcement may be stale when it arrives, and what holds the blocks
+is the loan that the ticket names (pull_producer). So every message may be repeated, lost and late, and a
+record may be forgotten at any time; it costs the consumer a recompute and nothing else.
+
+`run` is what makes early reads count: it is new whenever blocks were given back, so all blocks announced in
+the run of `Finished` have been held, unmodified, since they were announced.
+"""
+
+from dataclasses import dataclass
+
+from baton.core.ids import Address, PromptHash, TransferId
+from baton.core.timers import Timers
+from baton.protocol.effects import Send
+from baton.protocol.messages import (
+    MAX_REASON_CHARS,
+    Announced,
+    BlockTables,
+    Failed,
+    Finished,
+    Message,
+    Want,
+    Withdraw,
+    Working,
+)
+
+NEVER = float("inf")
+WANTS_MAX = 1 << 16  # Held at once; a peer that asks for more hears Failed.
+
+
+@dataclass(slots=True)
+class _Prefill:
+    prompt_hash: PromptHash
+    num_tokens: int
+    run: int = 1
+    ready: tuple[int, BlockTables, int, int] | None = None  # num_tokens, blocks, partial tokens and layers.
+    ticket: str | None = None
+    failure: str | None = None
+    ended_at: float = NEVER
+
+
+@dataclass(slots=True)
+class _Want:
+    consumer: Address
+    number: int
+    prompt_hash: PromptHash
+    num_tokens: int
+    asked_at: float  # First.
+    heard_at: float  # Last.
+    over: str = ""  # Why; it is remembered to be answered alike.
+
+
+class PushProducer:
+    def __init__(self, timers: Timers) -> None:
+        self._timers = timers
+        self._prefills: dict[TransferId, _Prefill] = {}
+        self._wants: dict[TransferId, _Want] = {}
+
+    # --- The engine's prefills --------------------------------------------------------------------
+
+    def expect(
+        self, transfer_id: TransferId, prompt_hash: PromptHash, num_tokens: int, now: float
+    ) -> list[Send] | None:
+        """A prefill of that name has come. None: the name is in use; serve this one without push."""
+        if transfer_id in self._prefills:
+            return None
+        self._prefills[transfer_id] = _Prefill(prompt_hash, num_tokens)
+        return self._tell(transfer_id, now)
+
+    def progress(
+        self,
+        transfer_id: TransferId,
+        num_tokens: int,
+        block_ids: BlockTables,
+        now: float,
+        *,
+        partial_tokens: int = 0,
+        partial_layers: int = 0,
+    ) -> list[Send]:
+        """So much is computed and stays where it is, unless `preempted` is said before `finished`."""
+        prefill = self._computing(transfer_id)
+        if prefill is None:
+            return []
+        prefill.ready = (num_tokens, block_ids, partial_tokens, partial_layers)
+        return self._tell(transfer_id, now)
+
+    def preempted(self, transfer_id: TransferId, now: float) -> list[Send]:
+        """Blocks were given back, or will be overwritten. To be said before anybody else can have them."""
+        prefill = self._computing(transfer_id)
+        if prefill is None:
+            return []
+        self._begin_run(prefill)
+        return self._tell(transfer_id, now)
+
+    def finished(self, transfer_id: TransferId, ticket: str, now: float) -> list[Send]:
+        """The blocks of this run are lent, under this ticket."""
+        prefill = self._computing(transfer_id)
+        if prefill is None:
+            return []
+        prefill.ticket, prefill.ready, prefill.ended_at = ticket, None, now
+        return self._tell(transfer_id, now)
+
+    def failed(self, transfer_id: TransferId, reason: str, now: float) -> list[Send]:
+        prefill = self._computing(transfer_id)
+        if prefill is None:
+            return []
+        prefill.failure, prefill.ready, prefill.ended_at = reason[:MAX_REASON_CHARS], None, now
+        return self._tell(transfer_id, now)
+
+    # --- Messages and time ------------------------------------------------------------------------
+
+    def receive(self, sender: Address, message: Message, now: float) -> list[Send]:
+        match message:
+            case Want():
+                return [*self.wake(now), *self._wanted(sender, message, now)]
+            case Withdraw(transfer_id, number):
+                self._withdrawn(sender, transfer_id, number)
+                return []
+            case _:
+                return []  # Not for a producer.
+
+    def wake(self, now: float) -> list[Send]:
+        sends: list[Send] = []
+        for transfer_id, want in [entry for entry in self._wants.items() if now >= self._want_ends(*entry)]:
+            if not want.over and transfer_id not in self._prefills:
+                sends.append(self._failed(transfer_id, want, "no prefill of this transfer came"))
+            del self._wants[transfer_id]
+        for transfer_id in [name for name in self._prefills if now >= self._prefill_ends(name)]:
+            del self._prefills[transfer_id]
+        return sends
+
+    @property
+    def next_deadline(self) -> float:
+        return min(
+            min((self._want_ends(*entry) for entry in self._wants.items()), default=NEVER),
+            min((self._prefill_ends(name) for name in self._prefills), default=NEVER),
+        )
+
+    @property
+    def num_open(self) -> int:
+        """Records of prefills and of wants."""
+        return len(self._prefills) + len(self._wants)
+
+    # --- Steps ------------------------------------------------------------------------------------
+
+    def _computing(self, transfer_id: TransferId) -> _Prefill | None:
+        prefill = self._prefills.get(transfer_id)
+        return prefill if prefill is not None and prefill.ended_at == NEVER else None
+
+    def _begin_run(self, prefill: _Prefill) -> None:
+        prefill.run += 1
+        # Says at once that the old run is void; there is nothing to read in the new one yet.
+        prefill.ready = (0, (), 0, 0)
+
+    def _wanted(self, sender: Address, message: Want, now: float) -> list[Send]:
+        transfer_id = message.transfer_id
+        want = self._wants.get(transfer_id)
+        if want is None:
+            if len(self._wants) >= WANTS_MAX:
+                return [Send(sender, Failed(transfer_id, message.number, "too many consumers wait here"))]
+            want = _Want(sender, message.number, message.prompt_hash, message.num_tokens, now, now)
+            self._wants[transfer_id] = want
+        elif (want.consumer, want.number) != (sender, message.number):
+            return [Send(sender, Failed(transfer_id, message.number, "another consumer waits for it"))]
+        want.heard_at = now
+        return [self._answer(transfer_id, want, now)]
+
+    def _withdrawn(self, sender: Address, transfer_id: TransferId, number: int) -> None:
+        want = self._wants.get(transfer_id)
+        if want is None or (want.consumer, want.number) != (sender, number):
+            return
+        want.over = "it was withdrawn"
+        prefill = self._prefills.get(transfer_id)
+        if prefill is not None and prefill.ended_at < NEVER:
+            del self._prefills[transfer_id]  # Nobody else may have it; the loan lives on without.
+
+    def _tell(self, transfer_id: TransferId, now: float) -> list[Send]:
+        """Whoever waits hears what has changed."""
+        want = self._wants.get(transfer_id)
+        return [] if want is None or want.over else [self._answer(transfer_id, want, now)]
+
+    def _answer(self, transfer_id: TransferId, want: _Want, now: float) -> Send:
+        prefill = self._prefills.get(transfer_id)
+        if want.over:
+            return self._failed(transfer_id, want, want.over)
+        if prefill is None:
+            return Send(want.consumer, Working(transfer_id, want.number))
+        if not self._is_of(prefill, want):
+            return self._failed(transfer_id, want, "the prefill of this transfer is of another prompt")
+        if prefill.failure is not None:
+            return self._failed(transfer_id, want, prefill.failure)
+        if prefill.ticket is not None:
+            return Send(want.consumer, Finished(transfer_id, want.number, prefill.run, prefill.ticket))
+        if prefill.ready is None:
+            return Send(want.consumer, Working(transfer_id, want.number))
+        num_tokens, block_ids, partial_tokens, partial_layers = prefill.ready
+        return Send(
+            want.consumer,
+            Announced(
+                transfer_id, want.number, prefill.run, num_tokens, block_ids, partial_tokens, partial_layers
+            ),
+        )
+
+    def _failed(self, transfer_id: TransferId, want: _Want, reason: str) -> Send:
+        want.over = reason
+        return Send(want.consumer, Failed(transfer_id, want.number, reason))
+
+    def _is_of(self, prefill: _Prefill, want: _Want) -> bool:
+        return (prefill.prompt_hash, prefill.num_tokens) == (want.prompt_hash, want.num_tokens)
+
+    def _want_ends(self, transfer_id: TransferId, want: _Want) -> float:
+        if want.over or transfer_id in self._prefills:
+            return want.heard_at + self._timers.hold_s
+        return want.asked_at + self._timers.hold_s  # However often it asks: no prefill is coming.
+
+    def _prefill_ends(self, transfer_id: TransferId) -> float:
+        prefill, want = self._prefills[transfer_id], self._wants.get(transfer_id)
+        if prefill.ended_at == NEVER:
+            return NEVER  # The engine will say.
+        heard_at = want.heard_at if want is not None else -NEVER
+        return max(prefill.ended_at, heard_at) + self._timers.hold_s

@@ -1,0 +1,51 @@
+"""Fronts and what lies between two of them, against cells counted one by one."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.protocol.front import Front, parts_between
+
+NUM_LAYERS = 4
+fronts = st.builds(Front, st.integers(0, 9), st.integers(0, 9), st.integers(0, NUM_LAYERS + 1))
+
+
+def cells_of(front: Front) -> set[tuple[int, int]]:
+    whole = {(token, layer) for token in range(front.num_tokens) for layer in range(NUM_LAYERS)}
+    layers = range(min(front.partial_layers, NUM_LAYERS))
+    return whole | {(token, layer) for token in range(front.partial_tokens) for layer in layers}
+
+
+@given(fronts, fronts)
+def test_the_parts_between_two_fronts_are_exactly_what_lies_between_and_never_overlap(
+    old: Front, new: Front
+) -> None:
+    cells = [
+        (token, layer)
+        for part in parts_between(old, new, NUM_LAYERS)
+        for token in range(part.first_token, part.first_token + part.num_tokens)
+        for layer in range(*(part.layers or (0, NUM_LAYERS)))
+    ]
+    assert len(cells) == len(set(cells))
+    assert set(cells) == cells_of(new) - cells_of(old)
+
+
+@given(fronts, fronts)
+def test_a_front_that_reaches_another_has_all_of_it(new: Front, old: Front) -> None:
+    if new.reaches(old):
+        assert cells_of(new) >= cells_of(old)
+
+
+@given(fronts, st.integers(0, 9), st.integers(0, 9))
+def test_between_keeps_what_is_wanted(front: Front, first: int, end: int) -> None:
+    first = min(first, end)
+    kept = cells_of(front.between(first, end))
+    inside = {cell for cell in cells_of(front) if cell[0] < end}
+    assert kept == inside | cells_of(Front(first))
+
+
+def test_a_chunk_that_is_announced_by_layers_is_read_by_layers() -> None:
+    assert parts_between(Front(8, 16, 1), Front(8, 16, 3), 4)[0].layers == (1, 3)
+    [rest] = parts_between(Front(8, 16, 3), Front(16), 4)
+    assert (rest.first_token, rest.num_tokens, rest.layers) == (8, 8, (3, 4))
+    whole, begun = parts_between(Front(8), Front(16, 24, 1), 4)
+    assert (whole.layers, begun.layers) == (None, (0, 1))
