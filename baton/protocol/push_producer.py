@@ -9,8 +9,9 @@ want. Nothing here promises anything: an announcement may be stale when it arriv
 is the loan that the ticket names (pull_producer). So every message may be repeated, lost and late, and a
 record may be forgotten at any time; it costs the consumer a recompute and nothing else.
 
-`run` is what makes early reads count: it is new whenever blocks were given back, so all blocks announced in
-the run of `Finished` have been held, unmodified, since they were announced.
+`run` is what makes early reads count: it is new for every prefill, and whenever blocks were given back, and
+never used again by this incarnation. So all blocks announced in the run of `Finished` have been held,
+unmodified, since they were announced.
 """
 
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ WANTS_MAX = 1 << 16  # Held at once; a peer that asks for more hears Failed.
 class _Prefill:
     prompt_hash: PromptHash
     num_tokens: int
-    run: int = 1
+    run: int
     ready: tuple[int, BlockTables, int, int] | None = None  # num_tokens, blocks, partial tokens and layers.
     ticket: str | None = None
     failure: str | None = None
@@ -61,16 +62,17 @@ class PushProducer:
         self._timers = timers
         self._prefills: dict[TransferId, _Prefill] = {}
         self._wants: dict[TransferId, _Want] = {}
+        self._num_runs = 0
 
     # --- The engine's prefills --------------------------------------------------------------------
 
     def expect(
         self, transfer_id: TransferId, prompt_hash: PromptHash, num_tokens: int, now: float
     ) -> list[Send] | None:
-        """A prefill of that name has come. None: the name is in use; serve this one without push."""
-        if transfer_id in self._prefills:
+        """A prefill of that name has come. None: one of that name computes; serve this one without push."""
+        if self._computing(transfer_id) is not None:
             return None
-        self._prefills[transfer_id] = _Prefill(prompt_hash, num_tokens)
+        self._prefills[transfer_id] = _Prefill(prompt_hash, num_tokens, self._new_run())
         return self._tell(transfer_id, now)
 
     def progress(
@@ -95,7 +97,8 @@ class PushProducer:
         prefill = self._computing(transfer_id)
         if prefill is None:
             return []
-        self._begin_run(prefill)
+        # Says at once that the old run is void; there is nothing to read in the new one yet.
+        prefill.run, prefill.ready = self._new_run(), (0, (), 0, 0)
         return self._tell(transfer_id, now)
 
     def finished(self, transfer_id: TransferId, ticket: str, now: float) -> list[Send]:
@@ -112,6 +115,15 @@ class PushProducer:
             return []
         prefill.failure, prefill.ready, prefill.ended_at = reason[:MAX_REASON_CHARS], None, now
         return self._tell(transfer_id, now)
+
+    def is_wanted(self, transfer_id: TransferId) -> bool:
+        """Somebody waits for this prefill."""
+        want = self._wants.get(transfer_id)
+        return want is not None and not want.over
+
+    def is_wanted(self, transfer_id: TransferId) -> bool:
+        want = self._wants.get(transfer_id)
+        return want is not None and not want.over
 
     # --- Messages and time ------------------------------------------------------------------------
 
@@ -153,14 +165,16 @@ class PushProducer:
         prefill = self._prefills.get(transfer_id)
         return prefill if prefill is not None and prefill.ended_at == NEVER else None
 
-    def _begin_run(self, prefill: _Prefill) -> None:
-        prefill.run += 1
-        # Says at once that the old run is void; there is nothing to read in the new one yet.
-        prefill.ready = (0, (), 0, 0)
+    def _new_run(self) -> int:
+        self._num_runs += 1
+        return self._num_runs
 
     def _wanted(self, sender: Address, message: Want, now: float) -> list[Send]:
         transfer_id = message.transfer_id
         want = self._wants.get(transfer_id)
+        if want is not None and want.over and (want.consumer, want.number) != (sender, message.number):
+            del self._wants[transfer_id]
+            want = None
         if want is None:
             if len(self._wants) >= WANTS_MAX:
                 return [Send(sender, Failed(transfer_id, message.number, "too many consumers wait here"))]
