@@ -147,9 +147,10 @@ def test_layers_of_one_storage_share_a_region() -> None:
 @pytest.mark.parametrize(
     ("cache", "message"),
     [
-        (torch.zeros(8, BLOCK, 4), "has shape"),
+        (torch.zeros(8, BLOCK), "has shape"),
+        (torch.zeros(8, BLOCK, 4), "has 1 KV heads; this rank holds 4 of 4"),
         (torch.zeros(8, 4, BLOCK * 2, 4), "block_size is"),
-        (torch.zeros(8, BLOCK, 4, 4).transpose(1, 2), "head-major"),
+        (torch.zeros(8, 4, 4, BLOCK).transpose(2, 3), "content of a token and head contiguous"),
     ],
 )
 def test_a_cache_that_no_plan_can_describe_is_refused(cache: torch.Tensor, message: str) -> None:
