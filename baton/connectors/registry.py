@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from baton.contract.host import KVTransferConfigLike
 
 ENTRY_POINT_GROUP = "baton.connectors"
-BUILT_IN: Final = {"BatonPullConnector": "baton.connectors.pull:BatonPullConnector"}
+BUILT_IN: Final = {
+    "BatonPullConnector": "baton.connectors.pull:BatonPullConnector",
+    "BatonPushConnector": "baton.connectors.push:BatonPushConnector",
+}
 FIELD = "kv_transfer_config.kv_connector"
 
 

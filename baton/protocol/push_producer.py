@@ -117,11 +117,6 @@ class PushProducer:
         return self._tell(transfer_id, now)
 
     def is_wanted(self, transfer_id: TransferId) -> bool:
-        """Somebody waits for this prefill."""
-        want = self._wants.get(transfer_id)
-        return want is not None and not want.over
-
-    def is_wanted(self, transfer_id: TransferId) -> bool:
         want = self._wants.get(transfer_id)
         return want is not None and not want.over
 

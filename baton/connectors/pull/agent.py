@@ -1,6 +1,6 @@
 """One engine's protocol machines behind one mailbox: envelopes and time in, envelopes and effects out.
 
-    envelope --admit--> producer, consumer, peers --effects--> Send: outbox    others: scheduler half
+    envelope --admit--> producers, consumers, peers --effects--> Send: outbox    others: scheduler half
 
 No lock, thread, socket or clock: whoever drives it (the control thread, a test, a simulator) brings them.
 """
@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from baton.core.ids import Address, LoanId, Pair
+from baton.core.ids import Address, BlockId, LoanId, Pair, PromptHash, TransferId
 from baton.core.layout import ModelFingerprint
 from baton.core.timers import Timers
-from baton.protocol.effects import Effect, PeerLost, Send
+from baton.protocol.effects import Effect, PeerLost, Send, StreamEffect
 from baton.protocol.handshake import RankCard, encode_ranks
 from baton.protocol.messages import Envelope, pack_sends
 from baton.protocol.peers import PeerTable, admit
 from baton.protocol.pull_consumer import PullConsumer
 from baton.protocol.pull_producer import PullProducer
+from baton.protocol.push_consumer import PushConsumer
+from baton.protocol.push_producer import PushProducer
+from baton.protocol.ticket import Ticket
 
 
 class PullAgent:
@@ -26,9 +29,12 @@ class PullAgent:
         self.address = address
         self._producer = PullProducer(address.epoch, timers)
         self._consumer = PullConsumer(timers)
+        self._prefills = PushProducer(timers)
+        self._streams = PushConsumer(timers, self._consumer, fingerprint.num_layers)
         self._peers = PeerTable(address, fingerprint, timers)
+        self._machines = (self._producer, self._consumer, self._prefills, self._streams, self._peers)
         self._sends: list[Send] = []
-        self._effects: deque[Effect] = deque()
+        self._effects: deque[Effect | StreamEffect] = deque()
 
     # --- Driver --------------------------------------------------------------------------------
 
@@ -36,18 +42,17 @@ class PullAgent:
         messages, answers = admit(self.address, envelope)
         self._carry_out(answers, now)
         for message in messages:
-            self._carry_out(self._producer.receive(envelope.sender, message, now), now)
-            self._carry_out(self._consumer.receive(envelope.sender, message, now), now)
-            self._carry_out(self._peers.receive(envelope.sender, message, now), now)
+            for machine in self._machines:
+                self._carry_out(machine.receive(envelope.sender, message, now), now)
 
     def wake(self, now: float) -> None:
         """Do what is due by now."""
-        for machine in (self._producer, self._consumer, self._peers):
+        for machine in self._machines:
             self._carry_out(machine.wake(now), now)
 
     @property
     def next_deadline(self) -> float:
-        return min(self._producer.next_deadline, self._consumer.next_deadline, self._peers.next_deadline)
+        return min(machine.next_deadline for machine in self._machines)
 
     def take_envelopes(self) -> list[Envelope]:
         """What has to be sent, one envelope per peer."""
@@ -60,7 +65,7 @@ class PullAgent:
 
     # --- Scheduler half ------------------------------------------------------------------------
 
-    def take_effects(self) -> Iterable[Effect]:
+    def take_effects(self) -> Iterable[Effect | StreamEffect]:
         """In order, each once. Carrying one out may lead to more, which come after."""
         while self._effects:
             yield self._effects.popleft()
@@ -88,21 +93,91 @@ class PullAgent:
         self._carry_out(effects, now)
         return claim
 
+    def want(
+        self,
+        transfer_id: TransferId,
+        producer: Address,
+        prompt_hash: PromptHash,
+        num_tokens: int,
+        block_tokens: int,
+        now: float,
+    ) -> int | None:
+        """Claim what a producer computes under this name; None if another request here waits for it."""
+        wanted = self._streams.want(transfer_id, producer, prompt_hash, num_tokens, block_tokens, now)
+        if wanted is None:
+            return None
+        claim, effects = wanted
+        self._carry_out(effects, now)
+        return claim
+
+    def read_early(self, claim: int, pairs: tuple[Pair, ...], first_token: int, now: float) -> None:
+        """From now on read what is announced, behind the first `first_token` tokens."""
+        self._carry_out(self._streams.ready(claim, pairs, first_token, now), now)
+
+    def accept(self, claim: int, ticket: Ticket, now: float) -> None:
+        self._carry_out(self._streams.accept(claim, ticket, now), now)
+
+    def refuse(self, claim: int, reason: str, now: float) -> None:
+        self._carry_out(self._streams.refuse(claim, reason, now), now)
+
     def start(self, claim: int, pairs: tuple[Pair, ...], now: float) -> None:
         self._carry_out(self._consumer.start(claim, pairs, now), now)
 
     def read_ended(self, claim: int, pair: Pair, ok: bool, now: float, error: str) -> None:
-        self._carry_out(self._consumer.read_ended(claim, pair, ok, now, error), now)
+        for machine in (self._streams, self._consumer):
+            self._carry_out(machine.read_ended(claim, pair, ok, now, error), now)
 
     def abort(self, claim: int, now: float) -> None:
-        self._carry_out(self._consumer.abort(claim, now), now)
+        for machine in (self._streams, self._consumer):
+            self._carry_out(machine.abort(claim, now), now)
 
     def release_unused(self, loan_id: LoanId, producer: Address, now: float) -> None:
         self._carry_out(self._consumer.release_unused(loan_id, producer, now), now)
 
     def lose(self, peer: Address, reason: str, now: float) -> None:
         """Fail whatever is fetched from it: it cannot be used, for a reason that only we know."""
-        self._carry_out(self._consumer.peer_lost(peer, reason, now), now)
+        for machine in (self._streams, self._consumer):
+            self._carry_out(machine.peer_lost(peer, reason, now), now)
+
+    # --- Prefills that somebody may read along -------------------------------------------------
+
+    def expect(self, transfer_id: TransferId, prompt_hash: PromptHash, num_tokens: int, now: float) -> bool:
+        """False: the name is in use; this prefill is lent as any other, when it has ended."""
+        sends = self._prefills.expect(transfer_id, prompt_hash, num_tokens, now)
+        self._carry_out(sends or (), now)
+        return sends is not None
+
+    def prefill_progress(
+        self,
+        transfer_id: TransferId,
+        num_tokens: int,
+        block_ids: tuple[BlockId, ...],
+        now: float,
+        *,
+        partial_tokens: int = 0,
+        partial_layers: int = 0,
+    ) -> None:
+        sends = self._prefills.progress(
+            transfer_id,
+            num_tokens,
+            (block_ids,),
+            now,
+            partial_tokens=partial_tokens,
+            partial_layers=partial_layers,
+        )
+        self._carry_out(sends, now)
+
+    def prefill_preempted(self, transfer_id: TransferId, now: float) -> None:
+        self._carry_out(self._prefills.preempted(transfer_id, now), now)
+
+    def prefill_finished(self, transfer_id: TransferId, ticket: str, now: float) -> None:
+        self._carry_out(self._prefills.finished(transfer_id, ticket, now), now)
+
+    def prefill_failed(self, transfer_id: TransferId, reason: str, now: float) -> None:
+        self._carry_out(self._prefills.failed(transfer_id, reason, now), now)
+
+    def is_wanted(self, transfer_id: TransferId) -> bool:
+        return self._prefills.is_wanted(transfer_id)
 
     @property
     def num_open_loans(self) -> int:
@@ -110,9 +185,9 @@ class PullAgent:
 
     @property
     def num_open_fetches(self) -> int:
-        return self._consumer.num_open
+        return self._consumer.num_open + self._streams.num_open
 
-    def _carry_out(self, effects: Iterable[Effect], now: float) -> None:
+    def _carry_out(self, effects: Iterable[Effect | StreamEffect], now: float) -> None:
         for effect in effects:
             match effect:
                 case Send():
@@ -120,6 +195,6 @@ class PullAgent:
                 case PeerLost(address, reason):
                     # First the peer, then what fails with it: the order in which ranks have to hear of it.
                     self._effects.append(effect)
-                    self._carry_out(self._consumer.peer_lost(address, reason, now), now)
+                    self.lose(address, reason, now)
                 case _:
                     self._effects.append(effect)

@@ -1,10 +1,12 @@
 """D's requests: from a ticket to blocks that may be believed, or to a failure that the host can act on.
 
-    on_new_request --ticket refused--> REFUSED                            (computed here, or a 400)
-    on_new_request --ticket verified, loan reserved--> RESERVED           (renewed from now on, peer greeted)
-    RESERVED --allocated, blocks missing--> FETCHING                      (reads start when the peer is known)
-    RESERVED --allocated, nothing missing; or finished--> ENDED           (released, unused)
-    RESERVED --the claim fails--> ENDED                                   (computed here)
+    on_new_request --ticket, introduction refused--> REFUSED            (computed here, or a 400)
+    on_new_request --ticket verified, loan reserved--> RESERVED         (renewed from now on, peer greeted)
+    on_new_request --introduction verified, wanted--> RESERVED          (asked for from now on, peer greeted)
+    RESERVED --allocated, blocks missing--> FETCHING                    (reads start when the peer is known,
+                                                                         a stream's as P announces)
+    RESERVED --allocated, nothing missing; or finished--> ENDED         (released, unused)
+    RESERVED --the claim fails--> ENDED                                 (computed here)
     FETCHING --Deliver--> ENDED, received
     FETCHING --Fail, then FreeTarget--> ENDED, a FailedLoad for the ranks (aborted before: received)
 
@@ -18,10 +20,18 @@ import enum
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 from baton.connectors.pull.agent import PullAgent
-from baton.connectors.pull.door import Borrow, check_offer, num_blocks, read_params
+from baton.connectors.pull.door import (
+    Borrow,
+    Follow,
+    check_offer,
+    check_producer,
+    hash_of_prompt,
+    num_blocks,
+    read_params,
+)
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.metadata import (
     EndReads,
@@ -35,12 +45,27 @@ from baton.connectors.pull.metadata import (
 from baton.connectors.pull.stats import PullStats
 from baton.contract import host
 from baton.core.errors import BadTransferParams
-from baton.core.ids import Address, Pair
+from baton.core.ids import Address, Pair, TransferId
+from baton.core.layout import RankLayout
 from baton.core.prefilled import PrefilledTokens
-from baton.protocol.effects import CancelReads, Deliver, Fail, FreeTarget, PeerLost, PeerReady, StartReads
+from baton.core.transfer_params import FIELD
+from baton.protocol.effects import (
+    CancelReads,
+    Deliver,
+    Fail,
+    FreeTarget,
+    Lent,
+    OpenTicket,
+    Part,
+    PeerLost,
+    PeerReady,
+    ReadEarly,
+    StartReads,
+)
 from baton.protocol.handshake import RankCard
-from baton.protocol.plan import PlanError, plan_pairs
-from baton.protocol.ticket import TICKET_FIELD, Ticket
+from baton.protocol.introduction import Introduction
+from baton.protocol.plan import PlanError, plan_pairs_of_layouts
+from baton.protocol.ticket import TICKET_FIELD, Ticket, open_ticket
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +73,8 @@ logger = logging.getLogger(__name__)
 class _InUse(BadTransferParams):
     reason = "in use"
 
-    def __init__(self) -> None:
-        super().__init__(
-            "is in use by another request of this engine; a ticket is good for one", field=TICKET_FIELD
-        )
+    def __init__(self, field: str) -> None:
+        super().__init__("is in use by another request of this engine; it is good for one", field=field)
 
 
 class _State(enum.Enum):
@@ -62,21 +85,50 @@ class _State(enum.Enum):
 
 
 @dataclass(slots=True)
+class _Offer:
+    """What a request brought, verified."""
+
+    producer: Address
+    num_tokens: int  # Of the prompt, from its start, that the producer has or will have.
+    transfer_id: TransferId
+    ticket: Ticket | None = None  # A stream's comes from the producer, later.
+
+
+@dataclass(slots=True)
 class _Incoming:
     request_id: str
     state: _State
-    ticket: Ticket | None = None
+    offer: _Offer | None = None
     claim: int = 0
+    request: host.Request | None = None  # Of a stream, until its ticket has been judged.
     covers_prompt: bool = False  # The ticket's tokens are the whole prompt, and nobody has gone on behind it.
     first_token: int = 0  # Those before it were here already.
     num_moved_tokens: int = 0
     block_table: tuple[int, ...] = ()  # From token 0 on.
+    unread: tuple[Part, ...] | None = None  # What is lent and not read yet; None: all that is missing here.
     fetched_at: float = 0.0
-    is_started: bool = False  # Its pairs are known and being read.
+    reads_early: bool = False  # Its pairs are known, and what is announced is read.
+    is_started: bool = False  # Its pairs are known, and what is lent is read.
     is_unused: bool = False  # Released by us before anything was fetched: no failure.
     failed_early: bool = False  # Before anything was allocated for it.
     is_finished: bool = False  # The host has ended the request.
     read_ends: list[ReadEnd] = field(default_factory=list)
+
+
+_NOTHING_MORE = Part(0, 0)
+
+BorrowerEffect: TypeAlias = (
+    ReadEarly
+    | OpenTicket
+    | Lent
+    | StartReads
+    | CancelReads
+    | Deliver
+    | Fail
+    | FreeTarget
+    | PeerReady
+    | PeerLost
+)
 
 
 class PullBorrower:
@@ -86,6 +138,7 @@ class PullBorrower:
         self._stats = stats
         self._incoming: dict[str, _Incoming] = {}  # By request id, until the host has finished the request.
         self._claims: dict[int, _Incoming] = {}  # Until delivered, or free of running reads.
+        self._own_layouts: list[RankLayout] = []
         self._cards: dict[Address, tuple[RankCard, ...]] = {}  # Of peers that are ready.
         self._known_to_ranks: set[Address] = set()
         self._received: set[str] = set()  # Not reported yet.
@@ -93,51 +146,77 @@ class PullBorrower:
 
     # --- What the host says --------------------------------------------------------------------
 
-    def verify(self, request: host.Request) -> Ticket | None:
-        """Raises BadTransferParams if the request's ticket is refused. None: no ticket, or seen before."""
+    def registered(self, layouts: Sequence[RankLayout]) -> None:
+        """Our own ranks' memory is known: from now on there is something to read into."""
+        self._own_layouts = list(layouts)
+
+    def verify(self, request: host.Request) -> Borrow | Follow | None:
+        """Raises BadTransferParams if what the request brings is refused. None: nothing, or seen before."""
         if request.request_id in self._incoming:
             return None
         try:
             wish = read_params(request.kv_transfer_params, self._identity)
-            if not isinstance(wish, Borrow):
-                return None
-            check_offer(wish.ticket, request, self._identity)
+            match wish:
+                case Borrow(ticket):
+                    check_offer(ticket, request, self._identity)
+                case Follow(introduction):
+                    check_producer(introduction, request, self._identity)
+                case _:
+                    return None
         except BadTransferParams as error:
             self._refuse(request.request_id, error)
             raise
-        return wish.ticket
+        return wish
 
     def reserve(self, request: host.Request, ticket: Ticket, now: float) -> None:
         """Claim the loan of a verified ticket. Raises BadTransferParams if another request has it."""
-        request_id = request.request_id
         claim = self._agent.reserve(ticket.loan_id, ticket.producer, now)
         if claim is None:
-            refusal = _InUse()
-            self._refuse(request_id, refusal)
-            raise refusal
-        incoming = _Incoming(request_id, _State.RESERVED, ticket, claim)
+            self._refuse_in_use(request, TICKET_FIELD)
+        offer = _Offer(ticket.producer, ticket.num_tokens, ticket.transfer_id, ticket)
+        incoming = _Incoming(request.request_id, _State.RESERVED, offer, claim)
         incoming.covers_prompt = ticket.num_tokens == request.num_prompt_tokens
-        self._incoming[request_id] = self._claims[claim] = incoming
-        self._agent.greet(ticket.producer, now)
+        self._take(incoming, ticket.producer, now)
+
+    def follow(
+        self, request: host.Request, introduction: Introduction, transfer_id: TransferId, now: float
+    ) -> None:
+        """Claim what an introduced engine computes. Raises BadTransferParams as `reserve` does."""
+        num_tokens = request.num_prompt_tokens
+        claim = self._agent.want(
+            transfer_id,
+            introduction.address,
+            hash_of_prompt(request, num_tokens, self._identity),
+            num_tokens,
+            introduction.block_tokens,
+            now,
+        )
+        if claim is None:
+            self._refuse_in_use(request, f"{FIELD}.transfer_id")
+        offer = _Offer(introduction.address, num_tokens, transfer_id)
+        incoming = _Incoming(request.request_id, _State.RESERVED, offer, claim, request)
+        self._take(incoming, introduction.address, now)
 
     def num_matched(self, request_id: str, num_computed_tokens: int) -> int:
         """Tokens that can be fetched behind the first `num_computed_tokens`. Touches nothing."""
         incoming = self._incoming.get(request_id)
-        if incoming is None or incoming.ticket is None:
+        if incoming is None or incoming.offer is None:
             return 0
         # Under policy "fail" an early failure is promised too, so that the host hears of it as of any other.
         must_fail = incoming.failed_early and not self._identity.recomputes_failed_loads
         if incoming.state is not _State.RESERVED and not must_fail:
             return 0
-        return max(0, incoming.ticket.num_tokens - num_computed_tokens)
+        return max(0, incoming.offer.num_tokens - num_computed_tokens)
 
     def take_prefilled(self, request_id: str) -> PrefilledTokens | None:
         """What the producer of the whole prompt has sampled behind it; once."""
         incoming = self._incoming.get(request_id)
-        if incoming is None or incoming.ticket is None or not incoming.covers_prompt:
+        if incoming is None or not incoming.covers_prompt:
             return None
+        assert incoming.offer is not None
+        assert incoming.offer.ticket is not None
         incoming.covers_prompt = False
-        return incoming.ticket.prefilled
+        return incoming.offer.ticket.prefilled
 
     def allocated(
         self, request_id: str, block_ids: Sequence[int], num_external_tokens: int, now: float
@@ -148,14 +227,14 @@ class PullBorrower:
                 self._release_unused(incoming, now)
             return
         assert incoming is not None, "tokens that were never promised"
-        assert incoming.ticket is not None
-        ticket = incoming.ticket
-        # |<------ num_tokens of the ticket ------>|
+        assert incoming.offer is not None
+        offer = incoming.offer
+        # |<------- num_tokens of the offer ------>|
         # | computed here  |   num_external_tokens |      the latter have to move
-        num_computed = ticket.num_tokens - num_external_tokens
-        assert num_computed >= 0, "more tokens than the ticket names"
+        num_computed = offer.num_tokens - num_external_tokens
+        assert num_computed >= 0, "more tokens than were offered"
         assert num_computed % self._identity.block_tokens == 0, "local hits are whole blocks"
-        last = num_blocks(ticket.num_tokens, self._identity)
+        last = num_blocks(offer.num_tokens, self._identity.block_tokens)
         assert last <= len(block_ids), "tokens without a block"
         incoming.first_token = num_computed
         incoming.num_moved_tokens = num_external_tokens
@@ -204,7 +283,7 @@ class PullBorrower:
 
     def absorb(
         self,
-        effect: StartReads | CancelReads | Deliver | Fail | FreeTarget | PeerReady | PeerLost,
+        effect: BorrowerEffect,
         now: float,
     ) -> None:
         match effect:
@@ -217,6 +296,16 @@ class PullBorrower:
                 if address in self._known_to_ranks:
                     self._known_to_ranks.discard(address)
                     self._orders.append(LosePeer(address))
+            case ReadEarly(claim, pairs, part, block_ids):
+                self._order_read(self._claims[claim], pairs, part, block_ids[0], is_last=False)
+            case OpenTicket(claim, text):
+                self._open_ticket(self._claims[claim], text, now)
+            case Lent(claim, ticket, unread):
+                incoming = self._claims[claim]
+                assert incoming.offer is not None
+                incoming.offer.ticket, incoming.unread = ticket, unread
+                incoming.covers_prompt = True
+                self._start_if_ready(incoming, now)
             case StartReads(claim, pairs):
                 self._order_reads(self._claims[claim], pairs)
             case CancelReads(claim):
@@ -235,6 +324,10 @@ class PullBorrower:
         return orders
 
     @property
+    def has_orders(self) -> bool:
+        return bool(self._orders)
+
+    @property
     def has_received(self) -> bool:
         return bool(self._received)
 
@@ -245,28 +338,81 @@ class PullBorrower:
 
     # --- Steps ---------------------------------------------------------------------------------
 
+    def _take(self, incoming: _Incoming, producer: Address, now: float) -> None:
+        self._incoming[incoming.request_id] = self._claims[incoming.claim] = incoming
+        self._agent.greet(producer, now)
+
+    def _refuse_in_use(self, request: host.Request, field: str) -> NoReturn:
+        refusal = _InUse(field)
+        self._refuse(request.request_id, refusal)
+        raise refusal
+
     def _refuse(self, request_id: str, error: BadTransferParams) -> None:
         self._incoming[request_id] = _Incoming(request_id, _State.REFUSED)
         self._stats.count_reason("refused", str(getattr(error, "reason", "params")))
         logger.warning("refused the transfer of request %s: %s", request_id, error)
 
+    def _open_ticket(self, incoming: _Incoming, text: str, now: float) -> None:
+        """A stream's; that it is for the blocks that were announced, the machine sees."""
+        assert incoming.request is not None, "a stream ends once"
+        request, incoming.request = incoming.request, None
+        try:
+            ticket = open_ticket(text, self._identity.ticket_key)
+            check_offer(ticket, request, self._identity)
+        except BadTransferParams as error:
+            self._agent.refuse(incoming.claim, str(error), now)
+        else:
+            self._agent.accept(incoming.claim, ticket, now)
+
     def _start_if_ready(self, incoming: _Incoming, now: float) -> None:
-        assert incoming.ticket is not None
-        producer = incoming.ticket.producer
+        assert incoming.offer is not None
+        producer = incoming.offer.producer
         ranks = self._cards.get(producer)
         if incoming.state is not _State.FETCHING or ranks is None or incoming.is_started:
             return
+        is_lent = incoming.offer.ticket is not None
+        if incoming.reads_early and not is_lent:
+            return
         try:
-            pairs = plan_pairs(len(ranks), self._identity.tp_size, self._identity.fingerprint.num_kv_heads)
+            pairs = self._plan(ranks)
         except PlanError as error:
             self._agent.lose(producer, str(error), now)
             return
-        incoming.is_started = True
-        self._agent.start(incoming.claim, pairs, now)
+        if is_lent:
+            incoming.is_started = True
+            self._agent.start(incoming.claim, pairs, now)
+        else:
+            incoming.reads_early = True
+            self._agent.read_early(incoming.claim, pairs, incoming.first_token, now)
+
+    def _plan(self, ranks: Sequence[RankCard]) -> tuple[Pair, ...]:
+        """Raises PlanError."""
+        theirs = [card.layout for card in ranks]
+        # Engines that want the same from replicas take it from different ones.
+        return plan_pairs_of_layouts(theirs, self._own_layouts, rotation=self._agent.address.epoch)
 
     def _order_reads(self, incoming: _Incoming, pairs: Sequence[Pair]) -> None:
-        assert incoming.ticket is not None
-        producer = incoming.ticket.producer
+        assert incoming.offer is not None
+        assert incoming.offer.ticket is not None
+        blocks = incoming.offer.ticket.block_ids[0]
+        if incoming.unread is None:
+            incoming.unread = (Part(incoming.first_token, incoming.num_moved_tokens),)
+        *parts, last = incoming.unread or (_NOTHING_MORE,)
+        for part in parts:
+            self._order_read(incoming, pairs, part, blocks, is_last=False)
+        self._order_read(incoming, pairs, last, blocks, is_last=True)
+
+    def _order_read(
+        self,
+        incoming: _Incoming,
+        pairs: Sequence[Pair],
+        part: Part,
+        remote_blocks: tuple[int, ...],
+        *,
+        is_last: bool,
+    ) -> None:
+        assert incoming.offer is not None
+        producer = incoming.offer.producer
         if producer not in self._known_to_ranks:
             self._known_to_ranks.add(producer)
             self._orders.append(MeetPeer(producer, self._cards[producer]))
@@ -275,10 +421,12 @@ class PullBorrower:
                 incoming.claim,
                 producer,
                 tuple(pairs),
-                incoming.first_token,
-                incoming.num_moved_tokens,
+                part.first_token,
+                part.num_tokens,
                 incoming.block_table,
-                incoming.ticket.block_ids[0],
+                remote_blocks,
+                part.layers,
+                is_last,
             )
         )
 
@@ -320,20 +468,22 @@ class PullBorrower:
 
 def _record_of(incoming: _Incoming, num_moved_blocks: int, now: float) -> dict[str, Any]:
     """One delivered transfer, for logs, metrics and the demo's table."""
-    assert incoming.ticket is not None
+    assert incoming.offer is not None
     ends = incoming.read_ends
     nbytes = sum(end.nbytes for end in ends)
     wire_s = max((end.duration_s for end in ends), default=0.0)
+    late = {(part.first_token, part.num_tokens) for part in incoming.unread or ()}
     return {
         "request_id": incoming.request_id,
-        "transfer_id": incoming.ticket.transfer_id,
-        "producer": incoming.ticket.producer.engine_id,
+        "transfer_id": incoming.offer.transfer_id,
+        "producer": incoming.offer.producer.engine_id,
         "tokens": incoming.num_moved_tokens,
+        "early_tokens": incoming.num_moved_tokens - sum(num_tokens for _, num_tokens in late),
         "blocks": num_moved_blocks,
         "bytes": nbytes,
         "ms": round((now - incoming.fetched_at) * 1e3, 3),
         "wire_ms": round(wire_s * 1e3, 3),
         "gb_per_s": round(nbytes / wire_s / 1e9, 3) if wire_s > 0 else 0.0,
         "descriptors": sum(end.num_descriptors for end in ends),
-        "transport": "+".join(sorted({end.transport for end in ends})),
+        "transport": "+".join(sorted({end.transport for end in ends if end.transport})),
     }

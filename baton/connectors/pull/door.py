@@ -15,11 +15,13 @@ from baton.connectors.pull.identity import EngineIdentity
 from baton.contract import host
 from baton.core.errors import BadTransferParams
 from baton.core.hashing import extra_key, prompt_hash
-from baton.core.ids import PromptHash, TransferId
+from baton.core.ids import Address, EngineId, PromptHash, TransferId
 from baton.core.transfer_params import FIELD, Compute, Fetch, Stream, parse_transfer_params
-from baton.protocol.ticket import BadTicket, Ticket, TicketFault, check_ticket, open_ticket
+from baton.protocol.introduction import BadIntroduction, Introduction, check_introduction, open_introduction
+from baton.protocol.seal import BadPaper, Fault
+from baton.protocol.ticket import BadTicket, Ticket, check_ticket, open_ticket
 
-_MAYBE_OTHER_ENGINE = (TicketFault.VERSION, TicketFault.SIGNATURE)
+_MAYBE_OTHER_ENGINE = (Fault.VERSION, Fault.SIGNATURE)
 """Faults of a well-formed ticket that no client can mend: an engine of another configuration made it."""
 
 
@@ -34,8 +36,31 @@ class Borrow(msgspec.Struct, frozen=True):
 
     ticket: Ticket
 
+    @property
+    def producer(self) -> Address:
+        return self.ticket.producer
 
-Wish: TypeAlias = Lend | Borrow
+    @property
+    def control_url(self) -> str:
+        return self.ticket.control_url
+
+
+class Follow(msgspec.Struct, frozen=True):
+    """Fetch what this producer, an engine of our cluster, computes under this name, while it does."""
+
+    introduction: Introduction
+    transfer_id: TransferId | None
+
+    @property
+    def producer(self) -> Address:
+        return self.introduction.address
+
+    @property
+    def control_url(self) -> str:
+        return self.introduction.control_url
+
+
+Wish: TypeAlias = Lend | Borrow | Follow
 
 
 def read_params(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> Wish | None:
@@ -51,31 +76,44 @@ def read_params(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> Wish
                 )
             return Lend(transfer_id)
         case Fetch(text, remote_engine_id):
-            if not identity.is_consumer:
-                raise BadTransferParams(
-                    "this engine has kv_role kv_producer; send the decode leg to a consumer",
-                    field=f"{FIELD}.do_remote_prefill",
-                )
+            _need_consumer(identity)
             ticket = open_ticket(text, identity.ticket_key)
-            if ticket.producer.engine_id != remote_engine_id:
-                raise BadTransferParams(
-                    f"is {remote_engine_id!r}, but the ticket is signed by {ticket.producer.engine_id!r}; "
-                    "send the producer's answer as it is",
-                    field=f"{FIELD}.remote_engine_id",
-                )
+            _compare_engines(remote_engine_id, ticket.producer, "ticket")
             return Borrow(ticket)
-        case Stream():
-            raise BadTransferParams(
-                "asks for a push, which this connector does not do; send the producer's ticket",
-                field=f"{FIELD}.baton_introduction",
-            )
+        case Stream(transfer_id, text, remote_engine_id):
+            _need_consumer(identity)
+            if not identity.does_push:
+                raise BadTransferParams(
+                    "asks for a push, which this connector does not do; send the producer's ticket",
+                    field=f"{FIELD}.baton_introduction",
+                )
+            introduction = open_introduction(text, identity.ticket_key)
+            _compare_engines(remote_engine_id, introduction.address, "introduction")
+            return Follow(introduction, transfer_id)
+
+
+def _need_consumer(identity: EngineIdentity) -> None:
+    if not identity.is_consumer:
+        raise BadTransferParams(
+            "this engine has kv_role kv_producer; send the decode leg to a consumer",
+            field=f"{FIELD}.do_remote_prefill",
+        )
+
+
+def _compare_engines(named: EngineId, signer: Address, paper: str) -> None:
+    if signer.engine_id != named:
+        raise BadTransferParams(
+            f"is {named!r}, but the {paper} is signed by {signer.engine_id!r}; "
+            "send what the producer gave as it is",
+            field=f"{FIELD}.remote_engine_id",
+        )
 
 
 def check_at_door(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> None:
     """Raises BadTransferParams for what deserves a 400 before the engine sees the request."""
     try:
         read_params(raw, identity)
-    except BadTicket as error:
+    except BadPaper as error:
         if error.reason in _MAYBE_OTHER_ENGINE and identity.recomputes_failed_loads:
             return  # The scheduler half refuses it, counts it, and computes the prompt here.
         raise
@@ -84,7 +122,7 @@ def check_at_door(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> No
 def check_offer(ticket: Ticket, request: host.Request, identity: EngineIdentity) -> None:
     """Is the ticket for our model and exactly this request's prompt? Raises BadTicket."""
     if request.prompt_token_ids is None:
-        raise BadTicket(TicketFault.PROMPT, "is for a prompt of tokens, this one has none")
+        raise BadTicket(Fault.PROMPT, "is for a prompt of tokens, this one has none")
     check_ticket(
         ticket,
         fingerprint=identity.fingerprint,
@@ -92,12 +130,21 @@ def check_offer(ticket: Ticket, request: host.Request, identity: EngineIdentity)
         num_prompt_tokens=len(request.prompt_token_ids),
         block_tokens=identity.block_tokens,
     )
-    if len(ticket.block_ids) != 1 or len(ticket.block_ids[0]) != num_blocks(ticket.num_tokens, identity):
+    if len(ticket.block_ids) != 1 or len(ticket.block_ids[0]) != num_blocks(
+        ticket.num_tokens, ticket.block_tokens
+    ):
         raise BadTicket(
-            TicketFault.LAYOUT,
+            Fault.LAYOUT,
             f"names {[len(group) for group in ticket.block_ids]} blocks for {ticket.num_tokens} tokens; "
             f"this engine has one cache group, with blocks of {identity.block_tokens}",
         )
+
+
+def check_producer(introduction: Introduction, request: host.Request, identity: EngineIdentity) -> None:
+    """Is the introduced engine of our model, and the request one to compute? Raises BadIntroduction."""
+    if request.prompt_token_ids is None:
+        raise BadIntroduction(Fault.PROMPT, "is of no use for a prompt without tokens")
+    check_introduction(introduction, fingerprint=identity.fingerprint)
 
 
 def hash_of_prompt(request: host.Request, num_tokens: int, identity: EngineIdentity) -> PromptHash:
@@ -113,5 +160,5 @@ def hash_of_prompt(request: host.Request, num_tokens: int, identity: EngineIdent
     return prompt_hash(request.prompt_token_ids, num_tokens, extra, identity.fingerprint.hash_seed)
 
 
-def num_blocks(num_tokens: int, identity: EngineIdentity) -> int:
-    return -(-num_tokens // identity.block_tokens)
+def num_blocks(num_tokens: int, block_tokens: int) -> int:
+    return -(-num_tokens // block_tokens)

@@ -25,14 +25,21 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     raises_user_errors: bool  # The host turns a UserError of a hook into that request's error.
     secret: ClusterSecret | None
     settings: PullSettings
+    does_push: bool = False  # Its connector understands introductions.
 
     @classmethod
-    def of_engine(cls, config: EngineConfig) -> EngineIdentity:
+    def of_engine(
+        cls,
+        config: EngineConfig,
+        settings_kind: type[PullSettings] = PullSettings,
+        *,
+        does_push: bool = False,
+    ) -> EngineIdentity:
         """Of the embedded engine, in which a UserError fails one request only."""
         transfer = config.kv_transfer_config
         if transfer is None:
             raise ConfigError("is required", field="kv_transfer_config")
-        settings = PullSettings.parse(
+        settings = settings_kind.parse(
             transfer.kv_connector_extra_config, has_secret=config.cluster_secret is not None
         )
         raises = settings.raises_user_errors
@@ -48,6 +55,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
             raises_user_errors=True if raises is None else raises,
             secret=config.cluster_secret,
             settings=settings,
+            does_push=does_push,
         )
 
     @property

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from baton.connectors.pull.agent import PullAgent
 from baton.connectors.pull.door import Lend, hash_of_prompt, num_blocks, read_params
 from baton.connectors.pull.identity import EngineIdentity
+from baton.connectors.pull.pairing import transfer_of_request
 from baton.connectors.pull.stats import PullStats
 from baton.contract import host
 from baton.core.errors import BadTransferParams
@@ -48,10 +49,12 @@ class PullLender:
         if not isinstance(wish, Lend) or request.status.name not in _LENDABLE:
             return False, None
         num_tokens = min(request.num_prompt_tokens, request.num_computed_tokens)
-        held = block_ids[: num_blocks(num_tokens, self._identity)]
+        held = block_ids[: num_blocks(num_tokens, self._identity.block_tokens)]
         if not held or request.prompt_token_ids is None:
             return False, None
-        assert len(held) == num_blocks(num_tokens, self._identity), "computed tokens without a block"
+        assert len(held) == num_blocks(num_tokens, self._identity.block_tokens), (
+            "computed tokens without a block"
+        )
         loan_id = self._agent.lend(now)
         if loan_id is None:
             return False, None  # Draining: the consumer computes the prompt itself.
@@ -91,8 +94,7 @@ class PullLender:
             producer=self._agent.address,
             control_url=self._control_url,
             loan_id=loan_id,
-            # Without a router's name for the transfer the loan's has to do; it is for logs here.
-            transfer_id=transfer_id or TransferId(f"{loan_id.epoch:016x}-{loan_id.counter}"),
+            transfer_id=transfer_id or transfer_of_request(request.request_id),
             request_id=RequestId(request.request_id),
             fingerprint=identity.fingerprint,
             tp_size=identity.tp_size,

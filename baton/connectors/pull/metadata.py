@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from baton.contract import AnyRank, KVConnectorHandshakeMetadata, KVConnectorMetadata, RankReport
+from baton.contract.reports import NotCombined
 from baton.core.ids import Address, Pair
 from baton.protocol.handshake import RankCard
 
@@ -81,6 +82,7 @@ Order: TypeAlias = MeetPeer | LosePeer | ReadBlocks | EndReads | FailedLoad
 class PullMetadata(KVConnectorMetadata):
     orders: tuple[Order, ...] = ()  # To be carried out in this order; ranks pick what is theirs.
     wants_report: bool = False  # Answer even if there is nothing to say: a host may drop empty outputs.
+    step: int = 0  # To be repeated in the report; 0 where nobody counts.
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class ReadEnd:
 
 @dataclass(kw_only=True)
 class PullWorkerReport(RankReport):
+    step: NotCombined[int] = 0  # That this rank has computed, with all before it.
     ended: AnyRank[set[ReadEnd] | None] = (
         None  # Each pair belongs to one rank; the machine waits for all pairs.
     )

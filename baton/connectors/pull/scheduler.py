@@ -21,9 +21,11 @@ from typing import Any, Protocol
 from baton.connectors.pull.agent import PullAgent
 from baton.connectors.pull.borrower import PullBorrower
 from baton.connectors.pull.control_thread import ControlThread
+from baton.connectors.pull.door import Borrow, Follow
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.lender import PullLender
 from baton.connectors.pull.metadata import PullHandshake, PullMetadata, PullWorkerReport
+from baton.connectors.pull.pairing import transfer_of_request
 from baton.connectors.pull.stats import PullStats
 from baton.contract import (
     KVConnectorHandshakeMetadata,
@@ -107,6 +109,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
             cards.append(handshake.card)
         with self._lock:
             self._agent.announce(cards)
+            self._borrower.registered([card.layout for card in cards])
 
     # --- Requests ------------------------------------------------------------------------------
 
@@ -200,6 +203,11 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
             self._absorb()
             return self._has_news
 
+    def has_pending_push_work(self) -> bool:
+        with self._lock:
+            self._absorb()
+            return self._has_news or self._borrower.has_orders or self._agent.num_open_fetches > 0
+
     def get_kv_connector_stats(self) -> PullStats | None:
         with self._lock:
             bad_frames = self._control.num_bad_frames
@@ -250,10 +258,15 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
         with self._lock:
             self._absorb()
             try:
-                ticket = self._borrower.verify(request)
-                if ticket is not None:
-                    self._control.route(ticket.producer, ticket.control_url)
-                    self._borrower.reserve(request, ticket, self._clock())
+                offer = self._borrower.verify(request)
+                if offer is not None:
+                    self._control.route(offer.producer, offer.control_url)
+                match offer:
+                    case Borrow(ticket):
+                        self._borrower.reserve(request, ticket, self._clock())
+                    case Follow(introduction, transfer_id):
+                        name = transfer_id or transfer_of_request(request.request_id)
+                        self._borrower.follow(request, introduction, name, self._clock())
             finally:
                 self._control.flush()
 

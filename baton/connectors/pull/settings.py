@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -45,7 +45,7 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.advertise_host or self.host
 
     @classmethod
-    def parse(cls, extra: Mapping[str, Any], *, has_secret: bool) -> PullSettings:
+    def parse(cls, extra: Mapping[str, Any], *, has_secret: bool) -> Self:
         """Raises ConfigError naming the key."""
         known = cls.__struct_fields__
         for key in extra:

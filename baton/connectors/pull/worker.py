@@ -124,10 +124,11 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
     def build_connector_worker_meta(self) -> PullWorkerReport | None:
         ended = self._links.take_ended() if self._links is not None else []
         bound = self._connector_metadata
-        wants_report = isinstance(bound, PullMetadata) and bound.wants_report
-        if not ended and not wants_report:
+        if not isinstance(bound, PullMetadata):
+            return PullWorkerReport(rank=self._identity.tp_rank, ended=set(ended)) if ended else None
+        if not ended and not bound.wants_report:
             return None
-        return PullWorkerReport(rank=self._identity.tp_rank, ended=set(ended))
+        return PullWorkerReport(rank=self._identity.tp_rank, step=bound.step, ended=set(ended))
 
     def shutdown(self) -> None:
         self._background.close(self._identity.settings.shutdown_timeout_s)

@@ -1,0 +1,164 @@
+"""From rank to scheduler half within a step: so many layers of this step are computed. A datagram each.
+
+    rank, after a layer --datagram--> LayerReportReceiver (a thread) --> on_report(rank, step, layers)
+
+The ordinary way of a rank's news waits for the end of the step, and a streamed prefill would gain nothing by
+it. This one may lose: a report says all that those before it said, and what none says, the end of the step
+does. It does not lie: the socket's name and a key that goes with each order are random, and known to the
+engine's own processes only. Linux, within one host; elsewhere ranks cannot send, and streaming is by chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import queue
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from baton.transport.threads import join_all, start_owned_thread
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+_REPORT = struct.Struct("<16sIQI")  # Key, rank, step, number of layers.
+_ABSTRACT = "\0"  # Linux' namespace of sockets without a file: nothing is left behind, however we end.
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReportOrder:
+    """What a rank has to know to report the layers of one step."""
+
+    socket_name: str
+    key: bytes
+    step: int
+
+
+class LayerReportReceiver:
+    """Owns a thread, which sleeps until a rank reports. `on_report` is called there."""
+
+    def __init__(self, on_report: Callable[[int, int, int], None]) -> None:
+        self._on_report = on_report
+        self._key = secrets.token_bytes(16)
+        self._name = f"baton-layers-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._is_closing = False
+        self._death: BaseException | None = None
+        try:
+            self._socket.bind(_ABSTRACT + self._name)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._thread = start_owned_thread("baton-layers", self._run, on_death=self._note_death)
+
+    def order(self, step: int) -> LayerReportOrder:
+        return LayerReportOrder(self._name, self._key, step)
+
+    def raise_if_dead(self) -> None:
+        if self._death is not None:
+            raise RuntimeError("the thread that hears of computed layers died") from self._death
+
+    def close(self, timeout_s: float) -> None:
+        if self._is_closing:
+            return
+        self._is_closing = True
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as waker:
+            waker.settimeout(timeout_s)
+            waker.sendto(b"", _ABSTRACT + self._name)
+        join_all([self._thread], timeout_s)
+        self._socket.close()
+
+    def _run(self) -> None:
+        while True:
+            frame = self._socket.recv(_REPORT.size + 1)
+            if self._is_closing:
+                return
+            if len(frame) != _REPORT.size:
+                continue  # Nobody of ours.
+            key, rank, step, num_layers = _REPORT.unpack(frame)
+            if hmac.compare_digest(key, self._key):
+                self._on_report(rank, step, num_layers)
+
+    def _note_death(self, error: BaseException) -> None:
+        self._death = error
+
+
+class LayerReporter:
+    """A rank's side. On a CPU a computed layer is reported on the spot, in some ten microseconds.
+
+    A GPU has not computed what has been launched on it: there, a thread waits for the device.
+    """
+
+    def __init__(self, tp_rank: int) -> None:
+        self._tp_rank = tp_rank
+        self._order: LayerReportOrder | None = None
+        self._num_layers = 0  # Of this step, computed.
+        self._socket: socket.socket | None = None
+        self._launched: queue.SimpleQueue[tuple[torch.cuda.Event, LayerReportOrder, int] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread: threading.Thread | None = None
+        self._is_dead = False
+
+    def begin(self, order: LayerReportOrder | None) -> None:
+        """A step begins; None: nobody wants to hear of its layers."""
+        self._order = order
+        self._num_layers = 0
+
+    def layer_computed(self, layer_index: int, kv_layer: torch.Tensor) -> None:
+        if self._order is None or self._is_dead or layer_index != self._num_layers:
+            return  # A count says which layers only as long as they come in order.
+        self._num_layers += 1
+        if kv_layer.is_cuda:
+            self._wait_for_device(self._order, kv_layer)
+        else:
+            self._send(self._order, self._num_layers)
+
+    def close(self, timeout_s: float) -> None:
+        self._order = None
+        if self._thread is not None:
+            self._launched.put(None)
+            join_all([self._thread], timeout_s)
+            self._thread = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _send(self, order: LayerReportOrder, num_layers: int) -> None:
+        if self._socket is None:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._socket.setblocking(False)
+        report = _REPORT.pack(order.key, self._tp_rank, order.step, num_layers)
+        # A full or vanished queue loses the report, never the step's time.
+        with contextlib.suppress(OSError):
+            self._socket.sendto(report, _ABSTRACT + order.socket_name)
+
+    def _wait_for_device(self, order: LayerReportOrder, kv_layer: torch.Tensor) -> None:
+        import torch
+
+        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(kv_layer.device))
+        if self._thread is None:
+            self._thread = start_owned_thread(
+                "baton-layer-events", self._report_launched, on_death=self._fall_silent
+            )
+        self._launched.put((event, order, self._num_layers))
+
+    def _report_launched(self) -> None:
+        while (launched := self._launched.get()) is not None:
+            event, order, num_layers = launched
+            event.synchronize()
+            self._send(order, num_layers)
+
+    def _fall_silent(self, error: BaseException) -> None:
+        """Consumers hear at the end of each step from now on."""
+        self._is_dead = True
+        logger.error("layers are no longer reported within a step", exc_info=error)

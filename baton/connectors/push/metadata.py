@@ -1,0 +1,13 @@
+"""What the scheduler half of push adds to a step's metadata."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.connectors.pull.metadata import PullMetadata
+from baton.connectors.push.layer_reports import LayerReportOrder
+
+
+@dataclass(frozen=True, slots=True)
+class PushMetadata(PullMetadata):
+    layer_reports: LayerReportOrder | None = None  # Somebody reads along: say when a layer is computed.

@@ -1,0 +1,169 @@
+"""P's requests while they compute: how much of each prompt is ready in memory, and in which blocks.
+
+    on_new_request --> EXPECTED
+    EXPECTED, PAUSED --scheduled--> COMPUTING    what the cache had is ready at once; the rest after its step
+    COMPUTING --preempted, rolled back--> PAUSED     what was said of it is void: a new run
+    any --finished--> (lent with a ticket, or failed)
+
+Whoever waits for the prompt may read what is ready while the rest computes. Only whole blocks are told of, so
+that no reader touches a block that is still being written; the tail goes with the ticket.
+
+A step's work is done when every rank has reported *that* step, by number: a host that schedules ahead is
+some steps further when it hears. Between the two, layers are told of as ranks report them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.connectors.pull.agent import PullAgent
+from baton.contract import host
+from baton.core.ids import BlockId, TransferId
+
+
+@dataclass(slots=True)
+class _Prefill:
+    transfer_id: TransferId
+    num_prompt_tokens: int
+    block_table: list[int] = field(default_factory=list)
+    num_ready: int = 0  # Tokens of this run, as told.
+    is_computing: bool = False
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step in flight: how far it takes each prompt."""
+
+    reaches: list[tuple[str, _Prefill, int]] = field(default_factory=list)  # Tokens, once it is done.
+    layers_by_rank: dict[int, int] = field(default_factory=dict)
+    num_layers: int = 0  # Computed by every rank, as told.
+
+
+class Prefills:
+    """With the agent's lock held."""
+
+    def __init__(self, agent: PullAgent, block_tokens: int, tp_size: int) -> None:
+        self._agent = agent
+        self._block_tokens = block_tokens
+        self._tp_size = tp_size
+        self._prefills: dict[str, _Prefill] = {}  # By request id.
+        self._steps: dict[int, _Step] = {}  # In flight, oldest first.
+
+    def expect(self, request_id: str, transfer_id: TransferId, num_prompt_tokens: int) -> None:
+        self._prefills[request_id] = _Prefill(transfer_id, num_prompt_tokens)
+
+    def ended(self, request_id: str) -> TransferId | None:
+        """The host has finished the request; how, the caller knows."""
+        prefill = self._prefills.pop(request_id, None)
+        return prefill.transfer_id if prefill is not None else None
+
+    # --- Steps ---------------------------------------------------------------------------------
+
+    def scheduled(self, step: int, output: host.SchedulerOutput, now: float) -> bool:
+        """The host has put a step together. True: some prompt of ours computes in it."""
+        if not self._prefills:
+            return False
+        for request_id in output.preempted_req_ids or ():
+            self._pause(request_id, now)
+        work = _Step()
+        for new in output.scheduled_new_reqs:
+            if (prefill := self._prefills.get(new.req_id)) is not None:
+                self._begin(prefill, new.block_ids[0], new.num_computed_tokens, now)
+                self._reach(work, new.req_id, prefill, new.num_computed_tokens, output)
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            prefill = self._prefills.get(request_id)
+            if prefill is None:
+                continue
+            fresh = cached.new_block_ids[index]
+            num_computed = cached.num_computed_tokens[index]
+            if request_id in cached.resumed_req_ids:
+                self._pause(request_id, now)
+                self._begin(prefill, fresh[0] if fresh is not None else [], num_computed, now)
+            elif fresh is not None:
+                prefill.block_table.extend(fresh[0])
+            self._reach(work, request_id, prefill, num_computed, output)
+        if not work.reaches:
+            return False
+        self._steps[step] = work
+        return True
+
+    def are_wanted(self, step: int) -> bool:
+        """Somebody waits for a prompt that computes in this step."""
+        return any(self._agent.is_wanted(prefill.transfer_id) for _, prefill, _ in self._steps[step].reaches)
+
+    def step_done(self, step: int, now: float) -> None:
+        """Every rank has reported it."""
+        if not self._steps:
+            return
+        for done in [number for number in self._steps if number <= step]:
+            for request_id, prefill, num_tokens in self._steps.pop(done).reaches:
+                if self._prefills.get(request_id) is prefill and prefill.is_computing:
+                    self._tell(prefill, num_tokens, now)
+
+    def layers_done(self, rank: int, step: int, num_layers: int, now: float) -> None:
+        """One rank has computed so many layers of a step that is in flight."""
+        work = self._steps.get(step)
+        if work is None:
+            return
+        work.layers_by_rank[rank] = max(num_layers, work.layers_by_rank.get(rank, 0))
+        if len(work.layers_by_rank) < self._tp_size:
+            return
+        num_layers = min(work.layers_by_rank.values())
+        if num_layers <= work.num_layers:
+            return
+        work.num_layers = num_layers
+        for request_id, prefill, num_tokens in work.reaches:
+            if self._prefills.get(request_id) is prefill and prefill.is_computing:
+                self._tell_layers(prefill, num_tokens, num_layers, now)
+
+    # --- Parts ---------------------------------------------------------------------------------
+
+    def _begin(self, prefill: _Prefill, block_ids: list[int], num_computed: int, now: float) -> None:
+        prefill.is_computing = True
+        prefill.block_table = list(block_ids)
+        prefill.num_ready = 0
+        self._tell(prefill, num_computed, now)
+
+    def _pause(self, request_id: str, now: float) -> None:
+        prefill = self._prefills.get(request_id)
+        if prefill is None or not prefill.is_computing:
+            return
+        prefill.is_computing = False
+        prefill.block_table = []
+        self._agent.prefill_preempted(prefill.transfer_id, now)
+        for work in self._steps.values():
+            work.reaches = [reach for reach in work.reaches if reach[1] is not prefill]
+
+    def _reach(
+        self, work: _Step, request_id: str, prefill: _Prefill, num_computed: int, output: host.SchedulerOutput
+    ) -> None:
+        num_tokens = num_computed + output.num_scheduled_tokens.get(request_id, 0)
+        work.reaches.append((request_id, prefill, num_tokens))
+
+    def _whole(self, prefill: _Prefill, num_tokens: int) -> int:
+        num_tokens = min(num_tokens, prefill.num_prompt_tokens)
+        return num_tokens - num_tokens % self._block_tokens
+
+    def _tell(self, prefill: _Prefill, num_tokens: int, now: float) -> None:
+        ready = self._whole(prefill, num_tokens)
+        if ready <= prefill.num_ready:
+            return
+        prefill.num_ready = ready
+        self._agent.prefill_progress(prefill.transfer_id, ready, self._blocks(prefill, ready), now)
+
+    def _tell_layers(self, prefill: _Prefill, num_tokens: int, num_layers: int, now: float) -> None:
+        partial = self._whole(prefill, num_tokens)
+        if partial <= prefill.num_ready:
+            return
+        self._agent.prefill_progress(
+            prefill.transfer_id,
+            prefill.num_ready,
+            self._blocks(prefill, partial),
+            now,
+            partial_tokens=partial,
+            partial_layers=num_layers,
+        )
+
+    def _blocks(self, prefill: _Prefill, num_tokens: int) -> tuple[BlockId, ...]:
+        return tuple(BlockId(i) for i in prefill.block_table[: num_tokens // self._block_tokens])

@@ -1,0 +1,151 @@
+"""The scheduler half of push: pull's, which also tells consumers what is ready while a prefill computes.
+
+    host's hooks --> Prefills --> PullAgent --> control channel --> the consumer reads
+    ranks' reports, of steps and of layers --^
+
+Everything that a consumer may rely on is pull's: the ticket, the loan, the lease. What is told early promises
+nothing, so whatever fails here costs time only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from baton.connectors.pull.agent import PullAgent
+from baton.connectors.pull.door import Lend, hash_of_prompt, read_params
+from baton.connectors.pull.identity import EngineIdentity
+from baton.connectors.pull.metadata import PullMetadata, PullWorkerReport
+from baton.connectors.pull.pairing import transfer_of_request
+from baton.connectors.pull.scheduler import ControlPort, PullSchedulerHalf, boot_clock
+from baton.connectors.push.layer_reports import LayerReportReceiver
+from baton.connectors.push.metadata import PushMetadata
+from baton.connectors.push.prefills import Prefills
+from baton.connectors.push.settings import PushSettings
+from baton.contract import KVConnectorMetadata, KVConnectorOutput, host
+from baton.core.errors import BadTransferParams
+from baton.core.ids import Epoch, TransferId
+from baton.protocol.introduction import Introduction, sign_introduction
+
+
+class PushSchedulerHalf(PullSchedulerHalf):
+    def __init__(
+        self,
+        identity: EngineIdentity,
+        *,
+        epoch: Epoch | None = None,
+        clock: Callable[[], float] = boot_clock,
+        control: Callable[[PullAgent, threading.Lock], ControlPort] | None = None,
+    ) -> None:
+        super().__init__(identity, epoch=epoch, clock=clock, control=control)
+        assert isinstance(identity.settings, PushSettings)
+        self._stream = identity.settings.stream
+        self._prefills = Prefills(self._agent, identity.block_tokens, identity.tp_size)
+        self._layer_reports: LayerReportReceiver | None = None
+        if self._stream == "layer" and identity.is_producer:
+            self._layer_reports = LayerReportReceiver(self._layers_done)
+        self._num_steps = 0
+
+    def introduction(self) -> str | None:
+        identity = self._identity
+        if not identity.is_producer:
+            return None
+        own = Introduction(
+            address=self._agent.address,
+            control_url=self._control.url,
+            fingerprint=identity.fingerprint,
+            tp_size=identity.tp_size,
+            block_tokens=identity.block_tokens,
+        )
+        return sign_introduction(own, identity.ticket_key)
+
+    # --- Requests ------------------------------------------------------------------------------
+
+    def on_new_request(self, request: host.Request) -> None:
+        super().on_new_request(request)
+        if not request.kv_transfer_params:
+            return
+        try:
+            self._expect(request)
+        except Exception:
+            self._contain("on_new_request", request)
+
+    def request_finished(
+        self, request: host.Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        is_lent, params = super().request_finished(request, block_ids)
+        with self._lock:
+            transfer_id = self._prefills.ended(request.request_id)
+            if transfer_id is not None:
+                self._tell_end(transfer_id, request, params)
+        return is_lent, params
+
+    # --- Step ----------------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, PullMetadata)
+        if self._stream == "off":
+            return metadata
+        self._num_steps += 1
+        step = self._num_steps
+        with self._lock:
+            is_computing = self._prefills.scheduled(step, scheduler_output, self._clock())
+            has_readers = is_computing and self._prefills.are_wanted(step)
+            self._control.flush()
+        if not is_computing:
+            return metadata
+        order = None
+        if self._layer_reports is not None:
+            self._layer_reports.raise_if_dead()
+            order = self._layer_reports.order(step) if has_readers else None
+        return PushMetadata(metadata.orders, wants_report=True, step=step, layer_reports=order)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, PullWorkerReport):
+            steps = [of_rank.step for _, of_rank in report.each_rank()]
+            if len(steps) == self._identity.tp_size:
+                with self._lock:
+                    self._prefills.step_done(min(steps), self._clock())
+                    self._control.flush()
+        super().update_connector_output(connector_output)
+
+    def shutdown(self) -> None:
+        if self._layer_reports is not None:
+            self._layer_reports.close(self._identity.settings.shutdown_timeout_s)
+        super().shutdown()
+
+    # --- Parts ---------------------------------------------------------------------------------
+
+    def _expect(self, request: host.Request) -> None:
+        try:
+            wish = read_params(request.kv_transfer_params, self._identity)
+        except BadTransferParams:
+            return  # Refused, and said so, before this.
+        if not isinstance(wish, Lend) or request.prompt_token_ids is None:
+            return
+        transfer_id = wish.transfer_id or transfer_of_request(request.request_id)
+        num_tokens = request.num_prompt_tokens
+        prompt = hash_of_prompt(request, num_tokens, self._identity)
+        with self._lock:
+            if self._agent.expect(transfer_id, prompt, num_tokens, self._clock()):
+                self._prefills.expect(request.request_id, transfer_id, num_tokens)
+            self._control.flush()
+
+    def _tell_end(
+        self, transfer_id: TransferId, request: host.Request, params: dict[str, Any] | None
+    ) -> None:
+        now = self._clock()
+        if params is not None:
+            self._agent.prefill_finished(transfer_id, params["baton_ticket"], now)
+        else:
+            self._agent.prefill_failed(transfer_id, f"the prefill ended as {request.status.name}", now)
+        self._control.flush()
+
+    def _layers_done(self, rank: int, step: int, num_layers: int) -> None:
+        """On the thread that hears of computed layers, while the step goes on."""
+        with self._lock:
+            self._prefills.layers_done(rank, step, num_layers, self._clock())
+            self._control.flush()

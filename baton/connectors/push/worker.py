@@ -1,0 +1,56 @@
+"""The worker half of push: pull's, which also says when a layer is computed, if anybody reads along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from baton.connectors.pull.identity import EngineIdentity
+from baton.connectors.pull.links import RunInBackground
+from baton.connectors.pull.worker import PullWorkerHalf
+from baton.connectors.push.layer_reports import LayerReporter
+from baton.connectors.push.metadata import PushMetadata
+from baton.contract import KVConnectorMetadata
+from baton.core.ids import Address, Epoch
+from baton.transport.base import Transport
+
+if TYPE_CHECKING:
+    import torch
+
+
+class PushWorkerHalf(PullWorkerHalf):
+    def __init__(
+        self,
+        identity: EngineIdentity,
+        *,
+        epoch: Epoch | None = None,
+        transports: Callable[[Address], Mapping[str, Transport]] | None = None,
+        run_in_background: RunInBackground | None = None,
+    ) -> None:
+        super().__init__(identity, epoch=epoch, transports=transports, run_in_background=run_in_background)
+        self._layer_index: dict[str, int] = {}
+        self._reporter = LayerReporter(identity.tp_rank)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        self._layer_index = {name: index for index, name in enumerate(kv_caches)}
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        reports = None
+        if isinstance(connector_metadata, PushMetadata):
+            reports = connector_metadata.layer_reports
+        self._reporter.begin(reports)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        self._reporter.layer_computed(self._layer_index[layer_name], kv_layer)
+
+    def clear_connector_metadata(self) -> None:
+        self._reporter.begin(None)
+        super().clear_connector_metadata()
+
+    def shutdown(self) -> None:
+        self._reporter.close(self._identity.settings.shutdown_timeout_s)
+        super().shutdown()
