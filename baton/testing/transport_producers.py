@@ -48,6 +48,12 @@ def make_local(address: Address, port: int) -> Transport:
     return LocalTransport(address)
 
 
+def make_nixl(address: Address, port: int) -> Transport:
+    from baton.transport.nixl import NixlTransport  # Needs an optional package.
+
+    return NixlTransport(address)
+
+
 def make_tcp(address: Address, port: int, secret: ClusterSecret | None = None) -> Transport:
     return TcpTransport(address, port=port, secret=secret)
 

@@ -12,10 +12,7 @@ a read.
 There are no writes here: they could be bound to nobody.
 """
 
-import ctypes
-import errno
 import logging
-import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -31,14 +28,23 @@ from baton.transport.base import Capabilities, Completion, OpId, PeerHandle, Pre
 from baton.transport.completions import CompletionQueue
 from baton.transport.decoding import decode_from_peer
 from baton.transport.host_identity import HostProcess, require_same_host, this_process
+from baton.transport.identity_page import (
+    IDENTITY_BYTES,
+    NONCE_BYTES,
+    PAGE_BYTES,
+    IdentityPage,
+    epoch_page,
+    explain,
+    identity_bytes,
+    let_peers_read,
+    prove_identity,
+)
 from baton.transport.iovec import IOV_MAX, Scratch, iovec_array, read_process_memory
 from baton.transport.spans import Copies, Int64s, SpanTable, check_regions, require_host_memory
 from baton.transport.threads import join_all, start_owned_thread
 
 logger = logging.getLogger(__name__)
 
-PAGE_BYTES = 16  # Epoch and generation, 8 bytes each.
-NONCE_BYTES = 32
 CALL_BYTES_MAX = 8 << 20  # Bounds how long a cancel waits: about 2 ms.
 CALL_COPIES_MAX = IOV_MAX - 2  # The epoch page goes before and after.
 NUM_READERS = (
@@ -46,18 +52,14 @@ NUM_READERS = (
 )
 CLOSE_TIMEOUT_S = 10.0  # A thread ends after the call that it is in.
 
-_PR_SET_PTRACER = 0x59616D61
-_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
-_libc = ctypes.CDLL(None)
-
 
 class LocalEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     engine_id: str
     epoch: int
     process: HostProcess
-    identity_address: int  # PAGE_BYTES of epoch page, then the nonce.
-    generation: int  # Second half of the epoch page: two ranks or two lives of one epoch differ in it.
+    identity_address: int  # See identity_page.
+    generation: int
     nonce: bytes
     regions: tuple[Region, ...]
 
@@ -70,7 +72,7 @@ class LocalPeer(PeerHandle):
 
     @property
     def epoch_page(self) -> bytes:
-        return _epoch_page(self.address.epoch, self.endpoint.generation)
+        return epoch_page(self.address.epoch, self.endpoint.generation)
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class LocalTransport(Transport):
         self._thread_cpus = thread_cpus
         self._num_readers = num_readers
         self._completions = CompletionQueue(on_completion)
-        self._identity = Scratch.of(PAGE_BYTES + NONCE_BYTES)
+        self._identity = IdentityPage(address.epoch)
         self._regions: tuple[Region, ...] = ()
         self._registered = False
         self._queue = _Queue()
@@ -135,12 +137,7 @@ class LocalTransport(Transport):
         require_host_memory(self.name, regions)
         self._registered = True
         self._regions = tuple(regions)
-        # Yama's mode 1 lets a process name who may read it. Any of the same user, as without Yama; a kernel
-        # without Yama answers EINVAL, which is fine.
-        _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
-        generation = secrets.randbits(64)
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        self._identity.write(_epoch_page(self._address.epoch, generation) + nonce)
+        let_peers_read()
         return msgspec.msgpack.encode(
             LocalEndpoint(
                 version=1,
@@ -148,8 +145,8 @@ class LocalTransport(Transport):
                 epoch=self._address.epoch,
                 process=this_process(),
                 identity_address=self._identity.address,
-                generation=generation,
-                nonce=nonce,
+                generation=self._identity.generation,
+                nonce=self._identity.nonce,
                 regions=self._regions,
             )
         )
@@ -157,7 +154,12 @@ class LocalTransport(Transport):
     def connect(self, address: Address, endpoint: bytes) -> LocalPeer:
         named = _decode_endpoint(address, endpoint)
         require_same_host(this_process(), named.process)
-        _prove_identity(named)
+        prove_identity(
+            named.process.pid,
+            named.identity_address,
+            identity_bytes(named.epoch, named.generation, named.nonce),
+            who=named.engine_id,
+        )
         with self._queue.changed:
             if self._queue.closed:
                 raise TransferError("the local transport is closed")
@@ -210,7 +212,7 @@ class LocalTransport(Transport):
 
     def close(self) -> None:
         # First of all: what others are reading right now must not count once the memory goes back.
-        self._identity.clear()
+        self._identity.void()
         with self._queue.changed:
             self._queue.closed = True
             self._queue.changed.notify_all()
@@ -305,26 +307,8 @@ def _decode_endpoint(address: Address, endpoint: bytes) -> LocalEndpoint:
         )
     if (named.engine_id, named.epoch) != address:
         raise PeerError(f"the local endpoint of {address.engine_id} speaks of another engine or epoch")
-    check_regions([*named.regions, Region(named.identity_address, PAGE_BYTES + NONCE_BYTES)])
+    check_regions([*named.regions, Region(named.identity_address, IDENTITY_BYTES)])
     return named
-
-
-def _prove_identity(named: LocalEndpoint) -> None:
-    expected = _epoch_page(named.epoch, named.generation) + named.nonce
-    found = Scratch.of(len(expected))
-    nbytes = np.array([len(expected)], dtype=np.int64)
-    try:
-        read_process_memory(
-            named.process.pid,
-            iovec_array(np.array([found.address], dtype=np.int64), nbytes),
-            iovec_array(np.array([named.identity_address], dtype=np.int64), nbytes),
-        )
-    except OSError as error:
-        raise TransferError(_explain(error, named.process.pid)) from error
-    if not secrets.compare_digest(found.read(), expected):
-        raise PeerError(
-            f"process {named.process.pid} is not {named.engine_id}: its memory does not hold the nonce"
-        )
 
 
 def _read_batch(peer: LocalPeer, batch: Copies, pages: tuple[Scratch, Scratch]) -> None:
@@ -342,7 +326,7 @@ def _read_batch(peer: LocalPeer, batch: Copies, pages: tuple[Scratch, Scratch]) 
         try:
             count = read_process_memory(pid, iovec_array(local, lengths), iovec_array(remote, lengths))
         except OSError as error:
-            raise TransferError(_explain(error, pid)) from error
+            raise TransferError(explain(error, pid)) from error
         if before.read() != peer.epoch_page:
             raise TransferError(f"process {pid} is not {peer.address.engine_id} of this epoch any more")
         if count == int(lengths.sum()):
@@ -357,23 +341,3 @@ def _read_batch(peer: LocalPeer, batch: Copies, pages: tuple[Scratch, Scratch]) 
 
 def _one(address: int) -> Int64s:
     return np.array([address], dtype=np.int64)
-
-
-def _epoch_page(epoch: int, generation: int) -> bytes:
-    return epoch.to_bytes(8, "little") + generation.to_bytes(8, "little")
-
-
-def _explain(error: OSError, pid: int) -> str:
-    match error.errno:
-        case errno.ESRCH:
-            return f"process {pid} has ended"
-        case errno.EPERM | errno.EACCES:
-            return (
-                f"the kernel forbids reading the memory of process {pid}: run both engines as one user and "
-                "set kernel.yama.ptrace_scope to 0 or 1, or grant CAP_SYS_PTRACE; in a container, allow "
-                "process_vm_readv in the seccomp profile"
-            )
-        case errno.ENOSYS:
-            return "this kernel has no process_vm_readv (or seccomp hides it)"
-        case _:
-            return f"cannot read the memory of process {pid}: {error.strerror}"

@@ -93,6 +93,7 @@ class SpanTable(Prepared):
             _check_stride(f"span {number}: local", span.local_stride, span.nbytes)
             _check_stride(f"span {number}: remote", span.remote_stride, span.nbytes)
         merged = _merge_adjacent(spans)
+        self.merged = tuple(merged)
 
         def column(values: Iterator[int]) -> Int64s:
             return np.fromiter(values, dtype=np.int64, count=len(merged))
@@ -123,17 +124,8 @@ class SpanTable(Prepared):
 
     def expand(self, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> Copies:
         """Raises TransferError for a block outside the regions, or one named twice as a destination."""
-        local = _block_numbers(local_blocks, "local", self.local_block_count)
-        remote = _block_numbers(remote_blocks, "remote", self.remote_block_count)
-        if len(local) != len(remote):
-            raise TransferError(f"{len(local)} local blocks cannot take {len(remote)} remote ones")
-        order = np.argsort(local, kind="stable")
-        local, remote = local[order], remote[order]
+        local, remote = self.check_blocks(local_blocks, remote_blocks)
         local_step, remote_step = np.diff(local), np.diff(remote)
-        if (local_step == 0).any():
-            raise TransferError(
-                f"local block {local[:-1][local_step == 0][0]} is named twice as a destination"
-            )
         run_ends = np.flatnonzero((local_step != 1) | (remote_step != 1)) + 1
         run_starts = np.concatenate((np.zeros(min(1, len(local)), dtype=np.int64), run_ends))
         run_lengths = np.diff(run_starts, append=len(local))
@@ -146,6 +138,20 @@ class SpanTable(Prepared):
             np.concatenate((dense.remote, sparse.remote)),
             np.concatenate((dense.nbytes, sparse.nbytes)),
         )
+
+    def check_blocks(
+        self, local_blocks: Sequence[int], remote_blocks: Sequence[int]
+    ) -> tuple[Int64s, Int64s]:
+        """The same pairs, in the order of the local blocks. Raises TransferError as `expand` does."""
+        local = _block_numbers(local_blocks, "local", self.local_block_count)
+        remote = _block_numbers(remote_blocks, "remote", self.remote_block_count)
+        if len(local) != len(remote):
+            raise TransferError(f"{len(local)} local blocks cannot take {len(remote)} remote ones")
+        order = np.argsort(local, kind="stable")
+        local, remote = local[order], remote[order]
+        if (repeated := np.diff(local) == 0).any():
+            raise TransferError(f"local block {local[:-1][repeated][0]} is named twice as a destination")
+        return local, remote
 
     def _expand(self, which: NDArray[np.bool_], local: Int64s, remote: Int64s, run_lengths: Int64s) -> Copies:
         return Copies(

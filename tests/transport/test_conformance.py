@@ -12,6 +12,7 @@ from baton.testing.transport_producers import (
     MemoryProducer,
     ProcessProducer,
     make_local,
+    make_nixl,
     make_tcp,
     new_address,
 )
@@ -19,6 +20,8 @@ from baton.testing.transport_suite import Producer, TransportRig, TransportSuite
 from baton.transport.base import Transport
 from baton.transport.local import LocalTransport
 from baton.transport.memory import MemoryNetwork, MemoryTransport
+from baton.transport.nixl import NixlTransport
+from baton.transport.nixl_agent import is_installed
 from baton.transport.tcp import TcpTransport
 
 SECRET = ClusterSecret(b"a secret for this test")
@@ -71,3 +74,12 @@ class TestTcp(TransportSuite):
             return TcpTransport(address, secret=SECRET, on_completion=on_completion)
 
         return ProcessRig(functools.partial(make_tcp, secret=SECRET), reader)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not is_installed(), reason="nixl is not installed: pip install 'kv-baton[nixl]'")
+class TestNixl(TransportSuite):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def rig(cls) -> TransportRig:
+        return ProcessRig(make_nixl, NixlTransport)

@@ -16,6 +16,7 @@ from baton.core.ids import Address
 from baton.testing.transport_producers import new_address, pattern, regions_of
 from baton.testing.transport_suite import BLOCK_SPAN, drain
 from baton.transport import local
+from baton.transport.identity_page import explain
 from baton.transport.local import LocalEndpoint, LocalTransport
 
 TIMEOUT_S = 30.0
@@ -198,4 +199,4 @@ def _connect_as_nobody(pipe: Pipe, address: Address, endpoint: bytes) -> None:
 
 
 def test_a_kernel_without_the_call_is_named() -> None:
-    assert "no process_vm_readv" in local._explain(OSError(errno.ENOSYS, "x"), 1)
+    assert "no process_vm_readv" in explain(OSError(errno.ENOSYS, "x"), 1)

@@ -1,0 +1,93 @@
+"""A few bytes of an owner's own memory that say which incarnation it is: to be read, never to be believed.
+
+    |== epoch (8) ==|== generation (8) ==|== nonce (32) ==|
+    |<---------- epoch page ------------>|
+
+What was read *before* a right page counts: whoever holds this page held the blocks too, since an owner voids
+its page before it gives any memory back, a void page stays void, and no successor has the same nonce.
+"""
+
+import ctypes
+import errno
+import secrets
+
+import numpy as np
+
+from baton.core.errors import PeerError, TransferError
+from baton.transport.iovec import Scratch, iovec_array, read_process_memory
+
+PAGE_BYTES = 16
+NONCE_BYTES = 32
+IDENTITY_BYTES = PAGE_BYTES + NONCE_BYTES
+
+_PR_SET_PTRACER = 0x59616D61
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+_libc = ctypes.CDLL(None)
+
+
+class IdentityPage:
+    """The owner's. Lives as long as the transport that offers it."""
+
+    def __init__(self, epoch: int) -> None:
+        self.generation = secrets.randbits(64)  # Two ranks or two lives of one epoch differ in it.
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
+        self._memory = Scratch.of(IDENTITY_BYTES)
+        self._memory.write(identity_bytes(epoch, self.generation, self.nonce))
+
+    @property
+    def address(self) -> int:
+        return self._memory.address
+
+    def void(self) -> None:
+        """Nothing read from now on counts. Before any memory is given back."""
+        self._memory.clear()
+
+
+def epoch_page(epoch: int, generation: int) -> bytes:
+    return epoch.to_bytes(8, "little") + generation.to_bytes(8, "little")
+
+
+def identity_bytes(epoch: int, generation: int, nonce: bytes) -> bytes:
+    return epoch_page(epoch, generation) + nonce
+
+
+def let_peers_read() -> None:
+    """Yama's mode 1 lets a process name who may read it: any of the same user, as without Yama.
+
+    A kernel without Yama answers EINVAL, which is fine.
+    """
+    _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+
+
+def prove_identity(pid: int, address: int, expected: bytes, *, who: str) -> None:
+    """Read the page out of a process of this host. Raises TransferError if the kernel forbids it, PeerError
+    if it is not there: whoever `pid` is, it is not `who`."""
+    found = Scratch.of(len(expected))
+    nbytes = np.array([len(expected)], dtype=np.int64)
+    try:
+        read_process_memory(
+            pid,
+            iovec_array(np.array([found.address], dtype=np.int64), nbytes),
+            iovec_array(np.array([address], dtype=np.int64), nbytes),
+        )
+    except OSError as error:
+        raise TransferError(explain(error, pid)) from error
+    if not secrets.compare_digest(found.read(), expected):
+        raise PeerError(f"process {pid} is not {who}: its memory does not hold the nonce")
+
+
+def explain(error: OSError, pid: int) -> str:
+    """Why process_vm_readv failed, and how to mend it."""
+    match error.errno:
+        case errno.ESRCH:
+            return f"process {pid} has ended"
+        case errno.EPERM | errno.EACCES:
+            return (
+                f"the kernel forbids reading the memory of process {pid}: run both engines as one user and "
+                "set kernel.yama.ptrace_scope to 0 or 1, or grant CAP_SYS_PTRACE; in a container, allow "
+                "process_vm_readv in the seccomp profile"
+            )
+        case errno.ENOSYS:
+            return "this kernel has no process_vm_readv (or seccomp hides it)"
+        case _:
+            return f"cannot read the memory of process {pid}: {error.strerror}"

@@ -1,0 +1,241 @@
+"""NIXL over UCX: RDMA between hosts, GPU memory where UCX can reach it. Optional: `kv-baton[nixl]`.
+
+    register   an agent of the owner's, with a progress thread that sleeps; its metadata is the endpoint
+    connect    an agent *per peer*, proved by the owner's identity page, read through NIXL
+    prepare    descriptor lists: each span once, strided, its blocks numbered
+    post_read  batches by number; a reading counts when the identity page, read after it, is still right
+
+It is used only where the reader does all the work: cross-memory attach on one host, RDMA devices on both.
+Elsewhere UCX would emulate reads through the owner's process, which a dying reader can kill; `connect` then
+raises, and the engines take `tcp`. (What UCX is told by UCX_TLS stays between the operator and UCX.)
+
+One-sided *writes* are not offered, since nothing here can end one from the side that is written to: taking
+the writer's agent away or deregistering the memory answers SUCCESS without waiting for what is on its way.
+A write over NIXL would need the writer's own word that it has stopped, and a dead writer gives none.
+"""
+
+import secrets
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from baton.core.errors import PeerError, TransferError
+from baton.core.ids import Address
+from baton.core.layout import CopySpan, Region
+from baton.transport.base import Capabilities, Completion, OpId, PeerHandle, Prepared, Transport
+from baton.transport.completions import CompletionQueue
+from baton.transport.decoding import decode_from_peer
+from baton.transport.host_identity import HostProcess, require_same_host, this_process
+from baton.transport.identity_page import (
+    IDENTITY_BYTES,
+    NONCE_BYTES,
+    IdentityPage,
+    identity_bytes,
+    let_peers_read,
+    prove_identity,
+)
+from baton.transport.nixl_agent import NixlAgent, bindings, memory_kind
+from baton.transport.nixl_peer import IdentityReader, NixlCounters, NixlPeer, PreparedGroup
+from baton.transport.spans import SpanTable, check_regions
+
+VERSION = 1
+METADATA_BYTES_MAX = 1 << 20
+RDMA_DEVICES = Path("/sys/class/infiniband")
+
+
+class NixlEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: int
+    engine_id: str
+    epoch: int
+    agent: str
+    metadata: bytes
+    process: HostProcess
+    has_rdma: bool
+    identity_address: int
+    generation: int
+    nonce: bytes
+    regions: tuple[Region, ...]
+
+
+@dataclass(frozen=True)
+class NixlPrepared(Prepared):
+    peer: NixlPeer
+    table: SpanTable
+    groups: Sequence[PreparedGroup]
+
+
+class NixlTransport(Transport):
+    """One rank's. All calls may come from any thread."""
+
+    name = "nixl"
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        thread_cpus: Collection[int] | None = None,
+        on_completion: Callable[[], None] | None = None,
+    ) -> None:
+        """Raises ConfigError where NIXL is not installed."""
+        bindings()
+        self._address = address
+        self._thread_cpus = thread_cpus
+        self._completions = CompletionQueue(on_completion)
+        self._identity = IdentityPage(address.epoch)
+        self._regions: tuple[Region, ...] = ()
+        self._owner: NixlAgent | None = None
+        self._lock = threading.Lock()
+        self._peers: set[NixlPeer] = set()
+        self._closed = False
+        self.counters = NixlCounters()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(same_host=not has_rdma(), one_sided=True, devices=("cpu", "cuda"))
+
+    def register(self, regions: Sequence[Region]) -> bytes:
+        assert self._owner is None, "register() is called once"
+        check_regions(regions)
+        process = this_process()
+        let_peers_read()
+        self._regions = tuple(regions)
+        name = self._agent_name("owner")
+        owner = NixlAgent(name, has_progress_thread=True, cpus=self._thread_cpus)
+        owner.register([*self._regions, Region(self._identity.address, IDENTITY_BYTES)])
+        self._owner = owner
+        return msgspec.msgpack.encode(
+            NixlEndpoint(
+                version=VERSION,
+                engine_id=self._address.engine_id,
+                epoch=self._address.epoch,
+                agent=name,
+                metadata=owner.metadata(),
+                process=process,
+                has_rdma=has_rdma(),
+                identity_address=self._identity.address,
+                generation=self._identity.generation,
+                nonce=self._identity.nonce,
+                regions=self._regions,
+            )
+        )
+
+    def connect(self, address: Address, endpoint: bytes) -> NixlPeer:
+        named = _decode_endpoint(address, endpoint)
+        expected = identity_bytes(named.epoch, named.generation, named.nonce)
+        _require_true_reads(named, expected)
+        agent = NixlAgent(
+            self._agent_name(f"to:{named.agent}"), has_progress_thread=False, cpus=self._thread_cpus
+        )
+        try:
+            agent.register(self._regions)
+            if agent.load(named.metadata) != named.agent:
+                raise PeerError(f"the nixl endpoint of {address.engine_id} speaks of another agent")
+            identity = IdentityReader.of(agent, named.agent, named.identity_address)
+        except BaseException:
+            agent.destroy()
+            raise
+        peer = NixlPeer(
+            address,
+            named.regions,
+            agent,
+            named.agent,
+            identity,
+            expected,
+            self._completions,
+            self.counters,
+            self._thread_cpus,
+        )
+        with self._lock:
+            if not self._closed:
+                self._peers.add(peer)
+                return peer
+        peer.close("the transport was closed")
+        raise TransferError("the nixl transport is closed")
+
+    def prepare(self, peer: PeerHandle, spans: Sequence[CopySpan]) -> NixlPrepared:
+        assert isinstance(peer, NixlPeer)
+        table = SpanTable(spans, self._regions, peer.regions)
+        return NixlPrepared(peer, table, peer.prepare(table, self._regions))
+
+    def post_read(
+        self, prepared: Prepared, local_blocks: Sequence[int], remote_blocks: Sequence[int]
+    ) -> OpId:
+        assert isinstance(prepared, NixlPrepared)
+        return prepared.peer.post(prepared.groups, *prepared.table.check_blocks(local_blocks, remote_blocks))
+
+    def poll(self) -> list[Completion]:
+        return self._completions.poll()
+
+    def wait_completion(self, timeout_s: float) -> bool:
+        return self._completions.wait(timeout_s)
+
+    def cancel(self, op: OpId) -> None:
+        with self._lock:
+            peers = list(self._peers)
+        for peer in peers:  # Each knows its own operations; there are few peers, and cancels are rare.
+            peer.cancel(op)
+
+    def disconnect(self, peer: PeerHandle) -> None:
+        assert isinstance(peer, NixlPeer)
+        peer.close("disconnected")
+        with self._lock:
+            self._peers.discard(peer)
+
+    def close(self) -> None:
+        # First of all: what others are reading right now must not count once the memory goes back.
+        self._identity.void()
+        with self._lock:
+            self._closed = True
+            peers = list(self._peers)
+        for peer in peers:
+            peer.lose("the transport was closed")
+        for peer in peers:
+            self.disconnect(peer)
+        if self._owner is not None:
+            self._owner.destroy()
+
+    def _agent_name(self, role: str) -> str:
+        """Unique over engines, lives, ranks and agents: NIXL confuses two of one name."""
+        return f"{self._address.engine_id}:{self._address.epoch:x}:{secrets.token_hex(8)}:{role}"
+
+
+def has_rdma() -> bool:
+    """Whether this host has a device that reads remote memory by itself."""
+    return RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
+
+
+def _decode_endpoint(address: Address, endpoint: bytes) -> NixlEndpoint:
+    named = decode_from_peer(endpoint, NixlEndpoint, f"nixl endpoint of {address.engine_id}")
+    if named.version != VERSION:
+        raise TransferError(f"nixl endpoint version {named.version} is not spoken here")
+    if len(named.nonce) != NONCE_BYTES or not 0 <= named.generation < 2**64:
+        raise PeerError(
+            f"malformed nixl endpoint of {address.engine_id}: nonce or generation of a wrong size"
+        )
+    if len(named.metadata) > METADATA_BYTES_MAX:
+        raise PeerError(
+            f"malformed nixl endpoint of {address.engine_id}: {len(named.metadata)} bytes of metadata"
+        )
+    if (named.engine_id, named.epoch) != address:
+        raise PeerError(f"the nixl endpoint of {address.engine_id} speaks of another engine or epoch")
+    check_regions([*named.regions, Region(named.identity_address, IDENTITY_BYTES)])
+    return named
+
+
+def _require_true_reads(named: NixlEndpoint, expected: bytes) -> None:
+    """Raises TransferError where UCX would have the owner's process answer reads: see the module's text."""
+    for region in named.regions:
+        memory_kind(region)
+    if has_rdma() and named.has_rdma:
+        return
+    try:
+        require_same_host(this_process(), named.process)
+        prove_identity(named.process.pid, named.identity_address, expected, who=named.engine_id)
+    except TransferError as error:
+        raise TransferError(
+            f"no RDMA device on both sides, and no cross-memory attach ({error}); NIXL would emulate reads "
+            "through the owner's process"
+        ) from error
