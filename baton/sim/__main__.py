@@ -1,6 +1,7 @@
 """python -m baton.sim pull [--seeds N] [--first SEED] [--minutes M]     many worlds
 python -m baton.sim pull --seed SEED [--mutant GUARD]                     one world, line by line
 python -m baton.sim mutants [--seeds N] [GUARD ...]                       each guard taken away
+python -m baton.sim full ...                                              whole engines; see --help
 """
 
 import argparse
@@ -16,6 +17,10 @@ SLICE = 100
 
 
 def main(argv: list[str]) -> int:
+    if argv[:1] == ["full"]:
+        from baton.sim.full.command import main as full  # Imports torch, as real halves do.
+
+        return full(argv[1:])
     parser = argparse.ArgumentParser(prog="baton sim", description="Simulated worlds of the handoff.")
     commands = parser.add_subparsers(dest="command", required=True)
     for mode in MODES:

@@ -1,0 +1,31 @@
+"""I5 whole: at rest every pool is full again; no request, block, loan, claim or read is left behind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from baton.sim.checkers.violation import Violation
+
+if TYPE_CHECKING:
+    from baton.sim.full.engine import Engine
+
+
+def check_rest(engine: Engine) -> None:
+    scheduler, half = engine.scheduler, engine.half
+    left = {
+        "a request": len(scheduler.requests) + len(scheduler.running) + len(scheduler.waiting),
+        "a loaded request": len(scheduler.loaded),
+        "an open load": scheduler.remote.num_loading,
+        "a held block table": scheduler.remote.num_held,
+        "a loan": half.num_open_loans,
+        "a fetch": half.num_open_fetches,
+        "a running read": sum(read.reader.engine is engine for read in engine.cluster.reads.live),
+        "a read in a rank's links": sum(w._links.num_open for w in engine.workers if w._links is not None),
+    }
+    for what, count in left.items():
+        if count:
+            raise Violation("I5", f"{what} is left behind", engine.name)
+    try:
+        scheduler.kv_cache.assert_empty()
+    except AssertionError as error:
+        raise Violation("I5", "a block is left behind", f"{engine.name}: {error}") from error

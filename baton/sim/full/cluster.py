@@ -1,0 +1,105 @@
+"""The machines of a world, the engines on them, and their comings and goings."""
+
+from __future__ import annotations
+
+import msgspec
+
+from baton.core.ids import EngineId
+from baton.sim.cluster import SIM_TIMERS
+from baton.sim.full.clockwork import Clockwork
+from baton.sim.full.engine import Engine, Machine
+from baton.sim.full.model import Model
+from baton.sim.full.parts import Parts
+from baton.sim.full.reads import ReadNetwork
+from baton.sim.full.wire import Wire
+
+TOKENS_MAX = 40  # Of a prompt and its answer; any pool has to be able to hold them.
+
+
+class Cluster:
+    def __init__(self, clockwork: Clockwork, parts: Parts) -> None:
+        self.clockwork, self.parts = clockwork, parts
+        self.timers = SIM_TIMERS
+        self.timers_as_told = msgspec.to_builtins(SIM_TIMERS)
+        self.wire = Wire(clockwork)
+        self.reads = ReadNetwork(clockwork, bound_reads=parts.bound_reads)
+        rng = clockwork.rng
+        self.model = Model(rng.choice([1, 2, 2, 4]))
+        self._block_tokens = rng.choice([2, 4, 4, 8])
+        self.machines: dict[str, Machine] = {}
+        self.engines: dict[str, Engine] = {}  # Who runs on it now, or ran last.
+        num_producers, num_consumers = rng.choice([(1, 1), (1, 1), (2, 1), (1, 2), (2, 2)])
+        for index in range(num_producers):
+            self._add(f"P{index}", is_producer=True, is_consumer=rng.random() < 0.2)
+        for index in range(num_consumers):
+            self._add(f"D{index}", is_producer=rng.random() < 0.2, is_consumer=True)
+
+    def _add(self, name: str, *, is_producer: bool, is_consumer: bool) -> None:
+        rng, faults = self.clockwork.rng, self.clockwork.faults
+        num_tokens = TOKENS_MAX + rng.choice([8, 24, 80])
+        heads = self.model.num_kv_heads
+        machine = Machine(
+            name=name,
+            url=f"tcp://10.0.0.{len(self.machines) + 1}:14600",
+            is_producer=is_producer,
+            is_consumer=is_consumer,
+            num_ranks=rng.choice([1, 1, 2]),
+            block_tokens=self._block_tokens,
+            num_blocks=num_tokens // self._block_tokens,
+            num_tokens_max=rng.choice([5, 12, 32]),
+            num_seqs_max=rng.choice([2, 4, 8]),
+            chunk_max=rng.choice([0, 0, 7]),
+            policy=rng.choice(["recompute", "recompute", "fail"]),
+            order=rng.choice(["fcfs", "fcfs", "priority"]),
+            step_mean_s=rng.choice([0.01, 0.05, 0.2]),
+            # Each rate within half of drift_max, so that any two differ by less than drift_max.
+            rate=1 + rng.choice([-1, -1, 0, 1, 1]) * self.timers.drift_max * 0.49,
+            skew_s=rng.uniform(-1e6, 1e6),
+            is_block_major=rng.random() < 0.5,
+            is_slow=self.clockwork.chance(faults.slow_reader),
+            caches_prefixes=rng.random() < 0.9,
+        )
+        assert heads % machine.num_ranks == 0 or machine.num_ranks % heads == 0
+        self.machines[name] = machine
+        self._boot(machine, EngineId(name))
+
+    def of_role(self, role: str) -> list[str]:
+        return [name for name in self.machines if name[0] == ("P" if role == "prefill" else "D")]
+
+    # --- Comings and goings -----------------------------------------------------------------------
+
+    def _boot(self, machine: Machine, engine_id: EngineId) -> None:
+        engine = self.engines[machine.name] = Engine(self, machine, engine_id)
+        self.clockwork.note(machine.name, f"boots as {engine_id}, epoch ..{engine.address.epoch % 1000:03d}")
+        if self.parts.tamper is not None:
+            self.parts.tamper(engine)
+
+    def crash(self, name: str, down_s: float) -> None:
+        engine = self.engines[name]
+        if not engine.is_alive:
+            return
+        self.clockwork.count("crash")
+        engine.die()
+        del self.wire.stations[engine.machine.url]
+        engine_id = engine.engine_id
+        if self.clockwork.chance(self.clockwork.faults.new_name):
+            engine_id = EngineId(f"{engine_id}'")
+        self.clockwork.after(down_s, lambda: self._boot(engine.machine, engine_id))
+
+    def pause(self, name: str, for_s: float) -> None:
+        self.clockwork.count("pause")
+        self.engines[name].pause(for_s)
+
+    def partition(self, one: str, other: str, for_s: float, *, both: bool) -> None:
+        self.clockwork.count("partition")
+        self.clockwork.note(one, f"cannot reach {other} for {for_s} s{', nor back' if both else ''}")
+        until = self.clockwork.now + for_s
+        a, b = self.machines[one].url, self.machines[other].url
+        self.wire.cut[a, b] = until
+        if both:
+            self.wire.cut[b, a] = until
+
+    def clog(self, one: str, other: str, for_s: float) -> None:
+        self.clockwork.count("clog")
+        self.clockwork.note(one, f"the way to {other} is clogged for {for_s} s")
+        self.wire.clogged[self.machines[one].url, self.machines[other].url] = self.clockwork.now + for_s

@@ -1,0 +1,412 @@
+"""One incarnation of an engine: the real scheduler, both real halves, fake ranks, the loop of a core process.
+
+    turn:  take what arrived -> schedule -> bind the metadata on every rank
+             ... as long as the step takes: frames arrive, reads go on, timers fire ...
+    end:   compute, collect the ranks' reports, aggregate, update_from_output -> outputs to the front end
+
+Requests and aborts are taken between steps only, as in `baton.engine.core_process`. An engine that has
+nothing to compute sleeps until something happens to it, which is what polling it would see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
+from baton.contract import KVConnectorOutput, KVOutputAggregator
+from baton.core.config import (
+    CacheConfig,
+    ClusterSecret,
+    EngineConfig,
+    KVTransferConfig,
+    LoadFailurePolicy,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from baton.core.errors import UserError
+from baton.core.ids import Address, EngineId, Epoch
+from baton.engine.api import EngineOutput, EngineRequest, RequestError, SchedulerStats
+from baton.engine.scheduler import Scheduler
+from baton.engine.step import ModelRunnerOutput, SchedulerOutput
+from baton.sim.full.checkers import bounded, contained, fenced, fresh
+from baton.sim.full.clockwork import Clockwork
+from baton.sim.full.memory import RankMemory
+from baton.sim.full.model import EOS_IDS, HEAD_DIM, NUM_LAYERS, VOCAB
+from baton.sim.full.pool import WatchedPool
+from baton.sim.full.ranks import Ranks
+from baton.sim.full.reads import Port
+from baton.sim.full.wire import SOON_S, Station, Wire
+
+if TYPE_CHECKING:
+    from baton.sim.full.cluster import Cluster
+
+SECRET = ClusterSecret(b"the cluster's own secret, of which nobody knows")
+MAX_MODEL_LEN = 96
+EMPTY_STEP_S = 0.0002
+NAP_S = 1.0  # Without anything happening; in production shorter, which would show nothing more.
+NEVER = float("inf")
+
+
+class Listener(Protocol):
+    """The front end's end of one request."""
+
+    def say(self, output: EngineOutput) -> None: ...
+    def break_off(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a machine of the fleet keeps over restarts of its engine."""
+
+    name: str
+    url: str
+    is_producer: bool
+    is_consumer: bool
+    num_ranks: int
+    block_tokens: int
+    num_blocks: int
+    num_tokens_max: int  # Budget of a step.
+    num_seqs_max: int
+    chunk_max: int
+    policy: LoadFailurePolicy
+    order: str
+    step_mean_s: float
+    rate: float
+    skew_s: float
+    is_block_major: bool
+    is_slow: bool
+    caches_prefixes: bool
+
+
+class Engine:
+    def __init__(self, cluster: Cluster, machine: Machine, engine_id: EngineId) -> None:
+        self.cluster, self.machine = cluster, machine
+        self.clockwork: Clockwork = cluster.clockwork
+        self.wire: Wire = cluster.wire
+        self.name, self.rate, self.is_slow = machine.name, machine.rate, machine.is_slow
+        self.engine_id = engine_id
+        self.is_alive = True
+        self._paused_until = -NEVER
+        self._commands: list[Callable[[], None]] = []
+        self._listeners: dict[str, Listener] = {}
+        self._is_stepping = False
+        self._turn_is_due = False
+        self._was_poked = False
+        self._is_napping = False
+        self.parked_at: dict[str, float] = {}  # Loads that are open, since when.
+        self.held_at: dict[str, float] = {}  # Finished requests with blocks in use by a transfer.
+        self.num_failures = 0
+        self._build()
+
+    # --- Parts ------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        machine, rng = self.machine, self.clockwork.rng
+        config = self._config()
+        epoch = Epoch(rng.getrandbits(64))
+        self.address = Address(self.engine_id, epoch)
+        self.half = PullSchedulerHalf(
+            EngineIdentity.of_engine(config),
+            epoch=epoch,
+            clock=self.clock,
+            control=lambda agent, lock: Station(self, machine.url, agent),
+        )
+        self.scheduler = Scheduler(config, self.half)
+        self.pool = WatchedPool(config.cache_config, on_taken=self._taken, on_freed=self._freed)
+        self.scheduler.kv_cache.block_pool = self.pool
+        self.ports: list[Port] = []
+        self.workers = [self._worker(config, rank) for rank in range(machine.num_ranks)]
+        self.ranks = Ranks(self.cluster.model, [port.memory for port in self.ports], machine.block_tokens)
+        handshakes = [worker.get_handshake_metadata() for worker in self.workers]
+        self.half.set_xfer_handshake_metadata({r: h for r, h in enumerate(handshakes) if h is not None})
+        self._aggregator = KVOutputAggregator.from_connector(self.half, machine.num_ranks)
+
+    def _worker(self, config: EngineConfig, rank: int) -> PullWorkerHalf:
+        machine = self.machine
+        memory = RankMemory(
+            rank,
+            machine.num_ranks,
+            num_kv_heads=self.cluster.model.num_kv_heads,
+            num_blocks=machine.num_blocks,
+            block_tokens=machine.block_tokens,
+            is_block_major=machine.is_block_major,
+        )
+
+        def transports(address: Address) -> dict[str, Port]:
+            port = Port(self, self.cluster.reads, memory, address)
+            self.ports.append(port)
+            return {port.name: port}
+
+        of_rank = msgspec.structs.replace(config.parallel_config, rank=rank)
+        worker = PullWorkerHalf(
+            EngineIdentity.of_engine(msgspec.structs.replace(config, parallel_config=of_rank)),
+            epoch=Epoch(self.clockwork.rng.getrandbits(64)),
+            transports=transports,
+            run_in_background=self._in_background,
+        )
+        worker.register_kv_caches(memory.kv_caches)
+        return worker
+
+    def _config(self) -> EngineConfig:
+        machine, heads = self.machine, self.cluster.model.num_kv_heads
+        if machine.is_producer and machine.is_consumer:
+            role = "kv_both"
+        else:
+            role = "kv_producer" if machine.is_producer else "kv_consumer"
+        return EngineConfig(
+            model_config=_model_config(heads),
+            cache_config=CacheConfig(
+                block_size=machine.block_tokens,
+                num_gpu_blocks=machine.num_blocks,
+                enable_prefix_caching=machine.caches_prefixes,
+            ),
+            scheduler_config=SchedulerConfig(
+                max_num_batched_tokens=machine.num_tokens_max,
+                max_num_seqs=machine.num_seqs_max,
+                long_prefill_token_threshold=machine.chunk_max,
+                policy=machine.order,  # type: ignore[arg-type]
+            ),
+            parallel_config=ParallelConfig(
+                tensor_parallel_size=machine.num_ranks,
+                executor="multiprocess" if machine.num_ranks > 1 else "inprocess",
+            ),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="BatonPullConnector",
+                kv_role=role,  # type: ignore[arg-type]
+                engine_id=self.engine_id,
+                kv_connector_extra_config={"transports": ["memory"], "timers": self.cluster.timers_as_told},
+                kv_load_failure_policy=machine.policy,
+            ),
+            cluster_secret=SECRET,
+        )
+
+    # --- The process ------------------------------------------------------------------------------
+
+    def clock(self) -> float:
+        return self.clockwork.now * self.rate + self.machine.skew_s
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused_until > self.clockwork.now
+
+    @property
+    def wakes_in_s(self) -> float:
+        return self._paused_until - self.clockwork.now + SOON_S
+
+    def when_awake(self, action: Callable[[], None]) -> None:
+        if not self.is_alive:
+            return
+        if self.is_paused:
+            self.clockwork.after(self.wakes_in_s, lambda: self.when_awake(action))
+        else:
+            action()
+
+    def pause(self, for_s: float) -> None:
+        self.clockwork.paused_s += for_s
+        self.clockwork.note(self.name, f"stands still for {for_s} s")
+        self._paused_until = self.clockwork.now + for_s
+
+    def die(self) -> None:
+        """kill -9. Clients see their connections break, if the network tells them."""
+        self.is_alive = False
+        self.clockwork.note(self.name, "is gone")
+        listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
+            listener.break_off()
+
+    def successor_port(self, port: Port) -> Port:
+        """Who has taken the place of a dead engine's rank."""
+        return self.cluster.engines[self.name].ports[port.memory.heads.start % self.machine.num_ranks]
+
+    def _in_background(self, job: Callable[[], None]) -> None:
+        """Connecting: a thread's work, that takes a while."""
+        took_s = self.clockwork.spread(self.clockwork.faults.delay_mean_s)
+
+        def done() -> None:
+            job()
+            self.poke()
+
+        self.clockwork.after(took_s, lambda: self.when_awake(done))
+
+    # --- The front end's door ---------------------------------------------------------------------
+
+    def submit(self, request: EngineRequest, listener: Listener) -> None:
+        def add() -> None:
+            self.clockwork.note(self.name, f"request {request.request_id} of {len(request.prompt_token_ids)}")
+            self._listeners[request.request_id] = listener
+            self.ranks.salts[request.request_id] = request.cache_salt
+            try:
+                self.scheduler.add_request(request)
+            except UserError as error:
+                refusal = EngineOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason="error",
+                    error=RequestError.of_user(error),
+                )
+                self._hand_out([refusal])
+
+        self._commands.append(add)
+        self.poke()
+
+    def abort(self, request_id: str) -> None:
+        def abort() -> None:
+            self.clockwork.note(self.name, f"abort {request_id}")
+            self._listeners.pop(request_id, None)
+            self.scheduler.abort([request_id])
+
+        self._commands.append(abort)
+        self.poke()
+
+    # --- Steps ------------------------------------------------------------------------------------
+
+    def poke(self) -> None:
+        """Something has happened that a step may care about."""
+        self._was_poked = True
+        if not self._is_stepping and not self._turn_is_due:
+            self._turn_is_due = True
+            self.clockwork.after(SOON_S, lambda: self.when_awake(self._turn))
+
+    def _turn(self) -> None:
+        self._turn_is_due = self._was_poked = False
+        if self._is_stepping or not self.is_alive:
+            return
+        commands, self._commands = self._commands, []
+        for command in commands:
+            command()
+        if not self.scheduler.has_requests():
+            return
+        output = self.scheduler.schedule()
+        metadata = output.kv_connector_metadata
+        assert metadata is not None
+        for worker in self.workers:
+            worker.handle_preemptions(metadata)
+            worker.bind_connector_metadata(metadata)
+        for request_id in output.preempted_req_ids:
+            self.clockwork.note(self.name, f"preempted {request_id}")
+        if output.num_scheduled_tokens and self.clockwork.trace is not None:
+            self.clockwork.note(self.name, f"step {output.num_scheduled_tokens}")
+        if not output.num_scheduled_tokens and self.clockwork.chance(0.8):
+            self._end_step(output)  # Over before anything else can happen.
+            return
+        self._is_stepping = True
+        took_s = (
+            self.clockwork.spread(self.machine.step_mean_s) if output.num_scheduled_tokens else EMPTY_STEP_S
+        )
+        self.clockwork.after(took_s, lambda: self.when_awake(lambda: self._end_step(output)))
+
+    def _end_step(self, output: SchedulerOutput) -> None:
+        self._is_stepping = False
+        self.ranks.take_over(output)
+        result = self.ranks.execute(output) if output.num_scheduled_tokens else ModelRunnerOutput()
+        result.kv_connector_output = self._aggregator.aggregate(
+            [self._collect(worker, output) for worker in self.workers]
+        )
+        loading = dict(self.scheduler.remote._loading)
+        outputs = self.scheduler.update_from_output(output, result)
+        for request_id, load in loading.items():
+            if request_id not in self.scheduler.remote._loading and not load.request.is_finished:
+                fresh.check_delivery(self, load)
+        bounded.check_step(self)
+        contained.check_step(self)
+        if outputs.stats is not None:
+            self._count(outputs.stats)
+        self._hand_out(outputs.outputs)
+        if output.num_scheduled_tokens or self._was_poked or self._commands:
+            self.poke()
+        elif self.scheduler.has_requests() and not self._is_napping:
+            self._is_napping = True
+            self.clockwork.after(NAP_S, self._end_nap)
+
+    def _end_nap(self) -> None:
+        self._is_napping = False
+        if self.is_alive:
+            self.poke()
+
+    def _collect(self, worker: PullWorkerHalf, output: SchedulerOutput) -> KVConnectorOutput | None:
+        if output.num_scheduled_tokens:
+            for layer, cache in self.ports[self.workers.index(worker)].memory.kv_caches.items():
+                worker.wait_for_layer_load(layer)
+                worker.save_kv_layer(layer, cache, None)
+            worker.finish_forward()
+        worker.start_load_kv(None)  # type: ignore[arg-type]  # Which ours do not look at.
+        worker.wait_for_save()
+        sent, received, failed = worker.get_transfer_results(output.finished_req_ids)
+        report = KVConnectorOutput(
+            sent,
+            received,
+            failed,
+            worker.get_block_ids_with_load_errors(),
+            worker.get_kv_connector_stats(),
+            worker.get_kv_connector_kv_cache_events(),
+            worker.build_connector_worker_meta(),
+        )
+        worker.clear_connector_metadata()
+        return None if report.is_empty() else report
+
+    def _hand_out(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            ended = output.finish_reason is not None
+            take = self._listeners.pop if ended else self._listeners.get
+            listener = take(output.request_id, None)
+            if ended:
+                self.clockwork.note(
+                    self.name,
+                    f"ended {output.request_id}: {output.finish_reason}"
+                    + (f" ({output.error.message[:80]})" if output.error else ""),
+                )
+            if listener is not None:
+                listener.say(output)
+
+    def _count(self, stats: SchedulerStats) -> None:
+        clockwork = self.clockwork
+        clockwork.count("preempted", stats.num_preempted)
+        clockwork.count("prefix hits", bool(stats.prefix_cache_hits))
+        clockwork.count("load failures", stats.num_kv_load_failures)
+        self.num_failures += stats.num_kv_load_failures
+        connector = stats.kv_connector_stats
+        if connector is None:
+            return
+        clockwork.count("handoffs delivered", len(connector["transfers"]))
+        clockwork.count("loans expired", connector["num_expired_loans"])
+        clockwork.count("loans", connector["num_loans"])
+        for reason, count in connector["failures"].items():
+            clockwork.count(f"failed: {reason}", count)
+            contained.check_reason(reason)
+        for reason, count in connector["refused"].items():
+            clockwork.count(f"ticket refused: {reason}", count)
+
+    # --- Blocks -----------------------------------------------------------------------------------
+
+    def _taken(self, block_ids: list[int]) -> None:
+        fenced.check_free(self, block_ids)
+        for port in self.ports:
+            port.memory.forget_writers(block_ids)
+
+    def _freed(self, block_ids: list[int]) -> None:
+        fenced.check_free(self, block_ids)
+
+
+def _model_config(num_kv_heads: int) -> ModelConfig:
+    return ModelConfig(
+        model="folder",
+        served_model_name="toy",
+        dtype="float32",
+        max_model_len=MAX_MODEL_LEN,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_kv_heads=num_kv_heads,
+        head_dim=HEAD_DIM,
+        hidden_size=8,
+        vocab_size=VOCAB,
+        eos_token_ids=EOS_IDS,
+        bos_token_id=None,
+        architecture_digest="architecture",
+        weights_digest="weights",
+        hf_config={},
+    )

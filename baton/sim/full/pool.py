@@ -1,0 +1,47 @@
+"""The engine's real block pool, watched: who is handed out, who is free again, and how often each was.
+
+A block's generation counts its lives. Two looks at one block speak of one content only if they saw the same
+generation, held both times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from baton.core.config import CacheConfig
+from baton.engine.block_pool import BlockPool
+from baton.engine.free_queue import Block
+
+
+class WatchedPool(BlockPool):
+    def __init__(
+        self,
+        config: CacheConfig,
+        *,
+        on_taken: Callable[[list[int]], None],
+        on_freed: Callable[[list[int]], None],
+    ) -> None:
+        super().__init__(
+            config.num_gpu_blocks, config.block_size, enable_caching=config.enable_prefix_caching
+        )
+        self.generation = [0] * config.num_gpu_blocks
+        self._on_taken = on_taken
+        self._on_freed = on_freed
+
+    def is_held(self, block_id: int) -> bool:
+        return self.blocks[block_id].ref_cnt > 0
+
+    def get_new_blocks(self, num_blocks: int) -> list[Block]:
+        taken = super().get_new_blocks(num_blocks)
+        if taken:
+            self._on_taken([block.block_id for block in taken])
+        return taken
+
+    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
+        blocks = list(ordered_blocks)
+        super().free_blocks(blocks)
+        freed = [block.block_id for block in blocks if not block.ref_cnt]
+        for block_id in freed:
+            self.generation[block_id] += 1
+        if freed:
+            self._on_freed(freed)

@@ -1,0 +1,135 @@
+"""The ranks of one engine without an executor: what they are told, what they hold, what they compute.
+
+They know of requests what SchedulerOutput says, as real ranks do; and the salt, which real ranks have in the
+block hashes that the scheduler gave them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.engine.step import ModelRunnerOutput, SchedulerOutput
+from baton.sim.full.memory import RankMemory
+from baton.sim.full.model import Model, Words
+
+
+@dataclass(slots=True)
+class _Row:
+    tokens: list[int]
+    block_ids: list[int]
+    salt: str | None
+    num_prompt: int
+    num_computed: int
+
+
+class Ranks:
+    def __init__(self, model: Model, memories: list[RankMemory], block_tokens: int) -> None:
+        self.model = model
+        self.memories = memories
+        self.salts: dict[str, str | None] = {}
+        self._block_tokens = block_tokens
+        self._rows: dict[str, _Row] = {}
+        # One holder of each head; further ones are replicas, which have to agree.
+        self._holders: list[RankMemory] = []
+        self._replicas: list[RankMemory] = []
+        held: set[int] = set()
+        for memory in memories:
+            group = self._replicas if memory.heads.start in held else self._holders
+            group.append(memory)
+            held.update(memory.heads)
+
+    # --- Step -------------------------------------------------------------------------------------
+
+    def take_over(self, output: SchedulerOutput) -> None:
+        for request_id in output.finished_req_ids:
+            self._rows.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            assert new.req_id not in self._rows, "a request is new once"
+            self._rows[new.req_id] = _Row(
+                [*new.prompt_token_ids, *new.output_token_ids],
+                list(new.block_ids[0]),
+                self.salts[new.req_id],
+                len(new.prompt_token_ids),
+                new.num_computed_tokens,
+            )
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            row, new_blocks = self._rows[request_id], cached.new_block_ids[index]
+            row.num_computed = cached.num_computed_tokens[index]
+            if request_id in cached.resumed_req_ids:
+                assert new_blocks is not None
+                row.block_ids = list(new_blocks[0])
+                row.tokens = list(cached.all_token_ids[request_id])
+            elif new_blocks is not None:
+                row.block_ids += new_blocks[0]
+            assert len(row.tokens) == row.num_prompt + cached.num_output_tokens[index]
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """In the order of scheduling: who shares a block of this step comes after who computes it."""
+        result = ModelRunnerOutput()
+        for request_id, num_new in output.num_scheduled_tokens.items():
+            row = self._rows[request_id]
+            seen = self._compute(row, num_new)
+            sampled: list[int] = []
+            if row.num_computed + num_new == len(row.tokens):
+                sampled = [self.model.next_token(seen)]
+                row.tokens += sampled
+            result.req_ids.append(request_id)
+            result.sampled_token_ids.append(sampled)
+        return result
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self.salts.pop(request_id, None)
+
+    def _compute(self, row: _Row, num_new: int) -> int:
+        first, last = row.num_computed, row.num_computed + num_new
+        assert last <= len(row.tokens)
+        seen = self.model.read(self.read(row.block_ids, first), row.salt)
+        parts = []
+        for token_id in row.tokens[first:last]:
+            kv, seen = self.model.step(seen, token_id)
+            parts.append(kv)
+        words = self.model.as_words(b"".join(parts))
+        positions = np.arange(first, last)
+        blocks = np.asarray(row.block_ids)[positions // self._block_tokens]
+        for memory in self.memories:
+            memory.write(blocks, positions % self._block_tokens, words)
+        return seen
+
+    # --- Memory -----------------------------------------------------------------------------------
+
+    def read(self, block_ids: Sequence[int], num_tokens: int) -> bytes:
+        """What attention sees of the first tokens; replicas that differ are something wrong to see."""
+        if not num_tokens:
+            return b""
+        needed = block_ids[: -(-num_tokens // self._block_tokens)]
+        parts = [memory.blocks(needed)[:num_tokens] for memory in self._holders]
+        seen = (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)).tobytes()
+        for memory in self._replicas:
+            (holder,) = [m for m in self._holders if m.heads == memory.heads]
+            if not np.array_equal(memory.blocks(needed)[:num_tokens], holder.blocks(needed)[:num_tokens]):
+                return b"replicas differ" + seen
+        return seen
+
+    def holds(self, block_ids: Sequence[int], kv: Words, first: int) -> bool:
+        """Every word of tokens `first` and up is what `kv` says it has to be."""
+        last = len(kv)
+        needed = block_ids[: -(-last // self._block_tokens)]
+        return all(
+            np.array_equal(
+                memory.blocks(needed)[first:last], kv[first:, :, memory.heads.start : memory.heads.stop]
+            )
+            for memory in self.memories
+        )
+
+    def writers(self, block_ids: Sequence[int], first: int, last: int) -> set[int]:
+        """Who wrote the words of tokens [first, last), on all ranks."""
+        needed = block_ids[: -(-last // self._block_tokens)]
+        found: set[int] = set()
+        for memory in self.memories:
+            found.update(np.unique(memory.writers_of(needed)[first:last]).tolist())
+        return found

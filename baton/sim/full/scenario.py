@@ -1,0 +1,145 @@
+"""One full world: conversations through a router while things break; then heal, rest, and prove life.
+
+0 ---- break: faults, crashes, retries ---- heal ---- rest: I4, I5 ---- probes are answered ---- rest: I5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from baton.engine.api import EngineOutput
+from baton.sim.full.checkers import bounded, contained, whole
+from baton.sim.full.clients import Ask, Clients
+from baton.sim.full.clockwork import Clockwork
+from baton.sim.full.cluster import Cluster
+from baton.sim.full.faults import Faults
+from baton.sim.full.parts import PRODUCTION, Parts
+from baton.sim.full.router import FIRST_TOKEN_S, Router
+
+BREAK_S = 15.0
+REST_S = 140.0  # Longer than any timer, back-off, timeout and read, one after the other.
+PROBE_S = 40.0
+NUM_PROBES = 2
+
+
+class Scenario:
+    def __init__(self, seed: int, parts: Parts = PRODUCTION, *, traced: bool = False) -> None:
+        self.clockwork = Clockwork(seed, traced=traced)
+        self._parts = parts
+
+    def run(self) -> None:
+        """Raises Violation."""
+        with contained.guarded():
+            self._run()
+
+    def _run(self) -> None:
+        clockwork, rng = self.clockwork, self.clockwork.rng
+        clockwork.note("all", clockwork.faults)
+        self.cluster = Cluster(clockwork, self._parts)
+        self.router = Router(self.cluster)
+        self.clients = Clients(clockwork, self.cluster.model, self._ask)
+        self.router.on_ticket = self._ticket_seen
+        for machine in self.cluster.machines.values():
+            clockwork.note(machine.name, machine)
+        for _ in range(rng.randint(2, 5)):
+            begin = partial(self.clients.converse, rng.choice([1, 2, 3]))
+            clockwork.after(rng.uniform(0, BREAK_S * 0.6), begin)
+        self._schedule_faults()
+        clockwork.run(BREAK_S)
+        clockwork.note("all", "healed")
+        clockwork.faults = Faults()
+        self.cluster.wire.cut.clear()
+        clockwork.run(BREAK_S + REST_S)
+        self._check_rest()
+        self._prove_life()
+        clockwork.run(BREAK_S + REST_S + PROBE_S + REST_S)
+        self._check_rest()
+
+    def _prove_life(self) -> None:
+        clockwork = self.clockwork
+        probes: list[Ask] = []
+        for index in range(NUM_PROBES):
+            clockwork.after(index * PROBE_S / NUM_PROBES, lambda: probes.append(self.clients.probe()))
+        clockwork.run(BREAK_S + REST_S + PROBE_S)
+        for probe in probes:
+            bounded.check_probe(probe.outcome == "answered", probe.num_transferred, probe.name)
+
+    def _check_rest(self) -> None:
+        for ask in self.clients.asks:
+            bounded.check_outcome(ask.outcome is not None, ask.name)
+        for engine in self.cluster.engines.values():
+            whole.check_rest(engine)
+
+    # --- Clients ----------------------------------------------------------------------------------
+
+    def _ask(self, ask: Ask) -> None:
+        clockwork = self.clockwork
+        self.router.ask(ask)
+        if clockwork.chance(clockwork.faults.abort):
+            clockwork.after(
+                clockwork.rng.choice([0.05, 0.5, 4.0]) * clockwork.rng.random(), lambda: self._abort(ask)
+            )
+
+    def _abort(self, ask: Ask) -> None:
+        if ask.outcome is None:
+            self.router.hang_up(ask)
+
+    def _ticket_seen(self, ticket: dict[str, Any], ask: Ask) -> None:
+        """Somebody in between brings it again, as it is or altered, with this prompt or with another."""
+        clockwork, rng = self.clockwork, self.clockwork.rng
+        if clockwork.chance(clockwork.faults.ticket_replay):
+            delay_s = rng.choice([0.0, 0.1, 6.0]) * rng.random()
+            clockwork.after(delay_s, lambda: self._replay(ticket, ask))
+        if clockwork.chance(clockwork.faults.ticket_alter):
+            text = ticket["baton_ticket"]
+            at = rng.randrange(len(text))
+            altered = {**ticket, "baton_ticket": text[:at] + rng.choice("Aa0_") + text[at + 1 :]}
+            self._replay(altered, ask)
+
+    def _replay(self, ticket: dict[str, Any], of: Ask) -> None:
+        rng = self.clockwork.rng
+        prompt = of.prompt if rng.random() < 0.4 else self.clients.other_prompt(of.prompt)
+        ask = self.clients.make(prompt, of.salt if rng.random() < 0.8 else "other", lambda ask: None)
+        ask.causes.add("a ticket that is not theirs")
+        name = rng.choice(self.cluster.of_role("decode"))
+        self.clockwork.count("tickets replayed")
+        self.clockwork.note("client", f"{ask.name} brings the ticket of {of.name} to {name}")
+
+        def said(output: EngineOutput) -> None:
+            ask.hear(output.new_token_ids)
+            if output.finish_reason is not None:
+                ask.end("answered" if output.error is None else "error")
+
+        def failed(kind: str, was_sent: bool) -> None:
+            ask.end("error", kind)
+
+        self.router.leg(name, ask, ticket, FIRST_TOKEN_S, said, failed)
+
+    # --- Faults -----------------------------------------------------------------------------------
+
+    def _schedule_faults(self) -> None:
+        clockwork, cluster, rng = self.clockwork, self.cluster, self.clockwork.rng
+        faults = clockwork.faults
+
+        def some_time(action: Callable[[], None]) -> None:
+            clockwork.after(rng.uniform(0, BREAK_S), action)
+
+        for name in cluster.machines:
+            for _ in range(2):
+                if clockwork.chance(faults.crashes / 2):
+                    some_time(partial(cluster.crash, name, rng.choice([0.01, 0.5, 4.0])))
+            if clockwork.chance(faults.pauses):
+                some_time(partial(cluster.pause, name, rng.choice([0.5, 3.0, 8.0])))
+        if clockwork.chance(faults.partitions):
+            for_s = rng.choice([2.0, 8.0, 30.0])
+            some_time(partial(cluster.partition, *self._way(), for_s, both=rng.random() < 0.5))
+        if clockwork.chance(faults.clog):
+            some_time(partial(cluster.clog, *self._way(), rng.choice([0.5, 4.0])))
+
+    def _way(self) -> tuple[str, str]:
+        """Between a P and a D, in either direction."""
+        rng = self.clockwork.rng
+        p, d = (rng.choice(self.cluster.of_role(role)) for role in ("prefill", "decode"))
+        return (p, d) if rng.random() < 0.5 else (d, p)
