@@ -26,6 +26,7 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
         "local",
         "tcp",
     )  # Those this engine offers; as a reader it prefers the first.
+    convert_dtype: bool = True  # Read caches of another dtype, with a declared loss; false: refuse them.
     timers: Timers = Timers()
     shutdown_timeout_s: float = 5.0  # What `shutdown` of a half waits for its threads.
     raises_user_errors: bool | None = None  # None: as the host can bear (see PullSchedulerHalf).

@@ -28,12 +28,15 @@ from baton.connectors.pull.metadata import (
 from baton.connectors.pull.scheduler import new_epoch
 from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerHalf, host
 from baton.core.ids import Address, Epoch
+from baton.core.layout import RankLayout
 from baton.protocol.handshake import RankCard
 from baton.transport import make_transports
 from baton.transport.base import Transport
 
 if TYPE_CHECKING:
     import torch
+
+    from baton.connectors.pull.staged_reads import StagedReader
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +66,17 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         assert self._links is None, "registered once"
         layout = layout_of(kv_caches, self._identity)
         self._transports = self._make_transports(Address(self._identity.engine_id, self._epoch))
-        endpoints = {name: transport.register(layout.regions) for name, transport in self._transports.items()}
+        staged = _staged_reader(layout, kv_caches)
+        regions = (*layout.regions, staged.region)
+        endpoints = {name: transport.register(regions) for name, transport in self._transports.items()}
         self._card = RankCard(self._identity.tp_rank, layout, endpoints, self._epoch)
         self._links = PeerLinks(
-            layout, self._transports, self._identity.settings.transports, self._run_in_background
+            layout,
+            self._transports,
+            self._identity.settings.transports,
+            self._run_in_background,
+            staged=staged,
+            converts_dtype=self._identity.settings.convert_dtype,
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -131,6 +141,8 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         return PullWorkerReport(rank=self._identity.tp_rank, step=bound.step, ended=set(ended))
 
     def shutdown(self) -> None:
+        if self._links is not None:
+            self._links.close()
         self._background.close(self._identity.settings.shutdown_timeout_s)
         for transport in self._transports.values():
             transport.close()
@@ -144,3 +156,10 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
             host=settings.host,
             advertise_host=settings.advertise_host,
         )
+
+
+def _staged_reader(layout: RankLayout, kv_caches: dict[str, torch.Tensor]) -> StagedReader:
+    # Here, since only a process that holds tensors has to load torch.
+    from baton.connectors.pull.staged_reads import StagedReader
+
+    return StagedReader.of_caches(layout, kv_caches)
