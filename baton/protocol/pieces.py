@@ -15,7 +15,7 @@ holds a former owner's numbers anyway. Other parts end exactly, since the next o
 """
 
 from collections.abc import Sequence
-from math import gcd
+from math import gcd, lcm
 from typing import NamedTuple
 
 from baton.core.errors import TransferError
@@ -63,8 +63,24 @@ def plan_pieces(
     return [Piece(shape, tuple(local), tuple(remote)) for shape, (local, remote) in blocks.items()]
 
 
+def period_shapes(local_block_tokens: int, remote_block_tokens: int) -> tuple[Shape, ...]:
+    """The shapes of all pieces of a long prompt, but for its edges."""
+    period = lcm(local_block_tokens, remote_block_tokens)
+    num_local, num_remote = period // local_block_tokens, period // remote_block_tokens
+    pieces = plan_pieces(
+        0,
+        period,
+        local_block_tokens,
+        remote_block_tokens,
+        range(num_local),
+        range(num_remote),
+        rounds_up=False,
+    )
+    return tuple(piece.shape for piece in pieces)
+
+
 def num_shapes(local_block_tokens: int, remote_block_tokens: int) -> int:
-    """How many shapes the pieces of a long prompt have, but for its edges."""
+    """How many `period_shapes` there are, without making them."""
     unit = gcd(local_block_tokens, remote_block_tokens)
     return local_block_tokens // unit + remote_block_tokens // unit - 1
 

@@ -7,7 +7,6 @@
 A staging buffer is described by a layout like any cache, so the same spans lead into it.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from baton.core.layout import (
@@ -15,7 +14,6 @@ from baton.core.layout import (
     CopySpan,
     LayerLayout,
     RankLayout,
-    Region,
     can_convert,
     declared_loss,
 )
@@ -49,22 +47,23 @@ def plan_way(local: RankLayout, remote: RankLayout, share: Share, *, converts_dt
 
 
 class StagedChunk(NamedTuple):
-    """Some layers of P's blocks, packed without gaps: what fits into a staging buffer at once."""
+    """Some layers of P's blocks, packed without gaps: what is in a staging buffer at once."""
 
     layout: RankLayout  # Of the buffer; its heads are exactly those of the share.
     layers: tuple[str, ...]
-    capacity: int  # Blocks.
+
+    @property
+    def capacity(self) -> int:
+        """How many blocks fit."""
+        return self.layout.num_blocks
 
 
-def plan_chunks(
-    remote: RankLayout, share: Share, *, region: Region, region_index: int, offset: int, nbytes: int
-) -> list[StagedChunk]:
-    """Groups of layers, as few as there can be, each with as many of P's blocks as `nbytes` take.
+def plan_groups(remote: RankLayout, share: Share, nbytes: int) -> list[tuple[str, ...]]:
+    """The share's layers in groups, as few as there can be, of which a block fits into `nbytes`.
 
-    The buffer is `nbytes` long and begins at `offset` of `region`. Raises PlanError if a single block of a
-    single layer is larger.
+    Raises PlanError if a block of a single layer is larger.
     """
-    chunks: list[StagedChunk] = []
+    groups: list[tuple[str, ...]] = []
     group: list[str] = []
     group_bytes = 0
     theirs = _by_name(remote)
@@ -72,13 +71,47 @@ def plan_chunks(
         layer_bytes = theirs[name].head_bytes * len(share.heads)
         if layer_bytes > nbytes:
             raise PlanError(f"a block of {name} has {layer_bytes} bytes, the staging buffer {nbytes}")
-        if group and group_bytes + layer_bytes > nbytes:
-            chunks.append(_chunk(remote, share, group, region, region_index, offset, nbytes))
+        if group_bytes + layer_bytes > nbytes:
+            groups.append(tuple(group))
             group, group_bytes = [], 0
         group.append(name)
         group_bytes += layer_bytes
-    chunks.append(_chunk(remote, share, group, region, region_index, offset, nbytes))
-    return chunks
+    return [*groups, tuple(group)]
+
+
+def plan_chunk(
+    remote: RankLayout, share: Share, layers: tuple[str, ...], *, region: int, offset: int, nbytes: int
+) -> StagedChunk:
+    """A buffer of `nbytes` at `offset` of our region `region`, in P's own order of heads and tokens."""
+    theirs = _by_name(remote)
+    block_bytes = sum(theirs[name].head_bytes for name in layers) * len(share.heads)
+    staged: list[LayerLayout] = []
+    for name in layers:
+        head_bytes, slot_bytes = theirs[name].head_bytes, slot_bytes_of(theirs[name], remote)
+        is_token_major = token_stride_of(theirs[name], remote) > theirs[name].head_stride
+        staged.append(
+            LayerLayout(
+                name=name,
+                region=region,
+                offset=offset,
+                block_stride=block_bytes,
+                head_stride=slot_bytes if is_token_major else head_bytes,
+                head_bytes=head_bytes,
+                token_stride=slot_bytes * len(share.heads) if is_token_major else slot_bytes,
+            )
+        )
+        offset += head_bytes * len(share.heads)
+    layout = RankLayout(
+        tp_rank=0,
+        tp_size=1,
+        num_kv_heads=len(share.heads),
+        num_blocks=nbytes // block_bytes,
+        block_tokens=remote.block_tokens,
+        dtype=remote.dtype,
+        regions=(),  # Known by number.
+        layers=tuple(staged),
+    )
+    return StagedChunk(layout, layers)
 
 
 def chunk_spans(chunk: StagedChunk, remote: RankLayout, share: Share) -> tuple[CopySpan, ...]:
@@ -137,49 +170,6 @@ def _check_elements(local: RankLayout, remote: RankLayout, share: Share, convert
         ]
         check_equal(f"numbers in a slot of {name}", *counts)
     return declared_loss(remote.dtype, local.dtype) if local.dtype != remote.dtype else ""
-
-
-def _chunk(
-    remote: RankLayout,
-    share: Share,
-    names: Sequence[str],
-    region: Region,
-    region_index: int,
-    offset: int,
-    nbytes: int,
-) -> StagedChunk:
-    theirs = _by_name(remote)
-    block_bytes = sum(theirs[name].head_bytes for name in names) * len(share.heads)
-    layers: list[LayerLayout] = []
-    next_offset = offset
-    for name in names:
-        slot_bytes = slot_bytes_of(theirs[name], remote)
-        # The order of P, so that what is adjacent there is adjacent here.
-        is_token_major = token_stride_of(theirs[name], remote) > theirs[name].head_stride
-        layers.append(
-            LayerLayout(
-                name=name,
-                region=region_index,
-                offset=next_offset,
-                block_stride=block_bytes,
-                head_stride=slot_bytes if is_token_major else theirs[name].head_bytes,
-                head_bytes=theirs[name].head_bytes,
-                token_stride=slot_bytes * len(share.heads) if is_token_major else slot_bytes,
-            )
-        )
-        next_offset += theirs[name].head_bytes * len(share.heads)
-    layout = RankLayout(
-        tp_rank=0,
-        tp_size=1,
-        num_kv_heads=len(share.heads),
-        num_blocks=nbytes // block_bytes,
-        block_tokens=remote.block_tokens,
-        dtype=remote.dtype,
-        regions=(region,) * (region_index + 1),
-        layers=tuple(layers),
-        is_replicated=True,
-    )
-    return StagedChunk(layout, tuple(names), nbytes // block_bytes)
 
 
 def _by_name(layout: RankLayout) -> dict[str, LayerLayout]:

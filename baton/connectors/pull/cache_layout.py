@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from baton.connectors.pull.identity import EngineIdentity
-from baton.core.errors import ConfigError
+from baton.core.errors import ConfigError, PeerError
 from baton.core.layout import LayerLayout, RankLayout, Region
+from baton.core.topology import kv_heads_of
+from baton.protocol.soundness import check_layout
 
 if TYPE_CHECKING:
     import torch
@@ -15,46 +17,67 @@ FIELD = "kv_caches"
 
 
 def layout_of(kv_caches: dict[str, torch.Tensor], identity: EngineIdentity) -> RankLayout:
-    """Tensors `[num_blocks, kv_heads, block_tokens, content]`; those of one storage share a region.
+    """Tensors `[num_blocks, kv_heads, block_tokens, content]`, in whichever order their strides say.
 
-    Raises ConfigError for a cache whose blocks are not what a plan can describe.
+    Also `[num_blocks, block_tokens, content]`: one head. Those of one storage share a region. Raises
+    ConfigError for a cache whose blocks are not what a plan can describe.
     """
     if not kv_caches:
         raise ConfigError("has no layers", field=FIELD)
+    caches = {name: with_heads(cache) for name, cache in kv_caches.items()}
+    first = next(iter(caches.values()))
     regions: dict[int, tuple[int, Region]] = {}  # By address: (index, region).
     layers = []
-    for name, cache in kv_caches.items():
-        _check_shape(name, cache, identity)
+    for name, cache in caches.items():
+        _check_shape(name, cache, first, identity)
         storage = cache.untyped_storage()
         index, _ = regions.setdefault(
             storage.data_ptr(),
             (len(regions), Region(storage.data_ptr(), storage.nbytes(), str(cache.device))),
         )
-        itemsize = cache.element_size()
-        layers.append(
-            LayerLayout(
-                name=name,
-                region=index,
-                offset=int(cache.storage_offset()) * itemsize,
-                block_stride=cache.stride(0) * itemsize,
-                head_stride=cache.stride(1) * itemsize,
-                head_bytes=cache.shape[2] * cache.shape[3] * itemsize,
-            )
-        )
-    first = next(iter(kv_caches.values()))
-    return RankLayout(
+        layers.append(_layer_of(name, cache, index))
+    num_kv_heads = identity.fingerprint.num_kv_heads
+    layout = RankLayout(
         tp_rank=identity.tp_rank,
         tp_size=identity.tp_size,
-        num_kv_heads=identity.fingerprint.num_kv_heads,
+        num_kv_heads=num_kv_heads,
         num_blocks=first.shape[0],
         block_tokens=first.shape[2],
         dtype=str(first.dtype).removeprefix("torch."),
         regions=tuple(region for _, region in regions.values()),
         layers=tuple(layers),
+        is_replicated=identity.tp_size > 1 and first.shape[1] == num_kv_heads,
+    )
+    try:
+        check_layout(layout)
+    except PeerError as error:
+        raise ConfigError(f"peers would not believe in it: {error}", field=FIELD) from error
+    return layout
+
+
+def with_heads(cache: torch.Tensor) -> torch.Tensor:
+    """A cache without a dimension of heads has one, which all ranks hold."""
+    return cache.unsqueeze(1) if cache.dim() == 3 else cache
+
+
+def _layer_of(name: str, cache: torch.Tensor, region: int) -> LayerLayout:
+    itemsize = cache.element_size()
+    _, num_heads, block_tokens, content = cache.shape
+    # The stride of a dimension of one says nothing.
+    token_stride = cache.stride(2) if block_tokens > 1 else content
+    head_stride = cache.stride(1) if num_heads > 1 else (block_tokens - 1) * token_stride + content
+    return LayerLayout(
+        name=name,
+        region=region,
+        offset=int(cache.storage_offset()) * itemsize,
+        block_stride=cache.stride(0) * itemsize,
+        head_stride=head_stride * itemsize,
+        head_bytes=block_tokens * content * itemsize,
+        token_stride=0 if token_stride == content else token_stride * itemsize,
     )
 
 
-def _check_shape(name: str, cache: torch.Tensor, identity: EngineIdentity) -> None:
+def _check_shape(name: str, cache: torch.Tensor, first: torch.Tensor, identity: EngineIdentity) -> None:
     field = f"{FIELD}.{name}"
     if cache.dim() != 4:
         raise ConfigError(
@@ -66,5 +89,17 @@ def _check_shape(name: str, cache: torch.Tensor, identity: EngineIdentity) -> No
             f"has blocks of {cache.shape[2]} tokens, cache_config.block_size is {identity.block_tokens}",
             field=field,
         )
-    if cache.stride(3) != 1 or cache.stride(2) != cache.shape[3]:
-        raise ConfigError("must be head-major: the tokens of one head and block contiguous", field=field)
+    if cache.stride(3) != 1:
+        raise ConfigError("must have the content of a token and head contiguous", field=field)
+    num_kv_heads = identity.fingerprint.num_kv_heads
+    held = kv_heads_of(identity.tp_rank, tp_size=identity.tp_size, num_kv_heads=num_kv_heads)
+    if cache.shape[1] not in (len(held), num_kv_heads):
+        raise ConfigError(
+            f"has {cache.shape[1]} KV heads; this rank holds {len(held)} of {num_kv_heads}", field=field
+        )
+    if (cache.dtype, cache.shape[:3]) != (first.dtype, first.shape[:3]):
+        raise ConfigError(
+            f"is {cache.dtype} of {tuple(cache.shape[:3])}, other layers are {first.dtype} of "
+            f"{tuple(first.shape[:3])}",
+            field=field,
+        )

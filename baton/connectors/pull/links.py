@@ -1,78 +1,70 @@
 """One rank's ways to the memory of its peers' ranks, and the reads that go over them.
 
     read --no link--> CONNECTING (background thread)
-    CONNECTING --connected, planned--> READY               waiting reads are posted
+    CONNECTING --connected, planned--> READY               waiting reads are begun
     CONNECTING --no way, or the layouts do not fit--> gone    waiting reads end with the reason
 
-A claim's read may come in parts; they end together, exactly once, whatever happens to the link. Nothing here
-blocks the engine's step.
+    begun, straight, everything prepared --> posted, at once
+    begun, straight, an edge of a new shape --> prepared, then posted      (background)
+    begun, staged --> chunk after chunk through the staging buffer         (background)
+
+A claim's read may come in parts; they end together, exactly once, whatever happens to the link, and only when
+nothing of them touches memory any more. Nothing here blocks the engine's step.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+from baton.connectors.pull.link_wire import LinkWire, Ready, StagedOrder
 from baton.connectors.pull.metadata import ReadBlocks, ReadEnd
+from baton.connectors.pull.operations import Operations, Spans
+from baton.connectors.pull.parts import Parts, Read
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address, Pair
 from baton.core.layout import RankLayout
 from baton.protocol.handshake import RankCard
-from baton.protocol.plan import plan_spans
+from baton.protocol.pieces import Piece, period_shapes, plan_pieces
+from baton.protocol.plan import PlanError, Share, plan_shares
+from baton.protocol.ways import plan_way
 from baton.transport import choose_transport
-from baton.transport.base import OpId, PeerHandle, Prepared, Transport
+from baton.transport.base import Transport
+
+if TYPE_CHECKING:
+    from baton.connectors.pull.staged_reads import StagedReader
 
 logger = logging.getLogger(__name__)
 
 RunInBackground = Callable[[Callable[[], None]], None]
+Job: TypeAlias = Callable[[], None]
 
 
-@dataclass(slots=True, eq=False)
-class _Parts:
-    """What is known of one pair's read of one claim."""
-
-    claim: int
-    pair: Pair
-    is_complete: bool = False  # No part will follow.
-    num_open: int = 0
-    error: str = ""  # Of the first part that failed.
-    nbytes: int = 0
-    duration_s: float = 0.0
-    num_descriptors: int = 0
-    transport: str = ""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Read:
-    """One part, from here on until it ends."""
-
-    parts: _Parts
-    local_blocks: tuple[int, ...]
-    remote_blocks: tuple[int, ...]
-
-
-@dataclass(slots=True, eq=False)
-class _Ready:
-    transport: Transport
-    peer: PeerHandle
-    prepared: Prepared
-    num_spans: int
+class _LinkKey(NamedTuple):
+    producer: Address
+    source: int  # The producer's rank.
+    sources: tuple[int, ...]  # All that we read from for a claim: the shares depend on them.
 
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    producer: Address
-    card: RankCard
-    ready: _Ready | None = None
+    key: _LinkKey
+    cards: tuple[RankCard, ...]  # Of all the producer's ranks.
+    ready: Ready | None = None
     is_lost: bool = False
-    waiting: list[_Read] = field(default_factory=list)
+    waiting: list[Read] = field(default_factory=list)
+
+    @property
+    def card(self) -> RankCard:
+        return self.cards[self.key.source]
 
 
 class PeerLinks:
-    """Calls may come from the engine's step and from the background thread."""
+    """Calls may come from the engine's step and from background threads."""
 
     def __init__(
         self,
@@ -80,50 +72,47 @@ class PeerLinks:
         transports: Mapping[str, Transport],
         order: Sequence[str],
         run_in_background: RunInBackground,
+        *,
+        staged: StagedReader | None = None,
+        converts_dtype: bool = True,
     ) -> None:
+        """Without a staged reader, peers that need one are peers that cannot be read."""
         self._layout = layout
+        self._rank = layout.pp_rank * layout.tp_size + layout.tp_rank
         self._transports = transports
         self._order = order
         self._run_in_background = run_in_background
-        self._lock = threading.Lock()
+        self._staged = staged
+        self._converts_dtype = converts_dtype
+        self._operations = Operations(transports, self._end)
+        self._changed = self._operations.changed  # The lock of everything here.
         self._cards: dict[Address, tuple[RankCard, ...]] = {}
-        self._links: dict[tuple[Address, int], _Link] = {}  # By peer and its rank.
-        self._running: dict[tuple[str, OpId], tuple[_Read, _Link]] = {}
-        self._parts: dict[tuple[int, Pair], _Parts] = {}  # Whose end has not come.
+        self._links: dict[_LinkKey, _Link] = {}
+        self._parts: dict[tuple[int, Pair], Parts] = {}  # Whose end has not come.
         self._ended: list[ReadEnd] = []
 
     def meet(self, producer: Address, cards: tuple[RankCard, ...]) -> None:
-        with self._lock:
+        with self._changed:
             self._cards[producer] = cards
 
     def read(self, order: ReadBlocks) -> None:
-        """Post this rank's part, now or when the peer is connected."""
-        for pair in order.pairs:
-            if pair.consumer_rank != self._layout.tp_rank:
-                continue
-            with self._lock:
-                unconnected = self._read_pair(order, pair)
-            if unconnected is not None:
-                self._run_in_background(partial(self._connect, unconnected))
+        """Begin this rank's part, now or when the peer is connected."""
+        pairs = [pair for pair in order.pairs if pair.consumer_rank == self._rank]
+        sources = tuple(pair.producer_rank for pair in pairs)
+        for pair in pairs:
+            with self._changed:
+                job = self._read_pair(order, pair, _LinkKey(order.producer, pair.producer_rank, sources))
+            if job is not None:
+                self._run_in_background(job)
 
     def cancel(self, claim: int) -> None:
-        with self._lock:
-            for link in self._links.values():
-                for read in [read for read in link.waiting if read.parts.claim == claim]:
-                    link.waiting.remove(read)
-                    self._end(read, "cancelled")
-            for (name, op), (read, _) in self._running.items():
-                if read.parts.claim == claim:
-                    self._transports[name].cancel(op)
-            for parts in [parts for (of, _), parts in self._parts.items() if of == claim]:
-                parts.is_complete = True
-                parts.error = parts.error or "cancelled"
-                self._settle(parts)
+        with self._changed:
+            self._stop(lambda parts: parts.claim == claim, "cancelled")
 
     def lose(self, producer: Address) -> None:
-        with self._lock:
+        with self._changed:
             self._cards.pop(producer, None)
-            for key in [key for key in self._links if key[0] == producer]:
+            for key in [key for key in self._links if key.producer == producer]:
                 link = self._links.pop(key)
                 link.is_lost = True
                 self._end_waiting(link, "the peer is gone")
@@ -132,97 +121,132 @@ class PeerLinks:
 
     def take_ended(self) -> list[ReadEnd]:
         """Reads that have ended since, each once. Never blocks."""
-        with self._lock:
-            for name, transport in self._transports.items():
-                for completion in transport.poll():
-                    read, link = self._running.pop((name, completion.op))
-                    assert link.ready is not None
-                    parts = read.parts
-                    parts.nbytes += completion.nbytes
-                    parts.duration_s += completion.duration_s
-                    parts.num_descriptors += link.ready.num_spans * len(read.local_blocks)
-                    parts.transport = name
-                    self._end(read, "" if completion.ok else completion.error or "failed")
+        with self._changed:
+            self._operations.collect()
             ended, self._ended = self._ended, []
             return ended
 
     @property
     def num_open(self) -> int:
         """Reads whose end has not been taken."""
-        with self._lock:
+        with self._changed:
             return len(self._parts) + len(self._ended)
+
+    def close(self) -> None:
+        """End everything soon, so that no background thread has anything to wait for."""
+        with self._changed:
+            self._stop(lambda parts: True, "the connector is shut down")
 
     # --- With the lock held --------------------------------------------------------------------
 
-    def _read_pair(self, order: ReadBlocks, pair: Pair) -> _Link | None:
-        """Returns a link that has to be connected."""
-        parts = self._parts.setdefault((order.claim, pair), _Parts(order.claim, pair))
+    def _read_pair(self, order: ReadBlocks, pair: Pair, key: _LinkKey) -> Job | None:
+        """Returns what is left to do in the background."""
+        parts = self._parts.setdefault((order.claim, pair), Parts(order.claim, pair))
         parts.is_complete |= order.is_last
-        block_tokens = self._layout.block_tokens
-        first, last = order.first_token, order.first_token + order.num_tokens
-        if first % block_tokens or order.layers is not None:
-            parts.error = "parts of blocks and of layers are not read yet"
-        if parts.error or first == last:
+        if parts.error or order.num_tokens == 0:
             self._settle(parts)
             return None
-        blocks = slice(first // block_tokens, -(-last // block_tokens))
         parts.num_open += 1
-        return self._read(
-            order.producer, _Read(parts, order.local_blocks[blocks], order.remote_blocks[blocks])
-        )
-
-    def _read(self, producer: Address, read: _Read) -> _Link | None:
-        pair = read.parts.pair
-        key = (producer, pair.producer_rank)
+        read = Read(parts, order)
         link = self._links.get(key)
         if link is not None and link.ready is not None:
-            self._post(link, link.ready, read)
-            return None
+            return self._begin(link, link.ready, read)
         if link is not None:
             link.waiting.append(read)
             return None
-        cards = self._cards.get(producer)
-        if cards is None or not pair.producer_rank < len(cards):
-            self._end(read, "the peer is not known")
+        cards = self._cards.get(key.producer)
+        if cards is None or not max(key.sources) < len(cards):
+            read.fail("the peer is not known")
+            self._end(read)
             return None
-        link = self._links[key] = _Link(producer, cards[pair.producer_rank], waiting=[read])
-        return link
+        link = self._links[key] = _Link(key, cards, waiting=[read])
+        return partial(self._connect, link)
 
-    def _post(self, link: _Link, ready: _Ready, read: _Read) -> None:
+    def _begin(self, link: _Link, ready: Ready, read: Read) -> Job | None:
+        """Returns what is left to do in the background."""
+        order, layers = read.order, self._layers_of(link, ready.share, read.order)
+        if read.parts.error or not layers:  # Cancelled before, or nothing of this part is there.
+            self._end(read)
+            return None
+        if ready.way.is_staged:
+            read.is_staged = True
+            return partial(self._read_staged, link, ready, read, layers)
         try:
-            op = ready.transport.post_read(ready.prepared, read.local_blocks, read.remote_blocks)
-        except (TransferError, PeerError) as error:
-            self._end(read, str(error))
-            return
-        self._running[ready.transport.name, op] = (read, link)
+            pieces = plan_pieces(
+                order.first_token,
+                order.num_tokens,
+                self._layout.block_tokens,
+                link.card.layout.block_tokens,
+                order.local_blocks,
+                order.remote_blocks,
+                rounds_up=order.is_last,
+            )
+        except TransferError as error:
+            read.fail(str(error))
+            self._end(read)
+            return None
+        spans = [ready.find(piece.shape, layers) for piece in pieces]
+        found = [one for one in spans if one is not None]
+        if len(found) == len(pieces):
+            self._post(link, ready, read, pieces, found)
+            return None
+        return partial(self._prepare_and_post, link, ready, read, layers, pieces)
 
-    def _end(self, read: _Read, error: str) -> None:
+    def _layers_of(self, link: _Link, share: Share, order: ReadBlocks) -> tuple[str, ...]:
+        """Those of the share that the part names: positions in P's order become names."""
+        if order.layers is None:
+            return share.layers
+        tp_size = link.card.layout.tp_size
+        in_order = [layer.name for card in link.cards[::tp_size] for layer in card.layout.layers]
+        named = set(in_order[slice(*order.layers)])
+        return tuple(name for name in share.layers if name in named)
+
+    def _post(
+        self, link: _Link, ready: Ready, read: Read, pieces: Sequence[Piece], spans: Sequence[Spans]
+    ) -> None:
+        if link.is_lost:
+            read.fail("the peer is gone")
+        if not read.parts.error and not read.error:
+            try:
+                for piece, prepared in zip(pieces, spans, strict=True):
+                    self._operations.post(
+                        read, ready.transport, prepared, piece.local_blocks, piece.remote_blocks
+                    )
+            except (TransferError, PeerError) as error:
+                read.fail(str(error))
+                self._operations.cancel(lambda other: other is read)
+        if read.num_running == 0:
+            self._end(read)
+
+    def _end(self, read: Read) -> None:
         """A part is over; without an error it is here."""
         parts = read.parts
         parts.num_open -= 1
-        parts.error = parts.error or error
+        parts.duration_s += read.duration_s
+        parts.error = parts.error or read.error
         self._settle(parts)
 
-    def _settle(self, parts: _Parts) -> None:
-        if parts.num_open or not parts.is_complete:
-            return
-        del self._parts[parts.claim, parts.pair]
-        self._ended.append(
-            ReadEnd(
-                parts.claim,
-                parts.pair,
-                not parts.error,
-                parts.nbytes,
-                parts.duration_s,
-                parts.num_descriptors,
-                parts.transport,
-                parts.error,
-            )
-        )
+    def _settle(self, parts: Parts) -> None:
+        if parts.has_ended:
+            del self._parts[parts.claim, parts.pair]
+            self._ended.append(parts.to_end())
+
+    def _stop(self, is_meant: Callable[[Parts], bool], reason: str) -> None:
+        for link in self._links.values():
+            for read in [read for read in link.waiting if is_meant(read.parts)]:
+                link.waiting.remove(read)
+                read.fail(reason)
+                self._end(read)
+        self._operations.cancel(lambda read: is_meant(read.parts))
+        for parts in [parts for parts in self._parts.values() if is_meant(parts)]:
+            parts.is_complete = True
+            parts.error = parts.error or reason
+            self._settle(parts)
 
     def _end_waiting(self, link: _Link, error: str) -> None:
         for read in link.waiting:
-            self._end(read, error)
+            read.fail(error)
+            self._end(read)
         link.waiting.clear()
 
     # --- In the background ---------------------------------------------------------------------
@@ -232,28 +256,85 @@ class PeerLinks:
             ready = self._open(link)
         except Exception as error:
             # Whatever went wrong went wrong with this peer: its reads fail, the rank goes on.
-            expected = isinstance(error, TransferError | PeerError)
-            logger.warning("cannot read from %s: %s", link.producer.engine_id, error, exc_info=not expected)
-            with self._lock:
-                self._end_waiting(link, str(error) or type(error).__name__)
+            reason = _explain(error, link)
+            with self._changed:
+                self._end_waiting(link, reason)
                 if not link.is_lost:
-                    del self._links[link.producer, link.card.tp_rank]  # The next read tries again.
+                    del self._links[link.key]  # The next read tries again.
             return
-        with self._lock:
+        with self._changed:
             if link.is_lost:
                 ready.transport.disconnect(ready.peer)
                 return
             link.ready = ready
-            for read in link.waiting:
-                self._post(link, ready, read)
-            link.waiting.clear()
+            waiting, link.waiting = link.waiting, []
+            jobs = [self._begin(link, ready, read) for read in waiting]
+        for job in jobs:
+            if job is not None:
+                job()
 
-    def _open(self, link: _Link) -> _Ready:
-        spans = plan_spans(self._layout, link.card.layout)
-        address = Address(link.producer.engine_id, link.card.epoch)
+    def _open(self, link: _Link) -> Ready:
+        remote = link.card.layout
+        sources = {source: link.cards[source].layout for source in link.key.sources}
+        share = plan_shares(self._layout, sources).get(link.key.source, Share(range(0), ()))
+        way = plan_way(self._layout, remote, share, converts_dtype=self._converts_dtype)
+        if way.is_staged and self._staged is None:
+            raise PlanError("the layouts differ in a way that needs a staging buffer")
+        if way.is_staged:
+            logger.log(
+                logging.WARNING if way.loss else logging.INFO,
+                "KV of %s is converted on receive: %s",
+                link.key.producer.engine_id,
+                way.loss or f"{remote.dtype} -> {self._layout.dtype}, without loss",
+            )
+        address = Address(link.key.producer.engine_id, link.card.epoch)
         transport, peer = choose_transport(self._transports, link.card.endpoints, address, order=self._order)
         try:
-            return _Ready(transport, peer, transport.prepare(peer, spans), len(spans))
+            ready = Ready(transport, peer, self._layout, remote, share, way)
+            if share.layers and not way.is_staged:
+                for shape in period_shapes(self._layout.block_tokens, remote.block_tokens):
+                    ready.prepare_whole(shape)
+            return ready
         except BaseException:
             transport.disconnect(peer)
             raise
+
+    def _prepare_and_post(
+        self, link: _Link, ready: Ready, read: Read, layers: tuple[str, ...], pieces: Sequence[Piece]
+    ) -> None:
+        spans: list[Spans] = []
+        try:
+            spans = [ready.prepare(piece.shape, layers) for piece in pieces]
+        except Exception as error:
+            read.fail(_explain(error, link))
+        with self._changed:
+            self._post(link, ready, read, pieces, spans)
+
+    def _read_staged(self, link: _Link, ready: Ready, read: Read, layers: tuple[str, ...]) -> None:
+        assert self._staged is not None
+        started_at = time.monotonic()
+        order = read.order
+        try:
+            self._staged.read(
+                StagedOrder(
+                    link.card.layout,
+                    Share(ready.share.heads, layers),
+                    order.first_token,
+                    order.num_tokens,
+                    order.local_blocks,
+                    order.remote_blocks,
+                ),
+                LinkWire(ready, read, self._operations),
+            )
+        except Exception as error:
+            read.fail(_explain(error, link))
+        with self._changed:
+            read.duration_s = time.monotonic() - started_at
+            self._end(read)
+
+
+def _explain(error: Exception, link: _Link) -> str:
+    expected = isinstance(error, TransferError | PeerError)
+    engine_id = link.key.producer.engine_id
+    logger.warning("cannot read from %s: %s", engine_id, error, exc_info=not expected)
+    return str(error) or type(error).__name__

@@ -1,0 +1,88 @@
+"""From a peer's slots in a staging buffer to ours in the cache: another order, other blocks, another dtype.
+
+Both sides are described by a `RankLayout`; a view `[blocks, tokens, heads, numbers]` of either is all that
+the copy needs, so every combination goes the same way. Numbers that the target's dtype cannot say are rounded
+to the nearest; those beyond its range become its largest, since an infinity in a cache would spread. What
+that costs has been declared when the peer was met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from baton.connectors.pull.cache_layout import with_heads
+from baton.core.layout import FORMATS, NumberFormat, RankLayout
+from baton.protocol.soundness import heads_of, slot_bytes_of, token_stride_of
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # By itemsize: dtypes that every operation knows.
+
+
+class SlotMemory:
+    """Memory as bytes, seen as slots through a layout."""
+
+    def __init__(self, layout: RankLayout, regions: Mapping[int, torch.Tensor]) -> None:
+        """`regions` are those that the layout's layers lie in, by number, as one-dimensional bytes."""
+        self.layout = layout
+        self._regions = regions
+        self._layers = {layer.name: layer for layer in layout.layers}
+
+    @classmethod
+    def of_caches(cls, layout: RankLayout, kv_caches: dict[str, torch.Tensor]) -> SlotMemory:
+        storages: dict[int, torch.UntypedStorage] = {}
+        for cache in map(with_heads, kv_caches.values()):
+            storage = cache.untyped_storage()
+            storages.setdefault(storage.data_ptr(), storage)
+        regions = [
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            for storage in storages.values()
+        ]
+        return cls(layout, dict(enumerate(regions)))
+
+    def slots(self, name: str, heads: range) -> torch.Tensor:
+        """`[blocks, tokens, heads, bytes]` of one layer. Heads are counted from the rank's first."""
+        layout, layer = self.layout, self._layers[name]
+        assert heads.stop <= len(heads_of(layout))
+        size = (layout.num_blocks, layout.block_tokens, len(heads), slot_bytes_of(layer, layout))
+        stride = (layer.block_stride, token_stride_of(layer, layout), layer.head_stride, 1)
+        offset = layer.offset + heads.start * layer.head_stride
+        return self._regions[layer.region].as_strided(size, stride, offset)
+
+    def numbers(self, name: str, heads: range) -> torch.Tensor:
+        """The same in the layout's dtype; as bytes, if torch has none of that name."""
+        slots = self.slots(name, heads)
+        dtype = getattr(torch, self.layout.dtype, None) if self.layout.dtype in FORMATS else None
+        return slots.view(dtype) if dtype is not None else slots
+
+
+def move_tokens(
+    source: torch.Tensor, skip: int, target: torch.Tensor, table: torch.Tensor, first_token: int, count: int
+) -> None:
+    """Tokens `[skip, skip + count)` of the source's blocks become `count` tokens of the prompt here.
+
+    `table` names the target's block for each block of the prompt; `first_token` is a position in the prompt.
+    """
+    _, block_tokens, *slot = target.shape
+    values = convert(source.reshape(-1, *slot)[skip : skip + count], target.dtype)
+    positions = torch.arange(first_token, first_token + count, device=target.device)
+    index = (table[positions // block_tokens], positions % block_tokens)
+    bits = _BITS.get(target.element_size())
+    if bits is not None:
+        target, values = target.view(bits), values.view(bits)
+    target.index_put_(index, values)
+
+
+def convert(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy in another dtype; saturated where that has the shorter range."""
+    if values.dtype == dtype:
+        return values.contiguous()
+    largest = _format_of(dtype).largest
+    if largest < _format_of(values.dtype).largest:
+        # In float32, where the limit itself is a number; a NaN stays one.
+        values = values.to(torch.float32).clamp(-largest, largest)
+    return values.to(dtype).contiguous()
+
+
+def _format_of(dtype: torch.dtype) -> NumberFormat:
+    return FORMATS[str(dtype).removeprefix("torch.")]

@@ -1,0 +1,151 @@
+"""One part of a claim through the staging buffer: P's blocks into it as they are, from there into ours.
+
+    post chunk 0
+    post chunk 1, wait for chunk 0, convert it
+    post chunk 2, wait for chunk 1, convert it ...      the wire and the conversion work side by side
+
+In a background thread, never on a step. The read has ended only when its last number is in place, so whoever
+waits for the end of the read waits for the conversion too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from baton.connectors.pull.conversion import SlotMemory, move_tokens
+from baton.connectors.pull.link_wire import StagedOrder
+from baton.connectors.pull.operations import Spans
+from baton.connectors.pull.staging import Staging
+from baton.core.layout import CopySpan, RankLayout, Region
+from baton.protocol.pieces import check_tables
+from baton.protocol.soundness import heads_of
+from baton.protocol.ways import StagedChunk, chunk_spans, plan_chunk, plan_groups
+from baton.transport.base import OpId
+
+IN_FLIGHT_MAX = 2
+
+
+class Wire(Protocol):
+    """One read's way to its peer."""
+
+    def prepare(self, key: Hashable, make_spans: Callable[[], Sequence[CopySpan]]) -> Spans:
+        """As the transport does, once for each key."""
+
+    def post(self, spans: Spans, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> OpId:
+        """Raises TransferError, also if nobody wants the rest any more."""
+
+    def wait(self, op: OpId) -> None:
+        """Until it has ended. Raises TransferError if it has failed."""
+
+    def abandon(self, op: OpId) -> None:
+        """Cancel it, and wait until it has ended."""
+
+    def is_stopped(self) -> bool:
+        """Whether nobody wants the rest any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    op: OpId
+    part: int
+    chunk: StagedChunk
+    blocks: range  # Of the remote table.
+
+
+class StagedReader:
+    def __init__(self, cache: SlotMemory, staging: Staging) -> None:
+        self._cache = cache
+        self._staging = staging
+        self._region = len(cache.layout.regions)  # It is registered behind them.
+
+    @classmethod
+    def of_caches(cls, layout: RankLayout, kv_caches: dict[str, torch.Tensor]) -> StagedReader:
+        cache = SlotMemory.of_caches(layout, kv_caches)
+        return cls(cache, Staging(next(iter(kv_caches.values())).device))
+
+    @property
+    def region(self) -> Region:
+        """To be registered behind the cache's."""
+        return self._staging.region
+
+    def read(self, order: StagedOrder, wire: Wire) -> None:
+        """Raises TransferError; then nothing of it writes any more, and the target holds anything."""
+        block_tokens = order.remote.block_tokens
+        check_tables(
+            order.last_token,
+            self._cache.layout.block_tokens,
+            block_tokens,
+            order.local_table,
+            order.remote_table,
+        )
+        table = torch.tensor(order.local_table, dtype=torch.int64, device=self._staging.memory.device)
+        first, last = order.first_token // block_tokens, -(-order.last_token // block_tokens)
+        flights: deque[_Flight] = deque()
+        try:
+            for layers in plan_groups(order.remote, order.share, self._staging.part_bytes):
+                next_block = first
+                while next_block < last:
+                    while len(flights) == IN_FLIGHT_MAX:
+                        self._land(flights, order, table, wire)
+                    part = self._staging.borrow_nowait()
+                    if part is None:
+                        # Whoever waits holds nothing, so that two reads never wait for each other.
+                        while flights:
+                            self._land(flights, order, table, wire)
+                        part = self._staging.wait_part(wire.is_stopped)
+                    flights.append(self._post(order, wire, part, layers, range(next_block, last)))
+                    next_block = flights[-1].blocks.stop
+            while flights:
+                self._land(flights, order, table, wire)
+        finally:
+            for flight in flights:  # Some are left after a failure only.
+                wire.abandon(flight.op)
+                self._staging.give_back(flight.part)
+
+    def _post(
+        self, order: StagedOrder, wire: Wire, part: int, layers: tuple[str, ...], blocks: range
+    ) -> _Flight:
+        """As many of these blocks as there is room for."""
+        try:
+            chunk = plan_chunk(
+                order.remote,
+                order.share,
+                layers,
+                region=self._region,
+                offset=self._staging.offset_of(part),
+                nbytes=self._staging.part_bytes,
+            )
+            spans = wire.prepare(
+                ("staged", layers, part), lambda: chunk_spans(chunk, order.remote, order.share)
+            )
+            blocks = blocks[: chunk.capacity]
+            remote_blocks = order.remote_table[blocks.start : blocks.stop]
+            return _Flight(wire.post(spans, range(len(blocks)), remote_blocks), part, chunk, blocks)
+        except BaseException:
+            self._staging.give_back(part)
+            raise
+
+    def _land(self, flights: deque[_Flight], order: StagedOrder, table: torch.Tensor, wire: Wire) -> None:
+        """Wait for the oldest, and convert what it brought."""
+        flight = flights[0]
+        wire.wait(flight.op)
+        # |  block  |  block  |  block  |      of the remote table, in the buffer
+        #    | skip |<--- tokens --->|
+        start = flight.blocks.start * order.remote.block_tokens
+        first = max(order.first_token, start)
+        count = min(order.last_token, flight.blocks.stop * order.remote.block_tokens) - first
+        staged = SlotMemory(flight.chunk.layout, {self._region: self._staging.memory})
+        ours = order.share.heads.start - heads_of(self._cache.layout).start
+        heads = range(ours, ours + len(order.share.heads))
+        for name in flight.chunk.layers:
+            source = staged.numbers(name, range(len(heads)))[: len(flight.blocks)]
+            move_tokens(source, first - start, self._cache.numbers(name, heads), table, first, count)
+        if table.is_cuda:
+            torch.cuda.current_stream(table.device).synchronize()
+        flights.popleft()
+        self._staging.give_back(flight.part)
