@@ -43,22 +43,31 @@ def encode_ranks(cards: Sequence[RankCard]) -> bytes:
 
 
 def decode_ranks(payload: bytes) -> tuple[RankCard, ...]:
-    """Raises PeerError unless it describes every rank of one engine, in order, soundly."""
+    """Raises PeerError unless it describes every rank of one engine, stage by stage, in order, soundly."""
     try:
         cards = _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise PeerError(f"malformed rank cards: {error}") from error
     if not 0 < len(cards) <= MAX_RANKS:
         raise PeerError(f"{len(cards)} rank cards, expected 1 to {MAX_RANKS}")
-    for tp_rank, card in enumerate(cards):
+    first = cards[0].layout
+    for index, card in enumerate(cards):
         layout = card.layout
-        if (card.tp_rank, layout.tp_rank, layout.tp_size) != (tp_rank, tp_rank, len(cards)):
+        sizes = (layout.tp_size, layout.pp_size)
+        at = (card.tp_rank, layout.tp_rank, layout.pp_rank)
+        if (
+            sizes != (first.tp_size, first.pp_size)
+            or layout.tp_size < 1
+            or layout.tp_size * layout.pp_size != len(cards)
+            or at != (index % layout.tp_size, index % layout.tp_size, index // layout.tp_size)
+        ):
             raise PeerError(
-                f"rank card {tp_rank} of {len(cards)} calls itself rank {card.tp_rank} "
-                f"with the layout of rank {layout.tp_rank} of {layout.tp_size}"
+                f"rank card {index} of {len(cards)} calls itself rank {card.tp_rank} "
+                f"with the layout of rank {layout.tp_rank} of {layout.tp_size}, "
+                f"stage {layout.pp_rank} of {layout.pp_size}"
             )
         if not 0 <= card.epoch <= U64_MAX:
-            raise PeerError(f"rank card {tp_rank} has epoch {card.epoch}, which is outside u64")
+            raise PeerError(f"rank card {index} has epoch {card.epoch}, which is outside u64")
         check_layout(layout)
         _check_endpoints(card.endpoints)
     return cards

@@ -55,9 +55,12 @@ def open_introduction(text: str, key: bytes | None) -> Introduction:
     return _SEAL.open(text, key)
 
 
-def check_introduction(introduction: Introduction, *, fingerprint: ModelFingerprint) -> None:
+def check_introduction(
+    introduction: Introduction, *, fingerprint: ModelFingerprint, converts_dtype: bool = True
+) -> None:
     """Is this producer one whose blocks we can use? Raises BadIntroduction."""
-    if different := differences(fingerprint, introduction.fingerprint):
+    theirs = introduction.fingerprint
+    if different := differences(fingerprint, theirs, converts_dtype=converts_dtype):
         raise BadIntroduction(Fault.MODEL, f"is of another model ({'; '.join(different)})")
     heads, tp_size = introduction.fingerprint.num_kv_heads, introduction.tp_size
     if heads < 1 or (heads % tp_size and tp_size % heads):

@@ -88,13 +88,14 @@ def check_ticket(
     prompt_hash_of: Callable[[int], PromptHash],
     num_prompt_tokens: int,
     block_tokens: int | None = None,
+    converts_dtype: bool = True,
 ) -> None:
     """Is it for this engine's model and layout, and for this request's tokens? Raises BadTicket.
 
     `prompt_hash_of(n)` hashes the first n tokens of the request at hand, n at most `num_prompt_tokens`.
-    `block_tokens` are ours; given, they have to be equal.
+    `block_tokens` are ours; given, they have to be equal. `converts_dtype`: whether we read other dtypes.
     """
-    if different := differences(fingerprint, ticket.fingerprint):
+    if different := differences(fingerprint, ticket.fingerprint, converts_dtype=converts_dtype):
         raise BadTicket(TicketFault.MODEL, f"is for another model ({'; '.join(different)})")
     heads = ticket.fingerprint.num_kv_heads
     if heads % ticket.tp_size and ticket.tp_size % heads:

@@ -128,6 +128,7 @@ def check_offer(ticket: Ticket, request: host.Request, identity: EngineIdentity)
         fingerprint=identity.fingerprint,
         prompt_hash_of=lambda num_tokens: hash_of_prompt(request, num_tokens, identity),
         num_prompt_tokens=len(request.prompt_token_ids),
+        converts_dtype=identity.settings.convert_dtype,
         block_tokens=identity.block_tokens,
     )
     if len(ticket.block_ids) != 1 or len(ticket.block_ids[0]) != num_blocks(
@@ -144,7 +145,11 @@ def check_producer(introduction: Introduction, request: host.Request, identity: 
     """Is the introduced engine of our model, and the request one to compute? Raises BadIntroduction."""
     if request.prompt_token_ids is None:
         raise BadIntroduction(Fault.PROMPT, "is of no use for a prompt without tokens")
-    check_introduction(introduction, fingerprint=identity.fingerprint)
+    check_introduction(
+        introduction,
+        fingerprint=identity.fingerprint,
+        converts_dtype=identity.settings.convert_dtype,
+    )
 
 
 def hash_of_prompt(request: host.Request, num_tokens: int, identity: EngineIdentity) -> PromptHash:
