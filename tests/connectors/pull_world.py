@@ -71,6 +71,7 @@ def engine_config(
     secret: ClusterSecret | None = SECRET,
     extra: dict[str, Any] | None = None,
     model: ModelConfig | None = None,
+    connector: str = "BatonPullConnector",
 ) -> EngineConfig:
     return EngineConfig(
         model_config=model or model_config(),
@@ -79,7 +80,7 @@ def engine_config(
             tensor_parallel_size=tp, executor="multiprocess" if tp > 1 else "inprocess"
         ),
         kv_transfer_config=KVTransferConfig(
-            kv_connector="BatonPullConnector",
+            kv_connector=connector,
             kv_role=role,  # type: ignore[arg-type]
             engine_id=engine_id,
             kv_connector_extra_config={"transports": ["memory"], **(extra or {})},
@@ -187,6 +188,8 @@ class Station:
 
 
 class World:
+    engine_kind: type[Engine]
+
     def __init__(self) -> None:
         self.now = 1000.0
         self.wire = Wire()
@@ -199,7 +202,7 @@ class World:
         """Starts one; a second one of the same id is its successor, at the same url."""
         url = self._urls.setdefault(engine_id, f"tcp://127.0.0.1:{1001 + len(self._urls)}")
         self._epochs += 1
-        engine = Engine(self, engine_config(engine_id, **config), url, Epoch(self._epochs))
+        engine = self.engine_kind(self, engine_config(engine_id, **config), url, Epoch(self._epochs))
         self.engines.append(engine)
         return engine
 
@@ -251,12 +254,7 @@ class Engine:
         self.config = config
         self.is_alive = True
         self.tp = config.parallel_config.tensor_parallel_size
-        self.half = PullSchedulerHalf(
-            EngineIdentity.of_engine(config),
-            epoch=epoch,
-            clock=lambda: world.now,
-            control=lambda agent, lock: Station(world, url, agent),
-        )
+        self.half = self.make_half(config, url, epoch)
         self.workers = [self._worker(rank, Epoch(epoch * 100 + rank)) for rank in range(self.tp)]
         self.half.set_xfer_handshake_metadata(
             {rank: worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}  # type: ignore[misc]
@@ -271,12 +269,22 @@ class Engine:
         self.recomputed: set[str] = set()
         self.stats: list[dict[str, Any]] = []
 
+    def make_half(self, config: EngineConfig, url: str, epoch: Epoch) -> PullSchedulerHalf:
+        return PullSchedulerHalf(
+            EngineIdentity.of_engine(config),
+            epoch=epoch,
+            clock=lambda: self.world.now,
+            control=lambda agent, lock: Station(self.world, url, agent),
+        )
+
+    def make_worker(self, config: EngineConfig, epoch: Epoch, **parts: Any) -> PullWorkerHalf:
+        return PullWorkerHalf(EngineIdentity.of_engine(config), epoch=epoch, **parts)
+
     def _worker(self, rank: int, epoch: Epoch) -> PullWorkerHalf:
         of_rank = msgspec.structs.replace(self.config.parallel_config, rank=rank)
-        identity = EngineIdentity.of_engine(msgspec.structs.replace(self.config, parallel_config=of_rank))
-        worker = PullWorkerHalf(
-            identity,
-            epoch=epoch,
+        worker = self.make_worker(
+            msgspec.structs.replace(self.config, parallel_config=of_rank),
+            epoch,
             transports=lambda address: {"memory": MemoryTransport(address, self.world.network)},
             run_in_background=lambda job: job(),
         )
@@ -402,7 +410,9 @@ class Engine:
         """One engine step without tokens. True if anything was ordered or reported."""
         metadata = self.half.build_connector_meta(None)  # type: ignore[arg-type]
         assert isinstance(metadata, PullMetadata)
-        outputs = [self._step_rank(worker, metadata) for worker in self.workers]
+        return self.take_reports(metadata, [self._step_rank(worker, metadata) for worker in self.workers])
+
+    def take_reports(self, metadata: PullMetadata, outputs: list[KVConnectorOutput]) -> bool:
         output = self.aggregator.aggregate(outputs)
         if output is not None:
             self._take(output)
@@ -415,6 +425,9 @@ class Engine:
         worker.handle_preemptions(metadata)
         worker.bind_connector_metadata(metadata)
         worker.start_load_kv(None)  # type: ignore[arg-type]
+        return self.report_of(worker)
+
+    def report_of(self, worker: PullWorkerHalf) -> KVConnectorOutput:
         worker.wait_for_save()
         sent, received, failed = worker.get_transfer_results(set())
         output = KVConnectorOutput(
@@ -490,6 +503,9 @@ class Engine:
         self.half.shutdown()
         for worker in self.workers:
             worker.shutdown()
+
+
+World.engine_kind = Engine
 
 
 def kv_of(tokens: Sequence[int], index: int, rank: int, tp: int) -> torch.Tensor:

@@ -129,7 +129,6 @@ def check_offer(ticket: Ticket, request: host.Request, identity: EngineIdentity)
         prompt_hash_of=lambda num_tokens: hash_of_prompt(request, num_tokens, identity),
         num_prompt_tokens=len(request.prompt_token_ids),
         converts_dtype=identity.settings.convert_dtype,
-        block_tokens=identity.block_tokens,
     )
     if len(ticket.block_ids) != 1 or len(ticket.block_ids[0]) != num_blocks(
         ticket.num_tokens, ticket.block_tokens
@@ -137,7 +136,7 @@ def check_offer(ticket: Ticket, request: host.Request, identity: EngineIdentity)
         raise BadTicket(
             Fault.LAYOUT,
             f"names {[len(group) for group in ticket.block_ids]} blocks for {ticket.num_tokens} tokens; "
-            f"this engine has one cache group, with blocks of {identity.block_tokens}",
+            "this engine has one cache group, and needs every block of it",
         )
 
 

@@ -1,0 +1,245 @@
+"""Engines that prefill in chunks while somebody reads along: the pull world with push halves and real steps.
+
+A prefill here is a host's: it takes blocks, is computed chunk by chunk and layer by layer, may lose its
+blocks to others in between, and ends. Everything else is as in the pull world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from baton.connectors.pull import EngineIdentity, PullWorkerHalf
+from baton.connectors.pull.metadata import PullMetadata
+from baton.connectors.push import PushSchedulerHalf, PushSettings, PushWorkerHalf
+from baton.core.config import EngineConfig
+from baton.core.ids import Epoch
+from baton.engine.step import NewRequestData, SchedulerOutput
+from tests.connectors.pull_world import (
+    BLOCK,
+    LAYERS,
+    Engine,
+    FakeBlocks,
+    FakeRequest,
+    Station,
+    Status,
+    World,
+    kv_of,
+)
+
+
+@dataclass
+class Prefill:
+    request: FakeRequest
+    block_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    is_known: bool = False  # To the ranks.
+    is_preempted: bool = False
+
+
+class PushEngine(Engine):
+    half: PushSchedulerHalf
+
+    def __init__(self, world: World, config: EngineConfig, url: str, epoch: Epoch) -> None:
+        self.prefills: dict[str, Prefill] = {}
+        self.chunks: dict[str, int] = {}  # To be computed in the next step.
+        self.preempted: set[str] = set()
+        self.finished: dict[str, dict[str, Any] | None] = {}  # What each prefill's answer says.
+        self.on_layer: Callable[[int], None] | None = None  # Called when a layer of a step is computed.
+        super().__init__(world, config, url, epoch)
+
+    def make_half(self, config: EngineConfig, url: str, epoch: Epoch) -> PushSchedulerHalf:
+        return PushSchedulerHalf(
+            EngineIdentity.of_engine(config, PushSettings, does_push=True),
+            epoch=epoch,
+            clock=lambda: self.world.now,
+            control=lambda agent, lock: Station(self.world, url, agent),
+        )
+
+    def make_worker(self, config: EngineConfig, epoch: Epoch, **parts: Any) -> PullWorkerHalf:
+        identity = EngineIdentity.of_engine(config, PushSettings, does_push=True)
+        worker = PushWorkerHalf(identity, epoch=epoch, **parts)
+        worker._reporter = _ReportsAtOnce(worker._reporter._tp_rank, self)  # type: ignore[assignment]
+        return worker
+
+    # --- P ---------------------------------------------------------------------------------------
+
+    def begin(
+        self, request_id: str, tokens: list[int], transfer_id: str | None = "t", **request: Any
+    ) -> Prefill:
+        """A prefill leg arrives."""
+        params: dict[str, Any] = {"do_remote_decode": True}
+        if transfer_id is not None:
+            params["transfer_id"] = transfer_id
+        prefill = self.prefills[request_id] = Prefill(FakeRequest(request_id, tokens, params, **request))
+        self.half.on_new_request(prefill.request)
+        return prefill
+
+    def schedule(self, request_id: str, num_tokens: int, *, num_cached: int = 0) -> None:
+        """The next step computes so many tokens of it; at first behind what the cache has."""
+        prefill = self.prefills[request_id]
+        if not prefill.block_ids:
+            assert self.half.get_num_new_matched_tokens(prefill.request, num_cached) == (0, False)
+            prefill.num_computed = num_cached
+            self._grow(prefill, num_cached)
+            self.write(prefill, 0, num_cached)
+            self.half.update_state_after_alloc(prefill.request, FakeBlocks(prefill.block_ids), 0)
+        self.chunks[request_id] = num_tokens
+
+    def preempt(self, request_id: str) -> None:
+        """It loses its blocks, and somebody else writes into them at once."""
+        prefill = self.prefills[request_id]
+        for worker in self.workers:
+            worker.cache[:, prefill.block_ids] = -2.0  # type: ignore[attr-defined]
+        self.free_blocks += prefill.block_ids
+        prefill.block_ids, prefill.num_computed, prefill.is_preempted = [], 0, True
+        self.preempted.add(request_id)
+
+    def end_prefill(self, request_id: str, status: Status = Status.FINISHED_LENGTH_CAPPED) -> None:
+        prefill = self.prefills.pop(request_id)
+        prefill.request.num_computed_tokens, prefill.request.status = prefill.num_computed, status
+        is_lent, answer = self.half.request_finished(prefill.request, prefill.block_ids)
+        self.finished[request_id] = answer
+        if is_lent:
+            self.lent[request_id] = prefill.block_ids
+        else:
+            self.free_blocks += prefill.block_ids
+
+    def prefill_in_chunks(self, request_id: str, *chunks: int, num_cached: int = 0) -> None:
+        """A step for each; whatever can move in between moves."""
+        for chunk in chunks:
+            self.schedule(request_id, chunk, num_cached=num_cached)
+            self.world.settle()
+
+    def write(self, prefill: Prefill, first: int, last: int, layer: int | None = None) -> None:
+        tokens = prefill.request.prompt_token_ids
+        if last == len(tokens):
+            last = -(-last // BLOCK) * BLOCK  # `holds` compares whole blocks.
+        layers = slice(None) if layer is None else slice(layer, layer + 1)
+        for rank, worker in enumerate(self.workers):
+            for index in range(first // BLOCK, -(-last // BLOCK)):
+                inside = slice(max(0, first - index * BLOCK), min(BLOCK, last - index * BLOCK))
+                target = worker.cache[layers, prefill.block_ids[index]]  # type: ignore[attr-defined]
+                target[:, :, inside] = kv_of(tokens, index, rank, self.tp)[layers, :, inside]
+
+    # --- D ---------------------------------------------------------------------------------------
+
+    def follow(
+        self, request_id: str, tokens: list[int], p: PushEngine, transfer_id: str | None = "t", **request: Any
+    ) -> FakeRequest:
+        """A decode leg arrives: not yet admitted."""
+        return self.submit(request_id, tokens, stream_params(p, transfer_id), **request)
+
+    # --- Step ------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        chunks, self.chunks = self.chunks, {}
+        output = self._schedule(chunks)
+        metadata = self.half.build_connector_meta(output)
+        assert isinstance(metadata, PullMetadata)
+        for worker in self.workers:
+            worker.handle_preemptions(metadata)
+            worker.bind_connector_metadata(metadata)
+            worker.start_load_kv(None)  # type: ignore[arg-type]
+        reaches = {
+            request_id: (self.prefills[request_id].num_computed, chunk)
+            for request_id, chunk in chunks.items()
+        }
+        self._forward(reaches)
+        outputs = [self.report_of(worker) for worker in self.workers]
+        for request_id, (num_computed, chunk) in reaches.items():
+            self.prefills[request_id].num_computed = num_computed + chunk
+        for request_id in chunks:
+            prefill = self.prefills[request_id]
+            if prefill.num_computed == len(prefill.request.prompt_token_ids):
+                self.end_prefill(request_id)
+        return self.take_reports(metadata, outputs) or bool(chunks)
+
+    def _schedule(self, chunks: dict[str, int]) -> SchedulerOutput:
+        output = SchedulerOutput(num_scheduled_tokens=dict(chunks))
+        output.preempted_req_ids, self.preempted = self.preempted, set()
+        for request_id, chunk in chunks.items():
+            prefill = self.prefills[request_id]
+            known = len(prefill.block_ids) if prefill.is_known and not prefill.is_preempted else 0
+            self._grow(prefill, prefill.num_computed + chunk)
+            fresh = prefill.block_ids[known:]
+            if not prefill.is_known:
+                output.scheduled_new_reqs.append(
+                    NewRequestData(
+                        request_id,
+                        prefill.request.prompt_token_ids,
+                        None,  # type: ignore[arg-type]
+                        (list(fresh),),
+                        prefill.num_computed,
+                    )
+                )
+            else:
+                cached = output.scheduled_cached_reqs
+                cached.req_ids.append(request_id)
+                cached.new_block_ids.append((list(fresh),) if fresh else None)
+                cached.num_computed_tokens.append(prefill.num_computed)
+                if prefill.is_preempted:
+                    cached.resumed_req_ids.add(request_id)
+            prefill.is_known, prefill.is_preempted = True, False
+        return output
+
+    def _forward(self, reaches: dict[str, tuple[int, int]]) -> None:
+        if not reaches:
+            return
+        for layer in range(LAYERS):
+            for request_id, (first, chunk) in reaches.items():
+                self.write(self.prefills[request_id], first, first + chunk, layer)
+            for worker in self.workers:
+                worker.save_kv_layer(f"layer.{layer}", torch.empty(0), None)
+            if self.on_layer is not None:
+                self.on_layer(layer)
+
+    def _grow(self, prefill: Prefill, num_tokens: int) -> None:
+        missing = -(-num_tokens // BLOCK) - len(prefill.block_ids)
+        if missing > 0:
+            prefill.block_ids += self.allocate(missing * BLOCK)
+
+    def assert_whole(self) -> None:
+        assert not self.prefills
+        super().assert_whole()
+
+
+class _ReportsAtOnce:
+    """A LayerReporter without the wire and the thread, so that a step's order is the test's."""
+
+    def __init__(self, tp_rank: int, engine: PushEngine) -> None:
+        self._tp_rank = tp_rank
+        self._engine = engine
+        self._step: int | None = None
+
+    def begin(self, order: Any) -> None:
+        self._step = order.step if order is not None else None
+
+    def layer_computed(self, layer_index: int, kv_layer: torch.Tensor) -> None:
+        if self._step is not None:
+            self._engine.half._layers_done(self._tp_rank, self._step, layer_index + 1)
+
+    def close(self, timeout_s: float) -> None:
+        self._step = None
+
+
+class PushWorld(World):
+    engine_kind = PushEngine
+
+    def engine(self, engine_id: str, *, stream: str = "chunk", **config: Any) -> PushEngine:
+        extra = {"stream": stream, **config.pop("extra", {})}
+        engine = super().engine(engine_id, extra=extra, connector="BatonPushConnector", **config)
+        assert isinstance(engine, PushEngine)
+        return engine
+
+
+def stream_params(p: PushEngine, transfer_id: str | None) -> dict[str, Any]:
+    params = {
+        "do_remote_prefill": True,
+        "remote_engine_id": p.config.kv_transfer_config.engine_id,  # type: ignore[union-attr]
+        "baton_introduction": p.half.introduction(),
+    }
+    return params if transfer_id is None else {**params, "transfer_id": transfer_id}
