@@ -188,7 +188,8 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
         with self._lock:
             if isinstance(report, PullWorkerReport):
                 now = self._clock()
-                for end in self._reports.combine(report.each_rank()).ended or ():
+                ended = self._reports.combine(report.each_rank()).ended or ()
+                for end in sorted(ended, key=lambda end: (end.claim, end.pair)):  # A set has no order.
                     self._borrower.read_ended(end, now)
                 self._control.flush()
             self._absorb()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from baton.connectors.pull.agent import PullAgent
 from baton.core.errors import PeerError
 from baton.core.ids import Address
-from baton.protocol.messages import Envelope, decode_envelope, encode_envelope
+from baton.protocol.messages import Envelope, Hello, Message, Welcome, decode_envelope, encode_envelope
 from baton.sim.full.clockwork import Clockwork
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Wire:
         url = route if isinstance(route, str) else route.url
         way = (sender.url, url)
         if clockwork.trace is not None:
-            names = ", ".join(str(message) for message in what.messages)
+            names = ", ".join(_told(message) for message in what.messages)
             clockwork.note(sender.engine.name, f"-> {what.target.engine_id}: {names}"[:220])
         copies = 2 if clockwork.chance(faults.duplicate) else 1
         for copy in range(copies):
@@ -50,7 +50,8 @@ class Wire:
             clockwork.after(delay_s, lambda: self._arrive(sender, route, frame))
         if clockwork.chance(faults.malformed):
             garbage = bytes(clockwork.rng.randrange(256) for _ in range(clockwork.rng.choice([0, 3, 40])))
-            broken = frame[: clockwork.rng.randrange(len(frame))] + garbage
+            # 0xC1 begins nothing in msgpack: what is sealed on the way can be lost, not forged.
+            broken = frame[: clockwork.rng.randrange(3)] + b"\xc1" + garbage
             clockwork.after(
                 clockwork.spread(faults.delay_mean_s), lambda: self._arrive(sender, route, broken)
             )
@@ -143,6 +144,11 @@ class Station:
     @property
     def _clockwork(self) -> Clockwork:
         return self.engine.clockwork
+
+
+def _told(message: Message) -> str:
+    """Without what is long, or differs from run to run: addresses of memory."""
+    return type(message).__name__ if isinstance(message, Hello | Welcome) else str(message)
 
 
 Route: TypeAlias = str | Station
