@@ -9,6 +9,10 @@ read counts only if both were right: a successor with the same pid has another e
 closes its transport voids the page before it gives the memory back. The owner's process takes no part in
 a read.
 
+No checksums either: the kernel copies from memory to memory with one instruction stream and no wire between,
+as any copy within a program does. What could go wrong, a source that changes meanwhile, would change under a
+checksum's eyes too; that is for the lease to exclude.
+
 There are no writes here: they could be bound to nobody.
 """
 

@@ -2,7 +2,8 @@
 
     register   opens the owner's listener (tcp_owner); its address and token are the endpoint
     connect    a few lanes, each introduced in both directions (tcp_wire, tcp_reader)
-    post_read  chunks of the copies become requests; `recvmsg` scatters each answer into the blocks
+    post_read  chunks of the copies become requests; `recvmsg` scatters each answer into the blocks,
+               where its checksum is verified
 
 Bytes go from block to socket and from socket to block, with no buffer of ours between. A connection
 belongs to one incarnation by its first frames, so a read can never come from a successor.
@@ -57,6 +58,7 @@ class TcpTransport(Transport):
         advertise_host: str | None = None,  # What peers dial; needed when `host` is a wildcard.
         secret: ClusterSecret | None = None,
         num_lanes: int = LANES,
+        checksum: bool = True,  # Of what it reads; see tcp_reader.
         thread_cpus: Collection[int] | None = None,
         on_completion: Callable[[], None] | None = None,
     ) -> None:
@@ -71,6 +73,7 @@ class TcpTransport(Transport):
         self._advertise_host = advertise_host or host
         self._secret = secret
         self._num_lanes = num_lanes
+        self._checksum = checksum
         self._thread_cpus = thread_cpus
         self._completions = CompletionQueue(on_completion)
         self._regions: tuple[Region, ...] = ()
@@ -127,7 +130,15 @@ class TcpTransport(Transport):
             with self._lock:
                 if self._closed:
                     raise TransferError("the tcp transport is closed")
-                peer = TcpPeer(address, named, sockets, self._completions, self._thread_cpus)
+                peer = TcpPeer(
+                    address,
+                    named,
+                    sockets,
+                    self._completions,
+                    self._thread_cpus,
+                    self.counters,
+                    self._checksum,
+                )
                 self._peers.add(peer)
                 return peer
         except BaseException as error:

@@ -10,6 +10,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -19,15 +20,18 @@ from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError, PeerError, TransferError
 from baton.core.ids import Address
 from baton.core.layout import Region
+from baton.transport.checksum import checksum_of
 from baton.transport.iovec import ScatteredMemory, Scratch
 from baton.transport.spans import RegionTable
 from baton.transport.tcp_wire import (
+    ANSWER,
     COPIES_MAX,
     COPY_BYTES,
     DATA,
     FAIL,
-    HEADER,
     READ,
+    READ_SUMMED,
+    REQUEST,
     REQUEST_BYTES_MAX,
     TOKEN_BYTES,
     admit,
@@ -40,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 512
 BACKLOG = 128
-SEND_STALL_S = 30  # A reader that takes nothing for so long is cut off.
+SEND_STALL_S = 30  # A reader that takes so long for one answer, however it dribbles, is cut off.
 ACCEPT_RETRY_S = 0.1  # After running out of file descriptors, say.
 CLOSE_TIMEOUT_S = 10.0
 
@@ -52,6 +56,7 @@ class TcpCounters:
     served_bytes: int = 0
     strangers: int = 0  # Connections that failed to introduce themselves.
     refused: int = 0  # Requests outside the registered regions, or malformed.
+    checksum_mismatches: int = 0  # As a reader: bytes that arrived otherwise than they were sent.
     turned_away: int = 0  # Connections above CONNECTIONS_MAX.
 
 
@@ -143,7 +148,7 @@ class TcpOwner:
             return
         try:
             _prepare_to_serve(sock)
-            header = Scratch.of(HEADER.size)
+            header = Scratch.of(ANSWER.size)
             while True:
                 self._serve_one(sock, header)
         except (PeerError, TransferError, OSError) as error:
@@ -152,23 +157,27 @@ class TcpOwner:
         self._end(session)
 
     def _serve_one(self, sock: socket.socket, header: Scratch) -> None:
-        kind, count, request = HEADER.unpack(receive_exactly(sock, HEADER.size))
-        if kind != READ or not 0 < count <= COPIES_MAX:
+        kind, count, request = REQUEST.unpack(receive_exactly(sock, REQUEST.size))
+        if kind not in (READ, READ_SUMMED) or not 0 < count <= COPIES_MAX:
             self.counters.refused += 1
             raise PeerError("a malformed request")
         copies = np.frombuffer(receive_exactly(sock, count * COPY_BYTES), dtype="<i8").reshape(-1, 2)
         addresses, nbytes = copies[:, 0], copies[:, 1]
         if not self._table.covers(addresses, nbytes, REQUEST_BYTES_MAX) or nbytes.sum() > REQUEST_BYTES_MAX:
             self.counters.refused += 1
-            sock.sendall(HEADER.pack(FAIL, 0, request))
+            sock.sendall(ANSWER.pack(FAIL, 0, request, 0))
             raise PeerError("a request for memory that is not registered")
-        header.write(HEADER.pack(DATA, 0, request))
+        checksum = checksum_of(addresses, nbytes) if kind == READ_SUMMED else 0
+        header.write(ANSWER.pack(DATA, 0, request, checksum))
         answer = ScatteredMemory(
-            np.concatenate((np.array([header.address]), addresses)), np.concatenate(([HEADER.size], nbytes))
+            np.concatenate((np.array([header.address]), addresses)), np.concatenate(([ANSWER.size], nbytes))
         )
+        deadline = time.monotonic() + SEND_STALL_S
         while answer.rest_bytes:
             answer.send_to(sock.fileno(), socket.MSG_NOSIGNAL)
-        self.counters.served_bytes += answer.total_bytes - HEADER.size
+            if time.monotonic() > deadline:
+                raise TransferError(f"the reader did not take an answer within {SEND_STALL_S} s")
+        self.counters.served_bytes += answer.total_bytes - ANSWER.size
 
     def _end(self, session: _Session) -> None:
         with self._lock:

@@ -6,12 +6,16 @@
 A lane is a connection and the thread that alone sends and receives on it. It keeps a few requests under
 way, so that the owner never waits for the next. Operations take turns, one chunk at a time.
 
+Every answer carries a checksum that the owner took from its memory; it is taken again from the blocks, once
+they are full. What differs is asked for a second time, and then given up.
+
 A cancelled operation ends as soon as each lane has turned the rest of its answers away from the blocks
 into a scrap buffer, without the peer's help. A lane that fails takes the peer down: all its operations
 end, not ok.
 """
 
 import contextlib
+import logging
 import os
 import select
 import socket
@@ -26,22 +30,28 @@ import numpy as np
 from baton.core.errors import TransferError
 from baton.core.ids import Address
 from baton.transport.base import OpId, PeerHandle
+from baton.transport.checksum import checksum_of
 from baton.transport.completions import CompletionQueue
 from baton.transport.iovec import ScatteredMemory, Scratch, iovec_array
 from baton.transport.spans import Copies
+from baton.transport.tcp_owner import TcpCounters
 from baton.transport.tcp_wire import (
+    ANSWER,
     COPIES_MAX,
     DATA,
-    HEADER,
     READ,
+    READ_SUMMED,
+    REQUEST,
     REQUEST_BYTES_MAX,
     TcpEndpoint,
 )
 from baton.transport.threads import join_all, start_owned_thread
 
+logger = logging.getLogger(__name__)
+
 REQUESTS_PER_LANE = 2  # One being answered, one waiting at the owner.
 CHUNK_BYTES_MIN = 256 << 10  # Below, a request costs more than a second lane gains.
-STALL_S = 20.0  # An owner that owes an answer and sends nothing for so long is gone.
+STALL_S = 20.0  # An owner that takes so long for one answer, 4 MiB at most, is gone or as good as gone.
 CLOSE_TIMEOUT_S = 10.0
 _SCRAP_BYTES = 256 << 10
 
@@ -68,16 +78,21 @@ class _Chunk:
 
     request: int
     reading: Reading
+    copies: Copies
     header: Scratch
     target: ScatteredMemory
-    nbytes: int
+    is_second_try: bool = False
     discarded: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.target.total_bytes - ANSWER.size
 
     def discard(self, scrap: Scratch) -> None:
         """What is still to come of this answer goes to the scrap buffer, again and again the same one."""
         # The header is checked even so: it belongs to the framing, not to the blocks.
         done = self.target.done_bytes
-        header_rest = max(0, HEADER.size - done)
+        header_rest = max(0, ANSWER.size - done)
         lengths = [header_rest] if header_rest else []
         rest = self.target.rest_bytes - header_rest
         full, tail = divmod(rest, scrap.nbytes)
@@ -101,9 +116,13 @@ class TcpPeer(PeerHandle):
         sockets: list[socket.socket],
         completions: CompletionQueue,
         thread_cpus: Collection[int] | None,
+        counters: TcpCounters,
+        checksum: bool,
     ) -> None:
         self.address = address
         self.endpoint = endpoint
+        self.counters = counters
+        self.checksum = checksum
         self.lost: str | None = None
         self.lock = threading.Lock()
         self._completions = completions
@@ -235,7 +254,7 @@ class _Lane:
         self._unsent = b""
         self._requests = 0
         self._scrap: Scratch | None = None
-        self._heard_at = time.monotonic()
+        self._progress_at = time.monotonic()
 
     def wake(self) -> None:
         if self._wake_fd >= 0:
@@ -266,22 +285,24 @@ class _Lane:
 
     def _request_more(self) -> None:
         while len(self._under_way) < REQUESTS_PER_LANE and (taken := self._peer.take_nowait()):
-            reading, copies = taken
-            if not self._under_way:
-                self._heard_at = time.monotonic()
-            self._requests += 1
-            header = Scratch.of(HEADER.size)
-            target = ScatteredMemory(
-                np.concatenate((np.array([header.address]), copies.local)),
-                np.concatenate((np.array([HEADER.size]), copies.nbytes)),
-            )
-            nbytes = target.total_bytes - HEADER.size
-            self._under_way.append(_Chunk(self._requests, reading, header, target, nbytes))
-            request = iovec_array(copies.remote, copies.nbytes).astype("<i8", copy=False)
-            self._unsent += HEADER.pack(READ, len(copies), self._requests) + request.tobytes()
+            self._request(*taken)
         if self._unsent:
             with contextlib.suppress(BlockingIOError):
                 self._unsent = self._unsent[self._sock.send(self._unsent) :]
+
+    def _request(self, reading: Reading, copies: Copies, *, is_second_try: bool = False) -> None:
+        if not self._under_way:
+            self._progress_at = time.monotonic()
+        self._requests += 1
+        header = Scratch.of(ANSWER.size)
+        target = ScatteredMemory(
+            np.concatenate((np.array([header.address]), copies.local)),
+            np.concatenate((np.array([ANSWER.size]), copies.nbytes)),
+        )
+        self._under_way.append(_Chunk(self._requests, reading, copies, header, target, is_second_try))
+        wanted = iovec_array(copies.remote, copies.nbytes).astype("<i8", copy=False)
+        kind = READ_SUMMED if self._peer.checksum else READ
+        self._unsent += REQUEST.pack(kind, len(copies), self._requests) + wanted.tobytes()
 
     def _discard_cancelled(self) -> None:
         for chunk in self._under_way:
@@ -301,18 +322,32 @@ class _Lane:
             return False
         if count == 0:
             raise TransferError("the other end closed it")
-        self._heard_at = time.monotonic()
-        if chunk.target.done_bytes >= HEADER.size:
-            kind, _, request = HEADER.unpack(chunk.header.read())
+        if chunk.target.done_bytes >= ANSWER.size:
+            kind, _, request, _ = ANSWER.unpack(chunk.header.read())
             if kind != DATA or request != chunk.request:
                 raise TransferError(
                     "the owner refused the request" if kind != DATA else "answers out of order"
                 )
         if chunk.target.rest_bytes == 0:
             self._under_way.popleft()
+            self._progress_at = time.monotonic()
             if not chunk.discarded:
-                self._peer.return_chunk(chunk.reading, chunk.nbytes)
+                self._check_and_return(chunk)
         return True
+
+    def _check_and_return(self, chunk: _Chunk) -> None:
+        """What lies in the blocks now is what the owner sent, or it is asked for again, once."""
+        copies = chunk.copies
+        _, _, _, expected = ANSWER.unpack(chunk.header.read())
+        if not self._peer.checksum or checksum_of(copies.local, copies.nbytes) == expected:
+            self._peer.return_chunk(chunk.reading, chunk.nbytes)
+            return
+        self._peer.counters.checksum_mismatches += 1
+        if chunk.is_second_try:
+            self._peer.return_chunk(chunk.reading, 0, "the checksum was wrong, and again when read anew")
+        else:
+            logger.warning("a checksum of %s was wrong; reading again", self._peer.address.engine_id)
+            self._request(chunk.reading, copies, is_second_try=True)
 
     def _wait(self) -> None:
         """Sleep until there is something to do. Raises TransferError when the owner is gone or silent."""
@@ -320,12 +355,13 @@ class _Lane:
         self._poll.register(self._sock, events)
         timeout_ms = None
         if self._under_way:
-            timeout_ms = max(0.0, self._heard_at + STALL_S - time.monotonic()) * 1000
+            rest_s = self._progress_at + STALL_S - time.monotonic()
+            if rest_s <= 0:  # Also of an owner that dribbles.
+                raise TransferError(f"no answer was complete within {STALL_S:g} s")
+            timeout_ms = rest_s * 1000
         ready = dict(self._poll.poll(timeout_ms))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
-        elif not ready and self._under_way:
-            raise TransferError(f"nothing came for {STALL_S:g} s")
         if not self._under_way and self._sock.fileno() in ready:
             # Nothing is owed: the owner has closed, or talks nonsense.
             said = self._sock.recv(1)

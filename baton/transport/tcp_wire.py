@@ -5,8 +5,11 @@
     owner -> reader   Welcome(proof)  or the connection closes
 
     reader -> owner   READ | count | request | count * (address, nbytes)
-    owner -> reader   DATA | 0     | request | the bytes, in the order asked for
-    owner -> reader   FAIL | 0     | request                            and the connection closes
+                      RSUM | ...                      the same, and a checksum is wanted
+    owner -> reader   DATA | 0     | request | checksum | the bytes, in the order asked for
+    owner -> reader   FAIL | 0     | request | 0                        and the connection closes
+
+The checksum is the xxh3-64 of the bytes as they lie in the owner's memory, or 0 for READ.
 
 The key of the proofs comes from the cluster secret, if there is one, and the token in the endpoint: who
 was not given the endpoint over the control channel gets in nowhere, and a successor on the same port,
@@ -32,17 +35,18 @@ from baton.transport.decoding import decode_from_peer
 from baton.transport.loopback import is_host
 from baton.transport.spans import check_regions
 
-VERSION = 1
+VERSION = 2
 TOKEN_BYTES = 32
 NONCE_BYTES = 32
 HELLO_BYTES_MAX = 4096
 HANDSHAKE_TIMEOUT_S = 5.0
-COPIES_MAX = 1023  # In one request; with the header one full iovec array.
+COPIES_MAX = 1023  # In one request; with the answer's header one full iovec array.
 REQUEST_BYTES_MAX = 4 << 20
 
-HEADER = struct.Struct("<4sIQ")  # Kind, number of copies, request.
+REQUEST = struct.Struct("<4sIQ")  # Kind, number of copies, request.
+ANSWER = struct.Struct("<4sIQQ")  # Kind, 0, request, checksum.
 COPY_BYTES = 16
-READ, DATA, FAIL = b"READ", b"DATA", b"FAIL"
+READ, READ_SUMMED, DATA, FAIL = b"READ", b"RSUM", b"DATA", b"FAIL"
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 

@@ -5,10 +5,12 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,12 +20,17 @@ from baton.core.layout import Region
 from baton.testing.transport_producers import new_address, pattern, regions_of
 from baton.testing.transport_suite import BLOCK_SPAN, NUM_BLOCKS, drain, nothing_left_behind
 from baton.transport import tcp_owner, tcp_reader
+from baton.transport.base import Completion, OpId
+from baton.transport.checksum import checksum_of
 from baton.transport.tcp import TcpTransport
 from baton.transport.tcp_wire import (
+    ANSWER,
     COPIES_MAX,
     FAIL,
-    HEADER,
     READ,
+    READ_SUMMED,
+    REQUEST,
+    VERSION,
     TcpEndpoint,
     admit,
     connection_key,
@@ -107,12 +114,12 @@ def test_after_all_that_noise_the_owner_serves(owner: Owner) -> None:
     assert owner.still_serves()
 
 
-@given(noise=st.binary(min_size=HEADER.size, max_size=200))
+@given(noise=st.binary(min_size=REQUEST.size, max_size=200))
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 def test_noise_from_a_peer_costs_it_the_connection(owner: Owner, noise: bytes) -> None:
     with owner.dial_as_peer() as sock:
         say_and_stop(sock, noise)
-        assert len(hears_the_end(sock)) <= HEADER.size
+        assert len(hears_the_end(sock)) <= ANSWER.size
 
 
 def test_requests_outside_the_regions_are_refused(owner: Owner) -> None:
@@ -130,11 +137,11 @@ def test_requests_outside_the_regions_are_refused(owner: Owner) -> None:
     for copies in outside:
         with owner.dial_as_peer() as sock:
             body = np.array(copies, dtype="<i8").tobytes()
-            sock.sendall(HEADER.pack(READ, len(copies), 17) + body)
-            assert hears_the_end(sock) == HEADER.pack(FAIL, 0, 17)
+            sock.sendall(REQUEST.pack(READ, len(copies), 17) + body)
+            assert hears_the_end(sock) == ANSWER.pack(FAIL, 0, 17, 0)
     for count in (0, COPIES_MAX + 1, 2**32 - 1):
         with owner.dial_as_peer() as sock:
-            sock.sendall(HEADER.pack(READ, count, 17))
+            sock.sendall(REQUEST.pack(READ, count, 17))
             assert hears_the_end(sock) == b""
     assert owner.still_serves()
 
@@ -171,7 +178,7 @@ def test_an_impostor_who_listens_in_the_owners_place_is_unmasked() -> None:
         thread = threading.Thread(target=pretend)
         thread.start()
         named = TcpEndpoint(
-            version=1,
+            version=VERSION,
             engine_id=address.engine_id,
             epoch=address.epoch,
             host="127.0.0.1",
@@ -196,7 +203,7 @@ class SilentOwner:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.sockets: list[socket.socket] = []
         self.named = TcpEndpoint(
-            version=1,
+            version=VERSION,
             engine_id=self.address.engine_id,
             epoch=self.address.epoch,
             host="127.0.0.1",
@@ -244,8 +251,8 @@ def test_a_late_answer_to_a_cancelled_read_touches_no_block() -> None:
         silent.thread.join(TIMEOUT_S)
         # One lane got the request; half of the answer comes before the cancel, half after.
         lane = next(s for s in _readable(silent.sockets))
-        request = HEADER.unpack(lane.recv(HEADER.size))[2]
-        lane.sendall(HEADER.pack(b"DATA", 0, request) + b"\x01" * 1000)
+        request = REQUEST.unpack(lane.recv(REQUEST.size))[2]
+        lane.sendall(ANSWER.pack(b"DATA", 0, request, 0) + b"\x01" * 1000)
         reader.cancel(op)
         drain(reader, [op])
         target[:] = 0
@@ -268,7 +275,7 @@ def test_an_owner_that_owes_an_answer_for_too_long_is_given_up(monkeypatch: pyte
         prepared = reader.prepare(peer, [BLOCK_SPAN])
         (completion,) = drain(reader, [reader.post_read(prepared, [0], [0])])
         assert completion.error is not None
-        assert "nothing came" in completion.error
+        assert "no answer was complete" in completion.error
 
 
 def test_connections_above_the_cap_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,9 +331,178 @@ def _answer_all(sockets: list[socket.socket], count: int) -> None:
     while count:
         for sock in _readable(sockets):
             waiting = sock.recv(65536)
-            start = waiting.find(READ)
+            start = waiting.find(READ_SUMMED)
             while start >= 0:
-                request = HEADER.unpack_from(waiting, start)[2]
-                sock.sendall(HEADER.pack(b"DATA", 0, request) + b"\x03" * 4096)
+                request = REQUEST.unpack_from(waiting, start)[2]
+                threes = b"\x03" * 4096
+                sock.sendall(ANSWER.pack(b"DATA", 0, request, xxhash.xxh3_64_intdigest(threes)) + threes)
                 count -= 1
-                start = waiting.find(READ, start + 1)
+                start = waiting.find(READ_SUMMED, start + 1)
+
+
+# Integrity.
+
+
+class Corruption:
+    """Flips a byte of the owner's memory between its checksum and its answer, `count` times."""
+
+    def __init__(self, owner: Owner, count: int) -> None:
+        self._owner = owner
+        self._left = count
+        self.happened = 0
+
+    def __call__(self, addresses: np.ndarray, nbytes: np.ndarray) -> int:
+        honest = checksum_of(addresses, nbytes)
+        if self._left:
+            self._left -= 1
+            self.happened += 1
+            self._owner.memory[0, 7 * 4096 + 100] ^= 1
+        elif self.happened % 2:
+            self.happened += 1
+            self._owner.memory[0, 7 * 4096 + 100] ^= 1  # Whole again.
+            honest = checksum_of(addresses, nbytes)
+        return honest
+
+
+class Reader:
+    def __init__(self, owner: Owner, **options: Any) -> None:
+        self.memory = np.zeros_like(owner.memory)
+        self.transport = TcpTransport(new_address("reader"), secret=SECRET, num_lanes=1, **options)
+        self.transport.register(regions_of(self.memory))
+        peer = self.transport.connect(owner.address, owner.endpoint)
+        self.prepared = self.transport.prepare(peer, [BLOCK_SPAN])
+
+    def read_block_7(self) -> Completion:
+        (completion,) = drain(self.transport, [self.transport.post_read(self.prepared, [3], [7])])
+        return completion
+
+
+def test_bytes_that_changed_on_the_way_are_read_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = Owner()
+    with closing(owner.transport):
+        monkeypatch.setattr(tcp_owner, "checksum_of", Corruption(owner, 1))
+        reader = Reader(owner)
+        with closing(reader.transport):
+            assert reader.read_block_7().ok
+            assert (reader.memory[0, 3 * 4096 : 4 * 4096] == pattern(4)[0, 7 * 4096 : 8 * 4096]).all()
+            assert reader.transport.counters.checksum_mismatches == 1
+            assert "reading again" in caplog.text
+
+
+def test_bytes_that_stay_wrong_fail_the_read_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = Owner()
+    with closing(owner.transport):
+        monkeypatch.setattr(tcp_owner, "checksum_of", Corruption(owner, 2))
+        reader = Reader(owner)
+        with closing(reader.transport):
+            completion = reader.read_block_7()
+            assert not completion.ok
+            assert "checksum" in (completion.error or "")
+            assert reader.transport.counters.checksum_mismatches == 2
+            assert reader.read_block_7().ok, "the lane goes on"
+
+
+def test_without_checksums_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = Owner()
+    corruption = Corruption(owner, 1)
+    with closing(owner.transport):
+        monkeypatch.setattr(tcp_owner, "checksum_of", corruption)
+        reader = Reader(owner, checksum=False)
+        with closing(reader.transport):
+            assert reader.read_block_7().ok
+            assert corruption.happened == 0
+
+
+def test_a_cancel_during_the_second_try_ends_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = Owner()
+    with closing(owner.transport):
+        reader = Reader(owner)
+        with closing(reader.transport):
+            ops: list[OpId] = []
+            second_try = threading.Event()
+
+            def wrong_at_first(addresses: np.ndarray, nbytes: np.ndarray) -> int:
+                if second_try.is_set():
+                    reader.transport.cancel(ops[0])
+                second_try.set()
+                return 0
+
+            monkeypatch.setattr(tcp_owner, "checksum_of", wrong_at_first)
+            ops.append(reader.transport.post_read(reader.prepared, [3], [7]))
+            (completion,) = drain(reader.transport, ops)
+            assert completion.error == "cancelled"
+
+
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 4000), st.integers(1, 90)), min_size=1, max_size=12),
+    flip=st.none() | st.integers(0, 10**6),
+)
+def test_a_checksum_is_that_of_the_pieces_one_after_the_other(
+    pieces: list[tuple[int, int]], flip: int | None
+) -> None:
+    memory = np.random.default_rng(9).integers(0, 256, 4096, dtype=np.uint8)
+    joined = bytearray(b"".join(memory[start : start + nbytes].tobytes() for start, nbytes in pieces))
+    starts, lengths = (np.array(column, dtype=np.int64) for column in zip(*pieces, strict=True))
+    ours = checksum_of(memory.ctypes.data + starts, lengths)
+    assert ours == xxhash.xxh3_64_intdigest(bytes(joined))
+    if flip is not None:
+        joined[flip % len(joined)] ^= 4
+        assert ours != xxhash.xxh3_64_intdigest(bytes(joined))
+
+
+# Owners and readers that are slow on purpose, and lanes that break.
+
+
+def test_an_owner_that_dribbles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_reader, "STALL_S", 0.2)
+    silent = SilentOwner()
+    target = np.zeros((1, NUM_BLOCKS * 4096), dtype=np.uint8)
+    over = threading.Event()
+
+    def dribble() -> None:
+        silent.thread.join(TIMEOUT_S)
+        lane = next(iter(_readable(silent.sockets)))
+        request = REQUEST.unpack(lane.recv(REQUEST.size))[2]
+        with suppress(OSError):
+            lane.sendall(ANSWER.pack(b"DATA", 0, request, 0))
+            while not over.wait(0.01):
+                lane.sendall(b"x")
+
+    thread = threading.Thread(target=dribble)
+    thread.start()
+    with closing(silent), closing(TcpTransport(new_address("reader"))) as reader:
+        reader.register(regions_of(target))
+        peer = reader.connect(silent.address, msgspec.msgpack.encode(silent.named))
+        prepared = reader.prepare(peer, [BLOCK_SPAN])
+        (completion,) = drain(reader, [reader.post_read(prepared, [0], [0])])
+        over.set()
+        thread.join(TIMEOUT_S)
+        assert "no answer was complete" in (completion.error or "")
+
+
+def test_after_a_lost_lane_a_fresh_connect_works() -> None:
+    owner = Owner()
+    reader = Reader(owner)
+    with closing(owner.transport), closing(reader.transport):
+        lost = reader.prepared.peer
+        _break_connections(owner)
+        with pytest.raises(TransferError):
+            _read_until_refused(reader)
+        peer = reader.transport.connect(owner.address, owner.endpoint)
+        reader.prepared = reader.transport.prepare(peer, [BLOCK_SPAN])
+        assert reader.read_block_7().ok
+        reader.transport.disconnect(lost)
+        assert reader.read_block_7().ok
+
+
+def _break_connections(owner: Owner) -> None:
+    assert owner.transport._owner is not None
+    for session in list(owner.transport._owner._sessions):
+        session.sock.shutdown(socket.SHUT_RDWR)
+
+
+def _read_until_refused(reader: Reader) -> None:
+    while True:
+        reader.read_block_7()
