@@ -14,6 +14,7 @@ never used again by this incarnation. So all blocks announced in the run of `Fin
 unmodified, since they were announced.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 from baton.core.ids import Address, PromptHash, TransferId
@@ -32,7 +33,8 @@ from baton.protocol.messages import (
 )
 
 NEVER = float("inf")
-WANTS_MAX = 1 << 16  # Held at once; a peer that asks for more hears Failed.
+WANTS_MAX = 4096  # Held at once; a peer that asks for more hears Failed.
+WANTS_PER_CONSUMER_MAX = 1024  # So that one that asks for everything leaves room for others.
 
 
 @dataclass(slots=True)
@@ -62,7 +64,11 @@ class PushProducer:
         self._timers = timers
         self._prefills: dict[TransferId, _Prefill] = {}
         self._wants: dict[TransferId, _Want] = {}
+        self._num_wants_of: Counter[Address] = Counter()
         self._num_runs = 0
+        self._wake_at = (
+            NEVER  # No record ends before this. A frame of thousands of wants needs no more scans.
+        )
 
     # --- The engine's prefills --------------------------------------------------------------------
 
@@ -107,6 +113,7 @@ class PushProducer:
         if prefill is None:
             return []
         prefill.ticket, prefill.ready, prefill.ended_at = ticket, None, now
+        self._wake_at = min(self._wake_at, self._prefill_ends(transfer_id))
         return self._tell(transfer_id, now)
 
     def failed(self, transfer_id: TransferId, reason: str, now: float) -> list[Send]:
@@ -114,6 +121,7 @@ class PushProducer:
         if prefill is None:
             return []
         prefill.failure, prefill.ready, prefill.ended_at = reason[:MAX_REASON_CHARS], None, now
+        self._wake_at = min(self._wake_at, self._prefill_ends(transfer_id))
         return self._tell(transfer_id, now)
 
     def is_wanted(self, transfer_id: TransferId) -> bool:
@@ -133,13 +141,16 @@ class PushProducer:
                 return []  # Not for a producer.
 
     def wake(self, now: float) -> list[Send]:
+        if now < self._wake_at:
+            return []
         sends: list[Send] = []
         for transfer_id, want in [entry for entry in self._wants.items() if now >= self._want_ends(*entry)]:
             if not want.over and transfer_id not in self._prefills:
                 sends.append(self._failed(transfer_id, want, "no prefill of this transfer came"))
-            del self._wants[transfer_id]
+            self._forget_want(transfer_id)
         for transfer_id in [name for name in self._prefills if now >= self._prefill_ends(name)]:
             del self._prefills[transfer_id]
+        self._wake_at = self.next_deadline
         return sends
 
     @property
@@ -168,17 +179,26 @@ class PushProducer:
         transfer_id = message.transfer_id
         want = self._wants.get(transfer_id)
         if want is not None and want.over and (want.consumer, want.number) != (sender, message.number):
-            del self._wants[transfer_id]
+            self._forget_want(transfer_id)
             want = None
         if want is None:
-            if len(self._wants) >= WANTS_MAX:
+            num_of_sender = self._num_wants_of[sender]
+            if len(self._wants) >= WANTS_MAX or num_of_sender >= WANTS_PER_CONSUMER_MAX:
                 return [Send(sender, Failed(transfer_id, message.number, "too many consumers wait here"))]
             want = _Want(sender, message.number, message.prompt_hash, message.num_tokens, now, now)
             self._wants[transfer_id] = want
+            self._num_wants_of[sender] += 1
+            self._wake_at = min(self._wake_at, self._want_ends(transfer_id, want))
         elif (want.consumer, want.number) != (sender, message.number):
             return [Send(sender, Failed(transfer_id, message.number, "another consumer waits for it"))]
         want.heard_at = now
         return [self._answer(transfer_id, want, now)]
+
+    def _forget_want(self, transfer_id: TransferId) -> None:
+        consumer = self._wants.pop(transfer_id).consumer
+        self._num_wants_of[consumer] -= 1
+        if not self._num_wants_of[consumer]:
+            del self._num_wants_of[consumer]
 
     def _withdrawn(self, sender: Address, transfer_id: TransferId, number: int) -> None:
         want = self._wants.get(transfer_id)

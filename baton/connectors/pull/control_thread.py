@@ -102,7 +102,10 @@ class ControlThread:
             envelope = decode_envelope(frame)
         except PeerError as error:
             self.num_bad_frames += 1
-            logger.warning("dropped a control frame: %s", error)
+            # The first, second, fourth, ...: a peer that sends nothing else must not fill the log.
+            is_news = self.num_bad_frames & (self.num_bad_frames - 1) == 0
+            level = logging.WARNING if is_news else logging.DEBUG
+            logger.log(level, "dropped a control frame, number %d: %s", self.num_bad_frames, error)
             return
         with self._lock:
             # A url from a ticket stays; a connection that came in dies with its peer.

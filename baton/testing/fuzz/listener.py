@@ -1,0 +1,298 @@
+"""One engine's real agent behind its real control thread, and a flood of frames; then what has come of it.
+
+    t0            loans are lent, and claimed by an honest consumer; fetches are open at an honest producer
+    t0 + a while  the flood: whoever extended a loan now would be seen later
+    t0 + ttl      every claimed loan has ended, none before
+
+The honest two are part of the cast: others write in their names, and they about what is not theirs. Only
+what they may do (the claimer with its claim, the producer with its loan) is left out of the flood.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import threading
+import types
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+from baton.connectors.pull.agent import PullAgent
+from baton.connectors.pull.control_thread import ControlThread
+from baton.core.errors import PeerError
+from baton.core.hashing import prompt_hash
+from baton.core.ids import Address, EngineId, Epoch, LoanId, Pair, TransferId
+from baton.core.layout import LayerLayout, ModelFingerprint, RankLayout, Region
+from baton.core.timers import Timers
+from baton.protocol.effects import FreeLoan
+from baton.protocol.handshake import RankCard
+from baton.protocol.messages import (
+    WIRE_VERSION,
+    Announced,
+    Envelope,
+    Failed,
+    Finished,
+    Gone,
+    Message,
+    Refused,
+    Released,
+    Renew,
+    Renewed,
+    Stranger,
+    Welcome,
+    Working,
+    decode_envelope,
+)
+from baton.testing.fuzz.frames import Cast, FrameMaker
+from baton.transport.control import ControlChannel, Destination, Received, Route
+
+NUM_LOANS = 6
+NUM_CLAIMED = 4
+NUM_FETCHES = 4
+BATCH_FRAMES = 500  # Of one poll.
+OBJECTS_MAX = 60_000  # That a flood of any length may leave behind: routes, and what expires by itself.
+PATIENCE_S = 120.0  # For one flood's thread; only reached when something is wrong.
+
+_FINGERPRINT = ModelFingerprint("model", "revision", "float32", 2, 2, 8, "seed")
+_TRANSFER = TransferId("transfer")
+_CARD = RankCard(
+    0,
+    RankLayout(
+        tp_rank=0,
+        tp_size=1,
+        num_kv_heads=2,
+        num_blocks=8,
+        block_tokens=4,
+        dtype="float32",
+        regions=(Region(4096, 2 * 4096),),
+        layers=tuple(LayerLayout(f"layer.{i}", 0, i * 4096, 512, 256, 256) for i in range(2)),
+    ),
+    {"memory": b"here"},
+)
+_ME, _BORROWER, _PRODUCER, _MALLORY, _SUCCESSOR = (
+    Address(EngineId(name), Epoch(epoch))
+    for name, epoch in (("me", 7), ("d", 1), ("p", 2), ("mallory", 3), ("d", 9))
+)
+
+
+@dataclass(slots=True)
+class FloodResult:
+    kinds: Counter[str] = field(default_factory=Counter)
+    num_decoded: int = 0  # Of them, those that were well-formed.
+    num_dropped: int = 0
+    num_answers: int = 0
+    num_objects_left: int = 0
+    violations: list[str] = field(default_factory=list)
+
+    @property
+    def num_frames(self) -> int:
+        return self.kinds.total()
+
+    def add(self, other: FloodResult) -> None:
+        self.kinds += other.kinds
+        self.num_decoded += other.num_decoded
+        self.num_dropped += other.num_dropped
+        self.num_answers += other.num_answers
+        self.num_objects_left = max(self.num_objects_left, other.num_objects_left)
+        self.violations += other.violations
+
+
+class ScriptedChannel:
+    """Brings frames to whoever polls, from as many connections as it likes, and counts what is answered."""
+
+    url = "tcp://127.0.0.1:1"
+
+    def __init__(self, next_frame: Callable[[], bytes | None]) -> None:
+        self.num_answers = 0
+        self.is_exhausted = threading.Event()
+        self._next_frame = next_frame
+        self._woken = threading.Event()
+        self._num_polled = 0
+
+    def send(self, to: Destination, frame: bytes) -> bool:
+        self.num_answers += 1
+        return True
+
+    def poll(self, timeout_s: float) -> list[Received]:
+        received: list[Received] = []
+        while len(received) < BATCH_FRAMES and (frame := self._next_frame()) is not None:
+            self._num_polled += 1
+            received.append(Received(Route(self._num_polled.to_bytes(8, "little")), frame))
+        if not received:
+            if self.is_exhausted.is_set():
+                self._woken.wait(timeout_s)
+            # One more turn first, so that what the last batch led to has happened.
+            self.is_exhausted.set()
+        return received
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def close(self) -> None:
+        return
+
+
+class _World:
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.timers = Timers()
+        self.agent = PullAgent(_ME, _FINGERPRINT, self.timers)
+        self.agent.announce([_CARD])
+        self.hash = prompt_hash([1, 2, 3], 3)
+        lent = [self.agent.lend(self.now) for _ in range(NUM_LOANS)]
+        self.loans = [loan_id for loan_id in lent if loan_id is not None]
+        self.claimed = dict(zip(self.loans[:NUM_CLAIMED], range(11, 11 + NUM_CLAIMED), strict=True))
+        for loan_id, claim in self.claimed.items():
+            self._hear(_BORROWER, Renew(loan_id, claim, 1))
+        self.fetched: dict[LoanId, int] = {}
+        for counter in range(1, NUM_FETCHES + 1):
+            loan_id = LoanId(_PRODUCER.epoch, counter)
+            held = self.agent.reserve(loan_id, _PRODUCER, self.now)
+            assert held is not None
+            self.agent.start(held, (Pair(0, 0),), self.now)
+            self.fetched[loan_id] = held
+        wanted = self.agent.want(_TRANSFER, _PRODUCER, self.hash, 3, 4, self.now)
+        assert wanted is not None
+        self.wanted = wanted
+        self.agent.read_early(self.wanted, (Pair(0, 0),), 0, self.now)
+        assert self.agent.expect(_TRANSFER, self.hash, 3, self.now)
+        self.agent.greet(_PRODUCER, self.now)
+        self.agent.take_envelopes()
+        self.unseen = list(self.agent.take_effects())
+
+    def cast(self) -> Cast:
+        return Cast(
+            target=_ME,
+            senders=(_BORROWER, _PRODUCER, _MALLORY, _SUCCESSOR, _ME),
+            loan_ids=(*self.loans, *self.fetched, LoanId(_ME.epoch, 999)),
+            numbers=(*self.claimed.values(), *self.fetched.values(), self.wanted),
+            texts=(_TRANSFER, "d", "p", "me"),
+            hashes=(self.hash,),
+            fingerprint=_FINGERPRINT,
+        )
+
+    def is_rightful(self, envelope: Envelope) -> bool:
+        """Something that its sender may do to a promise under test."""
+        return any(self._is_rightful(envelope.sender, message) for message in envelope.messages)
+
+    def _is_rightful(self, sender: Address, message: Message) -> bool:
+        match message:
+            case Renew(loan_id, claim, _) | Released(loan_id, claim):
+                return sender == _BORROWER and self.claimed.get(loan_id) == claim
+            case Renewed(loan_id, claim) | Gone(loan_id, claim):
+                return sender == _PRODUCER and self.fetched.get(loan_id) == claim
+            case Working(_, number) | Announced(_, number) | Finished(_, number) | Failed(_, number):
+                return sender == _PRODUCER and number == self.wanted
+            case Welcome() | Refused():
+                return sender == _PRODUCER
+            case Stranger(about):
+                return about == _PRODUCER
+            case _:
+                return False
+
+    def find_violations(self) -> list[str]:
+        """Moves the clock."""
+        found: list[str] = []
+        agent, timers = self.agent, self.timers
+        # What nobody had claimed may be claimed, and released, by anybody of the cluster who knows of it.
+        found += [
+            f"{effect}, brought about by somebody who may not"
+            for effect in agent.take_effects()
+            if not (isinstance(effect, FreeLoan) and effect.loan_id not in self.claimed)
+        ]
+        if agent.num_open_fetches != NUM_FETCHES + 1:
+            found.append(f"{agent.num_open_fetches} fetches are open, {NUM_FETCHES + 1} were begun")
+        self.now = 1000.0 + timers.ttl_s - 0.001
+        agent.wake(self.now)
+        if agent.num_open_loans < NUM_CLAIMED:
+            found.append("a loan ended before its time")
+        self.now = 1000.0 + timers.ttl_s
+        agent.wake(self.now)
+        ended = {getattr(effect, "loan_id", None) for effect in agent.take_effects()}
+        if still := self.claimed.keys() - ended:
+            found.append(f"loans were extended by others than their claimer: {still}")
+        self.now = 1000.0 + 2 * max(timers.loan_max_s, timers.deadline_s)
+        for fetch in (*self.fetched.values(), self.wanted):
+            agent.read_ended(fetch, Pair(0, 0), False, self.now, "over")
+        agent.wake(self.now)
+        if agent.num_open_loans or agent.num_open_fetches:
+            found.append(f"left behind: {agent.num_open_loans} loans, {agent.num_open_fetches} fetches")
+        return found
+
+    def _hear(self, sender: Address, message: Message) -> None:
+        self.agent.receive(Envelope(WIRE_VERSION, sender, _ME, (message,)), self.now)
+
+
+def flood(num_frames: int, seed: int) -> FloodResult:
+    """So many frames at one listener."""
+    world, result = _World(), FloodResult()
+    maker = FrameMaker(random.Random(seed), world.cast())
+    world.now += world.timers.silence_s / 2
+    world.agent.wake(world.now)
+
+    def next_frame() -> bytes | None:
+        while result.num_frames < num_frames:
+            kind, frame = maker.frame()
+            try:
+                envelope = decode_envelope(frame)
+            except PeerError:
+                envelope = None
+            if envelope is not None and world.is_rightful(envelope):
+                continue
+            result.kinds[kind] += 1
+            result.num_decoded += envelope is not None
+            return frame
+        return None
+
+    channel = ScriptedChannel(next_frame)
+    lock = threading.Lock()
+    control = ControlThread(world.agent, lock, cast(ControlChannel, channel), lambda: world.now)
+    num_objects = _count_objects(world.agent, control)
+    control.start()
+    is_through = _wait_through(channel, control)
+    with lock:
+        result.num_objects_left = _count_objects(world.agent, control) - num_objects
+    control.close(PATIENCE_S)
+    result.num_dropped, result.num_answers = control.num_bad_frames, channel.num_answers
+    if not is_through:
+        result.violations.append("the control thread died or hung")
+    if result.num_dropped != result.num_frames - result.num_decoded:
+        result.violations.append(
+            f"{result.num_dropped} frames dropped, {result.num_decoded} were well-formed"
+        )
+    if result.num_objects_left > OBJECTS_MAX:
+        result.violations.append(f"{result.num_objects_left} objects were left behind")
+    result.violations += world.find_violations()
+    result.violations = [f"seed {seed}: {violation}" for violation in result.violations]
+    return result
+
+
+def _wait_through(channel: ScriptedChannel, control: ControlThread) -> bool:
+    waited_s = 0.0
+    while not channel.is_exhausted.wait(0.1):
+        waited_s += 0.1
+        try:
+            control.raise_if_dead()
+        except Exception:
+            logging.getLogger(__name__).exception("the flood has killed it")
+            return False
+        if waited_s > PATIENCE_S:
+            return False
+    return True
+
+
+def _count_objects(*roots: object) -> int:
+    """Everything that these hold on to, code aside."""
+    seen: set[int] = set()
+    queue: list[object] = list(roots)
+    skipped = (type, types.ModuleType, types.FunctionType, types.CodeType, threading.Thread, ScriptedChannel)
+    while queue:
+        current = queue.pop()
+        if id(current) in seen or isinstance(current, skipped):
+            continue
+        seen.add(id(current))
+        queue.extend(gc.get_referents(current))
+    return len(seen)

@@ -1,0 +1,93 @@
+"""Frames that no honest peer would send, at the real control thread: it lives, forgets, and is not fooled.
+
+`python -m baton.testing.fuzz --frames 1000000` is the same at length.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import baton.connectors.pull.control_thread as control_thread
+from baton.core.ids import Address, EngineId, Epoch, TransferId
+from baton.core.timers import Timers
+from baton.protocol.messages import Envelope, Failed, Want, Working
+from baton.protocol.pull_consumer import PullConsumer
+from baton.protocol.pull_producer import PullProducer
+from baton.protocol.push_producer import WANTS_MAX, WANTS_PER_CONSUMER_MAX, PushProducer
+from baton.testing.fuzz import flood
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_flood_is_dropped_or_answered_and_leaves_nothing_behind(seed: int) -> None:
+    result = flood(1_500, seed)
+    assert result.violations == []
+    assert result.num_frames == 1_500
+    assert set(result.kinds) == {"bytes", "tree", "damaged", "letter"}
+    assert result.num_decoded > 100, "some have to get as far as the machines"
+    assert result.num_dropped > 100
+
+
+def test_long_floods_leave_no_more_behind_than_short_ones() -> None:
+    lengths = (1_000, 4_000)
+    few, many = (flood(length, seed=7).num_objects_left for length in lengths)
+    assert many < few + 2_000
+
+
+def anybody_claims(self: Any, loan: Any, sender: Address, claim: int) -> bool:
+    return True
+
+
+def anybodys_word(self: Any, sender: Address, loan_id: Any, claim: int) -> Any:
+    return self._fetches.get(claim)
+
+
+def believe_anything(frame: bytes) -> Envelope:
+    return control_thread.Envelope(*frame)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "mutant", "noticed_as"),
+    [
+        (PullProducer, "_claims", anybody_claims, "FreeLoan"),
+        (PullConsumer, "_of", anybodys_word, "Fail"),
+        (control_thread, "decode_envelope", believe_anything, "died"),
+    ],
+)
+def test_a_guard_that_is_missing_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, where: Any, name: str, mutant: Callable[..., Any], noticed_as: str
+) -> None:
+    monkeypatch.setattr(where, name, mutant)
+    assert any(noticed_as in violation for violation in flood(3_000, seed=0).violations)
+
+
+# --- One peer that asks for too much -------------------------------------------------------------------
+
+GREEDY, MODEST = (Address(EngineId(name), Epoch(1)) for name in ("greedy", "modest"))
+
+
+def want(number: int) -> Want:
+    return Want(TransferId(f"t{number}"), number, bytes(32), 5)
+
+
+def test_a_consumer_that_wants_everything_leaves_room_for_others_and_is_forgotten() -> None:
+    timers = Timers()
+    producer = PushProducer(timers)
+    for number in range(2 * WANTS_PER_CONSUMER_MAX):
+        producer.receive(GREEDY, want(number), 0.0)
+    assert producer.num_open == WANTS_PER_CONSUMER_MAX
+    (refused,) = producer.receive(GREEDY, want(0xFFFF), 0.0)
+    assert isinstance(refused.message, Failed)
+    (served,) = producer.receive(MODEST, want(0xFFFF), 0.0)
+    assert isinstance(served.message, Working)
+    producer.wake(timers.hold_s)
+    assert producer.num_open == 0
+    (served,) = producer.receive(GREEDY, want(0xFFFF), timers.hold_s)
+    assert isinstance(served.message, Working), "it is not remembered against it"
+
+
+def test_any_number_of_names_is_held_in_bounded_memory() -> None:
+    producer = PushProducer(Timers())
+    for number in range(2 * WANTS_MAX):
+        producer.receive(Address(EngineId(f"e{number % 64}"), Epoch(1)), want(number), 0.0)
+    assert producer.num_open == WANTS_MAX
