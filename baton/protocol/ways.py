@@ -162,13 +162,12 @@ def _check_elements(local: RankLayout, remote: RankLayout, share: Share, convert
             check_equal("dtype", local.dtype, remote.dtype)
         itemsizes = FORMATS[local.dtype].itemsize, FORMATS[remote.dtype].itemsize
     for name in share.layers:
-        counts = [
-            slot_bytes_of(layer, layout) / itemsize
-            for layer, layout, itemsize in zip(
-                (ours[name], theirs[name]), (local, remote), itemsizes, strict=True
+        our_bytes, their_bytes = slot_bytes_of(ours[name], local), slot_bytes_of(theirs[name], remote)
+        if our_bytes * itemsizes[1] != their_bytes * itemsizes[0]:
+            raise PlanError(
+                f"slots of {name}: ours {our_bytes} bytes of {local.dtype}, "
+                f"theirs {their_bytes} bytes of {remote.dtype}"
             )
-        ]
-        check_equal(f"numbers in a slot of {name}", *counts)
     return declared_loss(remote.dtype, local.dtype) if local.dtype != remote.dtype else ""
 
 

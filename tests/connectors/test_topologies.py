@@ -1,0 +1,393 @@
+"""Reads between engines that differ in everything: each number ends in its place, and nothing else moves."""
+
+import dataclasses
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from baton.connectors.pull import EngineIdentity
+from baton.connectors.pull.cache_layout import layout_of
+from baton.connectors.pull.conversion import convert
+from baton.connectors.pull.links import RunInBackground
+from baton.connectors.pull.metadata import ReadBlocks, ReadEnd
+from baton.core.layout import FORMATS
+from baton.transport.memory import MemoryNetwork
+from tests.connectors.pull_world import engine_config, model_config
+from tests.connectors.topology_world import Engine, Reader, Shape
+
+PATIENCE_S = 20.0  # Only reached when something is wrong.
+
+NUM_LAYERS = 3
+stages = st.sampled_from([(), (3,), (1, 2), (2, 1), (1, 1, 1)])
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+@st.composite
+def engine_shapes(draw: st.DrawFn, num_heads: int) -> Shape:
+    is_replicated = draw(st.booleans()) if num_heads == 1 else False
+    return Shape(
+        tp=draw(st.sampled_from([tp for tp in (1, 2, 4) if num_heads % tp == 0 or tp % num_heads == 0])),
+        stages=draw(stages),
+        block_tokens=draw(st.sampled_from([1, 2, 3, 4, 6, 8])),
+        is_token_major=draw(st.booleans()),
+        is_replicated=is_replicated,
+        dtype=draw(dtypes),
+        num_heads=num_heads,
+        num_layers=NUM_LAYERS,
+        num_elements=2,
+        num_blocks=24,
+    )
+
+
+@st.composite
+def parts_of(draw: st.DrawFn, first: int, last: int) -> list[tuple[int, int, tuple[int, int] | None]]:
+    """The tokens [first, last) in parts that do not overlap; some of them layer by layer."""
+    cuts = sorted(draw(st.sets(st.integers(first, last), max_size=3)) | {first, last})
+    parts: list[tuple[int, int, tuple[int, int] | None]] = []
+    for start, end in itertools.pairwise(cuts):
+        if draw(st.booleans()):
+            cut = draw(st.integers(1, NUM_LAYERS - 1))
+            parts += [(start, end, (0, cut)), (start, end, (cut, NUM_LAYERS))]
+        else:
+            parts.append((start, end, None))
+    return parts
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_whatever_both_look_like_every_number_ends_in_its_place(data: st.DataObject) -> None:
+    num_heads = data.draw(st.sampled_from([1, 2, 4]))
+    theirs, ours = data.draw(engine_shapes(num_heads)), data.draw(engine_shapes(num_heads))
+    first = data.draw(st.integers(0, 10))
+    num_tokens = data.draw(st.integers(first + 1, 20))
+    parts = data.draw(parts_of(first, num_tokens))
+    draw = random.Random(data.draw(st.integers(0, 1000)))
+    network = MemoryNetwork()
+    p, d = Engine("p", theirs, network), Reader("d", ours, network)
+    local, remote = d.table(num_tokens, draw), p.table(num_tokens, draw)
+    for rank in p.ranks:
+        rank.compute(range(num_tokens), remote)
+    # Junk may come to lie behind the last token, in the blocks at hand; nothing else may change.
+    writable = range(first, min(len(local) * ours.block_tokens, len(remote) * theirs.block_tokens))
+    before = [rank.elsewhere(writable, local) for rank in d.ranks]
+    d.meet(p)
+    pairs = d.pairs(p, rotation=data.draw(st.integers(0, 3)))
+    for index, (start, end, layers) in enumerate(parts):
+        d.order(
+            ReadBlocks(
+                1, p.address, pairs, start, end - start, local, remote, layers, index == len(parts) - 1
+            )
+        )
+    ends = d.take_ended()
+    assert {end.pair for end in ends if end.ok} == set(pairs), ends
+    assert len(ends) == len(pairs)
+    for rank, untouched in zip(d.ranks, before, strict=True):
+        assert rank.numbers(range(first, num_tokens), local) == rank.right_numbers(range(first, num_tokens))
+        assert torch.equal(rank.elsewhere(writable, local), untouched)
+    assert d.is_at_rest
+    p.close()
+    d.close()
+
+
+class Pair:
+    """P has computed a prompt that D reads."""
+
+    def __init__(self, theirs: Shape, ours: Shape, num_tokens: int = 21, **reader: Any) -> None:
+        self.network = MemoryNetwork()
+        self.p, self.d = Engine("p", theirs, self.network), Reader("d", ours, self.network, **reader)
+        draw = random.Random(5)
+        self.num_tokens = num_tokens
+        self.local, self.remote = self.d.table(num_tokens, draw), self.p.table(num_tokens, draw)
+        for rank in self.p.ranks:
+            rank.compute(range(num_tokens), self.remote)
+        self.d.meet(self.p)
+
+    def read(self, claim: int = 1, **order: Any) -> None:
+        self.d.order(
+            ReadBlocks(
+                claim,
+                self.p.address,
+                self.d.pairs(self.p),
+                0,
+                order.get("num_tokens", self.num_tokens),
+                self.local,
+                self.remote,
+            )
+        )
+
+    def wait_ended(self, count: int) -> list[ReadEnd]:
+        ends: list[ReadEnd] = []
+        deadline = time.monotonic() + PATIENCE_S
+        while len(ends) < count:
+            assert time.monotonic() < deadline, "reads do not end"
+            ends += self.d.take_ended()
+            threading.Event().wait(0.001)
+        return ends
+
+    @property
+    def is_right(self) -> bool:
+        tokens = range(self.num_tokens)
+        return all(rank.numbers(tokens, self.local) == rank.right_numbers(tokens) for rank in self.d.ranks)
+
+
+@pytest.fixture
+def pair() -> Iterator[Callable[..., Pair]]:
+    made: list[Pair] = []
+
+    def make(theirs: Shape, ours: Shape, **arguments: Any) -> Pair:
+        made.append(Pair(theirs, ours, **arguments))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for links in one.d.links:
+            links.close()
+        one.p.close()
+        one.d.close()
+
+
+BF16 = dataclasses.replace(Shape(), dtype=torch.bfloat16)
+
+
+def test_engines_that_look_alike_read_in_one_operation_of_one_span_per_layer_and_block(
+    pair: Callable[..., Pair],
+) -> None:
+    alike = pair(Shape(), Shape())
+    alike.read()
+    (end,) = alike.d.take_ended()
+    assert alike.network.reads == 1
+    assert end.num_descriptors == Shape().num_layers * len(alike.local)
+    assert alike.is_right
+
+
+def test_a_block_size_of_another_engine_costs_an_operation_for_each_place_in_a_block(
+    pair: Callable[..., Pair],
+) -> None:
+    for theirs, ours in ((2, 8), (8, 2)):
+        other = pair(Shape(block_tokens=theirs), Shape(block_tokens=ours), num_tokens=24)
+        other.read()
+        assert other.network.reads == 4
+        assert other.is_right
+
+
+def test_blocks_very_unlike_in_size_go_through_the_staging_buffer(pair: Callable[..., Pair]) -> None:
+    one = pair(Shape(block_tokens=1), Shape(block_tokens=64), num_tokens=24)
+    one.read()
+    (end,) = one.d.take_ended()
+    assert end.ok, end.error
+    assert one.is_right
+
+
+def test_tokens_that_no_block_holds_fail_the_read_alone(pair: Callable[..., Pair]) -> None:
+    for theirs in (Shape(), BF16):
+        one = pair(theirs, Shape())
+        one.read(claim=1, num_tokens=200)
+        one.read(claim=2)
+        bad, good = sorted(one.d.take_ended(), key=lambda end: end.claim)
+        assert not bad.ok
+        assert "200 tokens do not lie in" in bad.error
+        assert good.ok
+        assert one.is_right
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
+def test_fp8_is_read_into_wider_numbers_without_loss_and_back_with_a_declared_one(
+    pair: Callable[..., Pair], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fp8 = dataclasses.replace(Shape(), dtype=getattr(torch, name))
+    wider = pair(fp8, Shape())
+    wider.read()
+    assert wider.d.take_ended()[0].ok
+    for ours, theirs in zip(wider.d.ranks, wider.p.ranks, strict=True):
+        tokens = range(wider.num_tokens)
+        assert ours.numbers(tokens, wider.local) == theirs.numbers(tokens, wider.remote)
+    assert "lossy" not in caplog.text
+    narrower = pair(Shape(), fp8)
+    narrower.read()
+    assert narrower.d.take_ended()[0].ok
+    (rank,) = narrower.d.ranks
+    found = rank.numbers(range(1), narrower.local)
+    for place, values in rank.right_numbers(range(1)).items():
+        assert found[place] == torch.tensor(values).to(fp8.dtype).float().tolist()
+    assert f"float32 -> {name}: lossy" in caplog.text
+
+
+def test_numbers_out_of_range_saturate_and_what_is_no_number_stays_none() -> None:
+    inf, nan = float("inf"), float("nan")
+    values = torch.tensor([1e30, -1e30, inf, -inf, 0.5, nan])
+    for dtype, largest in ((torch.float16, 65504.0), (torch.float8_e4m3fn, 448.0)):
+        got = convert(values, dtype).float()
+        assert got[:5].tolist() == [largest, -largest, largest, -largest, 0.5]
+        assert got[5].isnan()
+    assert convert(torch.tensor([70000.0], dtype=torch.bfloat16), torch.float16).item() == 65504.0
+    assert convert(torch.tensor([inf]), torch.bfloat16).item() <= FORMATS["bfloat16"].largest
+
+
+def test_an_engine_told_not_to_convert_says_so(pair: Callable[..., Pair]) -> None:
+    one = pair(BF16, Shape(), converts_dtype=False)
+    one.read()
+    (end,) = one.d.take_ended()
+    assert end.error == "dtype: ours 'float32', theirs 'bfloat16'"
+
+
+def test_a_cache_of_bytes_with_scales_elsewhere_is_refused(pair: Callable[..., Pair]) -> None:
+    one = pair(dataclasses.replace(Shape(), dtype=torch.uint8), Shape())
+    one.read()
+    (end,) = one.d.take_ended()
+    assert end.error == "dtype: ours 'float32', theirs 'uint8'"
+
+
+def test_heads_of_another_size_are_refused(pair: Callable[..., Pair]) -> None:
+    for theirs in (dataclasses.replace(Shape(), num_elements=4), dataclasses.replace(BF16, num_elements=4)):
+        one = pair(theirs, Shape())
+        one.read()
+        (end,) = one.d.take_ended()
+        assert not end.ok
+        assert end.error.startswith("slots of layer.0: ours 8 bytes of float32, theirs")
+
+
+def test_a_block_larger_than_the_staging_buffer_is_refused(pair: Callable[..., Pair]) -> None:
+    one = pair(BF16, Shape(), staging_bytes=64)
+    one.read()
+    (end,) = one.d.take_ended()
+    assert end.error == "a block of layer.0 has 64 bytes, the staging buffer 32"
+
+
+# --- Through the staging buffer, in threads ----------------------------------------------------
+
+
+@pytest.fixture
+def threads() -> Iterator[RunInBackground]:
+    started: list[threading.Thread] = []
+
+    def run(job: Callable[[], None]) -> None:
+        started.append(threading.Thread(target=job))
+        started[-1].start()
+
+    yield run
+    for thread in started:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+def test_many_staged_reads_share_a_small_buffer(pair: Callable[..., Pair], threads: RunInBackground) -> None:
+    one = pair(BF16, Shape(), staging_bytes=512, run_in_background=threads)
+    for claim in range(8):
+        one.read(claim)
+    ends = one.wait_ended(8)
+    assert all(end.ok for end in ends), ends
+    assert one.is_right
+    assert one.d.is_at_rest
+
+
+def test_a_staged_read_ends_only_when_nothing_of_it_is_under_way(
+    pair: Callable[..., Pair], threads: RunInBackground
+) -> None:
+    one = pair(BF16, Shape(), staging_bytes=512, run_in_background=threads)
+    one.network.hold()
+    one.read()
+    wait_until(lambda: one.network.held_count == 2)
+    assert one.d.take_ended() == []
+    assert not one.d.is_at_rest
+    one.network.release()
+    assert one.wait_ended(1)[0].ok
+    assert one.is_right
+
+
+def test_a_cancelled_staged_read_gives_its_buffer_back(
+    pair: Callable[..., Pair], threads: RunInBackground
+) -> None:
+    one = pair(BF16, Shape(), staging_bytes=512, run_in_background=threads)
+    one.network.hold()
+    one.read(claim=1)
+    wait_until(lambda: one.network.held_count == 2)
+    one.read(claim=2)  # Waits for room.
+    for links in one.d.links:
+        links.cancel(1)
+        links.cancel(2)
+    ends = one.wait_ended(2)
+    assert [end.error for end in ends] == ["cancelled", "cancelled"]
+    wait_until(lambda: one.d.is_at_rest)
+    one.network.release()
+    one.read(claim=3)
+    assert one.wait_ended(1)[0].ok
+    assert one.is_right
+
+
+def test_an_error_in_the_middle_ends_the_staged_read_and_no_other(
+    pair: Callable[..., Pair], threads: RunInBackground
+) -> None:
+    one = pair(BF16, Shape(), staging_bytes=512, run_in_background=threads)
+    one.network.fail_next("the wire broke")
+    one.read(claim=1)
+    (end,) = one.wait_ended(1)
+    assert end.error == "the wire broke"
+    one.read(claim=2)
+    assert one.wait_ended(1)[0].ok
+    assert one.d.is_at_rest
+
+
+def test_a_peer_that_is_lost_ends_its_staged_reads(
+    pair: Callable[..., Pair], threads: RunInBackground
+) -> None:
+    one = pair(BF16, Shape(), staging_bytes=512, run_in_background=threads)
+    one.network.hold()
+    one.read()
+    wait_until(lambda: one.network.held_count == 2)
+    for links in one.d.links:
+        links.lose(one.p.address)
+    (end,) = one.wait_ended(1)
+    assert not end.ok
+    wait_until(lambda: one.d.is_at_rest)
+
+
+def test_straight_reads_are_heard_of_while_a_staged_one_waits(
+    pair: Callable[..., Pair], threads: RunInBackground
+) -> None:
+    one = pair(BF16, Shape(), staging_bytes=512, run_in_background=threads)
+    alike = Engine("alike", Shape(), one.network)
+    one.d.meet(alike)
+    one.network.hold()
+    one.read(claim=1)
+    wait_until(lambda: one.network.held_count == 2)
+    table = alike.table(8, random.Random(1))
+    one.d.order(ReadBlocks(2, alike.address, one.d.pairs(alike), 0, 8, one.local, table))
+    wait_until(lambda: one.network.held_count == 3)
+    one.network.end(lambda reading: reading.peer.address.engine_id == "alike", "enough")
+    (end,) = one.wait_ended(1)
+    assert (end.claim, end.error) == (2, "enough")
+    one.network.release()
+    assert one.wait_ended(1)[0].ok
+    alike.close()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.001)
+
+
+# --- From tensors to layouts -------------------------------------------------------------------
+
+
+def test_tensors_of_either_order_and_without_heads_have_a_layout() -> None:
+    identity = EngineIdentity.of_engine(engine_config("e"))  # 4 heads, blocks of 4, float32.
+    (layer,) = layout_of({"l": torch.zeros(8, 4, 4, 6)}, identity).layers
+    assert (layer.head_stride, layer.token_stride, layer.head_bytes) == (4 * 24, 0, 4 * 24)
+    (layer,) = layout_of({"l": torch.zeros(8, 4, 4, 6).transpose(1, 2)}, identity).layers
+    assert (layer.head_stride, layer.token_stride, layer.head_bytes) == (24, 4 * 24, 4 * 24)
+    model = model_config(num_kv_heads=1)
+    for tp in (1, 2):
+        mla = EngineIdentity.of_engine(engine_config("e", model=model, tp=tp))
+        layout = layout_of({"l": torch.zeros(8, 4, 6)}, mla)
+        assert layout.is_replicated == (tp == 2)
+        assert layout.layers[0].head_bytes == 4 * 24

@@ -1,0 +1,238 @@
+"""Two engines' ranks without the engines: caches of any shape, full of numbers that say where they belong.
+
+The number of a layer, head, token of the prompt and element is the same on every engine. So what a read has
+moved can be checked without knowing how.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from baton.connectors.pull.conversion import SlotMemory
+from baton.connectors.pull.links import PeerLinks, RunInBackground
+from baton.connectors.pull.metadata import ReadBlocks, ReadEnd
+from baton.connectors.pull.staged_reads import StagedReader
+from baton.connectors.pull.staging import Staging
+from baton.core.ids import Address, EngineId, Epoch, Pair
+from baton.core.layout import LayerLayout, RankLayout, Region
+from baton.core.topology import kv_heads_of
+from baton.protocol.handshake import RankCard, decode_ranks, encode_ranks
+from baton.protocol.plan import plan_pairs_of_layouts
+from baton.transport.memory import MemoryNetwork, MemoryTransport
+
+UNTOUCHED = -77.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of one engine. The model's part (heads, layers, elements) has to be the same on both."""
+
+    tp: int = 1
+    stages: tuple[int, ...] = ()  # Layers of each pipeline stage; empty: one stage.
+    block_tokens: int = 4
+    is_token_major: bool = False
+    is_replicated: bool = False
+    dtype: torch.dtype = torch.float32
+    num_heads: int = 4
+    num_layers: int = 3
+    num_elements: int = 2
+    num_blocks: int = 24
+
+    @property
+    def stage_layers(self) -> list[range]:
+        sizes = self.stages or (self.num_layers,)
+        assert sum(sizes) == self.num_layers
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def number(layer: int, head: int, token: int, element: int, shape: Shape) -> int:
+    """Small enough for bfloat16 to tell neighbours apart, different wherever a mistake would look."""
+    return (layer * 67 + head * 31 + token * 7 + element * 3) % 241
+
+
+class Rank:
+    def __init__(
+        self, shape: Shape, pp_rank: int, tp_rank: int, network: MemoryNetwork, owner: Address
+    ) -> None:
+        self.shape = shape
+        self.layers = shape.stage_layers[pp_rank]
+        if shape.is_replicated:
+            self.heads = range(shape.num_heads)
+        else:
+            self.heads = kv_heads_of(tp_rank, tp_size=shape.tp, num_kv_heads=shape.num_heads)
+        inner = (
+            (shape.block_tokens, len(self.heads))
+            if shape.is_token_major
+            else (len(self.heads), shape.block_tokens)
+        )
+        self.storage = torch.full(
+            (len(self.layers), shape.num_blocks, *inner, shape.num_elements), UNTOUCHED
+        ).to(shape.dtype)
+        views = self.storage.transpose(2, 3) if shape.is_token_major else self.storage
+        self.caches = {f"layer.{layer}": views[i] for i, layer in enumerate(self.layers)}
+        self.layout = self._layout(pp_rank, tp_rank)
+        self.address = Address(owner.engine_id, Epoch(owner.epoch * 100 + pp_rank * shape.tp + tp_rank))
+        self.transport = MemoryTransport(self.address, network)
+
+    def _layout(self, pp_rank: int, tp_rank: int) -> RankLayout:
+        shape, itemsize = self.shape, self.storage.element_size()
+        first = next(iter(self.caches.values()))
+        _, num_heads, block_tokens, content = first.shape
+        layers = [
+            LayerLayout(
+                name,
+                0,
+                int(cache.storage_offset()) * itemsize,
+                cache.stride(0) * itemsize,
+                cache.stride(1) * itemsize if num_heads > 1 else block_tokens * content * itemsize,
+                block_tokens * content * itemsize,
+                cache.stride(2) * itemsize if block_tokens > 1 else content * itemsize,
+            )
+            for name, cache in self.caches.items()
+        ]
+        return RankLayout(
+            tp_rank=tp_rank,
+            tp_size=shape.tp,
+            num_kv_heads=shape.num_heads,
+            num_blocks=shape.num_blocks,
+            block_tokens=shape.block_tokens,
+            dtype=str(shape.dtype).removeprefix("torch."),
+            regions=(Region(self.storage.data_ptr(), self.storage.nbytes),),
+            layers=tuple(layers),
+            pp_rank=pp_rank,
+            pp_size=len(shape.stage_layers),
+            is_replicated=shape.is_replicated,
+        )
+
+    def numbers(self, tokens: range, blocks: Sequence[int]) -> dict[tuple[int, int, int], list[float]]:
+        """By layer, head and token of the prompt."""
+        found = {}
+        for layer in self.layers:
+            cache = self.caches[f"layer.{layer}"].float()
+            for head_index, head in enumerate(self.heads):
+                for token in tokens:
+                    block, offset = blocks[token // self.shape.block_tokens], token % self.shape.block_tokens
+                    found[layer, head, token] = cache[block, head_index, offset].tolist()
+        return found
+
+    def right_numbers(self, tokens: range) -> dict[tuple[int, int, int], list[float]]:
+        elements = range(self.shape.num_elements)
+        return {
+            (layer, head, token): [float(number(layer, head, token, e, self.shape)) for e in elements]
+            for layer in self.layers
+            for head in self.heads
+            for token in tokens
+        }
+
+    def elsewhere(self, tokens: range, blocks: Sequence[int]) -> torch.Tensor:
+        """The whole memory, but for these tokens."""
+        copy = self.storage.clone()
+        by_head = copy.transpose(2, 3) if self.shape.is_token_major else copy
+        for token in tokens:
+            by_head[:, blocks[token // self.shape.block_tokens], :, token % self.shape.block_tokens] = 0
+        return copy
+
+    def compute(self, tokens: range, blocks: Sequence[int]) -> None:
+        for (layer, head, token), values in self.right_numbers(tokens).items():
+            block, offset = blocks[token // self.shape.block_tokens], token % self.shape.block_tokens
+            cache = self.caches[f"layer.{layer}"]
+            cache[block, head - self.heads.start, offset] = torch.tensor(values).to(self.shape.dtype)
+
+
+class Engine:
+    def __init__(self, name: str, shape: Shape, network: MemoryNetwork) -> None:
+        self.shape = shape
+        self.address = Address(EngineId(name), Epoch(len(name)))
+        self.ranks = [
+            Rank(shape, pp_rank, tp_rank, network, self.address)
+            for pp_rank in range(len(shape.stage_layers))
+            for tp_rank in range(shape.tp)
+        ]
+
+    def cards(self) -> tuple[RankCard, ...]:
+        """As they come out of a handshake."""
+        return decode_ranks(
+            encode_ranks(
+                [
+                    RankCard(
+                        rank.layout.tp_rank,
+                        rank.layout,
+                        {"memory": rank.transport.register(rank.layout.regions)},
+                        rank.address.epoch,
+                    )
+                    for rank in self.ranks
+                ]
+            )
+        )
+
+    def table(self, num_tokens: int, draw: random.Random) -> tuple[int, ...]:
+        count = -(-num_tokens // self.shape.block_tokens)
+        return tuple(draw.sample(range(self.shape.num_blocks), count))
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.transport.close()
+
+
+class Reader(Engine):
+    """D: ranks with links and a staging buffer of next to nothing, so that chunks are many."""
+
+    def __init__(
+        self,
+        name: str,
+        shape: Shape,
+        network: MemoryNetwork,
+        *,
+        staging_bytes: int = 4096,
+        run_in_background: RunInBackground | None = None,
+        converts_dtype: bool = True,
+    ) -> None:
+        super().__init__(name, shape, network)
+        self.stagings: list[Staging] = []
+        self._run_in_background = run_in_background or (lambda job: job())
+        self._converts_dtype = converts_dtype
+        self.links = [self._links(rank, staging_bytes) for rank in self.ranks]
+
+    def _links(self, rank: Rank, staging_bytes: int) -> PeerLinks:
+        staging = Staging("cpu", nbytes=staging_bytes, num_parts=2)
+        staged = StagedReader(SlotMemory.of_caches(rank.layout, rank.caches), staging)
+        rank.transport.register((*rank.layout.regions, staged.region))
+        self.stagings.append(staging)
+        return PeerLinks(
+            rank.layout,
+            {"memory": rank.transport},
+            ["memory"],
+            self._run_in_background,
+            staged=staged,
+            converts_dtype=self._converts_dtype,
+        )
+
+    def meet(self, producer: Engine) -> None:
+        cards = producer.cards()
+        for links in self.links:
+            links.meet(producer.address, cards)
+
+    def pairs(self, producer: Engine, rotation: int = 0) -> tuple[Pair, ...]:
+        return plan_pairs_of_layouts(
+            [rank.layout for rank in producer.ranks],
+            [rank.layout for rank in self.ranks],
+            rotation=rotation,
+        )
+
+    def order(self, order: ReadBlocks) -> None:
+        for links in self.links:
+            links.read(order)
+
+    def take_ended(self) -> list[ReadEnd]:
+        return [end for links in self.links for end in links.take_ended()]
+
+    @property
+    def is_at_rest(self) -> bool:
+        return all(staging.num_free == 2 for staging in self.stagings) and not any(
+            links.num_open for links in self.links
+        )
