@@ -11,6 +11,8 @@ signed `baton_introduction` instead of a ticket, which then comes from the produ
     do_remote_decode, baton_ticket                        Compute    P; the ticket is of the turn before
     do_remote_prefill, baton_ticket                       Fetch      D
     do_remote_prefill, transfer_id, baton_introduction    Stream     D
+
+Without a `transfer_id` both engines call the transfer after the request's own id.
 """
 
 from collections.abc import Mapping
@@ -51,10 +53,11 @@ class Fetch(msgspec.Struct, frozen=True):
 class Stream(msgspec.Struct, frozen=True):
     """Decode here; the introduced producer computes the prompt now, under the same `transfer_id`.
 
-    `remote_engine_id` is unsigned; it is kept to be compared with the introduction's.
+    None: no router has named it, so that the request's id has to do. `remote_engine_id` is unsigned; it is
+    kept to be compared with the introduction's.
     """
 
-    transfer_id: TransferId
+    transfer_id: TransferId | None
     introduction: str
     remote_engine_id: EngineId
 
@@ -93,10 +96,6 @@ def _parse_decode_leg(raw: Mapping[str, Any]) -> Fetch | Stream:
             "is missing; do_remote_prefill needs the producer's answer whole, or its baton_introduction",
             field=f"{FIELD}.baton_ticket",
         )
-    if ticket is None and transfer_id is None:
-        raise BadTransferParams(
-            "is missing; with baton_introduction it names the prefill leg", field=f"{FIELD}.transfer_id"
-        )
     engine_id = _required(raw, "remote_engine_id", str)
     # vLLM's keys are hints that we do not believe; a wrong type still means that the sender is confused.
     _optional(raw, "remote_host", str)
@@ -107,8 +106,8 @@ def _parse_decode_leg(raw: Mapping[str, Any]) -> Fetch | Stream:
     if ticket is not None:
         return Fetch(ticket, EngineId(engine_id))
     assert introduction is not None
-    assert transfer_id is not None
-    return Stream(TransferId(transfer_id), introduction, EngineId(engine_id))
+    name = TransferId(transfer_id) if transfer_id is not None else None
+    return Stream(name, introduction, EngineId(engine_id))
 
 
 def _check_block_ids(value: Any) -> None:

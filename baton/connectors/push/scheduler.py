@@ -9,6 +9,7 @@ nothing, so whatever fails here costs time only.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,8 @@ from baton.core.errors import BadTransferParams
 from baton.core.ids import Epoch, TransferId
 from baton.protocol.introduction import Introduction, sign_introduction
 
+logger = logging.getLogger(__name__)
+
 
 class PushSchedulerHalf(PullSchedulerHalf):
     def __init__(
@@ -43,9 +46,12 @@ class PushSchedulerHalf(PullSchedulerHalf):
         self._stream = identity.settings.stream
         self._prefills = Prefills(self._agent, identity.block_tokens, identity.tp_size)
         self._layer_reports: LayerReportReceiver | None = None
-        if self._stream == "layer" and identity.is_producer:
-            self._layer_reports = LayerReportReceiver(self._layers_done)
         self._num_steps = 0
+        if self._stream == "layer" and identity.is_producer:
+            try:
+                self._layer_reports = LayerReportReceiver(self._layers_done)
+            except OSError as error:
+                logger.warning("ranks cannot report layers here (%s); streaming by chunk", error)
 
     def introduction(self) -> str | None:
         identity = self._identity
