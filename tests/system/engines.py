@@ -5,7 +5,7 @@ import random
 import select
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,24 +122,33 @@ class Engines:
         for engine in self._engines:
             engine.client.close()
 
-    def start(self, *plans: tuple[str, Path, dict[str, Any] | None]) -> list[Engine]:
-        """Each plan: name, model folder, fields of the KVTransferConfig. All start at once."""
+    def start(
+        self,
+        *plans: tuple[str, Path, dict[str, Any] | None],
+        options: Mapping[str, Sequence[str]] | None = None,
+    ) -> list[Engine]:
+        """Each plan: name, model folder, fields of the KVTransferConfig. All start at once.
+
+        `options` are further ones of `baton serve`, by engine; they win over those of all engines.
+        """
         for child in [child for child in self._fleet.children if child.has_ended()]:
             self._fleet.forget(child)  # Killed by a test.
         engines = []
         ports = free_ports(len(plans))
         for (name, model, transfer), port in zip(plans, ports, strict=True):
-            engines.append(
-                Engine(name, f"http://127.0.0.1:{port}", self._launch(name, model, transfer, port))
-            )
+            child = self._launch(name, model, transfer, port, (options or {}).get(name, ()))
+            engines.append(Engine(name, f"http://127.0.0.1:{port}", child))
         self._engines += engines
         self._fleet.wait_ready({e.child: f"{e.url}/health" for e in engines}, timeout_s=START_S)
         return engines
 
-    def _launch(self, name: str, model: Path, transfer: dict[str, Any] | None, port: int) -> Child:
+    def _launch(
+        self, name: str, model: Path, transfer: dict[str, Any] | None, port: int, options: Sequence[str]
+    ) -> Child:
         command = [sys.executable, "-m", "baton.cli", "serve", str(model), "--port", str(port)]
         command += ["--block-size", "16", "--num-blocks", "256", "--max-model-len", "2048"]
         if transfer is not None:
             config = {"kv_connector": "BatonPullConnector", "engine_id": name, **transfer}
             command += ["--kv-transfer-config", json.dumps(config)]
+        command += options
         return self._fleet.start(name, command, env={"BATON_SECRET": SECRET})

@@ -1,0 +1,142 @@
+"""Engines of different shapes hand over to each other, as real processes: the tokens are a single engine's.
+
+    wide     two ranks, blocks of 16                 narrow    one rank, blocks of 16
+    coarse   one rank, blocks of 32                  bf16      one rank, blocks of 16, bfloat16
+
+All may prefill and decode. A load that fails is an error, so that a right answer has been handed over.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.cli.processes import Fleet
+from baton.core.config import EngineConfig
+from baton.engine.api import SamplingParams
+from baton.engine.checkpoint import load_model_config
+from baton.engine.llm import LLM
+from baton.engine.new_model import write_checkpoint
+from tests.system.engines import Engine, Engines, make_prompt, tokens_of
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+NUM_TOKENS = (5, 32, 150, 300)
+
+
+def prompt_of(producer: str, consumer: str, num_tokens: int) -> list[int]:
+    """One that no other test has sent, so that nothing of it is at hand."""
+    return make_prompt(zlib.crc32(f"{producer} {consumer} {num_tokens}".encode()), num_tokens)
+
+
+def both(transport: str) -> dict[str, Any]:
+    """An engine that reads over this transport, and can be read over any."""
+    others = [name for name in ("local", "tcp") if name != transport]
+    return {
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"transports": [transport, *others]},
+    }
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "small"
+    write_checkpoint(folder, family="qwen3", hidden=64, layers=2, heads=4, kv_heads=2, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Iterator[Callable[[list[int]], list[int]]]:
+    with LLM(EngineConfig(model_config=load_model_config(model))) as llm:
+
+        def answer(prompt: list[int]) -> list[int]:
+            params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+            return llm.generate([prompt], params)[0].token_ids
+
+        yield answer
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def engines(model: Path, logs: Path) -> Iterator[dict[str, Engine]]:
+    with Fleet(logs) as fleet, closing(Engines(fleet)) as engines:
+        started = engines.start(
+            ("wide", model, both("local")),
+            ("narrow", model, both("tcp")),
+            ("coarse", model, both("tcp")),
+            ("bf16", model, both("local")),
+            options={
+                "wide": ["--tensor-parallel-size", "2"],
+                "coarse": ["--block-size", "32"],
+                "bf16": ["--dtype", "bfloat16"],
+            },
+        )
+        yield {engine.name: engine for engine in started}
+
+
+@pytest.fixture(autouse=True)
+def at_rest(engines: dict[str, Engine]) -> Iterator[None]:
+    yield
+    for engine in engines.values():
+        engine.wait_at_rest()
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer"),
+    [
+        ("wide", "narrow"),  # TP 2 to 1, tcp.
+        ("narrow", "wide"),  # TP 1 to 2, local.
+        ("narrow", "coarse"),  # 16 to 32, tcp.
+        ("coarse", "narrow"),  # 32 to 16, tcp.
+        ("wide", "coarse"),  # TP 2 to 1 and 16 to 32.
+        ("coarse", "wide"),  # TP 1 to 2 and 32 to 16, local.
+    ],
+)
+def test_tokens_are_those_of_a_single_engine(
+    engines: dict[str, Engine],
+    expected: Callable[[list[int]], list[int]],
+    producer: str,
+    consumer: str,
+) -> None:
+    p, d = engines[producer], engines[consumer]
+    for num_tokens in NUM_TOKENS:
+        prompt = prompt_of(producer, consumer, num_tokens)
+        moved = d.metric("kv_transfer_bytes_total")
+        assert tokens_of(d.complete(prompt, p.prefill(prompt))) == expected(prompt)
+        assert d.metric("kv_transfer_bytes_total") > moved
+
+
+def test_a_prefix_at_hand_is_not_moved_again_whatever_the_blocks_of_either_side(
+    engines: dict[str, Engine], expected: Callable[[list[int]], list[int]]
+) -> None:
+    for producer, consumer in (("narrow", "coarse"), ("coarse", "narrow")):
+        p, d = engines[producer], engines[consumer]
+        short = prompt_of(producer, "first", 150)
+        longer = short + prompt_of(producer, "more", 77)
+        moved = [d.metric("kv_transfer_bytes_total")]
+        for prompt in (short, longer):
+            assert tokens_of(d.complete(prompt, p.prefill(prompt))) == expected(prompt)
+            moved.append(d.metric("kv_transfer_bytes_total"))
+        assert moved[2] - moved[1] < moved[1] - moved[0]
+
+
+@pytest.mark.parametrize(("producer", "consumer"), [("narrow", "bf16"), ("coarse", "bf16"), ("bf16", "wide")])
+def test_another_dtype_is_converted_and_its_loss_declared(
+    engines: dict[str, Engine], logs: Path, producer: str, consumer: str
+) -> None:
+    p, d = engines[producer], engines[consumer]
+    for num_tokens in NUM_TOKENS:
+        prompt = prompt_of(producer, consumer, num_tokens)
+        moved = d.metric("kv_transfer_bytes_total")
+        assert len(tokens_of(d.complete(prompt, p.prefill(prompt)))) == 12
+        assert d.metric("kv_transfer_bytes_total") > moved
+    said = "".join(path.read_text() for path in logs.iterdir() if path.name.startswith(consumer))
+    assert ("float32 -> bfloat16: lossy" in said) == (consumer == "bf16")
