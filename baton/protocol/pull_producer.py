@@ -5,10 +5,16 @@
     HELD --Released by the claimer--> (free)
     HELD --deadline-----------------> (free)  and every later message about it is answered with Gone
 
+    keep --> KEPT --first Renew, Released--> as HELD from then on
+             KEPT --hold_s, give_up, drain--> (free)
+
 The first Renew makes its sender the claimer: this incarnation, this one use of the ticket. A loan that has
 ended never comes back, for its number is ours and is used once; so *any* Renewed proves that the blocks were
 held without a gap from `lend` until the deadline it names. A peer that seems dead, or has a new epoch,
 changes nothing: the old one may be alive behind a partition. Only Released and time end a loan.
+
+A loan is *kept* when nobody is on the way to fetch it, as for a next turn that may never come. Until it is
+claimed nothing has been promised about it (a ticket promises nothing), so it may end at any time.
 """
 
 from dataclasses import dataclass
@@ -26,6 +32,7 @@ class _Loan:
     deadline: float  # What has been promised; only ever moves forward.
     cap: float  # However often it is renewed.
     claimer: tuple[Address, int] | None = None
+    is_kept: bool = False  # For whoever may come; until then its end is nobody's business.
 
 
 class PullProducer:
@@ -45,6 +52,18 @@ class PullProducer:
         self._loans[loan_id] = _Loan(now + self._timers.ttl_s, now + self._timers.loan_max_s)
         return loan_id
 
+    def keep(self, now: float, hold_s: float) -> LoanId | None:
+        """A new loan for whoever may come within `hold_s`. None once this engine drains."""
+        loan_id = self.lend(now)
+        if loan_id is not None:
+            self._loans[loan_id] = _Loan(now + hold_s, NEVER, is_kept=True)
+        return loan_id
+
+    def give_up(self, loan_id: LoanId) -> list[ProducerEffect]:
+        """End a kept loan that nobody has claimed; nothing happens to any other."""
+        loan = self._loans.get(loan_id)
+        return [] if loan is None or not loan.is_kept else [self._free(loan_id, expired=False)]
+
     def receive(self, sender: Address, message: Message, now: float) -> list[ProducerEffect]:
         effects = self.wake(now)  # What has run out is over before anybody can renew it.
         match message:
@@ -52,6 +71,9 @@ class PullProducer:
                 loan = self._loans.get(loan_id)
                 if loan is None or not self._claims(loan, sender, claim):
                     return [*effects, Send(sender, Gone(loan_id, claim))]
+                if loan.is_kept:  # The first promise about it; from now on as if it had just been lent.
+                    loan.is_kept = False
+                    loan.deadline, loan.cap = now, now + self._timers.loan_max_s
                 loan.deadline = max(loan.deadline, min(now + self._timers.ttl_s, self._cap(loan)))
                 return [*effects, Send(sender, Renewed(loan_id, claim, sequence, loan.deadline - now))]
             case Released(loan_id, claim):
@@ -63,7 +85,7 @@ class PullProducer:
                 return effects  # Not for a lender.
 
     def wake(self, now: float) -> list[ProducerEffect]:
-        expired = [loan_id for loan_id, loan in self._loans.items() if now >= loan.deadline]
+        expired = [loan_id for loan_id, loan in self._loans.items() if now >= self._ends_at(loan)]
         return [self._free(loan_id, expired=True) for loan_id in expired]
 
     def drain(self, deadline: float) -> None:
@@ -76,11 +98,14 @@ class PullProducer:
 
     @property
     def next_deadline(self) -> float:
-        return min((loan.deadline for loan in self._loans.values()), default=NEVER)
+        return min((self._ends_at(loan) for loan in self._loans.values()), default=NEVER)
 
     @property
     def num_open(self) -> int:
         return len(self._loans)
+
+    def _ends_at(self, loan: _Loan) -> float:
+        return -NEVER if loan.is_kept and self.is_draining else loan.deadline
 
     def _cap(self, loan: _Loan) -> float:
         return min(loan.cap, self._drained_by)

@@ -77,6 +77,15 @@ class PullAgent:
     def lend(self, now: float) -> LoanId | None:
         return self._producer.lend(now)
 
+    def keep(self, now: float, hold_s: float) -> LoanId | None:
+        return self._producer.keep(now, hold_s)
+
+    def give_up(self, loan_id: LoanId, now: float) -> bool:
+        """End a kept loan; False if somebody has claimed it."""
+        effects = self._producer.give_up(loan_id)
+        self._carry_out(effects, now)
+        return bool(effects)
+
     def drain(self, deadline: float) -> None:
         self._producer.drain(deadline)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias
 
@@ -26,6 +27,8 @@ from baton.connectors.pull.agent import PullAgent
 from baton.connectors.pull.door import (
     Borrow,
     Follow,
+    Lend,
+    Resume,
     check_offer,
     check_producer,
     hash_of_prompt,
@@ -42,6 +45,7 @@ from baton.connectors.pull.metadata import (
     ReadBlocks,
     ReadEnd,
 )
+from baton.connectors.pull.settings import TurnSettings
 from baton.connectors.pull.stats import PullStats
 from baton.contract import host
 from baton.core.errors import BadTransferParams
@@ -92,6 +96,7 @@ class _Offer:
     num_tokens: int  # Of the prompt, from its start, that the producer has or will have.
     transfer_id: TransferId
     ticket: Ticket | None = None  # A stream's comes from the producer, later.
+    min_tokens: int = 1  # Fewer are not worth a fetch.
 
 
 @dataclass(slots=True)
@@ -157,6 +162,8 @@ class PullBorrower:
         try:
             wish = read_params(request.kv_transfer_params, self._identity)
             match wish:
+                case Lend(_, Resume() as resume):
+                    return resume  # Judged by `resume`.
                 case Borrow(ticket):
                     check_offer(ticket, request, self._identity)
                 case Follow(introduction):
@@ -177,6 +184,20 @@ class PullBorrower:
         incoming = _Incoming(request.request_id, _State.RESERVED, offer, claim)
         incoming.covers_prompt = ticket.num_tokens == request.num_prompt_tokens
         self._take(incoming, ticket.producer, now)
+
+    def resume(self, request: host.Request, ticket: Ticket, now: float) -> None:
+        """Claim what an earlier turn has left. Whatever is wrong with it, the prompt can be computed."""
+        try:
+            # The most common: the conversation goes on from another past than the one that was decoded.
+            check_offer(ticket, request, self._identity)
+        except BadTransferParams as error:
+            self._refuse(request.request_id, error)
+            return
+        with suppress(BadTransferParams):  # In use, and counted as such.
+            self.reserve(request, ticket, now)
+            offer = self._incoming[request.request_id].offer
+            assert offer is not None
+            offer.min_tokens = (self._identity.settings.turns or TurnSettings()).min_tokens
 
     def follow(
         self, request: host.Request, introduction: Introduction, transfer_id: TransferId, now: float
@@ -206,7 +227,8 @@ class PullBorrower:
         must_fail = incoming.failed_early and not self._identity.recomputes_failed_loads
         if incoming.state is not _State.RESERVED and not must_fail:
             return 0
-        return max(0, incoming.offer.num_tokens - num_computed_tokens)
+        num_tokens = incoming.offer.num_tokens - num_computed_tokens
+        return num_tokens if num_tokens >= incoming.offer.min_tokens else 0
 
     def take_prefilled(self, request_id: str) -> PrefilledTokens | None:
         """What the producer of the whole prompt has sampled behind it; once."""

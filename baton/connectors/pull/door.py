@@ -6,7 +6,7 @@ which trusts no door. Only the latter can compare a ticket with the model and th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -25,12 +25,6 @@ _MAYBE_OTHER_ENGINE = (Fault.VERSION, Fault.SIGNATURE)
 """Faults of a well-formed ticket that no client can mend: an engine of another configuration made it."""
 
 
-class Lend(msgspec.Struct, frozen=True):
-    """Hold the blocks for whoever brings the ticket."""
-
-    transfer_id: TransferId | None
-
-
 class Borrow(msgspec.Struct, frozen=True):
     """Fetch what this ticket, which is of our cluster, names."""
 
@@ -43,6 +37,17 @@ class Borrow(msgspec.Struct, frozen=True):
     @property
     def control_url(self) -> str:
         return self.ticket.control_url
+
+
+class Resume(Borrow, frozen=True):
+    """Fetch the beginning of the prompt, an earlier turn, from who decoded it; compute the rest."""
+
+
+class Lend(msgspec.Struct, frozen=True):
+    """Hold the blocks for whoever brings the ticket."""
+
+    transfer_id: TransferId | None
+    resume: Resume | None = None
 
 
 class Follow(msgspec.Struct, frozen=True):
@@ -68,13 +73,20 @@ def read_params(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> Wish
     match parse_transfer_params(raw):
         case None:
             return None
-        case Compute(transfer_id):
+        case Compute(transfer_id, before):
             if not identity.is_producer:
                 raise BadTransferParams(
                     "this engine has kv_role kv_consumer; send the prefill leg to a producer",
                     field=f"{FIELD}.do_remote_decode",
                 )
-            return Lend(transfer_id)
+            if before is None:
+                return Lend(transfer_id)
+            if not identity.is_consumer:
+                raise BadTransferParams(
+                    "is of an earlier turn, which only an engine with kv_role kv_both can fetch",
+                    field=f"{FIELD}.baton_ticket",
+                )
+            return Lend(transfer_id, Resume(open_ticket(before, identity.ticket_key)))
         case Fetch(text, remote_engine_id):
             _need_consumer(identity)
             ticket = open_ticket(text, identity.ticket_key)
@@ -152,8 +164,14 @@ def check_producer(introduction: Introduction, request: host.Request, identity: 
 
 
 def hash_of_prompt(request: host.Request, num_tokens: int, identity: EngineIdentity) -> PromptHash:
-    """Over everything of the request that its KV depends on."""
     assert request.prompt_token_ids is not None
+    return hash_of_tokens(request, request.prompt_token_ids, num_tokens, identity)
+
+
+def hash_of_tokens(
+    request: host.Request, token_ids: Sequence[int], num_tokens: int, identity: EngineIdentity
+) -> PromptHash:
+    """Over everything of the request that their KV depends on."""
     adapter = getattr(request, "lora_request", None)
     media = getattr(request, "mm_features", None) or ()  # vLLM's name; the embedded engine has neither.
     extra = extra_key(
@@ -161,7 +179,7 @@ def hash_of_prompt(request: host.Request, num_tokens: int, identity: EngineIdent
         adapter=adapter.lora_name if adapter is not None else None,
         media=[f"{item.mm_position.offset}:{item.identifier}" for item in media],
     )
-    return prompt_hash(request.prompt_token_ids, num_tokens, extra, identity.fingerprint.hash_seed)
+    return prompt_hash(token_ids, num_tokens, extra, identity.fingerprint.hash_seed)
 
 
 def num_blocks(num_tokens: int, block_tokens: int) -> int:

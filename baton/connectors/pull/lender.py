@@ -1,6 +1,9 @@
 """P's requests: a finished prefill becomes a loan and a ticket; the end of the loan frees its blocks.
 
 request_finished --lend, sign--> LENT (blocks stay) --FreeLoan--> freed --> finished_sending
+
+With `turns`, D does the same with what it has decoded: *kept* for the prefill of the next turn, if there will
+be one. All that is kept is bounded by a share of the pool; beyond it the oldest makes room.
 """
 
 from __future__ import annotations
@@ -11,13 +14,23 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from baton.connectors.pull.agent import PullAgent
-from baton.connectors.pull.door import Lend, hash_of_prompt, num_blocks, read_params
+from baton.connectors.pull.door import (
+    Borrow,
+    Follow,
+    Lend,
+    hash_of_prompt,
+    hash_of_tokens,
+    num_blocks,
+    read_params,
+)
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.pairing import transfer_of_request
+from baton.connectors.pull.settings import TurnSettings
 from baton.connectors.pull.stats import PullStats
 from baton.contract import host
 from baton.core.errors import BadTransferParams
-from baton.core.ids import BlockId, LoanId, RequestId, TransferId
+from baton.core.ids import BlockId, LoanId, PromptHash, RequestId, TransferId
+from baton.core.prefilled import PrefilledTokens
 from baton.protocol.effects import FreeLoan
 from baton.protocol.ticket import Ticket, sign_ticket
 
@@ -36,7 +49,9 @@ class PullLender:
         self._control_url = control_url
         self._stats = stats
         self._lent: dict[LoanId, str] = {}  # To request ids.
+        self._kept: dict[LoanId, int] = {}  # For a next turn; to the number of blocks, oldest first.
         self._freed: set[str] = set()  # Not reported yet.
+        self.num_pool_blocks: int | None = None  # As soon as the host has said.
 
     def finished(
         self, request: host.Request, block_ids: Sequence[int], now: float
@@ -46,7 +61,11 @@ class PullLender:
             wish = read_params(request.kv_transfer_params, self._identity)
         except BadTransferParams:
             return False, None  # Refused, and said so, when the request came.
-        if not isinstance(wish, Lend) or request.status.name not in _LENDABLE:
+        if request.status.name not in _LENDABLE:
+            return False, None
+        if isinstance(wish, Borrow | Follow):
+            return self._keep(request, block_ids, now)
+        if not isinstance(wish, Lend):
             return False, None
         num_tokens = min(request.num_prompt_tokens, request.num_computed_tokens)
         held = block_ids[: num_blocks(num_tokens, self._identity.block_tokens)]
@@ -58,17 +77,65 @@ class PullLender:
         loan_id = self._agent.lend(now)
         if loan_id is None:
             return False, None  # Draining: the consumer computes the prompt itself.
-        params = self._params(self._ticket(request, loan_id, wish.transfer_id, held, num_tokens))
+        ticket = self._ticket(
+            request,
+            loan_id,
+            wish.transfer_id,
+            held,
+            num_tokens,
+            hash_of_prompt(request, num_tokens, self._identity),
+            # Only hosts that can take them give them away; vLLM does neither.
+            getattr(request, "prefilled_tokens", None),
+        )
+        params = {"do_remote_prefill": True, "do_remote_decode": False, **self._params(ticket)}
+        params["transfer_id"] = ticket.transfer_id
         self._lent[loan_id] = request.request_id
         self._stats.count("num_loans")
         return True, params
+
+    def _keep(
+        self, request: host.Request, block_ids: Sequence[int], now: float
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """What was decoded here, for the next turn's prefill leg: vLLM's keys of a bidirectional transfer."""
+        turns = self._identity.settings.turns
+        if turns is None or not self._identity.is_producer:
+            return False, None
+        token_ids = request.all_token_ids  # The last one has no KV: it was sampled and never computed.
+        num_tokens = min(request.num_computed_tokens, len(token_ids))
+        held = block_ids[: num_blocks(num_tokens, self._identity.block_tokens)]
+        if num_tokens < turns.min_tokens or not self._make_room(len(held), turns, now):
+            return False, None
+        loan_id = self._agent.keep(now, turns.ttl_s)
+        if loan_id is None:
+            return False, None
+        prompt = hash_of_tokens(request, token_ids, num_tokens, self._identity)
+        ticket = self._ticket(request, loan_id, None, held, num_tokens, prompt)
+        # No transfer id: the next leg is another dispatch, and whoever sends it names it.
+        params = {"do_remote_prefill": False, "do_remote_decode": True, **self._params(ticket)}
+        self._lent[loan_id] = request.request_id
+        self._kept[loan_id] = len(held)
+        self._stats.count("num_loans")
+        return True, params
+
+    def _make_room(self, num_wanted: int, turns: TurnSettings, now: float) -> bool:
+        if self.num_pool_blocks is None:
+            return True
+        too_many = sum(self._kept.values()) + num_wanted - int(turns.pool_share_max * self.num_pool_blocks)
+        for loan_id, num_kept in list(self._kept.items()):
+            if too_many <= 0:
+                break
+            if self._agent.give_up(loan_id, now):
+                del self._kept[loan_id]
+                too_many -= num_kept
+        return too_many <= 0
 
     def absorb(self, effect: FreeLoan) -> None:
         request_id = self._lent.pop(effect.loan_id, None)
         if request_id is None:
             return  # Its ticket was never made.
         self._freed.add(request_id)
-        if effect.expired:
+        was_kept = self._kept.pop(effect.loan_id, None) is not None
+        if effect.expired and not was_kept:
             self._stats.count("num_expired_loans")
             logger.warning("loan %d expired: nobody released it", effect.loan_id.counter)
 
@@ -88,6 +155,8 @@ class PullLender:
         transfer_id: TransferId | None,
         block_ids: Sequence[int],
         num_tokens: int,
+        prompt: PromptHash,
+        prefilled: PrefilledTokens | None = None,
     ) -> Ticket:
         identity = self._identity
         return Ticket(
@@ -101,17 +170,14 @@ class PullLender:
             block_tokens=identity.block_tokens,
             block_ids=(tuple(BlockId(block_id) for block_id in block_ids),),
             num_tokens=num_tokens,
-            prompt_hash=hash_of_prompt(request, num_tokens, identity),
-            # Only hosts that can take them give them away; vLLM does neither.
-            prefilled=getattr(request, "prefilled_tokens", None),
+            prompt_hash=prompt,
+            prefilled=prefilled,
         )
 
     def _params(self, ticket: Ticket) -> dict[str, Any]:
         """vLLM's keys, so that existing proxies hand them on, and the signed part, alone believed."""
         url = urlsplit(ticket.control_url)
         return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
             "remote_engine_id": ticket.producer.engine_id,
             "remote_host": url.hostname,
             "remote_port": url.port,
@@ -119,6 +185,5 @@ class PullLender:
             "remote_request_id": ticket.request_id,
             "remote_num_tokens": ticket.num_tokens,
             "tp_size": ticket.tp_size,
-            "transfer_id": ticket.transfer_id,
             "baton_ticket": sign_ticket(ticket, self._identity.ticket_key),
         }

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from baton.connectors.pull.agent import PullAgent
 from baton.connectors.pull.borrower import PullBorrower
 from baton.connectors.pull.control_thread import ControlThread
-from baton.connectors.pull.door import Borrow, Follow
+from baton.connectors.pull.door import Borrow, Follow, Resume
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.lender import PullLender
 from baton.connectors.pull.metadata import PullHandshake, PullMetadata, PullWorkerReport
@@ -110,6 +110,11 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
         with self._lock:
             self._agent.announce(cards)
             self._borrower.registered([card.layout for card in cards])
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        # vLLM's name of it, or the embedded engine's.
+        num_blocks = getattr(gpu_block_pool, "num_gpu_blocks", None)
+        self._lender.num_pool_blocks = num_blocks or getattr(gpu_block_pool, "num_blocks", None)
 
     # --- Requests ------------------------------------------------------------------------------
 
@@ -222,6 +227,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
         """Lend nothing more; loans end within `timeout_s`."""
         with self._lock:
             self._agent.drain(self._clock() + timeout_s)
+            self._control.flush()
 
     @property
     def num_open_loans(self) -> int:
@@ -263,6 +269,8 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
                 if offer is not None:
                     self._control.route(offer.producer, offer.control_url)
                 match offer:
+                    case Resume(ticket):
+                        self._borrower.resume(request, ticket, self._clock())
                     case Borrow(ticket):
                         self._borrower.reserve(request, ticket, self._clock())
                     case Follow(introduction, transfer_id):

@@ -1,6 +1,7 @@
 """Settings of the pull connector: `kv_connector_extra_config`, typed and checked once.
 
-{"host": "10.0.0.7", "port": 14600, "transports": ["local", "tcp"], "timers": {"ttl_s": 20}}
+{"host": "10.0.0.7", "port": 14600, "transports": ["local", "tcp"], "timers": {"ttl_s": 20},
+ "turns": {"ttl_s": 480}}
 """
 
 from __future__ import annotations
@@ -18,6 +19,22 @@ FIELD = "kv_transfer_config.kv_connector_extra_config"
 LOOPBACK = "127.0.0.1"
 
 
+class TurnSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A decode engine keeps what it has computed for the next turn's prefill. Needs kv_both on both sides."""
+
+    ttl_s: float = 480.0  # From the end of an answer to the next question.
+    min_tokens: int = 64  # Fewer are computed faster than fetched.
+    pool_share_max: float = 0.5  # Of the blocks; beyond it the oldest are given up.
+
+    def __post_init__(self) -> None:
+        if not self.ttl_s > 0:
+            raise ConfigError("must be positive", field=f"{FIELD}.turns.ttl_s")
+        if self.min_tokens < 1:
+            raise ConfigError("must be at least 1", field=f"{FIELD}.turns.min_tokens")
+        if not 0 < self.pool_share_max <= 1:
+            raise ConfigError("must be in (0, 1]", field=f"{FIELD}.turns.pool_share_max")
+
+
 class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = LOOPBACK  # Where the control channel and the data servers listen.
     port: int = 0  # Of the control channel; 0: any free one. Peers learn it from tickets.
@@ -28,6 +45,7 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
     )  # Those this engine offers; as a reader it prefers the first.
     convert_dtype: bool = True  # Read caches of another dtype, with a declared loss; false: refuse them.
     timers: Timers = Timers()
+    turns: TurnSettings | None = None  # None: nothing is kept for a next turn.
     shutdown_timeout_s: float = 5.0  # What `shutdown` of a half waits for its threads.
     raises_user_errors: bool | None = None  # None: as the host can bear (see PullSchedulerHalf).
 
