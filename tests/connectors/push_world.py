@@ -94,7 +94,7 @@ class PushEngine(Engine):
         prefill = self.prefills[request_id]
         for worker in self.workers:
             worker.cache[:, prefill.block_ids] = -2.0  # type: ignore[attr-defined]
-        self.free_blocks += prefill.block_ids
+        self.free_blocks = prefill.block_ids + self.free_blocks  # Unkind: whoever comes next gets them.
         prefill.block_ids, prefill.num_computed, prefill.is_preempted = [], 0, True
         self.preempted.add(request_id)
 

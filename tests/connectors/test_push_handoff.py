@@ -209,6 +209,27 @@ def test_a_preemption_under_a_running_read_costs_nothing_but_time(world: PushWor
     world.assert_whole()
 
 
+def test_what_was_read_of_blocks_that_p_had_lost_is_not_believed(world: PushWorld) -> None:
+    p, d = pair(world)
+    tokens = tokens_of(4 * BLOCK)
+    request = d.follow("r", tokens, p)
+    d.admit(request)
+    p.begin("r", tokens)
+    world.network.hold()
+    p.prefill_in_chunks("r", 2 * BLOCK)
+    lost = list(p.prefills["r"].block_ids)
+    p.preempt("r")
+    world.network.release()
+    world.settle()  # The read ends only now, with what somebody else has written there.
+    p.prefill_in_chunks("r", 3 * BLOCK)
+    assert p.prefills["r"].block_ids[:2] == lost, "only the run tells the two apart"
+    p.prefill_in_chunks("r", BLOCK)
+    assert_delivered(world, d, "r", tokens)
+    d.read_out(request)
+    world.settle()
+    world.assert_whole()
+
+
 def test_an_aborted_prefill_is_computed_by_d(world: PushWorld) -> None:
     p, d = pair(world)
     tokens = tokens_of(3 * BLOCK)
