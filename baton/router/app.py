@@ -24,11 +24,14 @@ from starlette.types import Message, Receive, Scope, Send
 
 from baton.core.errors import UserError
 from baton.router.dashboard import PAGE
+from baton.router.dispatch import Dispatch
 from baton.router.errors import ClientGone, RouterError
 from baton.router.fleet import Fleet, Prober, ProberDied
+from baton.router.incoming import Incoming
+from baton.router.introductions import Introducer
 from baton.router.legs import parse_body
 from baton.router.metrics import RouterMetrics
-from baton.router.proxy import Incoming, Proxy
+from baton.router.proxy import Proxy
 from baton.router.settings import RouterSettings
 from baton.router.upstream import KEEPALIVE_S, Upstream, end_to_end
 
@@ -36,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"
 _GOOD_REQUEST_ID = re.compile(r"[!-~]{1,256}")
+LAST_PROBES_S = 0.5  # For probes in flight when the router is told to stop.
 CLIENT_CLOSED_REQUEST = 499  # nginx's; for the metrics only, nobody receives it.
 
 
@@ -58,8 +62,12 @@ class Router:
         self.fleet = Fleet(settings)
         self._metrics = RouterMetrics(self.fleet)
         upstream = Upstream(self._client, self.fleet, self._metrics, settings)
-        self._proxy = Proxy(settings, self.fleet, upstream, self._metrics)
-        self._prober = Prober(self.fleet, self._client, settings.probe)
+        introducer = Introducer(self._client, settings.probe.timeout_s)
+        self._proxy = Proxy(Dispatch(settings, self.fleet, upstream, self._metrics, introducer))
+        uses_introductions = settings.mode == "push" or settings.first_token
+        self._prober = Prober(
+            self.fleet, self._client, settings.probe, introducer.refresh if uses_introductions else None
+        )
         self._fault: ProberDied | None = None
         self._num_requests = 0
 
@@ -86,13 +94,15 @@ class Router:
         try:
             yield
         finally:
+            self._prober.stop()
+            await asyncio.wait({watch}, timeout=LAST_PROBES_S)
             watch.cancel()
             with suppress(asyncio.CancelledError, ExceptionGroup):  # Heard of already, see `_hear_prober`.
                 await watch
             await self._client.aclose()
 
     def _hear_prober(self, watch: asyncio.Task[None]) -> None:
-        if watch.cancelled():
+        if watch.cancelled() or self._prober.is_stopping:
             return
         self._fault = ProberDied(f"the task that watches the engines has ended: {watch.exception()!r}")
         logger.critical("%s", self._fault, exc_info=watch.exception())
@@ -111,6 +121,8 @@ class Router:
 
     async def _fleet_state(self, request: Request) -> Response:
         state = {
+            "mode": self._settings.mode,
+            "first_token": self._settings.first_token,
             "policy": self._settings.policy,
             "on_prefill_failure": self._settings.on_prefill_failure,
             "in_flight": self._num_requests,

@@ -2,9 +2,8 @@
 
 from typing import Any, Literal
 
-import msgspec
-
 from baton.core.errors import BatonError, UserError
+from baton.router.sse import sse_event
 
 
 class RouterError(BatonError):
@@ -43,8 +42,7 @@ def error_shape(status: int, kind: str, message: str, param: str | None = None) 
 
 def error_event(message: str) -> bytes:
     """The end of a stream that broke: an error that clients raise, then the mark that they wait for."""
-    shape = msgspec.json.encode(error_shape(502, "upstream_error", message))
-    return b"data: " + shape + b"\n\ndata: [DONE]\n\n"
+    return sse_event(error_shape(502, "upstream_error", message)) + b"data: [DONE]\n\n"
 
 
 class ClientGone(BatonError):
@@ -64,3 +62,4 @@ class LegFailure(BatonError):
         super().__init__(f"{url}: {message}")
         self.kind: FailureKind = kind
         self.was_sent = was_sent
+        self.is_noted = False  # Counted against its engine.

@@ -11,12 +11,13 @@ status is not a failure of the engine: one request that no engine can stomach mu
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import httpx
+import msgspec
 
 from baton.core.errors import BatonError
 from baton.router.errors import LegFailure
@@ -26,6 +27,13 @@ from baton.router.settings import ProbeSettings, Role, RouterSettings
 logger = logging.getLogger(__name__)
 
 Status = Literal["unknown", "up", "down"]
+
+
+class Introduction(msgspec.Struct, frozen=True):
+    """What an engine says of itself; `introduction` is signed, and for other engines only."""
+
+    engine_id: str
+    introduction: str
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +47,8 @@ class Engine:
     failures_in_row: int = 0
     last_error: str | None = None
     last_error_unix_s: float | None = None
+    introduction: Introduction | None = None
+    is_introduced: bool = False  # It was asked, and answered; perhaps that it has none.
 
     @property
     def is_up(self) -> bool:
@@ -86,6 +96,10 @@ class Fleet:
             self._note_error(engine, f"answered with status {status}")
 
     def note_failure(self, engine: Engine, failure: LegFailure) -> None:
+        """Once for each failure, through however many hands it goes."""
+        if failure.is_noted:
+            return
+        failure.is_noted = True
         engine.num_failures += 1
         self._count_against(engine, str(failure), is_decisive=failure.kind == "unreachable")
 
@@ -100,6 +114,7 @@ class Fleet:
 
     def _count_against(self, engine: Engine, error: str, *, is_decisive: bool) -> None:
         engine.failures_in_row += 1
+        engine.is_introduced = False  # Perhaps it is another process when it is back.
         self._note_error(engine, error)
         if engine.is_up and (is_decisive or engine.failures_in_row >= self._failures_to_eject):
             engine.status = "down"
@@ -125,6 +140,7 @@ class Fleet:
                 {
                     "url": engine.url,
                     "status": engine.status,
+                    "introduced": engine.introduction is not None,
                     "in_flight": engine.in_flight,
                     "requests": engine.num_requests,
                     "failures": engine.num_failures,
@@ -141,10 +157,27 @@ class Fleet:
 class Prober:
     """Asks every engine's `/health` for as long as `run` runs; one slow engine delays no other's turn."""
 
-    def __init__(self, fleet: Fleet, client: httpx.AsyncClient, settings: ProbeSettings) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        client: httpx.AsyncClient,
+        settings: ProbeSettings,
+        on_healthy: Callable[[Engine], Awaitable[None]] | None = None,
+    ) -> None:
+        """`on_healthy`: what else to ask an engine that is well. It has a deadline of its own."""
+        self._on_healthy = on_healthy
+        self._stopping = asyncio.Event()
         self._fleet = fleet
         self._client = client
         self._settings = settings
+
+    def stop(self) -> None:
+        """`run` ends once the probes in flight have."""
+        self._stopping.set()
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping.is_set()
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -153,14 +186,14 @@ class Prober:
 
     async def _watch(self, engine: Engine) -> None:
         backoff_s = self._settings.backoff_first_s
-        while True:
+        while not self._stopping.is_set():
             await self.probe(engine)
-            if engine.is_up:
-                backoff_s = self._settings.backoff_first_s
-                await asyncio.sleep(self._settings.every_s)
-            else:
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, self._settings.backoff_max_s)
+            wait_s = self._settings.every_s if engine.is_up else backoff_s
+            backoff_s = self._settings.backoff_first_s if engine.is_up else 2 * backoff_s
+            backoff_s = min(backoff_s, self._settings.backoff_max_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._stopping.wait()
 
     async def probe(self, engine: Engine) -> None:
         try:
@@ -174,6 +207,8 @@ class Prober:
             self._fleet.note_probe(engine, f"/health failed: {type(error).__name__}: {error}")
         else:
             if response.is_success:
+                if self._on_healthy is not None:
+                    await self._on_healthy(engine)
                 self._fleet.note_probe(engine, None)
             else:
                 # It says itself that it cannot serve: nothing to count.

@@ -1,8 +1,12 @@
 """The bodies of the two legs, made from the client's: pure functions of JSON.
 
-    client's body --prefill_body--> P   one token, not streamed, do_remote_decode, a transfer id of its own
-    P's answer    --ticket_of-----> params
-    client's body + params -decode_body-> D   otherwise as the client sent it
+    pull    client's body --prefill_body--> P   one token, not streamed, do_remote_decode, a transfer id
+            P's answer    --ticket_of-----> params
+            client's body + params -decode_body-> D   otherwise as the client sent it
+
+    push    both at once, with one transfer id; D's params are `push_params`, which name P
+
+    first token    P gets `first_token_body`, which is the client's whole: P stops by itself behind one token
 
 Addresses and tickets come from engines only: a body that brings its own is refused.
 """
@@ -18,6 +22,8 @@ import msgspec
 from baton.core.errors import PeerError, UserError
 
 PARAMS = "kv_transfer_params"
+FIRST_TOKEN = "baton_first_token"
+SEED_BITS = 63  # Seeds are signed 64-bit numbers.
 PREFIX_CHARS = 1024  # Of the prompt's beginning: what "begins alike" means to the affinity policy.
 PREFIX_TOKENS = 256
 CHARS_PER_TOKEN = 4  # A guess, good enough for a threshold.
@@ -73,6 +79,38 @@ def prefill_body(body: Mapping[str, Any], transfer_id: str) -> dict[str, Any]:
         leg["max_completion_tokens"] = 1
     leg[PARAMS] = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
     return leg
+
+
+def first_token_body(body: Mapping[str, Any], transfer_id: str) -> dict[str, Any]:
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+    return {**body, PARAMS: {**params, FIRST_TOKEN: True}}
+
+
+def push_params(transfer_id: str, *, engine_id: str, introduction: str) -> dict[str, Any]:
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer_id,
+        "remote_engine_id": engine_id,
+        "baton_introduction": introduction,
+    }
+
+
+def with_seed(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Two engines draw the same token only from the same seed; a client that sent none has one drawn."""
+    if body.get("seed") is not None or body.get("temperature") == 0:
+        return dict(body)
+    return {**body, "seed": secrets.randbits(SEED_BITS)}
+
+
+def is_one_answer(body: Mapping[str, Any]) -> bool:
+    """Whether its first token can come from elsewhere than the rest."""
+    return body.get("n") in (None, 1) and body.get("best_of") in (None, 1)
+
+
+def is_one_token(body: Mapping[str, Any]) -> bool:
+    """P's answer is all that is wanted."""
+    return (body.get("max_completion_tokens") or body.get("max_tokens")) == 1
 
 
 def decode_body(body: Mapping[str, Any], ticket: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -41,6 +41,13 @@ class RouterMetrics:
             "Streams that ended with an error event because the decode engine failed.",
             registry=self.registry,
         )
+        self.first_tokens = Counter(
+            "baton:router_first_tokens",
+            "First tokens of streams that came from the prefill engine, and that the decode engine agreed "
+            "with or not.",
+            ["agreed"],
+            registry=self.registry,
+        )
         self.prefill_seconds = Histogram(
             "baton:router_prefill_seconds", "Of the prefill leg.", buckets=_SECONDS, registry=self.registry
         )

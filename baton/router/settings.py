@@ -8,6 +8,7 @@ import msgspec
 from baton.core.errors import ConfigError
 
 Role = Literal["prefill", "decode"]
+Mode = Literal["pull", "push"]  # push: both legs start at once, and KV moves while it is computed.
 PolicyName = Literal["least_in_flight", "round_robin", "prefix_affinity"]
 
 
@@ -48,6 +49,8 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     prefill_urls: tuple[str, ...]
     decode_urls: tuple[str, ...]
+    mode: Mode = "pull"
+    first_token: bool = True  # From the prefill engine at once, where all engines concerned are Baton's.
     policy: PolicyName = "least_in_flight"
     on_prefill_failure: Literal["local", "fail"] = "local"  # local: the decode engine prefills by itself.
     min_prefill_tokens: int = 0  # Shorter prompts (estimated) go straight to a decode engine; 0: none does.

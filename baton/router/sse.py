@@ -4,7 +4,15 @@
 rest. A stream that breaks inside an event thus never shows its client half a JSON object.
 """
 
+from typing import Any
+
+import msgspec
+
 MAX_EVENT_BYTES = 1 << 20  # A longer event is passed on in pieces rather than held.
+
+
+def sse_event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 class EventCutter:

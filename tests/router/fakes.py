@@ -121,10 +121,12 @@ class Call:
 
 @dataclass
 class FakeEngine:
-    """`respond` is called for every request but `/health`, which `health_status` answers."""
+    """`respond` is called for every request but those of the prober, which are answered by the fields."""
 
     respond: Respond
     health_status: int = 200
+    introduces_as: str | None = None  # None: not an engine of Baton.
+    num_introductions: int = 0
     calls: list[Received] = field(default_factory=list)
     saw_disconnect: asyncio.Event = field(default_factory=asyncio.Event)
     was_called: asyncio.Event = field(default_factory=asyncio.Event)
@@ -141,6 +143,11 @@ class FakeEngine:
         call = Call(Received(scope["path"], headers, body), receive, send, self)
         if scope["path"] == "/health":
             await call.answer(self.health_status, {})
+            return
+        if scope["path"] == "/baton/introduction":
+            self.num_introductions += 1
+            card = {"engine_id": self.introduces_as, "introduction": f"signed {self.num_introductions}"}
+            await (call.answer(200, card) if self.introduces_as else call.answer(404, {}))
             return
         self.calls.append(call.received)
         self.was_called.set()

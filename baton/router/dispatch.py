@@ -1,0 +1,63 @@
+"""Chooses engines and makes legs, for every request alike."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from baton.router.errors import LegFailure, RouterError
+from baton.router.fleet import Engine, Fleet
+from baton.router.incoming import Incoming
+from baton.router.introductions import Introducer
+from baton.router.metrics import RouterMetrics
+from baton.router.policies import RoutedRequest
+from baton.router.settings import Role, RouterSettings
+from baton.router.upstream import LegRequest, Upstream
+
+
+class Dispatch:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        fleet: Fleet,
+        upstream: Upstream,
+        metrics: RouterMetrics,
+        introducer: Introducer,
+    ) -> None:
+        self.settings = settings
+        self.fleet = fleet
+        self.upstream = upstream
+        self.metrics = metrics
+        self.introducer = introducer
+        self._turn = 0
+
+    def route(self, prefix_key: bytes) -> RoutedRequest:
+        self._turn += 1
+        return RoutedRequest(self._turn, prefix_key)
+
+    def choose(self, role: Role, routed: RoutedRequest, tried: Sequence[Engine]) -> Engine | None:
+        """The next engine to try, or None when there is none, or enough have been."""
+        attempts = self.settings.prefill_attempts if role == "prefill" else self.settings.decode_attempts
+        return self.fleet.choose(role, routed, tried=tried) if len(tried) < attempts else None
+
+    def leg(self, incoming: Incoming, body: bytes | Mapping[str, Any], wait_s: float) -> LegRequest:
+        return LegRequest(
+            incoming.method,
+            incoming.path,
+            incoming.headers,
+            body if isinstance(body, bytes) else msgspec.json.encode(body),
+            wait_s,
+            incoming.received_at_s + self.settings.timeouts.total_s,
+        )
+
+    def no_engine(self, role: Role, failure: LegFailure | None, *, is_tried: bool = False) -> RouterError:
+        if failure is None and not is_tried:
+            return RouterError.unavailable(self.fleet.why_none(role))
+        if failure is not None and failure.kind == "timeout":
+            return RouterError.too_late(f"no {role} engine answered in time")
+        return RouterError.gateway(f"the {role} engine failed before the first byte of an answer")
+
+    @property
+    def all_are_baton(self) -> bool:
+        """Every engine that may get a request has introduced itself."""
+        return all(engine.introduction is not None for engine in self.fleet.engines if engine.is_up)

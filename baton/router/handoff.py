@@ -1,0 +1,357 @@
+"""One completion's way through the router, from the first leg to the last byte.
+
+pull    client --> prefill leg on P --ticket--> decode leg on D --> client
+push    client --> prefill leg on P and decode leg on D, at once, under one transfer id --> client
+
+    P unreachable, broken, late, 5xx: once more on another P, else D prefills by itself (or the request fails)
+    P answers 4xx:                    the client's error, passed on as it is
+    D never saw the request:          the same ticket on another D
+    D refuses the ticket:             once more without it; the client had no part in it
+    D refuses the introduction:       once more with a fresh one, then without
+    D failed before its first byte:   both legs again, with a new transfer id
+    D failed in a stream:             an error event and [DONE]
+
+In push a leg that fails takes the other one with it. Nothing is said to the client before D's first byte, but
+for the first token, and nothing is retried after it.
+
+The first token comes from P, at once, if both engines are Baton's and the answer is streamed; D says it too,
+and D's is dropped, whoever D had it from. P's may have been shown when D, or P itself, fails: the rest is
+then tried again as above, and every engine that says the first token again has to say the same. A different
+one ends the stream with an error: never with an answer that no engine has given. If P's first token ends
+the answer, P's answer is the answer.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from baton.router.client_answer import ClientAnswer
+from baton.router.dispatch import Dispatch
+from baton.router.errors import LegFailure, RouterError
+from baton.router.first_token import FirstToken, FirstTokenReader
+from baton.router.fleet import Engine, Introduction
+from baton.router.incoming import Incoming
+from baton.router.judge import (
+    Complete,
+    FirstSaid,
+    Prefilled,
+    PrefillOutcome,
+    Refused,
+    Unable,
+    blames_params,
+    is_engines_fault,
+    prefilled,
+)
+from baton.router.legs import (
+    FIRST_TOKEN,
+    decode_body,
+    first_token_body,
+    is_one_answer,
+    is_one_token,
+    new_transfer_id,
+    prefill_body,
+    push_params,
+    shape_of,
+    with_seed,
+)
+from baton.router.relay import relay
+from baton.router.running_legs import DecodeLeg, PrefillLeg, read_first_token
+from baton.router.upstream import LegAnswer
+
+logger = logging.getLogger(__name__)
+
+INTRODUCTIONS_MAX = 2  # As often is D offered one, the second time fresh from P.
+
+
+class Handoff:
+    def __init__(
+        self, dispatch: Dispatch, incoming: Incoming, body: Mapping[str, Any], client: ClientAnswer
+    ) -> None:
+        self._dispatch = dispatch
+        self._settings = dispatch.settings
+        self._metrics = dispatch.metrics
+        self._incoming = incoming
+        self._client = client
+        shape = shape_of(body)
+        self._routed = dispatch.route(shape.prefix_key)
+        self._local_reason = shape.direct_reason
+        if self._local_reason is None and shape.num_prompt_tokens < self._settings.min_prefill_tokens:
+            self._local_reason = "short_prompt"
+        self._is_stream = body.get("stream") is True
+        self._splits = (  # P says the first token, D the rest.
+            self._settings.first_token
+            and self._local_reason is None
+            and is_one_answer(body)
+            and dispatch.all_are_baton
+        )
+        self._pushes = self._settings.mode == "push" and not (self._splits and is_one_token(body))
+        self._body = with_seed(body) if self._splits else dict(body)
+        self._tried: list[Engine] = []  # To decode.
+        self._bad_producers: list[Engine] = []
+        self._num_refused_introductions = 0
+        self._prefilled: Prefilled | None = None
+        self._first: FirstToken | None = None  # As the client has been shown it.
+        self._failures: dict[str, LegFailure] = {}  # The last one of each role.
+        self._legs: list[PrefillLeg | DecodeLeg] = []
+
+    async def run(self) -> int:
+        """Returns the status that the client got; raises RouterError if nothing was sent yet."""
+        try:
+            while self._choose_consumer() is not None:
+                # Asked before the prefill too: without a decode engine there is nothing to prefill for.
+                if (status := await self._attempt()) is not None:
+                    return status
+            raise self._dispatch.no_engine("decode", self._failures.get("decode"))
+        except RouterError as error:
+            if self._client.status is None:
+                raise
+            logger.warning("%s: after the first token: %s", self._incoming.request_id, error.message)
+            await self._client.fail(error.message)
+            return self._client.status
+        finally:
+            await self._close_legs()
+
+    async def _attempt(self) -> int | None:
+        """None: it was in vain, and the next one may succeed."""
+        try:
+            if self._pushes and self._prefilled is None and self._local_reason is None:
+                producer = self._choose_producer()
+                introduction = await self._dispatch.introducer.of(producer) if producer else None
+                if producer is not None and introduction is not None:
+                    return await self._push(producer, introduction)
+            return await self._pull()
+        finally:
+            await self._close_legs()
+
+    # --- The two ways ------------------------------------------------------------------------------
+
+    async def _pull(self) -> int | None:
+        if self._prefilled is None and (status := await self._prefill()) is not None:
+            return status
+        assert self._prefilled is not None
+        engine = self._choose_consumer()
+        if engine is None:  # Went down during the prefill.
+            raise self._dispatch.no_engine("decode", self._failures.get("decode"))
+        decode = self._start_decode(engine, self._prefilled.ticket, is_pushed=False)
+        answer = await decode.opened
+        if isinstance(answer, LegFailure):
+            self._note_decode_failure(answer)
+            if answer.was_sent:
+                self._prefilled = None  # The ticket may be in use; a new dispatch gets a new one.
+            return None
+        if self._prefilled.ticket is not None and blames_params(answer):
+            self._log_refusal(engine, "ticket", answer)
+            self._set_prefilled(Prefilled("local", "ticket_refused"))
+            self._tried.remove(engine)  # Happens once: there is no ticket to refuse any more.
+            return None
+        return await self._take_answer(engine, answer)
+
+    async def _push(self, producer: Engine, introduction: Introduction) -> int | None:
+        engine = self._choose_consumer()
+        assert engine is not None
+        transfer_id = new_transfer_id()
+        prefill = self._start_prefill(producer, transfer_id)
+        decode = self._start_decode(
+            engine,
+            push_params(
+                transfer_id, engine_id=introduction.engine_id, introduction=introduction.introduction
+            ),
+            is_pushed=True,
+        )
+        either: set[asyncio.Future[Any]] = {prefill.outcome, decode.opened}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if prefill.outcome.done() and not _is_answered(decode):
+            status = await self._take_prefill(prefill, prefill.outcome.result())
+            if status is not None or self._prefilled is None:
+                self._tried.remove(engine)  # It was not at fault.
+                return status
+        else:
+            self._set_prefilled(Prefilled("remote"))  # Or D has computed it; P is not waited for.
+        answer = await decode.opened
+        if isinstance(answer, LegFailure):
+            self._note_decode_failure(answer)
+            self._prefilled = None
+            return None
+        if blames_params(answer):
+            self._log_refusal(engine, "introduction", answer)
+            await self._replace_introduction(producer)
+            self._tried.remove(engine)
+            return None
+        return await self._take_answer(engine, answer)
+
+    async def _replace_introduction(self, producer: Engine) -> None:
+        self._prefilled = None
+        self._num_refused_introductions += 1
+        if self._num_refused_introductions < INTRODUCTIONS_MAX:
+            await self._dispatch.introducer.refresh(producer)
+        else:
+            self._set_prefilled(Prefilled("local", "introduction_refused"))
+
+    # --- Prefill -----------------------------------------------------------------------------------
+
+    async def _prefill(self) -> int | None:
+        """Sets what was prefilled; or returns the status if P's answer was all there is to say."""
+        if self._local_reason is not None:
+            self._set_prefilled(Prefilled("local", self._local_reason))
+            return None
+        while (producer := self._choose_producer()) is not None:
+            prefill = self._start_prefill(producer, new_transfer_id())
+            status = await self._take_prefill(prefill, await prefill.outcome)
+            if status is not None or self._prefilled is not None:
+                return status
+        if self._settings.on_prefill_failure == "fail":
+            failure = self._failures.get("prefill")
+            raise self._dispatch.no_engine("prefill", failure, is_tried=bool(self._bad_producers))
+        self._set_prefilled(Prefilled("local", "prefill_failed"))
+        return None
+
+    async def _take_prefill(self, leg: PrefillLeg, outcome: PrefillOutcome | LegFailure) -> int | None:
+        self._metrics.prefill_seconds.observe(time.monotonic() - leg.started_at_s)
+        match outcome:
+            case LegFailure():
+                logger.warning("%s: prefill leg: %s", self._incoming.request_id, outcome)
+                self._failures["prefill"] = outcome
+                self._bad_producers.append(leg.engine)
+            case Unable(reason):
+                logger.warning("%s: prefill leg: %s %s", self._incoming.request_id, leg.engine.url, reason)
+                self._bad_producers.append(leg.engine)
+            case Refused(answer):
+                if self._client.has_started:
+                    raise RouterError.gateway("the prefill engine refused what another one had begun")
+                return await self._client.whole(answer)
+            case Complete(answer):
+                return await self._client.whole(answer, {"x-baton-prefill": "remote"})
+            case FirstSaid(head, first):
+                await self._show(head, first, "remote")
+                if first.is_last:
+                    return await self._end_with(leg)
+                self._set_prefilled(prefilled(first.params))
+            case Prefilled():
+                self._set_prefilled(outcome)
+        return None
+
+    async def _end_with(self, leg: PrefillLeg) -> int:
+        """What P has said is the whole answer; what follows are the token counts and the end."""
+        rest = await leg.rest
+        if isinstance(rest, LegFailure):
+            raise RouterError.gateway("the prefill engine failed at the end of the answer")
+        await self._client.piece(rest)
+        await self._client.end()
+        assert self._client.status is not None
+        return self._client.status
+
+    # --- Decode ------------------------------------------------------------------------------------
+
+    async def _take_answer(self, engine: Engine, answer: LegAnswer) -> int | None:
+        if is_engines_fault(answer) and self._choose_consumer() is not None:
+            logger.warning("%s: %s said %d", self._incoming.request_id, engine.url, answer.status)
+            self._prefilled = None
+            return None
+        assert self._prefilled is not None
+        where = self._prefilled.where
+        if answer.chunks is None:
+            if self._client.has_started:
+                raise RouterError.gateway(
+                    f"the decode engine refused to go on behind the first token ({answer.status})"
+                )
+            return await self._client.whole(answer, {"x-baton-prefill": where})
+        begun = answer.body
+        if self._splits and self._is_stream:
+            reader = FirstTokenReader(shows_token_ids=self._shows_token_ids)
+            try:
+                first = await read_first_token(engine, answer, reader)
+            except LegFailure as failure:
+                self._dispatch.fleet.note_failure(engine, failure)
+                self._note_decode_failure(failure)
+                self._prefilled = None
+                return None
+            await self._show(answer, first, where)
+            begun = reader.rest
+        else:
+            await self._client.start(answer, {"x-baton-prefill": where})
+        await relay(self._client, begun, answer.chunks, request_id=self._incoming.request_id)
+        return answer.status
+
+    async def _show(self, head: LegAnswer, first: FirstToken, where: str) -> None:
+        """To the client if it is the first to be said; else it has to be the same."""
+        if self._first is None:
+            self._first = first
+            await self._client.start(head, {"x-baton-prefill": where})
+            await self._client.piece(first.events)
+            return
+        agrees = (first.token_ids, first.is_last) == (self._first.token_ids, self._first.is_last)
+        self._metrics.first_tokens.labels("yes" if agrees else "no").inc()
+        if not agrees:
+            raise RouterError.gateway(
+                "the engines disagree about the first token; the answer is not to be used"
+            )
+
+    # --- Parts -------------------------------------------------------------------------------------
+
+    def _choose_producer(self) -> Engine | None:
+        return self._dispatch.choose("prefill", self._routed, self._bad_producers)
+
+    def _choose_consumer(self) -> Engine | None:
+        return self._dispatch.choose("decode", self._routed, self._tried)
+
+    def _start_prefill(self, engine: Engine, transfer_id: str) -> PrefillLeg:
+        if self._bad_producers:
+            self._metrics.retries.labels("prefill").inc()
+        make = first_token_body if self._splits else prefill_body
+        leg = PrefillLeg(
+            self._dispatch.upstream,
+            engine,
+            self._dispatch.leg(
+                self._incoming, make(self._body, transfer_id), self._settings.timeouts.prefill_s
+            ),
+            says_first_token=self._splits,
+            shows_token_ids=self._shows_token_ids,
+        )
+        self._legs.append(leg)
+        return leg
+
+    def _start_decode(
+        self, engine: Engine, params: Mapping[str, Any] | None, *, is_pushed: bool
+    ) -> DecodeLeg:
+        if self._tried:
+            self._metrics.retries.labels("decode").inc()
+        self._tried.append(engine)
+        if self._splits and self._is_stream:
+            params = {**(params or {}), FIRST_TOKEN: True}
+        timeouts = self._settings.timeouts
+        wait_s = timeouts.first_byte_s if self._is_stream else timeouts.answer_s
+        if is_pushed:
+            wait_s += timeouts.prefill_s  # D waits for P as well.
+        request = self._dispatch.leg(self._incoming, decode_body(self._body, params), wait_s)
+        leg = DecodeLeg(self._dispatch.upstream, engine, request)
+        self._legs.append(leg)
+        return leg
+
+    @property
+    def _shows_token_ids(self) -> bool:
+        return bool(self._body.get("return_token_ids"))
+
+    def _set_prefilled(self, prefilled: Prefilled) -> None:
+        self._prefilled = prefilled
+        self._metrics.prefills.labels(prefilled.where, prefilled.reason).inc()
+
+    def _note_decode_failure(self, failure: LegFailure) -> None:
+        logger.warning("%s: decode leg: %s", self._incoming.request_id, failure)
+        self._failures["decode"] = failure
+
+    def _log_refusal(self, engine: Engine, what: str, answer: LegAnswer) -> None:
+        logger.error("%s: %s refused the %s: %r", self._incoming.request_id, engine.url, what, answer.body)
+
+    async def _close_legs(self) -> None:
+        legs, self._legs = self._legs, []
+        for leg in legs:
+            await leg.close()
+
+
+def _is_answered(leg: DecodeLeg) -> bool:
+    if not leg.opened.done():
+        return False
+    answer = leg.opened.result()
+    return isinstance(answer, LegAnswer) and answer.status == 200

@@ -1,0 +1,110 @@
+"""What an engine's answer means for the request: pure functions."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from baton.core.errors import PeerError
+from baton.router.first_token import FirstToken
+from baton.router.legs import PARAMS, ticket_of
+from baton.router.upstream import LegAnswer
+
+# Not the client's fault, though in the 4xx range: another engine may have room.
+_RETRYABLE_4XX = frozenset({408, 425, 429})
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The prompt has been computed (remote), or is left to the decode engine (local)."""
+
+    where: Literal["remote", "local"]
+    reason: str = ""  # Why local.
+    ticket: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """P's 4xx: what the client asked for cannot be done by any engine."""
+
+    answer: LegAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """P's first token is the whole answer, which was not to be streamed."""
+
+    answer: LegAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class Unable:
+    """This engine could not; another may."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FirstSaid:
+    """P's stream has said its first token. `head` has its status and headers."""
+
+    head: LegAnswer
+    first: FirstToken
+
+
+PrefillOutcome = Prefilled | Refused | Complete | Unable | FirstSaid
+
+
+class _ErrorBody(msgspec.Struct):
+    param: str | None = None
+
+
+class _ErrorAnswer(msgspec.Struct):
+    error: _ErrorBody
+
+
+def is_engines_fault(answer: LegAnswer) -> bool:
+    """Another engine may do better."""
+    return answer.status >= 500 or answer.status in _RETRYABLE_4XX
+
+
+def blames_params(answer: LegAnswer) -> bool:
+    """A 400 that names what we put in: engines disagree (role, model, secret), the client cannot mend it."""
+    if answer.status != 400:
+        return False
+    try:
+        error = msgspec.json.decode(answer.body, type=_ErrorAnswer).error
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+    return (error.param or "").startswith(PARAMS)
+
+
+def read_prefill(answer: LegAnswer, *, may_be_complete: bool) -> PrefillOutcome:
+    """Of an answer that was not streamed. Raises PeerError.
+
+    `may_be_complete`: P was asked for the client's own answer, as far as its first token.
+    """
+    if is_engines_fault(answer) or blames_params(answer):
+        return Unable(f"said {answer.status}")
+    if answer.status != 200:
+        return Refused(answer)
+    ticket = ticket_of(answer.body)
+    if may_be_complete and (complete := _without_params_if_complete(answer)) is not None:
+        return Complete(complete)
+    return prefilled(ticket)
+
+
+def prefilled(ticket: dict[str, Any] | None) -> Prefilled:
+    return Prefilled("remote", ticket=ticket) if ticket else Prefilled("local", "nothing_lent")
+
+
+def _without_params_if_complete(answer: LegAnswer) -> LegAnswer | None:
+    parsed = msgspec.json.decode(answer.body)
+    choices = parsed.get("choices")
+    if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
+        raise PeerError("the prefill engine's answer has no choices")
+    if choices[0].get("finish_reason") is None:
+        return None
+    if parsed.pop(PARAMS, None) is None:
+        return answer
+    return LegAnswer(answer.status, answer.headers, msgspec.json.encode(parsed), None)

@@ -1,0 +1,143 @@
+"""Legs in tasks of their own, so that two can run side by side and the loser be cancelled.
+
+    DecodeLeg    opened: D's answer whole, or the first piece of its stream, whose rest the caller reads
+    PrefillLeg   outcome: what P's answer means, in a stream as soon as its first token is there
+                 rest: what P's stream said behind it, which is little, and wanted only if P said it all
+
+`close` ends a leg in whatever state, towards the engine too. Futures never hold exceptions: a failure is a
+result like any other, and a leg that nobody waits for any more leaves no complaint behind.
+"""
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from baton.core.errors import PeerError
+from baton.router.errors import LegFailure
+from baton.router.first_token import FirstToken, FirstTokenReader
+from baton.router.fleet import Engine
+from baton.router.judge import FirstSaid, PrefillOutcome, read_prefill
+from baton.router.upstream import LegAnswer, LegRequest, Upstream
+
+logger = logging.getLogger(__name__)
+
+MAX_REST_BYTES = 1 << 20  # Token counts and [DONE].
+
+
+class _Leg:
+    def __init__(self, upstream: Upstream, engine: Engine, request: LegRequest) -> None:
+        self.engine = engine
+        self.started_at_s = time.monotonic()
+        self._upstream = upstream
+        self._request = request
+        self._task: asyncio.Task[Any] | None = None
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+
+class DecodeLeg(_Leg):
+    def __init__(self, upstream: Upstream, engine: Engine, request: LegRequest) -> None:
+        super().__init__(upstream, engine, request)
+        self.opened: asyncio.Future[LegAnswer | LegFailure] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._run(), name=f"decode leg at {engine.url}")
+        self._task.add_done_callback(self._hear)
+
+    async def _run(self) -> None:
+        try:
+            async with self._upstream.open(self.engine, self._request) as answer:
+                _settle(self.opened, answer)
+                await asyncio.Event().wait()  # Until it is closed; it is read from outside.
+        except LegFailure as failure:
+            _settle(self.opened, failure)
+
+    def _hear(self, task: asyncio.Task[Any]) -> None:
+        _settle(self.opened, _end_of(task, self.engine))
+
+
+class PrefillLeg(_Leg):
+    def __init__(
+        self,
+        upstream: Upstream,
+        engine: Engine,
+        request: LegRequest,
+        *,
+        says_first_token: bool,
+        shows_token_ids: bool,
+    ) -> None:
+        super().__init__(upstream, engine, request)
+        self._says_first_token = says_first_token
+        self._shows_token_ids = shows_token_ids
+        loop = asyncio.get_running_loop()
+        self.outcome: asyncio.Future[PrefillOutcome | LegFailure] = loop.create_future()
+        self.rest: asyncio.Future[bytes | LegFailure] = loop.create_future()
+        self._task = asyncio.create_task(self._run(), name=f"prefill leg at {engine.url}")
+        self._task.add_done_callback(self._hear)
+
+    async def _run(self) -> None:
+        try:
+            async with self._upstream.open(self.engine, self._request) as answer:
+                await self._read(answer)
+        except LegFailure as failure:
+            _settle(self.outcome, failure)
+            _settle(self.rest, failure)
+
+    async def _read(self, answer: LegAnswer) -> None:
+        if answer.chunks is None:
+            try:
+                outcome = read_prefill(answer, may_be_complete=self._says_first_token)
+            except PeerError as error:
+                raise LegFailure("broken", self.engine.url, str(error), was_sent=True) from error
+            _settle(self.outcome, outcome)
+        elif not self._says_first_token:
+            raise LegFailure(
+                "broken", self.engine.url, "streamed an answer that was not asked to be one", was_sent=True
+            )
+        else:
+            reader = FirstTokenReader(shows_token_ids=self._shows_token_ids)
+            first = await read_first_token(self.engine, answer, reader)
+            _settle(self.outcome, FirstSaid(answer, first))
+            rest = bytearray(reader.rest)
+            async for chunk in answer.chunks:
+                rest += chunk
+                if len(rest) > MAX_REST_BYTES:
+                    raise LegFailure(
+                        "broken", self.engine.url, "does not stop after one token", was_sent=True
+                    )
+            _settle(self.rest, bytes(rest))
+
+    def _hear(self, task: asyncio.Task[Any]) -> None:
+        end = _end_of(task, self.engine)
+        _settle(self.outcome, end)
+        _settle(self.rest, end)
+
+
+async def read_first_token(engine: Engine, answer: LegAnswer, reader: FirstTokenReader) -> FirstToken:
+    """From a stream's first piece on. Raises LegFailure."""
+    assert answer.chunks is not None
+    try:
+        first = reader.push(answer.body)
+        while first is None:
+            chunk = await anext(answer.chunks, None)
+            if chunk is None:
+                raise PeerError("the stream ended without a first token")
+            first = reader.push(chunk)
+    except PeerError as error:
+        raise LegFailure("broken", engine.url, str(error), was_sent=True) from error
+    return first
+
+
+def _settle(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _end_of(task: asyncio.Task[Any], engine: Engine) -> LegFailure:
+    """For whoever still waits when the task is over: our own fault, or our own wish."""
+    fault = None if task.cancelled() else task.exception()
+    if fault is not None:
+        logger.error("%s failed", task.get_name(), exc_info=fault)
+    return LegFailure("broken", engine.url, f"the leg was ended: {fault!r}", was_sent=True)
