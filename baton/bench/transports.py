@@ -1,13 +1,16 @@
 """How fast each transport moves scattered blocks, beside the limits of the machine in the same run.
 
 Two processes on different cores; 64 MiB in shuffled blocks. The limits: memcpy (one thread, contiguous,
-warm) for `local`, a plain loopback stream (large buffers, no protocol) for `tcp`. Judge the ratios, not
-the figures: those belong to the machine and to whoever else was using it.
+warm) for what copies by cross-memory attach, a plain loopback stream (large buffers, no protocol) for `tcp`.
+NIXL by itself follows, with its defaults and without the reader's progress thread. Judge the ratios, not the
+figures: those belong to the machine and to whoever else was using it.
 """
 
+import contextlib
 import os
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,20 +23,30 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from baton.bench import nixl_raw
+from baton.core.errors import ConfigError, TransferError
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.layout import CopySpan, Region
-from baton.transport.base import Prepared, Transport
+from baton.transport.base import Transport
 from baton.transport.local import LocalTransport
+from baton.transport.nixl import NixlTransport
 from baton.transport.tcp import TcpTransport
 
 TOTAL_BYTES = 64 << 20
-BLOCK_SIZES = (2 << 10, 16 << 10, 1 << 20)
+BLOCK_SIZES = (2 << 10, 16 << 10, 256 << 10, 1 << 20)
 REPEATS = 9
 STREAM_BUFFER_BYTES = 1 << 20
 TIMEOUT_S = 120.0
-TARGETS = {("local", 16 << 10): 0.4, ("tcp", 16 << 10): 0.8}  # Of the limit.
+TARGETS = {("local", 16 << 10): 0.5, ("tcp", 16 << 10): 0.8}  # Of the limit.
+NIXL_TARGETS = {("local", 16 << 10): 4.0, ("tcp", 16 << 10): 4.0}  # Times NIXL with its defaults.
 TCP_ENOUGH_GB_PER_S = 2.0  # Reaching this is enough where the loopback stream is faster than 2.5.
 
+LIMITS = {
+    "local": "memcpy",
+    "nixl": "memcpy",
+    "tcp": "loopback stream",
+    "tcp, no checksum": "loopback stream",
+}
 PRODUCER, CONSUMER = Address(EngineId("producer"), Epoch(1)), Address(EngineId("consumer"), Epoch(2))
 
 
@@ -60,66 +73,137 @@ class Row:
         return self.ratio >= target or (self.transport == "tcp" and self.gb_per_s >= TCP_ENOUGH_GB_PER_S)
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Ours beside NIXL by itself on the same kind of way."""
+
+    transport: str
+    nixl: str
+    block_bytes: int
+    ratio: float
+
+    @property
+    def meets_target(self) -> bool | None:
+        target = NIXL_TARGETS.get((self.transport, self.block_bytes)) if self.nixl in NIXL_WAYS else None
+        return None if target is None else self.ratio >= target
+
+
+NIXL_WAYS = {"NIXL": "local", "NIXL over tcp": "tcp"}  # What a user gets who changes nothing.
+NIXL_TUNED_WAYS = {"NIXL, no reader thread": "local", "NIXL over tcp, no reader thread": "tcp"}
+
+
 def run(total_bytes: int = TOTAL_BYTES, repeats: int = REPEATS) -> list[Row]:
-    """Measure. Takes a few seconds on an idle machine."""
+    """Measure ours. Takes a few seconds on an idle machine.
+
+    Everything at one block size takes turns, so that whoever else uses the machine disturbs all alike.
+    """
     cpus = sorted(os.sched_getaffinity(0))
     our_cpu, their_cpu = cpus[0], cpus[-1]
     os.sched_setaffinity(0, {our_cpu})
     try:
-        with _producer(total_bytes, their_cpu) as pipe:
+        with _producer(total_bytes, their_cpu) as pipe, contextlib.ExitStack() as opened:
             endpoints, stream_port = pipe.recv()
             memory = np.zeros(total_bytes, dtype=np.uint8)
             limits = {
-                "local": ("memcpy", _time_memcpy(memory, repeats)),
-                "tcp": ("loopback stream", _time_stream(stream_port, memory, repeats)),
+                "memcpy": _memcpy(memory),
+                "loopback stream": opened.enter_context(_stream(stream_port, memory)),
             }
-            return [
-                Row(name, block_bytes, speed, *limits[name])
-                for name in limits
-                for block_bytes, speed in _time_transport(name, our_cpu, endpoints[name], memory, repeats)
-            ]
+            readers = {
+                name: opened.enter_context(_reader(name, our_cpu, endpoints[_way(name)], memory))
+                for name in LIMITS
+                if _way(name) in endpoints
+            }
+            rows: list[Row] = []
+            for block_bytes in BLOCK_SIZES:
+                moves = {**limits, **{name: read(block_bytes) for name, read in readers.items()}}
+                speeds = _median_gb_per_s(moves, memory.nbytes, repeats)
+                rows += [
+                    Row(name, block_bytes, speeds[name], LIMITS[name], speeds[LIMITS[name]])
+                    for name in readers
+                ]
+            return sorted(rows, key=lambda row: list(LIMITS).index(row.transport))
     finally:
         os.sched_setaffinity(0, cpus)
 
 
+def run_nixl(total_bytes: int = TOTAL_BYTES, repeats: int = REPEATS) -> dict[str, dict[int, float]]:
+    """GB/s of NIXL by itself, by way and block size; empty where it does not work."""
+    speeds: dict[str, dict[int, float]] = {}
+    for name, way in {**NIXL_WAYS, **NIXL_TUNED_WAYS}.items():
+        try:
+            speeds[name] = nixl_raw.measure(
+                None if way == "local" else "tcp",
+                BLOCK_SIZES,
+                total_bytes=total_bytes,
+                repeats=repeats,
+                reader_thread=name in NIXL_WAYS,
+            )
+        except (TransferError, ImportError) as error:
+            print(f"{name} was not measured: {error}")
+    return speeds
+
+
+def compare(rows: list[Row], nixl: dict[str, dict[int, float]]) -> list[Comparison]:
+    ours = {(row.transport, row.block_bytes): row.gb_per_s for row in rows}
+    return [
+        Comparison(way, name, block_bytes, ours[way, block_bytes] / speed)
+        for name, way in {**NIXL_WAYS, **NIXL_TUNED_WAYS}.items()
+        for block_bytes, speed in nixl.get(name, {}).items()
+        if (way, block_bytes) in ours
+    ]
+
+
 def make(name: str, address: Address, cpu: int) -> Transport:
-    if name == "local":
-        return LocalTransport(address)  # Its threads go where there is room, as in an engine.
-    return TcpTransport(address, thread_cpus={cpu})
+    """Raises ConfigError where it cannot be had."""
+    match name:
+        case "local":
+            return LocalTransport(address)  # Its threads go where there is room, as in an engine.
+        case "nixl":
+            return NixlTransport(address)
+        case _:
+            return TcpTransport(address, thread_cpus={cpu}, checksum=name == "tcp")
 
 
-def _time_transport(
-    name: str, cpu: int, endpoint: bytes, memory: NDArray[np.uint8], repeats: int
-) -> Iterator[tuple[int, float]]:
+def _way(name: str) -> str:
+    return name.partition(",")[0]
+
+
+@contextmanager
+def _reader(
+    name: str, cpu: int, endpoint: bytes, memory: NDArray[np.uint8]
+) -> Iterator[Callable[[int], Callable[[], None]]]:
+    """Gives a function from the block size to a read of everything in shuffled blocks of it."""
     transport = make(name, CONSUMER, cpu)
     try:
         transport.register([Region(memory.ctypes.data, memory.nbytes)])
         peer = transport.connect(PRODUCER, endpoint)
-        for block_bytes in BLOCK_SIZES:
+
+        def prepare(block_bytes: int) -> Callable[[], None]:
             prepared = transport.prepare(peer, [CopySpan(0, 0, block_bytes, 0, 0, block_bytes, block_bytes)])
             num_blocks = memory.nbytes // block_bytes
             rng = np.random.default_rng(block_bytes)
             local, remote = rng.permutation(num_blocks).tolist(), rng.permutation(num_blocks).tolist()
 
-            def read(
-                prepared: Prepared = prepared, local: list[int] = local, remote: list[int] = remote
-            ) -> None:
+            def read() -> None:
                 transport.post_read(prepared, local, remote)
                 assert transport.wait_completion(TIMEOUT_S), "the read never ended"
                 (completion,) = transport.poll()
                 assert completion.ok, completion.error
 
-            yield block_bytes, _median_gb_per_s(read, memory.nbytes, repeats)
+            return read
+
+        yield prepare
     finally:
         transport.close()
 
 
-def _time_memcpy(memory: NDArray[np.uint8], repeats: int) -> float:
+def _memcpy(memory: NDArray[np.uint8]) -> Callable[[], None]:
     source = np.ones_like(memory)
-    return _median_gb_per_s(lambda: np.copyto(memory, source), memory.nbytes, repeats)
+    return lambda: np.copyto(memory, source)
 
 
-def _time_stream(port: int, memory: NDArray[np.uint8], repeats: int) -> float:
+@contextmanager
+def _stream(port: int, memory: NDArray[np.uint8]) -> Iterator[Callable[[], None]]:
     """The other end sends its whole memory each time that it gets a byte."""
     view = memory.data
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as sock:
@@ -131,17 +215,19 @@ def _time_stream(port: int, memory: NDArray[np.uint8], repeats: int) -> float:
             while done < len(view):
                 done += sock.recv_into(view[done : done + STREAM_BUFFER_BYTES])
 
-        return _median_gb_per_s(receive, memory.nbytes, repeats)
+        yield receive
 
 
-def _median_gb_per_s(move: Callable[[], None], nbytes: int, repeats: int) -> float:
-    move()  # Warm: pages, caches, connections.
-    speeds = []
+def _median_gb_per_s(moves: dict[str, Callable[[], None]], nbytes: int, repeats: int) -> dict[str, float]:
+    for move in moves.values():
+        move()  # Warm: pages, caches, connections.
+    speeds: dict[str, list[float]] = {name: [] for name in moves}
     for _ in range(repeats):
-        start = time.perf_counter()
-        move()
-        speeds.append(nbytes / (time.perf_counter() - start) / 1e9)
-    return statistics.median(speeds)
+        for name, move in moves.items():
+            start = time.perf_counter()
+            move()
+            speeds[name].append(nbytes / (time.perf_counter() - start) / 1e9)
+    return {name: statistics.median(measured) for name, measured in speeds.items()}
 
 
 @contextmanager
@@ -166,7 +252,10 @@ def _produce(pipe: Connection, total_bytes: int, cpu: int) -> None:
     os.sched_setaffinity(0, {cpu})
     memory = np.random.default_rng(0).integers(0, 256, total_bytes, dtype=np.uint8)
     regions = [Region(memory.ctypes.data, memory.nbytes)]
-    transports = {name: make(name, PRODUCER, cpu) for name in ("local", "tcp")}
+    transports: dict[str, Transport] = {}
+    for name in ("local", "nixl", "tcp"):
+        with contextlib.suppress(ConfigError):  # NIXL is optional.
+            transports[name] = make(name, PRODUCER, cpu)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoints = {name: transport.register(regions) for name, transport in transports.items()}
         pipe.send((endpoints, listener.getsockname()[1]))
@@ -199,8 +288,41 @@ def print_table(rows: list[Row], console: Console) -> None:
     console.print(table)
 
 
+def print_comparisons(comparisons: list[Comparison], console: Console) -> None:
+    table = Table(title="Times as fast as NIXL by itself")
+    table.add_column("ours")
+    table.add_column("NIXL")
+    for block_bytes in BLOCK_SIZES:
+        table.add_column(f"{block_bytes >> 10} KiB", justify="right")
+    table.add_column("goal at 16 KiB", justify="right")
+    for name, way in {**NIXL_WAYS, **NIXL_TUNED_WAYS}.items():
+        line = {c.block_bytes: c for c in comparisons if (c.transport, c.nixl) == (way, name)}
+        if line:
+            verdicts = [c.meets_target for c in line.values() if c.meets_target is not None]
+            verdict = "" if not verdicts else "met" if all(verdicts) else "missed"
+            ratios = (f"{line[size].ratio:.1f}" if size in line else "" for size in BLOCK_SIZES)
+            table.add_row(way, name, *ratios, verdict)
+    console.print(table)
+
+
 def main() -> None:
-    print_table(run(), Console())
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    rows = run()
+    print_table(rows, console)
+    costs = checksum_costs(rows)
+    console.print("checksum on tcp costs " + ", ".join(f"{c:.0%} at {s >> 10} KiB" for s, c in costs.items()))
+    if comparisons := compare(rows, run_nixl()):
+        print_comparisons(comparisons, console)
+
+
+def checksum_costs(rows: list[Row]) -> dict[int, float]:
+    """The share of the time that goes into it, by block size."""
+    speeds = {(row.transport, row.block_bytes): row.gb_per_s for row in rows}
+    return {
+        size: 1 - speeds["tcp", size] / speeds["tcp, no checksum", size]
+        for size in BLOCK_SIZES
+        if ("tcp", size) in speeds and ("tcp, no checksum", size) in speeds
+    }
 
 
 if __name__ == "__main__":

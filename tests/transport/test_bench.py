@@ -5,23 +5,37 @@ import io
 import pytest
 from rich.console import Console
 
-from baton.bench.transports import BLOCK_SIZES, Row, print_table, run
+from baton.bench.transports import (
+    BLOCK_SIZES,
+    Comparison,
+    Row,
+    checksum_costs,
+    compare,
+    print_comparisons,
+    print_table,
+    run,
+)
+from baton.transport.nixl_agent import is_installed
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 def test_the_benchmark_measures_each_transport_at_each_block_size() -> None:
     rows = run(total_bytes=2 << 20, repeats=1)
-    assert [(r.transport, r.block_bytes) for r in rows] == [
-        (t, b) for t in ("local", "tcp") for b in BLOCK_SIZES
-    ]
+    names = (
+        ("local", "nixl", "tcp", "tcp, no checksum")
+        if is_installed()
+        else ("local", "tcp", "tcp, no checksum")
+    )
+    assert [(r.transport, r.block_bytes) for r in rows] == [(t, b) for t in names for b in BLOCK_SIZES]
+    assert list(checksum_costs(rows)) == list(BLOCK_SIZES)
     assert all(r.gb_per_s > 0 and r.limit_gb_per_s > 0 for r in rows)
 
 
 def test_a_target_is_met_by_the_ratio_or_by_the_speed() -> None:
     at_16k = 16 << 10
-    assert Row("local", at_16k, 4.0, "memcpy", 10.0).meets_target is True
-    assert Row("local", at_16k, 3.9, "memcpy", 10.0).meets_target is False
+    assert Row("local", at_16k, 5.0, "memcpy", 10.0).meets_target is True
+    assert Row("local", at_16k, 4.9, "memcpy", 10.0).meets_target is False
     assert Row("tcp", at_16k, 2.0, "loopback stream", 5.0).meets_target is True
     assert Row("tcp", at_16k, 0.8, "loopback stream", 1.0).meets_target is True
     assert Row("tcp", at_16k, 1.9, "loopback stream", 5.0).meets_target is False
@@ -30,8 +44,25 @@ def test_a_target_is_met_by_the_ratio_or_by_the_speed() -> None:
 
 def test_the_table_names_transport_block_and_verdict() -> None:
     console = Console(record=True, width=120, file=io.StringIO())
-    print_table([Row("local", 16 << 10, 4.0, "memcpy", 10.0)], console)
+    print_table([Row("local", 16 << 10, 6.0, "memcpy", 10.0)], console)
     line = next(line for line in console.export_text().splitlines() if "local" in line)
     assert [cell.strip() for cell in line.strip("│").split("│")] == [
-        "local", "16 KiB", "4.00", "memcpy", "10.00", "0.40", "met",
+        "local", "16 KiB", "6.00", "memcpy", "10.00", "0.60", "met",
     ]  # fmt: skip
+
+
+def test_ours_is_compared_with_nixl_on_the_same_kind_of_way() -> None:
+    at_16k = 16 << 10
+    rows = [Row("local", at_16k, 6.0, "memcpy", 10.0), Row("tcp", at_16k, 1.0, "loopback stream", 2.0)]
+    nixl = {"NIXL": {at_16k: 1.0}, "NIXL over tcp": {at_16k: 0.5}, "NIXL, no reader thread": {at_16k: 3.0}}
+    assert compare(rows, nixl) == [
+        Comparison("local", "NIXL", at_16k, 6.0),
+        Comparison("tcp", "NIXL over tcp", at_16k, 2.0),
+        Comparison("local", "NIXL, no reader thread", at_16k, 2.0),
+    ]
+    assert [c.meets_target for c in compare(rows, nixl)] == [True, False, None]
+    console = Console(record=True, width=120, file=io.StringIO())
+    print_comparisons(compare(rows, nixl), console)
+    text = console.export_text()
+    assert "met" in text
+    assert "missed" in text

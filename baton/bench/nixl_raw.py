@@ -1,0 +1,128 @@
+"""NIXL by itself, as its own examples use it: two processes, prepared lists, reads by index, a poll loop.
+
+Public Python API, no protocol of ours. `tls` goes to UCX: None for what UCX chooses on one host, "tcp" for
+what it does between hosts without RDMA. With its defaults each agent has a progress thread that polls without
+a pause; on a machine with few cores the reader does better without (`reader_thread=False`).
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from baton.core.errors import TransferError
+from baton.transport.threads import free_affinity
+
+ANSWER_TIMEOUT_S = 120.0
+
+
+def measure(
+    tls: str | None,
+    block_sizes: Sequence[int],
+    *,
+    total_bytes: int,
+    repeats: int,
+    reader_thread: bool = True,
+) -> dict[int, float]:
+    """GB/s by block size; median. Raises TransferError if NIXL does not work here."""
+    spawn = get_context("spawn")
+    owner_end, owner_pipe = spawn.Pipe()
+    reader_end, reader_pipe = spawn.Pipe()
+    owner = spawn.Process(target=_own, args=(owner_pipe, tls, total_bytes), daemon=True)
+    reader = spawn.Process(
+        target=_read,
+        args=(reader_pipe, tls, tuple(block_sizes), total_bytes, repeats, reader_thread),
+        daemon=True,
+    )
+    owner.start()
+    reader.start()
+    owner_pipe.close()
+    reader_pipe.close()
+    try:
+        reader_end.send(_answer(owner_end, "owner"))
+        speeds = _answer(reader_end, "reader")
+        assert isinstance(speeds, dict)
+        return speeds
+    finally:
+        for process in (reader, owner):
+            process.kill()
+            process.join()
+            process.close()
+        owner_end.close()
+        reader_end.close()
+
+
+def _answer(pipe: Connection, who: str) -> object:
+    try:
+        if pipe.poll(ANSWER_TIMEOUT_S):
+            return pipe.recv()
+    except EOFError:
+        raise TransferError(f"NIXL's {who} ended without an answer") from None
+    raise TransferError(f"NIXL's {who} did not answer within {ANSWER_TIMEOUT_S:g} s")
+
+
+def _make_agent(name: str, tls: str | None, *, thread: bool = True) -> Any:
+    free_affinity()
+    os.environ["NIXL_LOG_LEVEL"] = "WARN"
+    if tls is not None:
+        os.environ["UCX_TLS"] = tls
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    return nixl_agent(name, nixl_agent_config(enable_prog_thread=thread, backends=["UCX"]))
+
+
+def _own(pipe: Connection, tls: str | None, total_bytes: int) -> None:
+    agent = _make_agent("owner", tls)
+    memory = np.random.default_rng(0).integers(0, 256, total_bytes, dtype=np.uint8)
+    agent.register_memory([(memory.ctypes.data, total_bytes, 0, "")], "DRAM")
+    pipe.send((agent.get_agent_metadata(), memory.ctypes.data))
+    pipe.poll(None)  # Until it is killed, or its parent is gone.
+
+
+def _read(
+    pipe: Connection,
+    tls: str | None,
+    block_sizes: tuple[int, ...],
+    total_bytes: int,
+    repeats: int,
+    reader_thread: bool,
+) -> None:
+    agent = _make_agent("reader", tls, thread=reader_thread)
+    memory = np.zeros(total_bytes, dtype=np.uint8)
+    agent.register_memory([(memory.ctypes.data, total_bytes, 0, "")], "DRAM")
+    metadata, remote_address = pipe.recv()
+    owner = agent.add_remote_agent(metadata)
+    owner = owner.decode() if isinstance(owner, bytes) else owner
+    speeds = {}
+    for block_bytes in block_sizes:
+        count = total_bytes // block_bytes
+        ours = agent.prep_xfer_dlist("", _blocks(memory.ctypes.data, block_bytes, count), "DRAM")
+        theirs = agent.prep_xfer_dlist(owner, _blocks(remote_address, block_bytes, count), "DRAM")
+        rng = np.random.default_rng(block_bytes)
+        local = rng.permutation(count).astype(np.int32)
+        remote = rng.permutation(count).astype(np.int32)
+        timed = [_time_read(agent, ours, local, theirs, remote) for _ in range(repeats + 1)][1:]
+        speeds[block_bytes] = total_bytes / statistics.median(timed) / 1e9
+    pipe.send(speeds)
+    pipe.poll(None)
+
+
+def _blocks(address: int, block_bytes: int, count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    return np.array([(address, block_bytes, 0, block_bytes, count)], dtype=np.uint64)
+
+
+def _time_read(agent: Any, ours: Any, local: Any, theirs: Any, remote: Any) -> float:
+    started = time.perf_counter()
+    handle = agent.make_prepped_xfer("READ", ours, local, theirs, remote)
+    state = agent.transfer(handle)
+    while state == "PROC":
+        state = agent.check_xfer_state(handle)
+    took_s = time.perf_counter() - started
+    assert state == "DONE", state
+    agent.release_xfer_handle(handle)
+    return took_s
