@@ -18,6 +18,8 @@ from baton.connectors.pull.cache_layout import layout_of
 from baton.connectors.pull.conversion import convert
 from baton.connectors.pull.links import RunInBackground
 from baton.connectors.pull.metadata import ReadBlocks, ReadEnd
+from baton.connectors.pull.staging import Staging
+from baton.core.errors import TransferError
 from baton.core.layout import FORMATS
 from baton.transport.memory import MemoryNetwork
 from tests.connectors.pull_world import engine_config, model_config
@@ -300,6 +302,19 @@ def test_a_staged_read_ends_only_when_nothing_of_it_is_under_way(
     one.network.release()
     assert one.wait_ended(1)[0].ok
     assert one.is_right
+
+
+def test_a_peer_that_hangs_leaves_room_in_the_buffer_for_others() -> None:
+    staging = Staging("cpu", nbytes=64, num_parts=4)
+    mine = [staging.borrow_nowait("hangs") for _ in range(3)]
+    assert mine[2] is None
+    other = staging.borrow_nowait("other")
+    assert other is not None
+    with pytest.raises(TransferError, match="cancelled"):
+        staging.wait_part("hangs", lambda: True)
+    assert mine[0] is not None
+    staging.give_back(mine[0])
+    assert staging.wait_part("hangs", lambda: False) == mine[0]
 
 
 def test_a_cancelled_staged_read_gives_its_buffer_back(

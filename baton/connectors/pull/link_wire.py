@@ -80,6 +80,7 @@ class Ready:
 class StagedOrder:
     """One part of a claim, as far as one pair of ranks is concerned."""
 
+    peer: Hashable  # Whose reads take turns at the staging buffer.
     remote: RankLayout
     share: Share  # Of the layers that this part moves.
     first_token: int

@@ -317,6 +317,7 @@ class PeerLinks:
         try:
             self._staged.read(
                 StagedOrder(
+                    link.key.producer,
                     link.card.layout,
                     Share(ready.share.heads, layers),
                     order.first_token,

@@ -92,12 +92,12 @@ class StagedReader:
                 while next_block < last:
                     while len(flights) == IN_FLIGHT_MAX:
                         self._land(flights, order, table, wire)
-                    part = self._staging.borrow_nowait()
+                    part = self._staging.borrow_nowait(order.peer)
                     if part is None:
                         # Whoever waits holds nothing, so that two reads never wait for each other.
                         while flights:
                             self._land(flights, order, table, wire)
-                        part = self._staging.wait_part(wire.is_stopped)
+                        part = self._staging.wait_part(order.peer, wire.is_stopped)
                     flights.append(self._post(order, wire, part, layers, range(next_block, last)))
                     next_block = flights[-1].blocks.stop
             while flights:

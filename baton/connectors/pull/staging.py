@@ -1,7 +1,9 @@
 """Memory that a peer's blocks pass through on their way into the cache: bounded, shared by all reads.
 
-    |<------------ one registered region ------------>|
-    |  part 0   |  part 1   |  part 2   |  part 3     |     a read borrows a part, or waits for one
+    |<----------- one registered region ----------->|
+    | part 0 | part 1 | part 2 |        ...       |     a read borrows parts, or waits for one
+
+One peer's reads have a few parts at most between them, so that a peer which hangs holds up nobody else's.
 
 Registered with the transports beside the cache, once, behind its regions. The operating system gives it pages
 when something is first written into it, so an engine whose peers look like itself pays with addresses only.
@@ -10,7 +12,7 @@ when something is first written into it, so an engine whose peers look like itse
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -18,7 +20,8 @@ from baton.core.errors import TransferError
 from baton.core.layout import Region
 
 STAGING_BYTES = 64 << 20
-NUM_PARTS = 4
+NUM_PARTS = 8
+PARTS_PER_PEER = 2  # One is filled while the other is emptied.
 _LOOK_AGAIN_S = 0.1  # How soon a waiting read sees that it has been cancelled.
 
 
@@ -30,28 +33,34 @@ class Staging:
         self.part_bytes = nbytes // num_parts
         self.region = Region(self.memory.data_ptr(), nbytes, str(self.memory.device))
         self._free = list(range(num_parts))
+        self._borrowed: dict[int, Hashable] = {}  # By whom.
         self._changed = threading.Condition()
 
     def offset_of(self, part: int) -> int:
         return part * self.part_bytes
 
-    def borrow_nowait(self) -> int | None:
+    def borrow_nowait(self, peer: Hashable) -> int | None:
         with self._changed:
-            return self._free.pop() if self._free else None
+            if not self._free or list(self._borrowed.values()).count(peer) >= PARTS_PER_PEER:
+                return None
+            part = self._free.pop()
+            self._borrowed[part] = peer
+            return part
 
-    def wait_part(self, is_stopped: Callable[[], bool]) -> int:
+    def wait_part(self, peer: Hashable, is_stopped: Callable[[], bool]) -> int:
         """Raises TransferError when the read is stopped meanwhile."""
         with self._changed:
-            while not self._free:
+            while (part := self.borrow_nowait(peer)) is None:
                 if is_stopped():
                     raise TransferError("cancelled")
                 self._changed.wait(_LOOK_AGAIN_S)
-            return self._free.pop()
+            return part
 
     def give_back(self, part: int) -> None:
         with self._changed:
+            del self._borrowed[part]
             self._free.append(part)
-            self._changed.notify()
+            self._changed.notify_all()  # Whoever is woken may have its share already.
 
     @property
     def num_free(self) -> int:
