@@ -2,10 +2,18 @@
 
 from baton.transport.registry import (
     Connected,
+    available_names,
     choose_transport,
     make_transport,
     make_transports,
     register_all,
 )
 
-__all__ = ["Connected", "choose_transport", "make_transport", "make_transports", "register_all"]
+__all__ = [
+    "Connected",
+    "available_names",
+    "choose_transport",
+    "make_transport",
+    "make_transports",
+    "register_all",
+]

@@ -2,9 +2,12 @@
 
 An engine makes what works here, sends the endpoints to its peers, and takes the best way to each:
 
+    available_names()                       what can work on this machine, best first
     make_transports(...)                    {name: transport}
     register_all(transports, regions)       {name: endpoint}, sent to the peer
     choose_transport(ours, theirs, peer)    the first, in order of preference, that connects
+
+The choice is logged, with what else there was and why it was not taken.
 """
 
 import logging
@@ -18,14 +21,22 @@ from baton.core.layout import Region
 from baton.transport.base import PeerHandle, Transport
 from baton.transport.local import LocalTransport
 from baton.transport.memory import MemoryTransport
+from baton.transport.nixl import NixlTransport, has_rdma
+from baton.transport.nixl_agent import is_installed
 from baton.transport.tcp import TcpTransport
 
 logger = logging.getLogger(__name__)
 
-PREFERENCE = ("memory", "local", "tcp")
+PREFERENCE = ("memory", "local", "nixl", "tcp")
 """Fastest first. `memory` is spoken in tests only, where nothing else is asked for."""
 
 DEFAULT_NAMES = ("local", "tcp")
+
+
+def available_names() -> tuple[str, ...]:
+    """What is worth offering here, best first: NIXL only where a device makes its reads true ones."""
+    nixl = ("nixl",) if is_installed() and has_rdma() else ()
+    return ("local", *nixl, "tcp")
 
 
 class Connected(NamedTuple):
@@ -42,9 +53,11 @@ def make_transport(
     secret: ClusterSecret | None = None,
     host: str = "127.0.0.1",
     advertise_host: str | None = None,
+    checksum: bool = True,
     on_completion: Callable[[], None] | None = None,
 ) -> Transport:
-    """One rank's transport. `host`: where it listens, if it does; `advertise_host`: what peers dial."""
+    """One rank's transport. `host`: where it listens, if it does; `advertise_host`: what peers dial;
+    `checksum`: whether what crosses a wire through this process is verified."""
     match name:
         case "local":
             return LocalTransport(address, on_completion=on_completion)
@@ -54,8 +67,11 @@ def make_transport(
                 host=host,
                 advertise_host=advertise_host,
                 secret=secret,
+                checksum=checksum,
                 on_completion=on_completion,
             )
+        case "nixl":
+            return NixlTransport(address, on_completion=on_completion)
         case "memory":
             return MemoryTransport(address, on_completion=on_completion)
         case _:
@@ -71,6 +87,7 @@ def make_transports(
     secret: ClusterSecret | None = None,
     host: str = "127.0.0.1",
     advertise_host: str | None = None,
+    checksum: bool = True,
     on_completion: Callable[[], None] | None = None,
 ) -> dict[str, Transport]:
     """Several of them for one rank. Raises with none left open."""
@@ -83,6 +100,7 @@ def make_transports(
                 secret=secret,
                 host=host,
                 advertise_host=advertise_host,
+                checksum=checksum,
                 on_completion=on_completion,
             )
     except BaseException:
@@ -121,16 +139,15 @@ def choose_transport(
     itself, TransferError with the reason of every way that failed.
     """
     reasons: list[str] = []
-    for name in order:
+    for number, name in enumerate(order):
         if name not in ours or name not in theirs:
             continue
         try:
             peer = ours[name].connect(address, theirs[name])
         except TransferError as error:
-            logger.info("%s cannot be reached by %s: %s", address.engine_id, name, error)
             reasons.append(f"{name}: {error}")
         else:
-            logger.info("%s is reached by %s", address.engine_id, name)
+            _log_choice(name, ours, theirs, address, order[number + 1 :], reasons)
             return Connected(ours[name], peer)
     if reasons:
         raise TransferError(f"no way to {address.engine_id}: {'; '.join(reasons)}")
@@ -138,3 +155,18 @@ def choose_transport(
         f"no transport in common with {address.engine_id}: "
         f"ours {sorted(ours)}, theirs {sorted(theirs)}, allowed {list(order)}"
     )
+
+
+def _log_choice(
+    name: str,
+    ours: Mapping[str, Transport],
+    theirs: Mapping[str, bytes],
+    address: Address,
+    further: Sequence[str],
+    reasons: Sequence[str],
+) -> None:
+    notes = [f"not by {reason}" for reason in reasons]
+    notes += [f"{other} is offered by one side only" for other in sorted(set(ours) ^ set(theirs))]
+    if left := [other for other in further if other in ours and other in theirs]:
+        notes.append(f"{', '.join(left)} left in reserve")
+    logger.info("%s is reached by %s%s", address.engine_id, name, "".join(f"; {note}" for note in notes))

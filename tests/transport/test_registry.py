@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -12,7 +13,15 @@ from baton.core.errors import ConfigError, PeerError, TransferError
 from baton.core.ids import Address
 from baton.core.layout import Region
 from baton.testing.transport_producers import new_address
-from baton.transport import choose_transport, make_transport, make_transports, register_all
+from baton.transport import (
+    available_names,
+    choose_transport,
+    make_transport,
+    make_transports,
+    nixl,
+    register_all,
+    registry,
+)
 from baton.transport.base import Transport
 from baton.transport.local import LocalEndpoint
 
@@ -65,6 +74,29 @@ def test_where_local_does_not_reach_tcp_does_and_the_reason_is_logged(
     with caplog.at_level(logging.INFO, "baton.transport"):
         assert choose_transport(ours.transports, endpoints, theirs.address).transport.name == "tcp"
     assert "another host" in caplog.text
+
+
+def test_the_choice_is_logged_with_what_else_there_was(
+    engines: tuple[Engine, Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = engines
+    endpoints = {**theirs.endpoints, "nixl": b""}
+    with caplog.at_level(logging.INFO, "baton.transport"):
+        choose_transport(ours.transports, endpoints, theirs.address)
+    (line,) = (record.message for record in caplog.records if record.name == "baton.transport.registry")
+    assert line == "theirs is reached by local; nixl is offered by one side only; tcp left in reserve"
+
+
+def test_nixl_is_offered_only_where_a_device_reads_remote_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(registry, "is_installed", lambda: True)
+    monkeypatch.setattr(nixl, "RDMA_DEVICES", tmp_path)
+    assert available_names() == ("local", "tcp")
+    (tmp_path / "mlx5_0").mkdir()
+    assert available_names() == ("local", "nixl", "tcp")
+    monkeypatch.setattr(registry, "is_installed", lambda: False)
+    assert available_names() == ("local", "tcp")
 
 
 def test_when_no_way_is_left_every_reason_is_named(engines: tuple[Engine, Engine]) -> None:
