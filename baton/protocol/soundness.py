@@ -67,13 +67,15 @@ def _check_layer(layer: LayerLayout, layout: RankLayout) -> None:
         raise PeerError(f"layout: {where}head_bytes {layer.head_bytes} is no multiple of its tokens")
     slot_bytes, token_stride = slot_bytes_of(layer, layout), token_stride_of(layer, layout)
     _check_range(where + "token_stride", token_stride, slot_bytes, ADDRESS_SPACE)
-    last_head = (len(heads_of(layout)) - 1) * layer.head_stride
+    _check_range(where + "head_stride", layer.head_stride, slot_bytes, ADDRESS_SPACE)
+    num_heads = len(heads_of(layout))
+    last_head = (num_heads - 1) * layer.head_stride
     last_token = (layout.block_tokens - 1) * token_stride
     # Either all tokens of a head lie before those of the next, or all heads of a token before the next token.
-    if token_stride <= layer.head_stride:
+    # The stride of what there is only one of says nothing.
+    if num_heads > 1 and token_stride <= layer.head_stride:
         _check_range(where + "head_stride", layer.head_stride, last_token + slot_bytes, ADDRESS_SPACE)
-    else:
-        _check_range(where + "head_stride", layer.head_stride, slot_bytes, ADDRESS_SPACE)
+    elif num_heads > 1 and layout.block_tokens > 1:
         _check_range(where + "token_stride", token_stride, last_head + slot_bytes, ADDRESS_SPACE)
     block_bytes = last_head + last_token + slot_bytes
     _check_range(where + "block_stride", layer.block_stride, block_bytes, ADDRESS_SPACE)
