@@ -19,6 +19,7 @@ COMMANDS = {
     "route": "baton.cli.route",
     "up": "baton.cli.up",
     "demo": "baton.cli.demo",
+    "doctor": "baton.cli.doctor",
     "model": "baton.cli.model",
     "sim": "baton.cli.sim",
 }

@@ -1,0 +1,84 @@
+"""The doctor tries the ways for real, and says what to change."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.cli import doctor
+from baton.cli.doctor import Finding, look_at_machine, look_at_outcome, look_at_peer
+from baton.transport import self_test as module
+from baton.transport.self_test import Outcome, self_test
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_each_way_is_tried_and_a_way_that_fails_gives_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REPEATS", 1)
+    local, tcp, pigeon = self_test(["local", "tcp", "pigeon"])
+    for outcome in (local, tcp):
+        assert outcome.error is None
+        assert outcome.gb_per_s is not None
+        assert outcome.gb_per_s > 0
+    assert pigeon.gb_per_s is None
+    assert "no transport" in (pigeon.error or "")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *outcomes: Outcome) -> tuple[int, str]:
+    monkeypatch.setattr(module, "self_test", lambda names: list(outcomes))
+    result = CliRunner().invoke(doctor.app, [], env={"BATON_SECRET": "", "COLUMNS": "160"})
+    return result.exit_code, result.output
+
+
+def test_a_machine_on_which_something_works_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    status, output = run(monkeypatch, Outcome("local", None, "the kernel forbids it"), Outcome("tcp", 1.5))
+    assert status == 0
+    for words in ("the kernel forbids it", "1.50 GB/s", "BATON_SECRET", "CUDA", "RDMA"):
+        assert words in output
+
+
+def test_a_machine_on_which_nothing_works_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    status, _ = run(monkeypatch, Outcome("local", None, "no"), Outcome("tcp", None, "no"))
+    assert status == 1
+
+
+def test_a_strict_ptrace_scope_is_named_with_its_mend(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scope = tmp_path / "ptrace_scope"
+    monkeypatch.setattr(doctor, "PTRACE_SCOPE", scope)
+
+    def found() -> Finding:
+        return next(f for f in look_at_machine("x" * 16) if f.subject == "ptrace_scope")
+
+    assert found().is_good is None
+    scope.write_text("1\n")
+    assert found().is_good is True
+    scope.write_text("3\n")
+    assert found().is_good is False
+    assert "ptrace_scope=1" in found().mend
+
+
+def test_a_secret_is_never_shown() -> None:
+    secret = "swordfish-swordfish"
+    findings = list(look_at_machine(secret))
+    assert next(f for f in findings if f.subject == "cluster secret").found == "set"
+    assert secret not in str(findings)
+
+
+def test_a_peer_that_may_be_read_is_told_from_one_that_may_not() -> None:
+    assert look_at_peer(os.getpid()).is_good is True
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    gone = look_at_peer(child.pid)
+    assert gone.is_good is False
+    assert "alive" in gone.mend
+
+
+def test_a_way_that_fails_shows_what_to_change() -> None:
+    assert look_at_outcome(Outcome("local", None, "set X")) == Finding(
+        "local", False, "does not work", "set X"
+    )
