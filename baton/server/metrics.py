@@ -17,7 +17,7 @@ from the exposition format.
 Of the connector, from `SchedulerStats.kv_connector_stats` (see `TransferStats` for the dict's keys):
 
     histograms  kv_transfer_seconds, kv_transfer_wire_seconds
-    counters    kv_transfer_bytes, kv_transfer_failures{reason}, kv_tickets_refused{reason},
+    counters    kv_transfer_bytes, kv_early_tokens, kv_transfer_failures{reason}, kv_tickets_refused{reason},
                 kv_loans, kv_loans_expired, kv_bad_frames
 """
 
@@ -120,6 +120,7 @@ class TransferRecord(msgspec.Struct, frozen=True):
     bytes: int = 0
     ms: float = 0.0  # From the request's admission to the delivery.
     wire_ms: float = 0.0  # Of it, the copy itself.
+    early_tokens: int = 0  # Whose KV was read while their prefill still ran.
 
 
 class TransferStats(msgspec.Struct, frozen=True):
@@ -138,6 +139,9 @@ class TransferMetrics:
 
     def __init__(self, make: _Registry) -> None:
         self._bytes = make.counter("kv_transfer_bytes", "Bytes of KV received from other engines.")
+        self._early_tokens = make.counter(
+            "kv_early_tokens", "Tokens whose KV was read while their prefill still ran."
+        )
         self._seconds = make.histogram("kv_transfer_seconds", "Duration of one KV handoff.", _TRANSFER_S)
         self._wire_seconds = make.histogram(
             "kv_transfer_wire_seconds", "Of it, the time that the copy took.", _TRANSFER_S
@@ -157,6 +161,7 @@ class TransferMetrics:
             return
         for transfer in stats.transfers:
             self._bytes.inc(max(0, transfer.bytes))
+            self._early_tokens.inc(max(0, transfer.early_tokens))
             self._seconds.observe(transfer.ms / 1e3)
             self._wire_seconds.observe(transfer.wire_ms / 1e3)
         for reason, count in stats.failures.items():

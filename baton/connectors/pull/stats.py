@@ -1,8 +1,9 @@
 """What pull connectors count, and the names under which it is published.
 
-transfers               baton:kv_transfer_seconds, _bytes, _descriptors (histograms); one record per delivered
-                        transfer: request_id, transfer_id, producer, tokens, blocks, bytes, ms (allocation to
-                        delivery), wire_ms (slowest copy), gb_per_s (on the wire), descriptors, transport
+transfers               baton:kv_transfer_seconds, _bytes, _descriptors (histograms), baton:kv_early_tokens;
+                        one record per delivered transfer: request_id, transfer_id, producer, tokens,
+                        early_tokens (read while the prefill ran), blocks, bytes, ms (allocation to delivery),
+                        wire_ms (slowest rank's copies), gb_per_s (on the wire), descriptors, transport
 failures {reason: n}    baton:kv_transfer_failures_total      fetches that failed
 refused {reason: n}     baton:kv_tickets_refused_total        tickets refused before anything was allocated
 num_loans               baton:kv_loans_total                  prompts lent to a consumer
@@ -118,6 +119,13 @@ class PullPromMetrics(KVConnectorPromMetrics):
                 ("num_bad_frames", "baton:kv_bad_frames", "Malformed control messages."),
             )
         }
+        self._early_tokens = self.make_per_engine(
+            counter(
+                name="baton:kv_early_tokens",
+                documentation="Tokens whose KV was read while their prefill still ran.",
+                labelnames=labelnames,
+            )
+        )
         self._by_reason = {
             key: counter(name=name, documentation=text, labelnames=reasons)
             for key, name, text in (
@@ -131,6 +139,7 @@ class PullPromMetrics(KVConnectorPromMetrics):
             self._seconds[engine_idx].observe(record["ms"] / 1e3)
             self._bytes[engine_idx].observe(record["bytes"])
             self._descriptors[engine_idx].observe(record["descriptors"])
+            self._early_tokens[engine_idx].inc(record["early_tokens"])
         for key, children in self._counts.items():
             children[engine_idx].inc(transfer_stats_data[key])
         for key, metric in self._by_reason.items():
