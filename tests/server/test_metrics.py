@@ -50,6 +50,7 @@ def test_the_names_are_frozen() -> None:
         "baton:kv_connector_retired",
         "baton:kv_connector_errors",
         "baton:kv_transfer_bytes",
+        "baton:kv_early_tokens",
         "baton:kv_transfer_seconds",
         "baton:kv_transfer_failures",
         "baton:kv_transfer_wire_seconds",
