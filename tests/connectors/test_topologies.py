@@ -8,19 +8,22 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.connectors.pull import EngineIdentity
+from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
 from baton.connectors.pull.cache_layout import layout_of
 from baton.connectors.pull.conversion import convert
 from baton.connectors.pull.links import RunInBackground
 from baton.connectors.pull.metadata import ReadBlocks, ReadEnd
 from baton.connectors.pull.staging import Staging
+from baton.contract import KVConnectorHandshakeMetadata
 from baton.core.errors import TransferError
 from baton.core.layout import FORMATS
+from baton.protocol.handshake import decode_ranks
 from baton.transport.memory import MemoryNetwork
 from tests.connectors.pull_world import engine_config, model_config
 from tests.connectors.topology_world import Engine, Reader, Shape
@@ -406,3 +409,27 @@ def test_tensors_of_either_order_and_without_heads_have_a_layout() -> None:
         layout = layout_of({"l": torch.zeros(8, 4, 6)}, mla)
         assert layout.is_replicated == (tp == 2)
         assert layout.layers[0].head_bytes == 4 * 24
+
+
+def test_a_producer_with_pipeline_stages_introduces_all_of_its_ranks_stage_by_stage() -> None:
+    config = engine_config("p", tp=2)
+    whole = msgspec.structs.replace(EngineIdentity.of_engine(config), pp_size=2)
+    metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata] = {}
+    workers = []
+    for pp_rank, tp_rank in itertools.product(range(2), range(2)):
+        identity = msgspec.structs.replace(whole, pp_rank=pp_rank, tp_rank=tp_rank)
+        workers.append(PullWorkerHalf(identity))
+        workers[-1].register_kv_caches({f"layer.{pp_rank}": torch.zeros(8, 2, 4, 6)})
+        handshake = workers[-1].get_handshake_metadata()
+        assert handshake is not None
+        metadata[pp_rank, tp_rank] = handshake
+    half = PullSchedulerHalf(whole)
+    half.set_xfer_handshake_metadata_pp_aware(metadata)
+    payload = half._agent._peers._payload
+    assert payload is not None
+    cards = decode_ranks(payload)
+    assert [(card.layout.pp_rank, card.layout.tp_rank) for card in cards] == list(metadata)
+    assert [card.layout.layers[0].name for card in cards] == ["layer.0", "layer.0", "layer.1", "layer.1"]
+    half.shutdown()
+    for worker in workers:
+        worker.shutdown()

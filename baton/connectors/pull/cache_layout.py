@@ -46,6 +46,8 @@ def layout_of(kv_caches: dict[str, torch.Tensor], identity: EngineIdentity) -> R
         dtype=str(first.dtype).removeprefix("torch."),
         regions=tuple(region for _, region in regions.values()),
         layers=tuple(layers),
+        pp_rank=identity.pp_rank,
+        pp_size=identity.pp_size,
         is_replicated=identity.tp_size > 1 and first.shape[1] == num_kv_heads,
     )
     try:

@@ -26,6 +26,8 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     secret: ClusterSecret | None
     settings: PullSettings
     does_push: bool = False  # Its connector understands introductions.
+    pp_rank: int = 0  # Of this process. The embedded engine has one stage; a host that has more says so.
+    pp_size: int = 1
 
     @classmethod
     def of_engine(
@@ -57,6 +59,15 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
             settings=settings,
             does_push=does_push,
         )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp_size * self.tp_size
+
+    @property
+    def rank(self) -> int:
+        """Of this process, among all ranks of the engine."""
+        return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
     def ticket_key(self) -> bytes | None:

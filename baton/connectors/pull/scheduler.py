@@ -81,7 +81,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
         self._clock = clock
         self._lock = threading.Lock()
         self._stats = PullStats()
-        self._reports = RankCombiner(PullWorkerReport, identity.tp_size)
+        self._reports = RankCombiner(PullWorkerReport, identity.num_ranks)
         address = Address(identity.engine_id, epoch if epoch is not None else new_epoch())
         self._agent = PullAgent(address, identity.fingerprint, identity.settings.timers)
         self._control = (control or self._control_thread)(self._agent, self._lock)
@@ -102,10 +102,17 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
     # --- Handshake -----------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        self.set_xfer_handshake_metadata_pp_aware(
+            {(0, tp_rank): handshake for tp_rank, handshake in metadata.items()}
+        )
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
         cards = []
-        for tp_rank in range(self._identity.tp_size):
-            handshake = metadata.get(tp_rank)
-            assert isinstance(handshake, PullHandshake), f"rank {tp_rank} has not registered its cache"
+        for rank in range(self._identity.num_ranks):
+            handshake = metadata.get(divmod(rank, self._identity.tp_size))
+            assert isinstance(handshake, PullHandshake), f"rank {rank} has not registered its cache"
             cards.append(handshake.card)
         with self._lock:
             self._agent.announce(cards)

@@ -54,7 +54,7 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         self._identity = identity
         self._epoch = epoch if epoch is not None else new_epoch()
         self._make_transports = transports or self._transports_of_settings
-        self._background = Background(f"baton-connect-{identity.tp_rank}")
+        self._background = Background(f"baton-connect-{identity.rank}")
         self._run_in_background = run_in_background or self._background.run
         self._transports: Mapping[str, Transport] = {}
         self._links: PeerLinks | None = None  # Once the cache is registered.
@@ -135,10 +135,10 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         ended = self._links.take_ended() if self._links is not None else []
         bound = self._connector_metadata
         if not isinstance(bound, PullMetadata):
-            return PullWorkerReport(rank=self._identity.tp_rank, ended=set(ended)) if ended else None
+            return PullWorkerReport(rank=self._identity.rank, ended=set(ended)) if ended else None
         if not ended and not bound.wants_report:
             return None
-        return PullWorkerReport(rank=self._identity.tp_rank, step=bound.step, ended=set(ended))
+        return PullWorkerReport(rank=self._identity.rank, step=bound.step, ended=set(ended))
 
     def shutdown(self) -> None:
         if self._links is not None:
