@@ -1,0 +1,144 @@
+"""Fake engines that speak as Baton's servers do: introductions, first-token legs, streams of real chunks."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from baton.router.settings import ProbeSettings
+from tests.router.fakes import TICKET, Call, FakeEngine, System
+
+QUIET = ProbeSettings(every_s=3600, backoff_first_s=3600, backoff_max_s=3600)
+TOKENS = (72, 105, 33)  # "Hi!", whoever is asked.
+
+
+@dataclass
+class Speaker:
+    """Answers with `tokens`, as P or as D, by what its leg's params say. An event can hold it up."""
+
+    tokens: Sequence[int] = TOKENS
+    finish: str = "length"  # With the last one.
+    ends_with_first: bool = False
+    lends: bool = True
+    gate: asyncio.Event | None = None  # Before it says anything.
+    rest_gate: asyncio.Event | None = None  # Behind the first token.
+    dies_after: int | None = None  # Chunks.
+    legs: list[dict[str, Any]] = field(default_factory=list)
+
+    async def __call__(self, call: Call) -> None:
+        body = call.received.body
+        params = body.get("kv_transfer_params") or {}
+        self.legs.append(params)
+        if self.gate is not None and not await _opened(self.gate, call):
+            return
+        is_prefill = bool(params.get("do_remote_decode"))
+        if body.get("stream"):
+            await self._stream(call, body, params, is_prefill=is_prefill)
+        else:
+            await call.answer(200, self._whole(params, is_prefill=is_prefill))
+
+    def _said(self, params: dict[str, Any], *, is_prefill: bool) -> tuple[list[int], str | None, Any]:
+        tokens = list(self.tokens[:1] if self.ends_with_first or is_prefill else self.tokens)
+        ends = not is_prefill or self.ends_with_first or not params.get("baton_first_token")
+        ticket = TICKET if is_prefill and self.lends and not self.ends_with_first else None
+        return tokens, self.finish if ends else None, ticket
+
+    def _whole(self, params: dict[str, Any], *, is_prefill: bool) -> dict[str, Any]:
+        tokens, finish, ticket = self._said(params, is_prefill=is_prefill)
+        answer: dict[str, Any] = {"choices": [{"text": _text(tokens), "finish_reason": finish}]}
+        return answer if ticket is None else {**answer, "kv_transfer_params": ticket}
+
+    async def _stream(
+        self, call: Call, body: dict[str, Any], params: dict[str, Any], *, is_prefill: bool
+    ) -> None:
+        tokens, finish, ticket = self._said(params, is_prefill=is_prefill)
+        await call.start(200, "text/event-stream", x_said_by=call.engine.introduces_as or "?")
+        if "messages" in body:
+            await call.piece(event({"choices": [{"delta": {"role": "assistant", "content": ""}}]}))
+        for index, token in enumerate(tokens):
+            if index == self.dies_after:
+                return call.cut()
+            is_last = index + 1 == len(tokens)
+            choice: dict[str, Any] = {"finish_reason": finish if is_last else None}
+            if "messages" in body:
+                choice["delta"] = {"content": _text([token])}
+            else:
+                choice["text"] = _text([token])
+            if body.get("return_token_ids") or (index == 0 and params.get("baton_first_token")):
+                choice["token_ids"] = [token]
+            chunk: dict[str, Any] = {"choices": [choice]}
+            if is_last and ticket is not None:
+                chunk["kv_transfer_params"] = ticket
+            await call.piece(event(chunk))
+            if index == 0 and self.rest_gate is not None and not await _opened(self.rest_gate, call):
+                return None
+        if len(tokens) == self.dies_after:
+            return call.cut()
+        if (body.get("stream_options") or {}).get("include_usage"):
+            await call.piece(event({"choices": [], "usage": {"completion_tokens": len(tokens)}}))
+        await call.piece(b"data: [DONE]\n\n", more=False)
+        return None
+
+
+async def _opened(gate: asyncio.Event, call: Call) -> bool:
+    """False: the router has left first."""
+    opening, leaving = asyncio.ensure_future(gate.wait()), asyncio.ensure_future(call.wait_disconnect())
+    try:
+        await asyncio.wait((opening, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return opening.done()
+    finally:
+        opening.cancel()
+        leaving.cancel()
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+def _text(tokens: Sequence[int]) -> str:
+    return "".join(map(chr, tokens))
+
+
+def baton(name: str, **fields: Any) -> FakeEngine:
+    return FakeEngine(Speaker(**fields), introduces_as=name)
+
+
+def speaker(engine: FakeEngine) -> Speaker:
+    assert isinstance(engine.respond, Speaker)
+    return engine.respond
+
+
+async def introduced(s: System) -> None:
+    """Until the router has asked all engines who they are."""
+    while any(not engine.is_introduced for engine in s.router.fleet.engines):
+        await s.client.get("/fleet")
+
+
+@dataclass
+class Streamed:
+    status: int
+    headers: httpx.Headers
+    events: list[Any]  # The last one is "[DONE]".
+
+    @property
+    def text(self) -> str:
+        choices = [choice for e in self.events[:-1] for choice in e.get("choices", ())]
+        return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
+
+    @property
+    def error(self) -> str | None:
+        errors = [e["error"]["message"] for e in self.events[:-1] if "error" in e]
+        return errors[0] if errors else None
+
+
+async def stream(s: System, path: str = "/v1/completions", **body: Any) -> Streamed:
+    asked = {"prompt": "hello", "stream": True, "max_tokens": 3, **body}
+    async with s.client.stream("POST", path, json=asked) as answer:
+        text = (await answer.aread()).decode()
+    if answer.status_code != 200:
+        return Streamed(answer.status_code, answer.headers, [json.loads(text), "[DONE]"])
+    found = [part.removeprefix("data: ") for part in text.split("\n\n") if part]
+    return Streamed(200, answer.headers, [e if e == "[DONE]" else json.loads(e) for e in found])
