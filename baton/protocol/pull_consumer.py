@@ -187,6 +187,8 @@ class PullConsumer:
 
     @property
     def next_deadline(self) -> float:
+        if not self._fetches:
+            return NEVER
         waiting = (f for f in self._fetches.values() if not f.draining)
         return min((min(f.next_renew, f.give_up_at) for f in waiting), default=NEVER)
 

@@ -118,11 +118,13 @@ class PushConsumer:
         return claim, [self._want(stream, now)]
 
     def ready(self, claim: int, pairs: tuple[Pair, ...], first_token: int, now: float) -> list[StreamEffect]:
-        """P's ranks are known and there are blocks to read into; the tokens before `first_token` are here."""
+        """P's ranks are known and there are blocks to read into; the tokens before `first_token` are here.
+
+        The first time counts.
+        """
         stream = self._streams.get(claim)
-        if stream is None or stream.draining:
+        if stream is None or stream.draining or stream.pairs is not None:
             return []
-        assert stream.pairs is None, "ready is said once"
         stream.pairs, stream.first_token = pairs, first_token
         return self._read_on(stream)
 
@@ -206,6 +208,8 @@ class PushConsumer:
 
     @property
     def next_deadline(self) -> float:
+        if not self._streams:
+            return NEVER
         waiting = (s for s in self._streams.values() if not s.draining)
         return min((min(s.next_want, self._fails_at(s)) for s in waiting), default=NEVER)
 

@@ -155,6 +155,8 @@ class PushProducer:
 
     @property
     def next_deadline(self) -> float:
+        if not self._wants and not self._prefills:
+            return NEVER
         return min(
             min((self._want_ends(*entry) for entry in self._wants.items()), default=NEVER),
             min((self._prefill_ends(name) for name in self._prefills), default=NEVER),

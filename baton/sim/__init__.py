@@ -3,7 +3,7 @@
 Never imported by production code. `baton sim pull --seed N` replays one world.
 """
 
-from baton.sim.mutants import MUTANTS
-from baton.sim.runs import MODES, Broken, Report, find_broken, replay, run_worlds
+from baton.sim.runs import GUARDS, MODES, Broken, Report, find_broken, replay, run_worlds
+from baton.sim.seeds import FAILED_ONCE
 
-__all__ = ["MODES", "MUTANTS", "Broken", "Report", "find_broken", "replay", "run_worlds"]
+__all__ = ["FAILED_ONCE", "GUARDS", "MODES", "Broken", "Report", "find_broken", "replay", "run_worlds"]

@@ -1,5 +1,5 @@
-"""python -m baton.sim pull [--seeds N] [--first SEED] [--minutes M]     many worlds
-python -m baton.sim pull --seed SEED [--mutant GUARD]                     one world, line by line
+"""python -m baton.sim pull|push [--seeds N] [--first SEED] [--minutes M]    many worlds
+python -m baton.sim pull|push --seed SEED [--mutant GUARD]                one world, line by line
 python -m baton.sim mutants [--seeds N] [GUARD ...]                       each guard taken away
 python -m baton.sim full ...                                              whole engines; see --help
 """
@@ -9,8 +9,7 @@ import sys
 import time
 
 from baton.core.errors import UserError
-from baton.sim.mutants import MUTANTS
-from baton.sim.runs import MODES, Report, replay, run_worlds
+from baton.sim.runs import GUARDS, MODES, Report, replay, run_worlds
 
 DEFAULT_SEEDS = 1_000
 SLICE = 100
@@ -29,14 +28,14 @@ def main(argv: list[str]) -> int:
         worlds.add_argument("--minutes", type=float, help="stop after so long")
         worlds.add_argument("--first", type=int, default=0, help="the first seed")
         worlds.add_argument("--seed", type=int, help="replay this one world")
-        worlds.add_argument("--mutant", choices=list(MUTANTS), help="without this guard")
+        worlds.add_argument("--mutant", choices=list(GUARDS[mode]), help="without this guard")
     mutants = commands.add_parser("mutants", help="is each missing guard noticed?")
     mutants.add_argument("--seeds", type=int, default=DEFAULT_SEEDS)
     mutants.add_argument("guards", nargs="*", metavar="GUARD", default=[])
     options = parser.parse_args(argv)
     try:
         if options.command == "mutants":
-            return _mutants(options.seeds, options.guards or list(MUTANTS))
+            return _mutants(options.seeds, options.guards)
         if options.seed is not None:
             lines = replay(options.command, options.seed, mutant=options.mutant)
             print("\n".join(lines))
@@ -72,14 +71,18 @@ def _print_report(report: Report, first: int, cpu_s: float) -> None:
     )
 
 
-def _mutants(num_seeds: int, guards: list[str]) -> int:
+def _mutants(num_seeds: int, wanted: list[str]) -> int:
+    guards = [(mode, guard) for mode in MODES for guard in GUARDS[mode] if not wanted or guard in wanted]
+    if not guards:
+        raise UserError("there is no such guard", field="mutants")
     unnoticed = 0
-    for guard in guards:
-        report = run_worlds("pull", 0, num_seeds, mutant=guard)
+    for mode, guard in guards:
+        report = run_worlds(mode, 0, num_seeds, mutant=guard)
         unnoticed += not report.broken
         first = report.broken[0].seed if report.broken else "never"
         kinds = "; ".join(f"{kind} {count}" for kind, count in report.kinds.most_common(3))
-        print(f"{guard:14s} {len(report.broken):6d} of {num_seeds}   first {first:>6}   {kinds}", flush=True)
+        noticed = f"{len(report.broken):6d} of {num_seeds}   first {first:>6}"
+        print(f"{mode} {guard:16s} {noticed}   {kinds}", flush=True)
     return 1 if unnoticed else 0
 
 

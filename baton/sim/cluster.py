@@ -26,7 +26,7 @@ CLINGY_TIMERS = msgspec.structs.replace(SIM_TIMERS, deadline_s=60.0, loan_max_s=
 
 
 class Cluster:
-    def __init__(self, world: World, parts: Parts) -> None:
+    def __init__(self, world: World, parts: Parts, *, push: bool) -> None:
         self.world = world
         self.parts = parts
         self.paused_s = 0.0
@@ -36,7 +36,7 @@ class Cluster:
         self.consumers: list[EngineId] = []
         self.on_boot: list[tuple[EngineId, Callable[[], None]]] = []
         rng = world.rng
-        self.num_blocks = rng.choice([4, 6])
+        self.num_blocks = rng.choice([6, 9] if push else [4, 6])
         self.use_mean_s = rng.choice([0.05, 2.0])
         self.wire = Wire(self)
         for role, names in (("P", self.producers), ("D", self.consumers)):

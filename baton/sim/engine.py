@@ -4,14 +4,11 @@ The driver is as thin as the one in production: messages and time in, effects ou
 fetch.
 """
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache, partial
 from typing import TYPE_CHECKING, assert_never
 
-from baton.core.ids import Address, BlockId, EngineId, Epoch, LoanId, Pair, PromptHash, RequestId, TransferId
-from baton.core.layout import ModelFingerprint
+from baton.core.ids import Address, EngineId, Epoch
 from baton.core.timers import Timers
 from baton.protocol.effects import (
     CancelReads,
@@ -20,49 +17,30 @@ from baton.protocol.effects import (
     Fail,
     FreeLoan,
     FreeTarget,
+    Lent,
+    OpenTicket,
     PeerLost,
     PeerReady,
+    ReadEarly,
     Send,
     StartReads,
+    StreamEffect,
 )
-from baton.protocol.handshake import RankCard, encode_ranks
-from baton.protocol.messages import Renewed, pack_sends
+from baton.protocol.introduction import Introduction, sign_introduction
+from baton.protocol.messages import Announced, Failed, Finished, Message, Renewed, Working, pack_sends
 from baton.protocol.peers import PeerTable
-from baton.protocol.plan import plan_pairs
-from baton.protocol.ticket import BadTicket, Ticket, open_ticket, sign_ticket
-from baton.sim.checkers import bounded, contained, fenced, fresh, held, whole
-from baton.sim.facts import Landing, Lent, Read
-from baton.sim.memory import NUM_HEADS, Pool, toy_layout
+from baton.sim.checkers import bounded, contained, whole
+from baton.sim.fetcher import Fetcher
+from baton.sim.lender import Lender
+from baton.sim.memory import NUM_LAYERS, Pool
+from baton.sim.model import FINGERPRINT, KEY, rank_cards
 
 if TYPE_CHECKING:
     from baton.sim.cluster import Cluster
 
-KEY = b"the cluster's own key, 32 bytes."
-FINGERPRINT = ModelFingerprint(
-    model="toy",
-    revision="1",
-    dtype="float32",
-    num_layers=1,
-    num_kv_heads=NUM_HEADS,
-    head_dim=1,
-    hash_seed="s",
-)
 SOON_S = 1e-6
 AMBUSH_S = 8.0
-USE_MAX_S = 8.0
 NEVER = float("inf")
-
-
-@cache
-def payload(num_ranks: int, num_blocks: int) -> bytes:
-    return encode_ranks(
-        [RankCard(rank, toy_layout(rank, num_ranks, num_blocks), {"toy": b""}) for rank in range(num_ranks)]
-    )
-
-
-@cache
-def hash_of_prompt(prompt: int, num_blocks: int) -> PromptHash:
-    return PromptHash(hashlib.sha256(b"%d/%d" % (prompt, num_blocks)).digest())
 
 
 class Engine:
@@ -79,13 +57,15 @@ class Engine:
         self.address = Address(engine_id, Epoch(self.world.rng.getrandbits(64)))
         self.num_ranks, self.rate, self.skew_s, self.timers = num_ranks, rate, skew_s, timers
         self.pool = Pool(cluster.num_blocks, num_ranks)
-        self.lent: dict[LoanId, Lent] = {}
-        self.landings: dict[int, Landing] = {}  # By claim.
         self.alive = True
         self.exits_at = NEVER  # Once it drains.
         self.producer = cluster.parts.producer(self.address.epoch, timers)
         self.consumer = cluster.parts.consumer(timers)
-        self.peers = PeerTable(self.address, FINGERPRINT, timers, payload(num_ranks, cluster.num_blocks))
+        self.prefills = cluster.parts.push_producer(timers)
+        self.streams = cluster.parts.push_consumer(timers, self.consumer, NUM_LAYERS)
+        self.peers = PeerTable(self.address, FINGERPRINT, timers, rank_cards(num_ranks, cluster.num_blocks))
+        self._machines = (self.producer, self.consumer, self.prefills, self.streams, self.peers)
+        self.lender, self.fetcher = Lender(self), Fetcher(self)
         self._paused_until = 0.0
         self._armed_at = NEVER
 
@@ -117,7 +97,8 @@ class Engine:
         self._exit_if_empty()
 
     def _exit_if_empty(self) -> None:
-        if self.exits_at < NEVER and not self.producer.num_open and not self.consumer.num_open:
+        is_empty = not (self.producer.num_open or self.consumer.num_open or self.streams.num_open)
+        if self.exits_at < NEVER and is_empty:
             self.world.after(0.0, lambda: self.when_awake(self._exit))
 
     def _exit(self) -> None:
@@ -125,15 +106,15 @@ class Engine:
 
     # --- The driver -------------------------------------------------------------------------------
 
-    def do(self, effects: Sequence[Effect]) -> None:
+    def do(self, effects: Sequence[Effect | StreamEffect]) -> None:
         if effects:
             self._carry_out(effects)
         self._arm()
         if self.exits_at < NEVER:
             self._exit_if_empty()
 
-    def _carry_out(self, effects: Sequence[Effect]) -> None:
-        todo: deque[Effect] = deque(effects)
+    def _carry_out(self, effects: Sequence[Effect | StreamEffect]) -> None:
+        todo: deque[Effect | StreamEffect] = deque(effects)
         sends: list[Send] = []
         name = self.address.engine_id
         while todo:
@@ -143,22 +124,29 @@ class Engine:
             match effect:
                 case Send():
                     sends.append(effect)
+                case ReadEarly():
+                    self.fetcher.read_early(effect)
+                case OpenTicket(claim, text):
+                    todo.extend(self.fetcher.open_ticket(claim, text))
+                case Lent(claim, ticket, unread):
+                    todo.extend(self.fetcher.lent(claim, ticket, unread))
                 case StartReads(claim, pairs):
-                    self._start_reads(self.landings[claim], pairs)
+                    self.fetcher.start_reads(claim, pairs)
                 case CancelReads(claim):
-                    todo.extend(self._cancel_reads(self.landings[claim]))
+                    self.fetcher.cancel_reads(claim)
                 case Deliver(claim):
-                    self._delivered(self.landings[claim])
+                    self.fetcher.delivered(claim)
                 case Fail(claim, reason):
-                    self._failed(self.landings[claim], reason)
+                    self.fetcher.failed(claim, reason)
                 case FreeTarget(claim):
-                    self._free_target(self.landings.pop(claim))
+                    self.fetcher.free_target(claim)
                 case FreeLoan(loan_id, expired):
-                    self._free_loan(loan_id, expired)
+                    self.lender.free_loan(loan_id, expired)
                 case PeerReady(address):
-                    self._peer_ready(address)
+                    todo.extend(self.fetcher.peer_ready(address))
                 case PeerLost(address, reason):
-                    todo.extend(self.consumer.peer_lost(address, reason, self.clock()))
+                    for machine in (self.streams, self.consumer):
+                        todo.extend(machine.peer_lost(address, reason, self.clock()))
                 case _:
                     assert_never(effect)
         for envelope in pack_sends(self.address, sends):
@@ -172,17 +160,27 @@ class Engine:
             return self.world.count("malformed frames")
         messages, answers = self.cluster.parts.admit(self.address, envelope)
         sender, now = envelope.sender, self.clock()
-        effects: list[Effect] = [*answers]
+        effects: list[Effect | StreamEffect] = [*answers]
         for message in messages:
+            self._hear(sender, message)
             if isinstance(message, Renewed) and self.world.chance(self.world.faults.ambush):
                 self.cluster.wire.cut_off(self.address.engine_id, sender.engine_id, AMBUSH_S, both=False)
             effects += self.producer.receive(sender, message, now)
             effects += self.consumer.receive(sender, message, now)
+            effects += self.prefills.receive(sender, message, now)
+            effects += self.streams.receive(sender, message, now)
             effects += self.peers.receive(sender, message, now)
         self.do(effects)
 
+    def _hear(self, sender: Address, message: Message) -> None:
+        """A fact for the checkers: somebody who waits has heard of whom it waits for."""
+        if isinstance(message, Working | Announced | Finished | Failed):
+            landing = self.fetcher.landings.get(message.number)
+            if landing is not None and landing.producer.address == sender:
+                landing.heard_at = self.world.now
+
     def _arm(self) -> None:
-        due = min(self.producer.next_deadline, self.consumer.next_deadline, self.peers.next_deadline)
+        due = min([machine.next_deadline for machine in self._machines])
         if due == NEVER:
             return
         due_at = (due - self.skew_s) / self.rate
@@ -196,210 +194,22 @@ class Engine:
         if self._armed_at == armed_at:
             self._armed_at = NEVER
         now = self.clock()
-        self.do([*self.producer.wake(now), *self.consumer.wake(now), *self.peers.wake(now)])
+        effects: list[Effect | StreamEffect] = []
+        for machine in self._machines:
+            effects += machine.wake(now)
+        self.do(effects)
 
-    # --- Lending ----------------------------------------------------------------------------------
-
-    def prefill(
-        self, prompt: int, num_blocks: int, request_id: RequestId, on_ticket: Callable[[str], None]
-    ) -> None:
-        lent = Lent(prompt, ())
-        blocks = None if self.producer.is_draining else self.pool.allocate(num_blocks, lent)
-        if blocks is None:
-            return self.world.count("P busy")
-        lent.blocks = blocks
-        took_s = self.world.spread(0.3)
-        self.world.after(
-            took_s, lambda: self.when_awake(lambda: self._prefilled(lent, request_id, on_ticket))
+    def introduction(self) -> str:
+        return sign_introduction(
+            Introduction(
+                address=self.address,
+                control_url="sim://",
+                fingerprint=FINGERPRINT,
+                tp_size=self.num_ranks,
+                block_tokens=1,
+            ),
+            KEY,
         )
-
-    def _prefilled(self, lent: Lent, request_id: RequestId, on_ticket: Callable[[str], None]) -> None:
-        for index, block in enumerate(lent.blocks):
-            self.pool.write(block, (lent.prompt, index))
-        failed = self.world.chance(self.world.faults.prefill_fails)
-        loan_id = None if failed else self.producer.lend(self.clock())
-        if loan_id is None:
-            self.world.count("prefill failed" if failed else "prefill finished in a draining engine")
-            return self.pool.free(lent.blocks, lent)
-        self.lent[loan_id] = lent
-        lent.lent_at = self.world.now
-        self.world.note(self.address.engine_id, f"lends {loan_id} prompt {lent.prompt} blocks {lent.blocks}")
-        self._arm()
-        ticket = Ticket(
-            producer=self.address,
-            control_url="sim://",
-            loan_id=loan_id,
-            transfer_id=TransferId(f"t{loan_id.counter}"),
-            request_id=request_id,
-            fingerprint=FINGERPRINT,
-            tp_size=self.num_ranks,
-            block_tokens=1,
-            block_ids=(lent.blocks,),
-            num_tokens=len(lent.blocks),
-            prompt_hash=hash_of_prompt(lent.prompt, len(lent.blocks)),
-        )
-        on_ticket(sign_ticket(ticket, KEY))
-
-    def _free_loan(self, loan_id: LoanId, expired: bool) -> None:
-        self.world.count("loans expired" if expired else "loans released")
-        held.check_free(self, loan_id)
-        lent = self.lent.pop(loan_id)
-        bounded.check_loan_freed(self, lent)
-        self.pool.free(lent.blocks, lent)
-
-    # --- Fetching ---------------------------------------------------------------------------------
-
-    def fetch(self, text: str, prompt: int, num_blocks: int, on_end: Callable[[bool], None]) -> int | None:
-        """What a scheduler half does with the decode leg. Returns the claim, if there is one."""
-        world, now = self.world, self.clock()
-        try:
-            ticket = open_ticket(text, KEY)
-            self.cluster.parts.verify(ticket, FINGERPRINT, partial(hash_of_prompt, prompt), num_blocks)
-        except BadTicket as error:
-            world.count(f"ticket refused: {error.reason}")
-            return None
-        if self.exits_at < NEVER or world.chance(world.faults.reject):
-            world.count("not admitted")
-            self.do(self.consumer.release_unused(ticket.loan_id, ticket.producer, now))
-            return None
-        landing = self._landing(ticket, prompt, on_end)
-        if world.chance(world.faults.queueing) or not self._has_room(ticket):
-            reserved = self.consumer.reserve(ticket.loan_id, ticket.producer, now)
-            if reserved is None:
-                world.count("loan already in use")
-                return None
-            landing.claim, effects = reserved
-            self._begin(landing, ticket, effects)
-            self._start_when_room(landing, ticket)
-            return landing.claim
-        pairs = self._allocate(landing, ticket)
-        fetched = self.consumer.fetch(ticket.loan_id, ticket.producer, pairs, now)
-        if fetched is None:
-            self.pool.free(landing.blocks, landing)
-            world.count("loan already in use")
-            return None
-        landing.claim, effects = fetched
-        self._begin(landing, ticket, effects)
-        return landing.claim
-
-    def abort(self, claim: int) -> None:
-        self.do(self.consumer.abort(claim, self.clock()))
-
-    def read_ended(self, read: Read, ok: bool) -> None:
-        error = "" if ok else "the wire said so"
-        self.do(self.consumer.read_ended(read.landing.claim, read.pair, ok, self.clock(), error))
-
-    def _landing(self, ticket: Ticket, prompt: int, on_end: Callable[[bool], None]) -> Landing:
-        world, blocks = self.world, ticket.block_ids[0]
-        num_hits = world.rng.randint(1, len(blocks)) if world.chance(world.faults.prefix_hit) else 0
-        return Landing(
-            prompt=prompt,
-            blocks=(),
-            num_hits=num_hits,
-            sources=blocks[num_hits:],
-            loan_id=ticket.loan_id,
-            producer=self.cluster.incarnations[ticket.producer],
-            started_at=world.now,
-            on_end=on_end,
-        )
-
-    def _begin(self, landing: Landing, ticket: Ticket, effects: Sequence[Effect]) -> None:
-        self.world.count("started")
-        self.landings[landing.claim] = landing
-        self.do([*effects, *self.peers.want(ticket.producer, self.clock())])
-
-    def _has_room(self, ticket: Ticket) -> bool:
-        return self.pool.num_free >= len(ticket.block_ids[0])
-
-    def _allocate(self, landing: Landing, ticket: Ticket) -> tuple[Pair, ...]:
-        """Blocks for all of the prompt, and what has to move into them."""
-        blocks = self.pool.allocate(len(ticket.block_ids[0]), landing)
-        assert blocks is not None, "asked for room first"
-        landing.blocks = blocks
-        for index in range(landing.num_hits):
-            self.pool.write(blocks[index], (landing.prompt, index))
-        if not landing.sources:
-            self.world.count("nothing to move")
-            return ()
-        return plan_pairs(ticket.tp_size, self.num_ranks, NUM_HEADS)
-
-    def _start_when_room(self, landing: Landing, ticket: Ticket) -> None:
-        """The request waits in the scheduler's queue, its lease renewed meanwhile."""
-
-        def look() -> None:
-            if self.landings.get(landing.claim) is not landing or landing.failed_at is not None:
-                return
-            if self.world.chance(0.1) and not landing.delivered:
-                return self.abort(landing.claim)
-            if not self._has_room(ticket):
-                return self._start_when_room(landing, ticket)
-            pairs = self._allocate(landing, ticket)
-            self.world.count("started late")
-            self.do(self.consumer.start(landing.claim, pairs, self.clock()))
-
-        self.world.after(self.world.rng.uniform(0.1, 3.0), lambda: self.when_awake(look))
-
-    def _start_reads(self, landing: Landing, pairs: tuple[Pair, ...]) -> None:
-        if self.peers.is_ready(landing.producer.address):
-            self._post_reads(landing, pairs)
-        else:
-            landing.waiting_pairs += pairs
-
-    def _peer_ready(self, address: Address) -> None:
-        for landing in list(self.landings.values()):
-            if landing.producer.address == address and landing.waiting_pairs:
-                pairs, landing.waiting_pairs = landing.waiting_pairs, []
-                self._post_reads(landing, pairs)
-
-    def _post_reads(self, landing: Landing, pairs: Sequence[Pair]) -> None:
-        producer = landing.producer
-        lent = producer.lent.get(landing.loan_id)
-        if lent is None or not producer.alive:
-            landing.is_torn = True
-        generations = [producer.pool.generation[block] for block in landing.sources]
-        for pair in pairs:
-            self.cluster.wire.post(Read(landing, pair, self, generations))
-
-    def _cancel_reads(self, landing: Landing) -> Sequence[Effect]:
-        self.cluster.wire.cancel(self, landing)
-        effects: list[Effect] = []
-        pairs, landing.waiting_pairs = landing.waiting_pairs, []
-        for pair in pairs:  # Never posted, so they end at once.
-            effects += self.consumer.read_ended(landing.claim, pair, False, self.clock(), "never posted")
-        return effects
-
-    # --- Outcomes ---------------------------------------------------------------------------------
-
-    def _delivered(self, landing: Landing) -> None:
-        bounded.check_outcome(self, landing)
-        landing.delivered = True
-        fresh.check_delivery(self, landing)
-        self.world.count("delivered")
-        landing.on_end(True)
-        used_s = min(USE_MAX_S, self.world.spread(self.cluster.use_mean_s))
-        self.world.after(used_s, lambda: self._used(landing))
-
-    def _used(self, landing: Landing) -> None:
-        if self.alive:
-            fresh.check_use(self, landing)
-            del self.landings[landing.claim]
-            self._free_blocks(landing)
-
-    def _failed(self, landing: Landing, reason: str) -> None:
-        bounded.check_outcome(self, landing)
-        landing.failed_at = self.world.now
-        self.world.count(f"failed: {reason.split(':')[0].split(' of ')[0]}")
-        landing.on_end(False)
-
-    def _free_target(self, landing: Landing) -> None:
-        bounded.check_target_freed(self, landing)
-        landing.freed = True
-        self._free_blocks(landing)
-
-    def _free_blocks(self, landing: Landing) -> None:
-        blocks: tuple[BlockId, ...] = landing.blocks
-        fenced.check_free(self, blocks)
-        self.pool.free(blocks, landing)
 
     def check_rest(self) -> None:
         bounded.check_rest(self)

@@ -4,18 +4,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from baton.core.ids import BlockId, LoanId, Pair
+from baton.core.ids import BlockId, LoanId, Pair, TransferId
+from baton.protocol.effects import Part
 
 if TYPE_CHECKING:
     from baton.sim.engine import Engine
+    from baton.sim.memory import Content
 
 
 @dataclass(slots=True, eq=False)
 class Lent:
-    """One prefilled prompt at P; from `lent_at` on, one loan."""
+    """The blocks of one run of a prefill at P; from `lent_at` on, one loan."""
 
     prompt: int
-    blocks: tuple[BlockId, ...]
+    transfer_id: TransferId
+    blocks: tuple[BlockId, ...] = ()
     lent_at: float = 0.0
 
 
@@ -24,23 +27,27 @@ class Landing:
     """One fetch at D, from its claim to the end of the use of its blocks."""
 
     prompt: int
-    blocks: tuple[BlockId, ...]
-    num_hits: int  # Blocks at the front that D had already.
-    sources: tuple[BlockId, ...]  # For blocks[num_hits:].
-    loan_id: LoanId
-    producer: "Engine"  # The incarnation that the ticket names.
+    num_tokens: int  # A block holds one.
+    num_hits: int  # Tokens at the front that D had already.
+    transfer_id: TransferId
+    producer: "Engine"  # The incarnation that the ticket, or the introduction, names.
+    tp_size: int  # Its.
     started_at: float
     on_end: Callable[[bool], None]  # Tells the router: delivered or not.
     claim: int = 0
+    blocks: tuple[BlockId, ...] = ()  # Once there is room.
+    loan_id: LoanId | None = None  # Once a ticket names it.
+    sources: tuple[BlockId, ...] = ()  # As the ticket names them, from token 0 on.
+    unread: tuple[Part, ...] | None = None  # None: all that is missing.
+    heard_at: float = 0.0  # Last of a stream's producer.
     failed_at: float | None = None
     delivered: bool = False
     freed: bool = False
-    is_torn: bool = False  # A copy ran while its source was not held.
-    waiting_pairs: list[Pair] = field(default_factory=list)  # For the handshake.
+    waiting_pairs: tuple[Pair, ...] = ()  # For the handshake.
 
     @property
-    def targets(self) -> tuple[BlockId, ...]:
-        return self.blocks[self.num_hits :]
+    def is_open(self) -> bool:
+        return not self.delivered and self.failed_at is None
 
 
 @dataclass(slots=True, eq=False)
@@ -50,5 +57,11 @@ class Read:
     landing: Landing
     pair: Pair
     consumer: "Engine"
-    generations: list[int]  # Of the sources, when it was posted.
+    sources: tuple[BlockId, ...]
+    targets: tuple[BlockId, ...]
+    layers: tuple[int, int] | None
+    on_end: Callable[[bool], None]
+    generations: list[int] = field(default_factory=list)  # Of the sources, when it was posted.
+    before: "list[Content]" = field(default_factory=list)  # What they held then.
+    is_torn: bool = False  # A source was not held for this transfer, or changed.
     is_live: bool = True

@@ -1,8 +1,8 @@
 """A pool of blocks that really get reused, and per-rank memory that remembers what was written where.
 
-A model of two KV heads and one layer. Rank r's memory is one flat list of cells, a cell per block and head,
-described by a real `RankLayout` in which a head of a block is one byte long; so the real planner says which
-cells to copy.
+A model of two KV heads and two layers. Rank r's memory is one flat list of cells, a cell per layer, block and
+head, described by a real `RankLayout` in which a head of a block is one byte long; so the real planner says
+which cells to copy.
 """
 
 from functools import cache
@@ -10,16 +10,20 @@ from functools import cache
 from baton.core.ids import BlockId, Pair
 from baton.core.layout import CopySpan, LayerLayout, RankLayout, Region
 from baton.core.topology import kv_heads_of
-from baton.protocol.plan import plan_spans
+from baton.protocol.plan import Share, heads_of_pair, share_spans
+from baton.protocol.slots import Shape
 from baton.sim.checkers.violation import Violation
 
 NUM_HEADS = 2
-Content = tuple[int, int] | None  # (prompt, block of the prompt); None is junk.
+NUM_LAYERS = 2
+TORN = "torn"  # Copied while its source changed, or was not held.
+Content = tuple[int, int] | str | None  # (prompt, block of the prompt), TORN, or None: junk.
 
 
 @cache
 def toy_layout(tp_rank: int, tp_size: int, num_blocks: int) -> RankLayout:
     heads = len(kv_heads_of(tp_rank, tp_size=tp_size, num_kv_heads=NUM_HEADS))
+    layer_bytes = num_blocks * heads
     return RankLayout(
         tp_rank=tp_rank,
         tp_size=tp_size,
@@ -27,18 +31,35 @@ def toy_layout(tp_rank: int, tp_size: int, num_blocks: int) -> RankLayout:
         num_blocks=num_blocks,
         block_tokens=1,
         dtype="float32",
-        regions=(Region(address=0x1000, nbytes=num_blocks * heads),),
-        layers=(
-            LayerLayout(name="attn", region=0, offset=0, block_stride=heads, head_stride=1, head_bytes=1),
+        regions=(Region(address=0x1000, nbytes=NUM_LAYERS * layer_bytes),),
+        layers=tuple(
+            LayerLayout(
+                name=f"attn.{layer}",
+                region=0,
+                offset=layer * layer_bytes,
+                block_stride=heads,
+                head_stride=1,
+                head_bytes=1,
+            )
+            for layer in range(NUM_LAYERS)
         ),
     )
 
 
 @cache
-def toy_spans(pair: Pair, producer_ranks: int, consumer_ranks: int, num_blocks: int) -> tuple[CopySpan, ...]:
-    return plan_spans(
+def toy_spans(
+    pair: Pair, producer_ranks: int, consumer_ranks: int, num_blocks: int, layers: tuple[int, int] | None
+) -> tuple[CopySpan, ...]:
+    first, end = layers or (0, NUM_LAYERS)
+    share = Share(
+        heads_of_pair(pair, producer_ranks, consumer_ranks, NUM_HEADS),
+        tuple(f"attn.{layer}" for layer in range(first, end)),
+    )
+    return share_spans(
         toy_layout(pair.consumer_rank, consumer_ranks, num_blocks),
         toy_layout(pair.producer_rank, producer_ranks, num_blocks),
+        share,
+        Shape(0, 0, 1),
     )
 
 
@@ -72,14 +93,20 @@ class Pool:
             self.generation[block] += 1
             self._free.append(block)
 
-    def write(self, block: BlockId, content: Content) -> None:
+    def write(self, block: BlockId, content: Content, num_layers: int = NUM_LAYERS) -> None:
+        """The first `num_layers` layers of it."""
         for memory in self.ranks:
-            width = len(memory) // self.num_blocks
-            memory[block * width : (block + 1) * width] = [content] * width
+            layer_bytes = len(memory) // NUM_LAYERS
+            width = layer_bytes // self.num_blocks
+            for start in range(block * width, num_layers * layer_bytes, layer_bytes):
+                memory[start : start + width] = [content] * width
 
-    def holds(self, block: BlockId, content: Content) -> bool:
+    def contents(self, block: BlockId) -> set[Content]:
+        """What its cells hold, on all ranks and layers."""
+        found: set[Content] = set()
         for memory in self.ranks:
-            width = len(memory) // self.num_blocks
-            if memory[block * width : (block + 1) * width] != [content] * width:
-                return False
-        return True
+            layer_bytes = len(memory) // NUM_LAYERS
+            width = layer_bytes // self.num_blocks
+            for start in range(block * width, len(memory), layer_bytes):
+                found.update(memory[start : start + width])
+        return found

@@ -1,18 +1,22 @@
-"""Each safeguard of pull taken away, one at a time, to prove that the world is unkind enough to miss it.
+"""Each safeguard taken away, one at a time, to prove that the world is unkind enough to miss it.
 
 A mutant is the production parts with one replaced by a subclass or function that forgets its guard. Nothing
 here can be switched on from production code, and nothing in production can be switched off.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from baton.core.ids import Address, LoanId, PromptHash
+from baton.core.ids import Address, LoanId, Pair, PromptHash, TransferId
 from baton.core.layout import ModelFingerprint
-from baton.protocol.effects import ConsumerEffect, FreeTarget, ProducerEffect, Send
-from baton.protocol.messages import Envelope, Message, Renewed
+from baton.core.timers import Timers
+from baton.protocol.effects import ConsumerEffect, FreeTarget, ProducerEffect, Send, StreamEffect
+from baton.protocol.messages import Announced, Envelope, Finished, Message, Renewed
 from baton.protocol.pull_consumer import NEVER, PullConsumer, _Fetch
 from baton.protocol.pull_producer import PullProducer, _Loan
+from baton.protocol.push_consumer import PushConsumer, _Stream
+from baton.protocol.push_producer import PushProducer, _Prefill, _Want
 from baton.protocol.ticket import BadTicket, Ticket, TicketFault
 from baton.sim.parts import Parts, verify
 
@@ -135,6 +139,153 @@ class AnyEpoch(PullProducer):
         return address.engine_id == sender.engine_id and number == claim
 
 
+# --- Push, D --------------------------------------------------------------------------------------
+
+
+class AnyRun(PushConsumer):
+    """Takes what was read in one run for what was read in another."""
+
+    def _is_void(self, stream: _Stream, run: int) -> bool:
+        return stream.run == 0 and super()._is_void(stream, run)
+
+    def _order(self, stream: _Stream, latest: Announced, pairs: tuple[Pair, ...]) -> list[StreamEffect]:
+        stream.blocks = ()  # Or other blocks would give it away.
+        return super()._order(stream, latest, pairs)
+
+    def _mismatch(self, stream: _Stream, ticket: Ticket) -> str:
+        stream.blocks = ()
+        return super()._mismatch(stream, ticket)
+
+
+class ReadsOver(PushConsumer):
+    """Reads a new run into blocks that reads of the old one still write."""
+
+    def __init__(self, timers: Timers, pull: PullConsumer, num_layers: int) -> None:
+        super().__init__(timers, pull, num_layers)
+        self._old = Counter[tuple[int, Pair]]()
+
+    def _clear(self, stream: _Stream) -> list[StreamEffect]:
+        effects = super()._clear(stream)
+        if stream.is_clearing:
+            stream.is_clearing = False
+            self._old.update((stream.claim, pair) for pair in stream.reading)
+            stream.reading.clear()
+        return effects
+
+    def read_ended(self, claim: int, pair: Pair, ok: bool, now: float, error: str = "") -> list[StreamEffect]:
+        if not ok and self._old[claim, pair]:  # One that was cancelled; it never ends well.
+            self._old[claim, pair] -= 1
+            return []
+        return super().read_ended(claim, pair, ok, now, error)
+
+
+class NoEarlyDrain(PushConsumer):
+    """Frees the destination while it is being read into."""
+
+    def _drained(self, stream: _Stream) -> list[StreamEffect]:
+        self._forget(stream)
+        return [FreeTarget(stream.claim)]
+
+
+class AnyTicket(PushConsumer):
+    """Does not look at what the ticket of its stream is for."""
+
+    def _mismatch(self, stream: _Stream, ticket: Ticket) -> str:
+        return ""
+
+
+class NoSilence(PushConsumer):
+    """Waits for a producer that is gone."""
+
+    def _fails_at(self, stream: _Stream) -> float:
+        return stream.give_up_at
+
+
+class NoStreamDeadline(PushConsumer):
+    """Waits for as long as P says that it works."""
+
+    def _fails_at(self, stream: _Stream) -> float:
+        return stream.heard_at + self._timers.silence_s
+
+
+class StartsOver(PullConsumer):
+    """Takes over from a stream without waiting for its void reads."""
+
+    def __init__(self, timers: Timers) -> None:
+        super().__init__(timers)
+        self._old = Counter[tuple[int, Pair]]()
+
+    def start(self, claim: int, pairs: tuple[Pair, ...], now: float) -> list[ConsumerEffect]:
+        fetch = self._fetches.get(claim)
+        if fetch is not None and fetch.is_void and fetch.reading is None:
+            self._old.update((claim, pair) for pair in fetch.early)
+            fetch.early.clear()
+        return super().start(claim, pairs, now)
+
+    def read_ended(
+        self, claim: int, pair: Pair, ok: bool, now: float, error: str = ""
+    ) -> list[ConsumerEffect]:
+        if not ok and self._old[claim, pair]:  # One that was cancelled; it never ends well.
+            self._old[claim, pair] -= 1
+            return []
+        return super().read_ended(claim, pair, ok, now, error)
+
+
+class NoHandedDrain(PullConsumer):
+    """Does not know of the reads that a stream has begun under its claim."""
+
+    def _drained(self, fetch: _Fetch) -> list[ConsumerEffect]:
+        fetch.early.clear()
+        return super()._drained(fetch)
+
+
+# --- Push, P --------------------------------------------------------------------------------------
+
+
+class OneRun(PushProducer):
+    """Does not tell of a preemption."""
+
+    def preempted(self, transfer_id: TransferId, now: float) -> list[Send]:
+        prefill = self._computing(transfer_id)
+        if prefill is not None:
+            prefill.ready = None
+        return []
+
+
+class AnyPrompt(PushProducer):
+    """Pairs by name alone."""
+
+    def _is_of(self, prefill: _Prefill, want: _Want) -> bool:
+        return True
+
+
+class AnyPrefill(PushProducer):
+    """Pairs a want with the next prefill of that length, as by scanning."""
+
+    def _answer(self, transfer_id: TransferId, want: _Want, now: float) -> Send:
+        own = self._prefills.get(transfer_id)
+        others = [
+            prefill
+            for prefill in self._prefills.values()
+            if prefill.num_tokens == want.num_tokens and prefill.ticket is not None
+        ]
+        if want.over or (own is not None and own.ticket is not None) or not others:
+            return super()._answer(transfer_id, want, now)
+        assert others[0].ticket is not None
+        return Send(want.consumer, Finished(transfer_id, want.number, others[0].run, others[0].ticket))
+
+
+class NoHold(PushProducer):
+    """Remembers everybody who ever waited."""
+
+    def wake(self, now: float) -> list[Send]:
+        return []
+
+    @property
+    def next_deadline(self) -> float:
+        return NEVER
+
+
 # --- Between --------------------------------------------------------------------------------------
 
 
@@ -173,3 +324,23 @@ MUTANTS: dict[str, Parts] = {
     "deadline": Parts(consumer=NoDeadline),
     "incarnation": Parts(admit=admit_all, consumer=AnySender),
 }
+"""Guards of pull, by name."""
+
+PUSH_MUTANTS: dict[str, Parts] = {
+    "fence": Parts(consumer=NoFence),
+    "bound_ops": Parts(bound_reads=False),
+    "run_check": Parts(push_consumer=AnyRun),
+    "run_count": Parts(push_producer=OneRun),
+    "clear_first": Parts(push_consumer=ReadsOver),
+    "void_first": Parts(consumer=StartsOver),
+    "drain_early": Parts(push_consumer=NoEarlyDrain),
+    "drain_handed": Parts(consumer=NoHandedDrain),
+    "prompt_check": Parts(push_producer=AnyPrompt, push_consumer=AnyTicket, verify=verify_all_but_prompt),
+    "pair_by_transfer": Parts(
+        push_producer=AnyPrefill, push_consumer=AnyTicket, verify=verify_all_but_prompt
+    ),
+    "hold": Parts(push_producer=NoHold),
+    "silence": Parts(push_consumer=NoSilence),
+    "stream_deadline": Parts(push_consumer=NoStreamDeadline),
+}
+"""Guards of push, and those of pull that it leans on."""

@@ -14,6 +14,8 @@ from baton.protocol.messages import Envelope, Message
 from baton.protocol.peers import admit
 from baton.protocol.pull_consumer import PullConsumer
 from baton.protocol.pull_producer import PullProducer
+from baton.protocol.push_consumer import PushConsumer
+from baton.protocol.push_producer import PushProducer
 from baton.protocol.ticket import Ticket, check_ticket
 
 
@@ -36,6 +38,8 @@ def verify(
 class Parts:
     producer: Callable[[Epoch, Timers], PullProducer] = PullProducer
     consumer: Callable[[Timers], PullConsumer] = PullConsumer
+    push_producer: Callable[[Timers], PushProducer] = PushProducer
+    push_consumer: Callable[[Timers, PullConsumer, int], PushConsumer] = PushConsumer
     admit: Callable[[Address, Envelope], tuple[tuple[Message, ...], list[Send]]] = admit
     verify: Callable[[Ticket, ModelFingerprint, Callable[[int], PromptHash], int], None] = verify
     bound_reads: bool = True  # The transport's part: a read from a successor's memory fails.

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 
 from baton.core.errors import UserError
 from baton.sim.checkers.violation import Violation
-from baton.sim.mutants import MUTANTS
+from baton.sim.mutants import MUTANTS, PUSH_MUTANTS
 from baton.sim.parts import PRODUCTION, Parts
 from baton.sim.scenario import Scenario
 
-MODES = ("pull",)
+MODES = ("pull", "push")
+GUARDS = {"pull": MUTANTS, "push": PUSH_MUTANTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def run_worlds(
     for seed in range(first_seed, first_seed + count):
         if goes_on is not None and not goes_on():
             break
-        scenario = Scenario(seed, parts)
+        scenario = Scenario(mode, seed, parts)
         try:
             scenario.run()
         except Violation as violation:
@@ -81,7 +82,7 @@ def find_broken(mode: str, mutant: str, first_seed: int, count: int) -> Broken |
 
 def replay(mode: str, seed: int, *, mutant: str | None = None) -> list[str]:
     """Everything that was said and done in one world, a line each; the verdict is the last."""
-    scenario = Scenario(seed, _parts(mode, mutant), traced=True)
+    scenario = Scenario(mode, seed, _parts(mode, mutant), traced=True)
     verdict = "every invariant held"
     try:
         scenario.run()
@@ -96,6 +97,7 @@ def _parts(mode: str, mutant: str | None) -> Parts:
         raise UserError(f"there is no world of that name; choose one of {', '.join(MODES)}", field="mode")
     if mutant is None:
         return PRODUCTION
-    if mutant not in MUTANTS:
-        raise UserError(f"there is no such guard; choose one of {', '.join(MUTANTS)}", field="mutant")
-    return MUTANTS[mutant]
+    guards = GUARDS[mode]
+    if mutant not in guards:
+        raise UserError(f"there is no such guard; choose one of {', '.join(guards)}", field="mutant")
+    return guards[mutant]

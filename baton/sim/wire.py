@@ -8,17 +8,26 @@ owner of its source has been replaced by an incarnation of the same name.
 from typing import TYPE_CHECKING
 
 from baton.core.ids import Address, EngineId, Epoch
-from baton.protocol.messages import WIRE_VERSION, Envelope, Released, Renew, encode_envelope
+from baton.protocol.messages import (
+    WIRE_VERSION,
+    Envelope,
+    Finished,
+    Released,
+    Renew,
+    Want,
+    encode_envelope,
+)
 from baton.sim.checkers import contained, fenced
-from baton.sim.facts import Landing, Read
-from baton.sim.memory import toy_spans
+from baton.sim.facts import Landing, Lent, Read
+from baton.sim.memory import TORN, Content, toy_spans
 
 if TYPE_CHECKING:
     from baton.sim.cluster import Cluster
     from baton.sim.engine import Engine
 
 MEDDLER = Address(EngineId("D-meddler"), Epoch(13))
-CANCEL_MEAN_S = 0.2
+LAST_WORDS = (Renew, Released, Want, Finished)
+SLOW_READ_S = 5.0
 CANCEL_MAX_S = 2.0
 
 
@@ -60,7 +69,7 @@ class Wire:
         faults, world = self._world.faults, self._world
         if not faults.last_words or source in self._dead_once:
             return 0.0
-        if not any(isinstance(message, Renew | Released) for message in envelope.messages):
+        if not any(isinstance(message, LAST_WORDS) for message in envelope.messages):
             return 0.0
         if not world.chance(faults.last_words):
             return 0.0
@@ -105,9 +114,16 @@ class Wire:
     def post(self, read: Read) -> None:
         faults, world = self._world.faults, self._world
         self.reads.append(read)
-        took_s = (
-            world.rng.uniform(10, 60) if world.chance(faults.read_hang) else world.spread(faults.read_mean_s)
+        pool, transfer_id = read.landing.producer.pool, read.landing.transfer_id
+        read.is_torn = not read.landing.producer.alive or not all(
+            isinstance(owner, Lent) and owner.transfer_id == transfer_id
+            for owner in (pool.owner[block] for block in read.sources)
         )
+        read.generations = [pool.generation[block] for block in read.sources]
+        read.before = self._contents(read, read.landing.producer)
+        took_s = world.spread(SLOW_READ_S if world.chance(faults.read_slow) else faults.read_mean_s)
+        if world.chance(faults.read_hang):
+            took_s = world.rng.uniform(10, 60)
         ok = not world.chance(faults.read_error)
         world.after(took_s, lambda: self._ended(read, ok=ok))
 
@@ -125,7 +141,7 @@ class Wire:
                 self._end_soon(read)
 
     def _end_soon(self, read: Read) -> None:
-        delay_s = min(self._world.spread(CANCEL_MEAN_S), CANCEL_MAX_S)
+        delay_s = min(self._world.spread(self._world.faults.cancel_mean_s), CANCEL_MAX_S)
         self._world.after(delay_s, lambda: self._ended(read, ok=False))
 
     def _ended(self, read: Read, *, ok: bool) -> None:
@@ -133,35 +149,50 @@ class Wire:
             return
         read.is_live = False
         self.reads.remove(read)
-        consumer, landing = read.consumer, read.landing
+        consumer, source = read.consumer, read.landing.producer
         if not consumer.alive:
             return
-        source = landing.producer
         if not source.alive:
             successor = self._cluster.engines[source.address.engine_id]
             if self._cluster.parts.bound_reads or not successor.alive:
                 ok = False
-            source, landing.is_torn = successor, True
-        generations = [source.pool.generation[block] for block in landing.sources]
-        if generations != read.generations:
-            landing.is_torn = True
+            source, read.is_torn = successor, True
+        if read.generations != [source.pool.generation[block] for block in read.sources]:
+            read.is_torn = True
         if ok or self._world.chance(0.5):
             fenced.check_landing(read)
             self._copy(read, source if ok else None)
-        consumer.when_awake(lambda: consumer.read_ended(read, ok))
+        consumer.when_awake(lambda: read.on_end(ok))
 
     def _copy(self, read: Read, source: "Engine | None") -> None:
-        """By the real plan's spans. Without a source: what a failed read leaves behind."""
-        landing, consumer, pair = read.landing, read.consumer, read.pair
+        """Without a source: what a failed read leaves behind."""
+        memory = read.consumer.pool.ranks[read.pair.consumer_rank]
+        now: list[Content] = [None] * len(read.before)
+        if source is not None:
+            found = self._contents(read, source)
+            # What changed under the read has arrived as neither the one nor the other.
+            now = [
+                TORN if read.is_torn or cell != before else cell
+                for cell, before in zip(found, read.before, strict=True)
+            ]
+        for cell, (_, local) in zip(now, self._cells(read), strict=True):
+            memory[local] = cell
+
+    def _contents(self, read: Read, source: "Engine") -> list[Content]:
+        memory = source.pool.ranks[read.pair.producer_rank]
+        return [memory[remote] for remote, _ in self._cells(read)]
+
+    def _cells(self, read: Read) -> list[tuple[int, int]]:
+        """By the real plan's spans: from which of P's cells into which of D's."""
+        consumer, producer = read.consumer, read.landing.producer
         num_blocks = consumer.pool.num_blocks
-        target_memory = consumer.pool.ranks[pair.consumer_rank]
-        spans = toy_spans(pair, landing.producer.num_ranks, consumer.num_ranks, num_blocks)
-        for span in spans:
-            for remote, local in zip(landing.sources, landing.targets, strict=True):
-                start = span.local_offset + local * span.local_stride
-                if source is None:
-                    target_memory[start : start + span.nbytes] = [None] * span.nbytes
-                    continue
-                memory = source.pool.ranks[pair.producer_rank]
-                origin = span.remote_offset + remote * span.remote_stride
-                target_memory[start : start + span.nbytes] = memory[origin : origin + span.nbytes]
+        spans = toy_spans(read.pair, producer.num_ranks, consumer.num_ranks, num_blocks, read.layers)
+        return [
+            (
+                span.remote_offset + remote * span.remote_stride + byte,
+                span.local_offset + local * span.local_stride + byte,
+            )
+            for span in spans
+            for remote, local in zip(read.sources, read.targets, strict=True)
+            for byte in range(span.nbytes)
+        ]

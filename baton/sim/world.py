@@ -9,7 +9,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.sim.checkers.violation import Violation
 
@@ -31,8 +31,10 @@ class Faults:
     ambush: float = 0.0  # D is cut off the moment it believes in a lease.
     # Memory
     read_mean_s: float = 0.02
+    read_slow: float = 0.0  # Takes far longer than others.
     read_hang: float = 0.0  # Ends a minute later, if ever.
     read_error: float = 0.0
+    cancel_mean_s: float = 0.2
     rank_deaths: float = 0.0  # All running reads of one rank fail at once; its siblings go on.
     # Processes
     timer_late_s: float = 0.0
@@ -54,6 +56,13 @@ class Faults:
     queueing: float = 0.0  # D has no room yet: claims, waits, and starts late or never.
     reject: float = 0.0  # D verifies a ticket and does not admit the request.
     clingy: bool = False  # D would renew for ever.
+    # Push
+    chunked: float = 0.0  # A chunk is a block; else the rest of the prompt is one.
+    layerwise: float = 0.0  # Of a chunk, the first layer is told of before the rest.
+    preempt: float = 0.0  # At the end of a chunk, or in the middle of it.
+    stall: float = 0.0  # A chunk takes longer than anybody waits.
+    name_reuse: float = 0.0  # The router gives a transfer the name of another.
+    old_introduction: float = 0.0  # ... or introduces P as it was at first.
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Faults":
@@ -89,11 +98,27 @@ class Faults:
             clingy=pick([False] * 5 + [True]),
         )
 
+    @classmethod
+    def draw_push(cls, rng: random.Random) -> "Faults":
+        pick = rng.choice
+        return replace(
+            cls.draw(rng),
+            chunked=pick([0.0, 1.0, 1.0]),
+            layerwise=pick([0.0, 1.0]),
+            preempt=pick([0.0, 0.0, 0.1, 0.3]),
+            stall=pick([0.0, 0.0, 0.05]),
+            name_reuse=pick([0.0, 0.0, 0.5]),
+            old_introduction=pick([0.0, 0.3]),
+            read_mean_s=pick([0.01, 0.01, 0.5, 5.0]),
+            read_slow=pick([0.0, 0.4]),
+            cancel_mean_s=pick([0.2, 1.0]),
+        )
+
 
 class World:
-    def __init__(self, seed: int, *, traced: bool = False) -> None:
+    def __init__(self, seed: int, *, push: bool = False, traced: bool = False) -> None:
         self.rng = random.Random(seed)
-        self.faults = Faults.draw(self.rng)
+        self.faults = Faults.draw_push(self.rng) if push else Faults.draw(self.rng)
         self.now = 0.0
         self.num_events = 0
         self.counts: Counter[str] = Counter()

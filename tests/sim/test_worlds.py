@@ -6,29 +6,22 @@ from multiprocessing import get_context
 import pytest
 
 from baton.core.errors import UserError
-from baton.sim import MUTANTS, Report, find_broken, replay, run_worlds
+from baton.sim import FAILED_ONCE, GUARDS, MODES, Report, find_broken, replay, run_worlds
 
-NUM_WORLDS = 20_000
-SLICE = 1_250
+NUM_WORLDS = {"pull": 12_000, "push": 8_000}
+PARTS = 4  # Each well within the time limit of a test.
+SLICE = 500
 
 # Where a world that misses the guard is found, and how many worlds are tried from there. A rare fault needs
 # its seed; when a change of the world moves it, `python -m baton.sim mutants` finds another.
 SEEDS = {
-    "claim_epoch": 358,
-    "incarnation": 1366,
+    ("pull", "claim_epoch"): 358,
+    ("pull", "incarnation"): 1366,
 }
 TRIES = 300
 
-
-def test_no_invariant_breaks_in_two_hundred_worlds() -> None:
-    report = run_worlds("pull", 0, 200)
-    assert [broken.command for broken in report.broken] == []
-
-
-def test_everything_that_can_go_wrong_does() -> None:
-    """A fault that is never drawn proves nothing."""
-    counts = run_worlds("pull", 0, 300).counts
-    missing = {
+HAPPENS = {
+    "pull": {
         "batched envelopes",
         "crash",
         "delivered",
@@ -48,35 +41,82 @@ def test_everything_that_can_go_wrong_does() -> None:
         "failed: deadline",
         "failed: the producer has restarted or is gone",
         "failed: the producer no longer holds the blocks",
-    } - counts.keys()
-    assert missing == set()
+    },
+    "push": {
+        "P had the beginning",
+        "a prefill of that name computes already",
+        "a ticket beside the stream",
+        "batched envelopes",
+        "crash",
+        "delivered",
+        "drain",
+        "early reads",
+        "early reads of some layers",
+        "failed: aborted",
+        "failed: deadline",
+        "failed: its loan is in use here",
+        "failed: the producer gave up",
+        "failed: the producer has restarted or is gone",
+        "failed: the producer has said nothing for 3 s",
+        "failed: the producer no longer holds the blocks",
+        "lent to a stream that has read",
+        "lent to a stream that has read nothing",
+        "lent to a stream whose void reads still run",
+        "nothing to move",
+        "preempted",
+        "prefill aborted",
+        "prefill stalls",
+        "started late",
+        "transfer already waited for",
+    },
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_invariant_breaks_in_a_hundred_worlds(mode: str) -> None:
+    report = run_worlds(mode, 0, 100)
+    assert [broken.command for broken in report.broken] == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_everything_that_can_go_wrong_does(mode: str) -> None:
+    """A fault that is never drawn proves nothing."""
+    assert HAPPENS[mode] - run_worlds(mode, 0, 300).counts.keys() == set()
+
+
+@pytest.mark.parametrize(("mode", "seed"), FAILED_ONCE)
+def test_a_world_that_broke_once_holds(mode: str, seed: int) -> None:
+    assert run_worlds(mode, seed, 1).broken == [], FAILED_ONCE[mode, seed]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, NUM_WORLDS, NUM_WORLDS // 4))
-def test_no_invariant_breaks_in_twenty_thousand_worlds(first: int) -> None:
-    """A quarter of them at a time."""
-    total = Report("pull")
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("mode", MODES)
+def test_no_invariant_breaks_in_twenty_thousand_worlds(mode: str, part: int) -> None:
+    """Of both modes together, a part at a time."""
+    count = NUM_WORLDS[mode] // PARTS
+    slices = range(part * count, (part + 1) * count, SLICE)
+    total = Report(mode)
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes:
-        slices = range(first, first + NUM_WORLDS // 4, SLICE)
-        for report in processes.map(run_worlds, ["pull"] * len(slices), slices, [SLICE] * len(slices)):
+        for report in processes.map(run_worlds, [mode] * len(slices), slices, [SLICE] * len(slices)):
             total.add(report)
     assert [f"{broken.command}: {broken.kind}" for broken in total.broken] == []
-    assert total.num_worlds == NUM_WORLDS // 4
+    assert total.num_worlds == count
     assert total.counts["delivered"] > total.num_worlds
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("guard", MUTANTS)
-def test_a_missing_guard_is_noticed(guard: str) -> None:
-    assert find_broken("pull", guard, SEEDS.get(guard, 0), TRIES) is not None
+@pytest.mark.parametrize(("mode", "guard"), [(mode, guard) for mode in MODES for guard in GUARDS[mode]])
+def test_a_missing_guard_is_noticed(mode: str, guard: str) -> None:
+    assert find_broken(mode, guard, SEEDS.get((mode, guard), 0), TRIES) is not None
 
 
-def test_a_world_is_replayed_by_its_seed() -> None:
-    first, second = replay("pull", 7), replay("pull", 7)
+@pytest.mark.parametrize(("mode", "what"), [("pull", "StartReads"), ("push", "ReadEarly")])
+def test_a_world_is_replayed_by_its_seed(mode: str, what: str) -> None:
+    first, second = replay(mode, 7), replay(mode, 7)
     assert first == second
     assert first[-1].endswith("every invariant held")
-    assert any("StartReads" in line for line in first)
+    assert any(what in line for line in first)
 
 
 def test_the_replay_of_a_broken_world_ends_with_what_broke() -> None:
@@ -87,7 +127,7 @@ def test_the_replay_of_a_broken_world_ends_with_what_broke() -> None:
 
 
 def test_a_world_that_does_not_exist_is_named() -> None:
-    with pytest.raises(UserError, match=r"mode: .*choose one of pull"):
-        run_worlds("push", 0, 1)
+    with pytest.raises(UserError, match=r"mode: .*choose one of pull, push"):
+        run_worlds("carry", 0, 1)
     with pytest.raises(UserError, match=r"mutant: .*choose one of fence"):
         run_worlds("pull", 0, 1, mutant="luck")

@@ -23,6 +23,12 @@ def check_outcome(engine: "Engine", landing: Landing) -> None:
     _check_took(engine, landing.started_at, engine.timers.deadline_s, "outcome after the deadline")
 
 
+def check_failure(engine: "Engine", landing: Landing) -> None:
+    check_outcome(engine, landing)
+    if landing.loan_id is None:  # A stream: it has not waited for long for somebody who says nothing.
+        _check_took(engine, landing.heard_at, engine.timers.silence_s, "waited for a silent producer")
+
+
 def check_target_freed(engine: "Engine", landing: Landing) -> None:
     if landing.freed:
         raise Violation("I4", "freed twice")
@@ -36,8 +42,8 @@ def check_loan_freed(engine: "Engine", lent: Lent) -> None:
 
 
 def check_rest(engine: "Engine") -> None:
-    for landing in engine.landings.values():
-        if not landing.delivered and landing.failed_at is None:
+    for landing in engine.fetcher.landings.values():
+        if landing.is_open:
             raise Violation("I4", "no outcome")
 
 

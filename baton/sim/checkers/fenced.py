@@ -1,11 +1,11 @@
-"""I3 fenced: D never frees or reuses a block while anything can still write to it. In pull the writer is
-D's own read, so that this is about D alone."""
+"""I3 fenced: D never frees, uses or reuses a block while anything can still write to it. The writer is D's
+own read, in pull and in push, so that this is about D alone."""
 
 from typing import TYPE_CHECKING
 
 from baton.core.ids import BlockId
 from baton.sim.checkers.violation import Violation
-from baton.sim.facts import Read
+from baton.sim.facts import Landing, Read
 
 if TYPE_CHECKING:
     from baton.sim.engine import Engine
@@ -13,11 +13,16 @@ if TYPE_CHECKING:
 
 def check_free(engine: "Engine", blocks: tuple[BlockId, ...]) -> None:
     for read in engine.cluster.wire.reads:
-        if read.consumer is engine and not set(read.landing.targets).isdisjoint(blocks):
+        if read.consumer is engine and not set(read.targets).isdisjoint(blocks):
             raise Violation("I3", "freed the target of a running read")
+
+
+def check_delivery(engine: "Engine", landing: Landing) -> None:
+    if any(read.landing is landing for read in engine.cluster.wire.reads):
+        raise Violation("I3", "delivered under a running read")
 
 
 def check_landing(read: Read) -> None:
     owner = read.consumer.pool.owner
-    if any(owner[target] is not read.landing for target in read.landing.targets):
+    if any(owner[target] is not read.landing for target in read.targets):
         raise Violation("I3", "a read landed in a block of another request")

@@ -5,13 +5,15 @@ from typing import TYPE_CHECKING
 
 from baton.sim.checkers.violation import Violation
 from baton.sim.facts import Landing
+from baton.sim.memory import TORN
 
 if TYPE_CHECKING:
     from baton.sim.engine import Engine
 
 
 def check_delivery(engine: "Engine", landing: Landing) -> None:
-    if landing.is_torn:
+    found = [engine.pool.contents(block) for block in landing.blocks]
+    if any(TORN in contents for contents in found):
         raise Violation("I1", "accepted bytes whose source was not held")
     if not _is_right(engine, landing):
         raise Violation("I1", "delivered wrong bytes")
@@ -25,5 +27,5 @@ def check_use(engine: "Engine", landing: Landing) -> None:
 
 def _is_right(engine: "Engine", landing: Landing) -> bool:
     return all(
-        engine.pool.holds(block, (landing.prompt, index)) for index, block in enumerate(landing.blocks)
+        engine.pool.contents(block) == {(landing.prompt, index)} for index, block in enumerate(landing.blocks)
     )

@@ -14,7 +14,7 @@ def check_free(producer: "Engine", loan_id: LoanId) -> None:
     for engine in producer.cluster.engines.values():
         if not engine.alive:
             continue
-        for landing in engine.landings.values():
+        for landing in engine.fetcher.landings.values():
             if (
                 landing.producer is producer
                 and landing.loan_id == loan_id

@@ -9,10 +9,12 @@ if TYPE_CHECKING:
 
 
 def check_rest(engine: "Engine") -> None:
-    if engine.producer.num_open or engine.lent:
+    if engine.producer.num_open or engine.lender.lent:
         raise Violation("I5", "a loan is left behind")
-    if engine.consumer.num_open or engine.landings:
+    if engine.consumer.num_open or engine.streams.num_open or engine.fetcher.landings:
         raise Violation("I5", "a claim is left behind")
+    if engine.prefills.num_open or engine.lender.prefills:
+        raise Violation("I5", "a prefill or a want is left behind")
     if any(read.consumer is engine for read in engine.cluster.wire.reads):
         raise Violation("I5", "a read is left behind")
     if engine.pool.num_free != engine.pool.num_blocks:

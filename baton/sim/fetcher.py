@@ -1,0 +1,282 @@
+"""D's side of an engine in the world: from a ticket, or an introduction, to blocks in use, and free again."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from baton.core.ids import Address, BlockId, Pair, TransferId
+from baton.protocol.effects import Effect, Part, ReadEarly, StreamEffect
+from baton.protocol.introduction import BadIntroduction, check_introduction, open_introduction
+from baton.protocol.plan import plan_pairs
+from baton.protocol.ticket import BadTicket, Ticket, open_ticket
+from baton.sim.checkers import bounded, fenced, fresh
+from baton.sim.facts import Landing
+from baton.sim.memory import NUM_HEADS
+from baton.sim.model import FINGERPRINT, KEY, hash_of_prompt
+from baton.sim.rank_reads import RankReads
+
+if TYPE_CHECKING:
+    from baton.sim.engine import Engine
+
+USE_MAX_S = 8.0
+NEVER = float("inf")
+
+
+class Fetcher:
+    def __init__(self, engine: "Engine") -> None:
+        self._engine, self._world = engine, engine.world
+        self._ranks = RankReads(engine, self._read_ended)
+        self.landings: dict[int, Landing] = {}  # By claim.
+
+    # --- Requests ---------------------------------------------------------------------------------
+
+    def fetch(self, text: str, prompt: int, num_tokens: int, on_end: Callable[[bool], None]) -> int | None:
+        """What a scheduler half does with a decode leg that has a ticket. Returns the claim, if any."""
+        engine, world, now = self._engine, self._world, self._engine.clock()
+        try:
+            ticket = open_ticket(text, KEY)
+            engine.cluster.parts.verify(ticket, FINGERPRINT, partial(hash_of_prompt, prompt), num_tokens)
+        except BadTicket as error:
+            world.count(f"ticket refused: {error.reason}")
+            return None
+        if self._rejects():
+            engine.do(engine.consumer.release_unused(ticket.loan_id, ticket.producer, now))
+            return None
+        landing = self._landing(
+            prompt, ticket.num_tokens, ticket.transfer_id, ticket.producer, ticket.tp_size, on_end
+        )
+        landing.loan_id, landing.sources = ticket.loan_id, ticket.block_ids[0]
+        reserved = engine.consumer.reserve(ticket.loan_id, ticket.producer, now)
+        if reserved is None:
+            world.count("loan already in use")
+            return None
+        return self._begin(landing, *reserved)
+
+    def stream(
+        self,
+        text: str,
+        transfer_id: TransferId,
+        prompt: int,
+        num_tokens: int,
+        on_end: Callable[[bool], None],
+    ) -> int | None:
+        """... and with one that has an introduction."""
+        engine, world = self._engine, self._world
+        try:
+            introduction = open_introduction(text, KEY)
+            check_introduction(introduction, fingerprint=FINGERPRINT)
+        except BadIntroduction as error:
+            world.count(f"introduction refused: {error.reason}")
+            return None
+        if self._rejects():
+            return None
+        producer, tp_size = introduction.address, introduction.tp_size
+        landing = self._landing(prompt, num_tokens, transfer_id, producer, tp_size, on_end)
+        wanted = engine.streams.want(
+            transfer_id,
+            producer,
+            hash_of_prompt(prompt, num_tokens),
+            num_tokens,
+            introduction.block_tokens,
+            engine.clock(),
+        )
+        if wanted is None:
+            world.count("transfer already waited for")
+            return None
+        return self._begin(landing, *wanted)
+
+    def abort(self, claim: int) -> None:
+        engine, now = self._engine, self._engine.clock()
+        engine.do([*engine.streams.abort(claim, now), *engine.consumer.abort(claim, now)])
+
+    def _rejects(self) -> bool:
+        if self._engine.exits_at < NEVER or self._world.chance(self._world.faults.reject):
+            self._world.count("not admitted")
+            return True
+        return False
+
+    def _landing(
+        self,
+        prompt: int,
+        num_tokens: int,
+        transfer_id: TransferId,
+        producer: Address,
+        tp_size: int,
+        on_end: Callable[[bool], None],
+    ) -> Landing:
+        world = self._world
+        num_hits = world.rng.randint(1, num_tokens) if world.chance(world.faults.prefix_hit) else 0
+        return Landing(
+            prompt=prompt,
+            num_tokens=num_tokens,
+            num_hits=num_hits,
+            transfer_id=transfer_id,
+            producer=self._engine.cluster.incarnations[producer],
+            tp_size=tp_size,
+            started_at=world.now,
+            heard_at=world.now,
+            on_end=on_end,
+        )
+
+    def _begin(self, landing: Landing, claim: int, effects: Sequence[Effect | StreamEffect]) -> int:
+        engine = self._engine
+        self._world.count("started")
+        landing.claim = claim
+        self.landings[claim] = landing
+        waits = self._world.chance(self._world.faults.queueing)
+        engine.do([*effects, *engine.peers.want(landing.producer.address, engine.clock())])
+        if landing.is_open and (waits or not self._find_room(landing)):
+            self._wait_for_room(landing)
+        return claim
+
+    def _wait_for_room(self, landing: Landing) -> None:
+        """The request waits in the scheduler's queue, its lease renewed, its want repeated meanwhile."""
+
+        def look() -> None:
+            if self.landings.get(landing.claim) is not landing or not landing.is_open:
+                return
+            if self._world.chance(0.1):
+                return self.abort(landing.claim)
+            if not self._find_room(landing):
+                return self._wait_for_room(landing)
+            self._world.count("started late")
+
+        self._world.after(self._world.rng.uniform(0.1, 3.0), lambda: self._engine.when_awake(look))
+
+    def _find_room(self, landing: Landing) -> bool:
+        """Blocks for all of the prompt; what is there already is in them."""
+        pool = self._engine.pool
+        blocks = pool.allocate(landing.num_tokens, landing)
+        if blocks is None:
+            return False
+        landing.blocks = blocks
+        for index in range(landing.num_hits):
+            pool.write(blocks[index], (landing.prompt, index))
+        self._engine.do(self._go_on(landing))
+        return True
+
+    def _go_on(self, landing: Landing) -> Sequence[Effect | StreamEffect]:
+        """There are blocks: pull what is lent, or read along once the peer is known."""
+        engine, now = self._engine, self._engine.clock()
+        if not landing.blocks:
+            return []
+        if landing.num_hits == landing.num_tokens:
+            self._world.count("nothing to move")
+        if landing.loan_id is not None:
+            return engine.consumer.start(landing.claim, self._pairs(landing), now)
+        if not engine.peers.is_ready(landing.producer.address):
+            return []
+        return engine.streams.ready(landing.claim, self._pairs(landing), landing.num_hits, now)
+
+    def _pairs(self, landing: Landing) -> tuple[Pair, ...]:
+        if landing.num_hits == landing.num_tokens:
+            return ()
+        return plan_pairs(landing.tp_size, self._engine.num_ranks, NUM_HEADS)
+
+    # --- Effects ----------------------------------------------------------------------------------
+
+    def peer_ready(self, address: Address) -> Sequence[Effect | StreamEffect]:
+        effects: list[Effect | StreamEffect] = []
+        for landing in list(self.landings.values()):
+            if landing.producer.address != address or not landing.is_open:
+                continue
+            if landing.loan_id is None:
+                effects += self._go_on(landing)
+            else:
+                pairs, landing.waiting_pairs = landing.waiting_pairs, ()
+                self._read_rest(landing, pairs)
+        return effects
+
+    def read_early(self, effect: ReadEarly) -> None:
+        self._world.count("early reads")
+        if effect.part.layers is not None:
+            self._world.count("early reads of some layers")
+        landing = self.landings[effect.claim]
+        for pair in effect.pairs:
+            self._ranks.post(landing, pair, [effect.part], effect.block_ids[0], is_last=False)
+
+    def open_ticket(self, claim: int, text: str) -> Sequence[StreamEffect]:
+        engine, now, landing = self._engine, self._engine.clock(), self.landings[claim]
+        try:
+            ticket = open_ticket(text, KEY)
+            prompt_hash_of = partial(hash_of_prompt, landing.prompt)
+            engine.cluster.parts.verify(ticket, FINGERPRINT, prompt_hash_of, landing.num_tokens)
+        except BadTicket as error:
+            return engine.streams.refuse(claim, str(error), now)
+        return engine.streams.accept(claim, ticket, now)
+
+    def lent(
+        self, claim: int, ticket: Ticket, unread: tuple[Part, ...] | None
+    ) -> Sequence[Effect | StreamEffect]:
+        if unread is not None:
+            self._world.count("lent to a stream that has read")
+        elif any(read.landing is self.landings[claim] for read in self._engine.cluster.wire.reads):
+            self._world.count("lent to a stream whose void reads still run")
+        else:
+            self._world.count("lent to a stream that has read nothing")
+        landing = self.landings[claim]
+        landing.loan_id, landing.sources, landing.unread = ticket.loan_id, ticket.block_ids[0], unread
+        return self._go_on(landing)
+
+    def start_reads(self, claim: int, pairs: tuple[Pair, ...]) -> None:
+        landing = self.landings[claim]
+        if self._engine.peers.is_ready(landing.producer.address):
+            self._read_rest(landing, pairs)
+        else:
+            landing.waiting_pairs = pairs
+
+    def cancel_reads(self, claim: int) -> None:
+        landing = self.landings[claim]
+        pairs, landing.waiting_pairs = landing.waiting_pairs, ()
+        for pair in pairs:  # Never posted; there may be parts that were read early.
+            self._ranks.post(landing, pair, [], (), is_last=False)
+        self._ranks.cancel(landing)
+
+    def _read_rest(self, landing: Landing, pairs: Sequence[Pair]) -> None:
+        parts: Sequence[Part] | None = landing.unread
+        if parts is None:
+            parts = [Part(landing.num_hits, landing.num_tokens - landing.num_hits)]
+        sources: tuple[BlockId, ...] = landing.sources
+        for pair in pairs:
+            self._ranks.post(landing, pair, parts, sources, is_last=True)
+
+    def _read_ended(self, landing: Landing, pair: Pair, ok: bool) -> None:
+        engine, now = self._engine, self._engine.clock()
+        said = (landing.claim, pair, ok, now, "" if ok else "the wire said so")
+        engine.do([*engine.streams.read_ended(*said), *engine.consumer.read_ended(*said)])
+
+    # --- Outcomes ---------------------------------------------------------------------------------
+
+    def delivered(self, claim: int) -> None:
+        landing = self.landings[claim]
+        bounded.check_outcome(self._engine, landing)
+        landing.delivered = True
+        fenced.check_delivery(self._engine, landing)
+        fresh.check_delivery(self._engine, landing)
+        self._world.count("delivered")
+        landing.on_end(True)
+        used_s = min(USE_MAX_S, self._world.spread(self._engine.cluster.use_mean_s))
+        self._world.after(used_s, lambda: self._used(landing))
+
+    def _used(self, landing: Landing) -> None:
+        if self._engine.alive:
+            fresh.check_use(self._engine, landing)
+            del self.landings[landing.claim]
+            self._free_blocks(landing)
+
+    def failed(self, claim: int, reason: str) -> None:
+        landing = self.landings[claim]
+        bounded.check_failure(self._engine, landing)
+        landing.failed_at = self._world.now
+        self._world.count(f"failed: {reason.split(':')[0].split(' of ')[0]}")
+        landing.on_end(False)
+
+    def free_target(self, claim: int) -> None:
+        landing = self.landings.pop(claim)
+        bounded.check_target_freed(self._engine, landing)
+        landing.freed = True
+        self._free_blocks(landing)
+
+    def _free_blocks(self, landing: Landing) -> None:
+        fenced.check_free(self._engine, landing.blocks)
+        self._engine.pool.free(landing.blocks, landing)
