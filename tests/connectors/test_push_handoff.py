@@ -443,6 +443,49 @@ def test_the_first_token_comes_with_the_last_block(world: PushWorld) -> None:
     d.read_out(request)
 
 
+def test_the_engine_keeps_stepping_while_something_is_under_way_and_no_longer(world: PushWorld) -> None:
+    p, d = pair(world)
+    tokens = tokens_of(9)
+    assert not d.half.has_pending_push_work()
+    request = d.follow("r", tokens, p)
+    d.admit(request)
+    assert d.half.has_pending_push_work()
+    p.begin("r", tokens)
+    assert not p.half.has_pending_push_work()  # A prefill is a request of the host's, which steps for it.
+    p.prefill_in_chunks("r", 4)
+    assert d.half.has_pending_push_work()
+    p.schedule("r", 5)
+    p.step()
+    assert p.lent
+    assert not p.half.has_pending_push_work(), "who lends and waits has nothing to do"
+    world.settle()
+    d.read_out(request)
+    world.settle()
+    assert not d.half.has_pending_push_work()
+    assert not p.half.has_pending_push_work()
+
+
+def test_a_peer_that_does_not_answer_keeps_nobody_else_waiting(world: PushWorld) -> None:
+    p, d = pair(world)
+    silent = world.engine("silent")
+    stuck = d.follow("stuck", tokens_of(9), silent, "t0")
+    d.admit(stuck)
+    silent.kill()
+    tokens = tokens_of(9, first=20)
+    request = d.follow("r", tokens, p)
+    d.admit(request)
+    p.begin("r", tokens)
+    p.prefill_in_chunks("r", 4, 5)
+    assert_delivered(world, d, "r", tokens)
+    assert "stuck" in d.parked
+    d.read_out(request)
+    world.pass_time(12)
+    assert d.outcomes["stuck"].valid_tokens == 0
+    d.read_out(stuck)
+    world.settle()
+    world.assert_whole()
+
+
 def test_a_stream_is_refused_by_an_engine_that_only_pulls(world: PushWorld) -> None:
     from tests.connectors.pull_world import World
 

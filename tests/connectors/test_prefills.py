@@ -1,0 +1,156 @@
+"""How much of a prompt is told to be ready, and when: never before every rank has computed it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from baton.connectors.push.prefills import Prefills
+from baton.core.ids import TransferId
+from baton.engine.step import NewRequestData, SchedulerOutput
+
+BLOCK = 4
+T = TransferId("t")
+
+
+@dataclass
+class FakeAgent:
+    """Writes down what it is told."""
+
+    told: list[Any] = field(default_factory=list)
+
+    def prefill_progress(
+        self,
+        transfer_id: TransferId,
+        num_tokens: int,
+        block_ids: tuple[int, ...],
+        now: float,
+        *,
+        partial_tokens: int = 0,
+        partial_layers: int = 0,
+    ) -> None:
+        assert len(block_ids) * BLOCK == max(num_tokens, partial_tokens)
+        self.told.append((num_tokens, partial_tokens, partial_layers) if partial_layers else num_tokens)
+
+    def prefill_preempted(self, transfer_id: TransferId, now: float) -> None:
+        self.told.append("preempted")
+
+    def is_wanted(self, transfer_id: TransferId) -> bool:
+        return True
+
+
+@pytest.fixture
+def agent() -> FakeAgent:
+    return FakeAgent()
+
+
+@pytest.fixture
+def prefills(agent: FakeAgent) -> Prefills:
+    prefills = Prefills(agent, BLOCK, 2)  # type: ignore[arg-type]
+    prefills.expect("r", T, 18)
+    return prefills
+
+
+def first(num_cached: int, chunk: int, blocks: int) -> SchedulerOutput:
+    new = NewRequestData("r", [], None, (list(range(blocks)),), num_cached)  # type: ignore[arg-type]
+    return SchedulerOutput(scheduled_new_reqs=[new], num_scheduled_tokens={"r": chunk})
+
+
+def later(num_computed: int, chunk: int, *fresh: int, resumed: bool = False) -> SchedulerOutput:
+    output = SchedulerOutput(num_scheduled_tokens={"r": chunk})
+    cached = output.scheduled_cached_reqs
+    cached.req_ids.append("r")
+    cached.new_block_ids.append((list(fresh),) if fresh else None)
+    cached.num_computed_tokens.append(num_computed)
+    if resumed:
+        cached.resumed_req_ids.add("r")
+    return output
+
+
+def test_a_chunk_is_told_of_when_its_step_is_done(prefills: Prefills, agent: FakeAgent) -> None:
+    assert prefills.scheduled(1, first(0, 8, 2), 0.0)
+    assert agent.told == []
+    prefills.step_done(1, 0.0)
+    assert agent.told == [8]
+
+
+def test_what_was_cached_is_told_of_at_once(prefills: Prefills, agent: FakeAgent) -> None:
+    prefills.scheduled(1, first(8, 4, 3), 0.0)
+    assert agent.told == [8]
+
+
+def test_only_whole_blocks_of_the_prompt_are_told_of(prefills: Prefills, agent: FakeAgent) -> None:
+    prefills.scheduled(1, first(0, 7, 2), 0.0)
+    prefills.step_done(1, 0.0)
+    prefills.scheduled(2, later(7, 11, 2, 3, 4), 0.0)
+    prefills.step_done(2, 0.0)
+    prefills.scheduled(3, later(18, 3, 5), 0.0)  # Decodes here for a while; not for others.
+    prefills.step_done(3, 0.0)
+    assert agent.told == [4, 16]
+
+
+def test_a_host_that_schedules_ahead_is_not_believed_ahead(prefills: Prefills, agent: FakeAgent) -> None:
+    prefills.scheduled(1, first(0, 4, 1), 0.0)
+    prefills.scheduled(2, later(4, 4, 1), 0.0)  # While step 1 still runs.
+    prefills.step_done(1, 0.0)
+    assert agent.told == [4]
+    prefills.step_done(2, 0.0)
+    assert agent.told == [4, 8]
+
+
+def test_a_report_that_is_lost_is_made_up_for_by_the_next(prefills: Prefills, agent: FakeAgent) -> None:
+    prefills.scheduled(1, first(0, 4, 1), 0.0)
+    prefills.scheduled(2, later(4, 4, 1), 0.0)
+    prefills.step_done(2, 0.0)
+    assert agent.told == [4, 8]
+
+
+@pytest.mark.parametrize("is_said", [True, False])
+def test_lost_blocks_begin_a_new_run(prefills: Prefills, agent: FakeAgent, is_said: bool) -> None:
+    prefills.scheduled(1, first(0, 8, 2), 0.0)
+    prefills.step_done(1, 0.0)
+    prefills.scheduled(2, later(8, 4, 2), 0.0)
+    if is_said:
+        output = SchedulerOutput()
+        output.preempted_req_ids = {"r"}
+        prefills.scheduled(3, output, 0.0)
+    prefills.scheduled(4, later(4, 4, 7, 8, resumed=True), 0.0)  # Or rolled back, on the blocks it has.
+    prefills.step_done(2, 0.0)
+    assert agent.told == [8, "preempted", 4]
+    prefills.step_done(4, 0.0)
+    assert agent.told == [8, "preempted", 4, 8]
+
+
+def test_a_layer_is_told_of_when_the_slowest_rank_has_it(prefills: Prefills, agent: FakeAgent) -> None:
+    prefills.scheduled(1, first(4, 8, 3), 0.0)
+    assert prefills.are_wanted(1)
+    prefills.layers_done(0, 1, 1, 0.0)
+    prefills.layers_done(0, 1, 2, 0.0)
+    assert agent.told == [4]
+    prefills.layers_done(1, 1, 1, 0.0)
+    assert agent.told == [4, (4, 12, 1)]
+    prefills.layers_done(1, 1, 3, 0.0)
+    prefills.layers_done(1, 1, 2, 0.0)  # Overtaken.
+    assert agent.told == [4, (4, 12, 1), (4, 12, 2)]
+    prefills.step_done(1, 0.0)
+    prefills.layers_done(0, 1, 3, 0.0)  # Late.
+    assert agent.told == [4, (4, 12, 1), (4, 12, 2), 12]
+
+
+def test_a_request_that_has_ended_is_told_of_no_more(prefills: Prefills, agent: FakeAgent) -> None:
+    prefills.scheduled(1, first(0, 8, 2), 0.0)
+    assert prefills.ended("r") == T
+    prefills.layers_done(0, 1, 1, 0.0)
+    prefills.layers_done(1, 1, 1, 0.0)
+    prefills.step_done(1, 0.0)
+    assert prefills.ended("r") is None
+    assert agent.told == []
+    assert not prefills.scheduled(2, later(8, 1), 0.0)
+
+
+def test_others_requests_are_none_of_its_business(prefills: Prefills, agent: FakeAgent) -> None:
+    output = first(0, 8, 2)
+    output.scheduled_new_reqs[0].req_id = "other"
+    output.preempted_req_ids = {"another"}
+    assert not prefills.scheduled(1, output, 0.0)
+    assert agent.told == []
