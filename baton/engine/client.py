@@ -135,7 +135,7 @@ class EngineClient:
         answers: asyncio.Queue[_Answer] = asyncio.Queue()
         self._answers[request.request_id] = answers
         try:
-            self._send(AddRequest(request))
+            self._submit(request)
             while True:
                 answer = await answers.get()
                 if isinstance(answer, EngineDeadError):
@@ -185,6 +185,13 @@ class EngineClient:
             await self._buried.wait()
         else:
             await asyncio.to_thread(self._child.kill)
+
+    def _submit(self, request: EngineRequest) -> None:
+        try:
+            self._send(AddRequest(request))
+        except (UnicodeEncodeError, OverflowError) as error:  # Half a surrogate pair, a token id beyond u64.
+            self._answers.pop(request.request_id)
+            raise UserError(f"cannot be sent to the engine: {error}", field="request") from error
 
     def _send(self, message: ToCore) -> None:
         if self._transport is not None and not self._transport.is_closing():

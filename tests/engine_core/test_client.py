@@ -91,6 +91,10 @@ def test_a_session_with_one_engine(make_config, reference: list[int]) -> None:
             assert refused.error is not None
             assert refused.error.is_users
 
+            for unsendable in (request("half a pair \ud800"), request(prompt=[2**70])):
+                with pytest.raises(UserError, match="cannot be sent"):
+                    await collect(client, unsendable)
+
             # Closing early aborts; until the engine has let go of it, the id is in use.
             stream = client.generate(request("early", max_tokens=200))
             await anext(stream)

@@ -40,6 +40,9 @@ _LENDABLE: Final = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 """vLLM's names of the ends after which a prompt's KV is complete."""
 
 
+_REQUEST_ID_CHARS = 256  # Of a name that only logs will show; a client's may be as long as it likes.
+
+
 class PullLender:
     def __init__(
         self, agent: PullAgent, identity: EngineIdentity, control_url: str, stats: PullStats
@@ -164,7 +167,7 @@ class PullLender:
             control_url=self._control_url,
             loan_id=loan_id,
             transfer_id=transfer_id or transfer_of_request(request.request_id),
-            request_id=RequestId(request.request_id),
+            request_id=_name_for_logs(request.request_id),
             fingerprint=identity.fingerprint,
             tp_size=identity.tp_size,
             block_tokens=identity.block_tokens,
@@ -187,3 +190,9 @@ class PullLender:
             "tp_size": ticket.tp_size,
             "baton_ticket": sign_ticket(ticket, self._identity.ticket_key),
         }
+
+
+def _name_for_logs(request_id: str) -> RequestId:
+    """Half a surrogate pair is a str to Python and to nobody else."""
+    shown = request_id[:_REQUEST_ID_CHARS].encode("utf-8", "backslashreplace").decode()
+    return RequestId(shown[:_REQUEST_ID_CHARS])

@@ -1,0 +1,145 @@
+"""`kv_transfer_params` of any shape at a real server with a real connector's door: a 200 or a 400."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from baton.assemble import make_door
+from baton.core.config import ClusterSecret, EngineConfig, KVTransferConfig
+from baton.core.ids import Address, BlockId, EngineId, Epoch, LoanId, PromptHash, RequestId, TransferId
+from baton.core.layout import ModelFingerprint
+from baton.protocol.ticket import Ticket, sign_ticket
+from tests.server.fakes import LiveServer, ScriptedEngine, model_config, service_around
+
+KEYS = (
+    "do_remote_decode",
+    "do_remote_prefill",
+    "baton_ticket",
+    "baton_introduction",
+    "remote_engine_id",
+    "remote_host",
+    "remote_port",
+    "remote_block_ids",
+    "remote_request_id",
+    "remote_num_tokens",
+    "tp_size",
+    "transfer_id",
+)
+TICKET = sign_ticket(
+    Ticket(
+        producer=Address(EngineId("p"), Epoch(1)),
+        control_url="tcp://127.0.0.1:1",
+        loan_id=LoanId(Epoch(1), 1),
+        transfer_id=TransferId("t"),
+        request_id=RequestId("r"),
+        fingerprint=ModelFingerprint("m", "r", "float32", 2, 2, 8, "s"),
+        tp_size=1,
+        block_tokens=4,
+        block_ids=((BlockId(1),),),
+        num_tokens=4,
+        prompt_hash=PromptHash(bytes(32)),
+    ),
+    None,
+)
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=30)
+    | st.sampled_from(["p", "t", TICKET, TICKET[:-9], "\x00", "🙂\u202e"])
+)
+trees = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+params = trees | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=8), trees, max_size=8)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with service_around(ScriptedEngine()) as service:
+        server = LiveServer(service)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+@pytest.fixture(scope="module", params=["kv_producer", "kv_consumer", "kv_both", None])
+def client(server: LiveServer, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
+    transfer = None
+    if request.param is not None:
+        transfer = KVTransferConfig(
+            kv_connector="BatonPullConnector",
+            kv_role=request.param,
+            kv_load_failure_policy="fail",
+            kv_connector_extra_config={"transports": ["memory"]},
+        )
+    config = EngineConfig(
+        model_config=model_config(),
+        kv_transfer_config=transfer,
+        cluster_secret=ClusterSecret(b"sixteen bytes or more") if transfer else None,
+    )
+    server.reset(ScriptedEngine())
+    server.service.door = make_door(config)
+    with server.client() as client:
+        yield client
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(raw=params, is_stream=st.booleans())
+@example(raw={"do_remote_prefill": True, "remote_engine_id": "p", "baton_ticket": TICKET}, is_stream=False)
+@example(raw={"do_remote_decode": True, "transfer_id": "🙂" * 256}, is_stream=True)
+@example(raw={"do_remote_decode": True, "transfer_id": ""}, is_stream=True)
+@example(raw=[], is_stream=False)
+@example(
+    raw={"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[1], 2]}, is_stream=False
+)
+def test_it_is_a_200_or_a_400_that_names_the_field(
+    server: LiveServer, client: httpx.Client, raw: Any, is_stream: bool
+) -> None:
+    engine = server.service.engine
+    assert isinstance(engine, ScriptedEngine)
+    num_seen = len(engine.requests)
+    body = {"prompt": "a", "max_tokens": 1, "stream": is_stream, "kv_transfer_params": raw}
+    answer = client.post("/v1/completions", content=msgspec.json.encode(body))
+    assert answer.status_code in (200, 400), answer.text
+    if answer.status_code == 400:
+        assert len(engine.requests) == num_seen, "the engine never hears of what was refused"
+        assert answer.json()["error"]["param"], answer.text
+    assert client.get("/health").status_code == 200
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(raw=st.binary(max_size=60))
+@example(raw=b'"\\ud800"')
+@example(raw=b'{"do_remote_decode": true, "transfer_id": "\\udfff"}')
+@example(raw=b"[" * 2000)
+@example(raw=b"1e999999")
+def test_any_bytes_in_their_place_are_refused_or_harmless(client: httpx.Client, raw: bytes) -> None:
+    body = b'{"prompt": "a", "max_tokens": 1, "kv_transfer_params": ' + raw + b"}"
+    assert client.post("/v1/completions", content=body).status_code in (200, 400)
+    assert client.get("/health").status_code == 200
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(given_id=st.binary(max_size=40).filter(lambda raw: b"\r" not in raw and b"\n" not in raw))
+@example(given_id=b"\xff\xfe")
+@example(given_id=b"x" * 300)
+def test_any_request_id_in_the_header_is_taken_or_refused(client: httpx.Client, given_id: bytes) -> None:
+    headers = [(b"x-request-id", given_id)]
+    try:
+        answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers)
+    except (httpx.LocalProtocolError, httpx.RemoteProtocolError):
+        return  # No HTTP at all, on one side's judgement or the other's.
+    assert answer.status_code in (200, 400), answer.text
+    assert client.get("/health").status_code == 200
