@@ -4,9 +4,9 @@ What it raises about one request costs that request: it is recomputed where noth
 and failed where something may have been. The engine and every other request go on.
 
 What it raises about a whole step (`build_connector_meta`, ...) costs what it had to say in that step. After
-STEP_ERRORS_MAX such steps in a row, or at once if it says itself that it is dead (`ConnectorDead`), it is
-*retired*: a null half takes its place, so that prompts are computed here, and only `shutdown` reaches it
-still. A retired connector does not come back; the engine has to be restarted for that.
+STEP_ERRORS_MAX such steps in a row, of this half or of a worker half, or at once if it says itself that it is
+dead (`ConnectorDead`), it is *retired*: a null half takes its place, so that prompts are computed here, and
+only `shutdown` reaches it still. A retired connector does not come back; the engine has to be restarted.
 """
 
 from __future__ import annotations

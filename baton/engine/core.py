@@ -17,14 +17,13 @@ from baton.contract.factory import load_factory
 from baton.core.config import EngineConfig
 from baton.core.errors import UserError
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, RequestError
+from baton.engine.connector_calls import STEP_ERRORS_MAX
 from baton.engine.executor import Executor, start_executor
 from baton.engine.request import RequestStatus
 from baton.engine.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput
 
 logger = logging.getLogger(__name__)
-
-CONNECTOR_ERRORS_MAX = 3  # Steps in a row. Then nobody waits for that connector any longer.
 
 
 @dataclass(slots=True)
@@ -127,7 +126,8 @@ class EngineCore:
     def _abandon_loads(self, result: ModelRunnerOutput) -> set[str]:
         """End the requests whose load a broken worker half will never report.
 
-        Their blocks stay held until it does report them, since it may still be writing there.
+        Their blocks stay held until it does report them, since it may still be writing there. A half that
+        goes on like that takes its connector with it: nobody else shall wait for it.
         """
         before = self._loading
         if before or self.scheduler.remote.num_loading:
@@ -137,11 +137,10 @@ class EngineCore:
                 if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
             }
         self._num_connector_errors = 0 if result.connector_error is None else self._num_connector_errors + 1
-        abandoned: set[str] = set()
-        if self._num_connector_errors >= CONNECTOR_ERRORS_MAX:
-            abandoned = set(self._loading)
-        elif result.loads_failed:
-            abandoned = self._loading - before
+        if self._num_connector_errors >= STEP_ERRORS_MAX:
+            self.scheduler.retire_connector(f"a worker half raised: {result.connector_error}")
+            return set()
+        abandoned = self._loading - before if result.loads_failed else set()
         if abandoned:
             logger.error("%d requests waited for a connector that failed", len(abandoned))
             self.scheduler.abort(abandoned)

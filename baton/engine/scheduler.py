@@ -333,7 +333,7 @@ class Scheduler:
         connector_stats = self._connector.step_stats(report.kv_connector_stats)
         self._gather_events()
         if (reason := self._connector.end_step()) is not None:
-            self._retire_connector(reason)
+            self.retire_connector(reason)
         stats = self._make_stats(connector_stats)
         outputs, self._outputs = self._outputs, []
         return EngineOutputs(outputs=outputs, stats=stats)
@@ -443,8 +443,13 @@ class Scheduler:
         for request in unheard:
             self._fail(request, RequestFault(_CONNECTOR_FAILED))
 
-    def _retire_connector(self, reason: str) -> None:
-        """Go on without it. What it lent, or may still be filling, stays held: nobody knows until when."""
+    def retire_connector(self, reason: str) -> None:
+        """Go on without it. What it lent, or may still be filling, stays held: nobody knows until when.
+
+        Between steps, or when the step's result has come.
+        """
+        if self._connector.is_retired:
+            return
         self._connector.retire()
         loading = self.remote.loading_requests()
         logger.critical(

@@ -10,7 +10,8 @@ from baton.contract import ConnectorDead, KVConnectorTransferResults
 from baton.core.config import KVTransferConfig
 from baton.core.errors import ConfigError
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
-from baton.engine.core import CONNECTOR_ERRORS_MAX, EngineCore
+from baton.engine.connector_calls import STEP_ERRORS_MAX
+from baton.engine.core import EngineCore
 from baton.engine.llm import LLM
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -114,16 +115,21 @@ def test_a_load_that_could_not_begin_ends_its_request_with_an_error(
     assert world.free_blocks() == 128
 
 
-def test_a_half_that_keeps_failing_keeps_nobody_waiting(world: World) -> None:
+def test_a_half_that_keeps_failing_keeps_nobody_waiting(
+    world: World, reference: dict[str, list[int]]
+) -> None:
     world.add(request("waits", LONG, matched=16, is_async=True))
     world.step()
     world.worker.raises = {"get_transfer_results"}
-    world.step(CONNECTOR_ERRORS_MAX - 1)
+    world.step(STEP_ERRORS_MAX - 1)
     assert world.end_of("waits") is None
     world.step()
     end = world.end_of("waits")
     assert end is not None
     assert end.finish_reason == "error"
+    world.add(request("next", LONG, matched=16, is_async=True))
+    world.step(10)
+    assert world.tokens_of("next") == reference["long"], "computed here: the connector is retired"
 
 
 @pytest.mark.parametrize("method", ["start_load_kv", "wait_for_layer_load", "get_block_ids_with_load_errors"])
