@@ -8,6 +8,7 @@ All may prefill and decode. A load that fails is an error, so that a right answe
 
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tests.system.engines import Engine, Engines, make_prompt, tokens_of
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 NUM_TOKENS = (5, 32, 150, 300)
+CHUNKS = ["--max-num-batched-tokens", "100"]  # Of prefill; no multiple of any block.
 
 
 def prompt_of(producer: str, consumer: str, num_tokens: int) -> list[int]:
@@ -36,9 +38,10 @@ def both(transport: str) -> dict[str, Any]:
     """An engine that reads over this transport, and can be read over any."""
     others = [name for name in ("local", "tcp") if name != transport]
     return {
+        "kv_connector": "BatonPushConnector",  # Which pulls, too, where it is given a ticket.
         "kv_role": "kv_both",
         "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {"transports": [transport, *others]},
+        "kv_connector_extra_config": {"transports": [transport, *others], "stream": "layer"},
     }
 
 
@@ -74,8 +77,9 @@ def engines(model: Path, logs: Path) -> Iterator[dict[str, Engine]]:
             ("coarse", model, both("tcp")),
             ("bf16", model, both("local")),
             options={
-                "wide": ["--tensor-parallel-size", "2"],
-                "coarse": ["--block-size", "32"],
+                "wide": [*CHUNKS, "--tensor-parallel-size", "2"],
+                "narrow": CHUNKS,
+                "coarse": [*CHUNKS, "--block-size", "32"],
                 "bf16": ["--dtype", "bfloat16"],
             },
         )
@@ -89,6 +93,29 @@ def at_rest(engines: dict[str, Engine]) -> Iterator[None]:
         engine.wait_at_rest()
 
 
+def pulled(p: Engine, d: Engine, prompt: list[int]) -> list[int]:
+    return tokens_of(d.complete(prompt, p.prefill(prompt)))
+
+
+def pushed(p: Engine, d: Engine, prompt: list[int]) -> list[int]:
+    """Both legs at once, as a router sends them."""
+    introduction = p.client.get(f"{p.url}/baton/introduction").raise_for_status().json()
+    transfer_id = f"{p.name}-{d.name}-{zlib.crc32(repr(prompt).encode())}"
+    decode = {
+        "do_remote_prefill": True,
+        "transfer_id": transfer_id,
+        "remote_engine_id": p.name,
+        "baton_introduction": introduction["introduction"],
+    }
+    with ThreadPoolExecutor(1) as pool:
+        prefill = {"do_remote_decode": True, "transfer_id": transfer_id}
+        leg = pool.submit(p.complete, prompt, prefill, max_tokens=1)
+        answer = d.complete(prompt, decode)
+        tokens_of(leg.result())
+    return tokens_of(answer)
+
+
+@pytest.mark.parametrize("hand_over", [pulled, pushed])
 @pytest.mark.parametrize(
     ("producer", "consumer"),
     [
@@ -105,12 +132,13 @@ def test_tokens_are_those_of_a_single_engine(
     expected: Callable[[list[int]], list[int]],
     producer: str,
     consumer: str,
+    hand_over: Callable[[Engine, Engine, list[int]], list[int]],
 ) -> None:
     p, d = engines[producer], engines[consumer]
     for num_tokens in NUM_TOKENS:
-        prompt = prompt_of(producer, consumer, num_tokens)
+        prompt = prompt_of(producer, consumer + hand_over.__name__, num_tokens)
         moved = d.metric("kv_transfer_bytes_total")
-        assert tokens_of(d.complete(prompt, p.prefill(prompt))) == expected(prompt)
+        assert hand_over(p, d, prompt) == expected(prompt)
         assert d.metric("kv_transfer_bytes_total") > moved
 
 
