@@ -24,9 +24,8 @@ from baton.contract import KVConnectorHandshakeMetadata
 from baton.core.errors import TransferError
 from baton.core.layout import FORMATS
 from baton.protocol.handshake import decode_ranks
-from baton.transport.memory import MemoryNetwork
 from tests.connectors.pull_world import engine_config, model_config
-from tests.connectors.topology_world import Engine, Reader, Shape
+from tests.connectors.topology_world import Engine, Memory, Reader, Shape, Wires
 
 PATIENCE_S = 20.0  # Only reached when something is wrong.
 
@@ -75,7 +74,7 @@ def test_whatever_both_look_like_every_number_ends_in_its_place(data: st.DataObj
     num_tokens = data.draw(st.integers(first + 1, 20))
     parts = data.draw(parts_of(first, num_tokens))
     draw = random.Random(data.draw(st.integers(0, 1000)))
-    network = MemoryNetwork()
+    network = Memory()
     p, d = Engine("p", theirs, network), Reader("d", ours, network)
     local, remote = d.table(num_tokens, draw), p.table(num_tokens, draw)
     for rank in p.ranks:
@@ -105,9 +104,12 @@ def test_whatever_both_look_like_every_number_ends_in_its_place(data: st.DataObj
 class Pair:
     """P has computed a prompt that D reads."""
 
-    def __init__(self, theirs: Shape, ours: Shape, num_tokens: int = 21, **reader: Any) -> None:
-        self.network = MemoryNetwork()
-        self.p, self.d = Engine("p", theirs, self.network), Reader("d", ours, self.network, **reader)
+    def __init__(
+        self, theirs: Shape, ours: Shape, num_tokens: int = 21, wires: Wires | None = None, **reader: Any
+    ) -> None:
+        self.network = network = wires or Memory()
+        self.memory = network if isinstance(network, Memory) else Memory()
+        self.p, self.d = Engine("p", theirs, network), Reader("d", ours, network, **reader)
         draw = random.Random(5)
         self.num_tokens = num_tokens
         self.local, self.remote = self.d.table(num_tokens, draw), self.p.table(num_tokens, draw)
@@ -168,7 +170,7 @@ def test_engines_that_look_alike_read_in_one_operation_of_one_span_per_layer_and
     alike = pair(Shape(), Shape())
     alike.read()
     (end,) = alike.d.take_ended()
-    assert alike.network.reads == 1
+    assert alike.memory.reads == 1
     assert end.num_descriptors == Shape().num_layers * len(alike.local)
     assert alike.is_right
 
@@ -179,7 +181,7 @@ def test_a_block_size_of_another_engine_costs_an_operation_for_each_place_in_a_b
     for theirs, ours in ((2, 8), (8, 2)):
         other = pair(Shape(block_tokens=theirs), Shape(block_tokens=ours), num_tokens=24)
         other.read()
-        assert other.network.reads == 4
+        assert other.memory.reads == 4
         assert other.is_right
 
 
@@ -293,16 +295,32 @@ def test_many_staged_reads_share_a_small_buffer(pair: Callable[..., Pair], threa
     assert one.d.is_at_rest
 
 
+@pytest.mark.parametrize("wire", ["local", "tcp"])
+@pytest.mark.parametrize("theirs", [Shape(), BF16, Shape(block_tokens=6), Shape(is_token_major=True, tp=2)])
+def test_over_real_wires(
+    pair: Callable[..., Pair], threads: RunInBackground, wire: str, theirs: Shape
+) -> None:
+    one = pair(theirs, Shape(), staging_bytes=512, run_in_background=threads, wires=Wires(wire))
+    num_pairs = len(one.d.pairs(one.p))
+    for claim in range(4):
+        one.read(claim)
+    ends = one.wait_ended(4 * num_pairs)
+    assert all(end.ok for end in ends), ends
+    assert {end.transport for end in ends} == {wire}
+    assert one.is_right
+    assert one.d.is_at_rest
+
+
 def test_a_staged_read_ends_only_when_nothing_of_it_is_under_way(
     pair: Callable[..., Pair], threads: RunInBackground
 ) -> None:
     one = pair(BF16, Shape(), staging_bytes=512, run_in_background=threads)
-    one.network.hold()
+    one.memory.hold()
     one.read()
-    wait_until(lambda: one.network.held_count == 2)
+    wait_until(lambda: one.memory.held_count == 2)
     assert one.d.take_ended() == []
     assert not one.d.is_at_rest
-    one.network.release()
+    one.memory.release()
     assert one.wait_ended(1)[0].ok
     assert one.is_right
 
@@ -324,9 +342,9 @@ def test_a_cancelled_staged_read_gives_its_buffer_back(
     pair: Callable[..., Pair], threads: RunInBackground
 ) -> None:
     one = pair(BF16, Shape(), staging_bytes=512, run_in_background=threads)
-    one.network.hold()
+    one.memory.hold()
     one.read(claim=1)
-    wait_until(lambda: one.network.held_count == 2)
+    wait_until(lambda: one.memory.held_count == 2)
     one.read(claim=2)  # Waits for room.
     for links in one.d.links:
         links.cancel(1)
@@ -334,7 +352,7 @@ def test_a_cancelled_staged_read_gives_its_buffer_back(
     ends = one.wait_ended(2)
     assert [end.error for end in ends] == ["cancelled", "cancelled"]
     wait_until(lambda: one.d.is_at_rest)
-    one.network.release()
+    one.memory.release()
     one.read(claim=3)
     assert one.wait_ended(1)[0].ok
     assert one.is_right
@@ -344,7 +362,7 @@ def test_an_error_in_the_middle_ends_the_staged_read_and_no_other(
     pair: Callable[..., Pair], threads: RunInBackground
 ) -> None:
     one = pair(BF16, Shape(), staging_bytes=512, run_in_background=threads)
-    one.network.fail_next("the wire broke")
+    one.memory.fail_next("the wire broke")
     one.read(claim=1)
     (end,) = one.wait_ended(1)
     assert end.error == "the wire broke"
@@ -357,9 +375,9 @@ def test_a_peer_that_is_lost_ends_its_staged_reads(
     pair: Callable[..., Pair], threads: RunInBackground
 ) -> None:
     one = pair(BF16, Shape(), staging_bytes=512, run_in_background=threads)
-    one.network.hold()
+    one.memory.hold()
     one.read()
-    wait_until(lambda: one.network.held_count == 2)
+    wait_until(lambda: one.memory.held_count == 2)
     for links in one.d.links:
         links.lose(one.p.address)
     (end,) = one.wait_ended(1)
@@ -373,16 +391,16 @@ def test_straight_reads_are_heard_of_while_a_staged_one_waits(
     one = pair(BF16, Shape(), staging_bytes=512, run_in_background=threads)
     alike = Engine("alike", Shape(), one.network)
     one.d.meet(alike)
-    one.network.hold()
+    one.memory.hold()
     one.read(claim=1)
-    wait_until(lambda: one.network.held_count == 2)
+    wait_until(lambda: one.memory.held_count == 2)
     table = alike.table(8, random.Random(1))
     one.d.order(ReadBlocks(2, alike.address, one.d.pairs(alike), 0, 8, one.local, table))
-    wait_until(lambda: one.network.held_count == 3)
-    one.network.end(lambda reading: reading.peer.address.engine_id == "alike", "enough")
+    wait_until(lambda: one.memory.held_count == 3)
+    one.memory.end(lambda reading: reading.peer.address.engine_id == "alike", "enough")
     (end,) = one.wait_ended(1)
     assert (end.claim, end.error) == (2, "enough")
-    one.network.release()
+    one.memory.release()
     assert one.wait_ended(1)[0].ok
     alike.close()
 

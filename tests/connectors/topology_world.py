@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -22,7 +23,9 @@ from baton.core.layout import LayerLayout, RankLayout, Region
 from baton.core.topology import kv_heads_of
 from baton.protocol.handshake import RankCard, decode_ranks, encode_ranks
 from baton.protocol.plan import plan_pairs_of_layouts
+from baton.transport.base import Transport
 from baton.transport.memory import MemoryNetwork, MemoryTransport
+from baton.transport.registry import make_transport
 
 UNTOUCHED = -77.0
 
@@ -55,10 +58,26 @@ def number(layer: int, head: int, token: int, element: int, shape: Shape) -> int
     return (layer * 67 + head * 31 + token * 7 + element * 3) % 241
 
 
+class Wires:
+    """Real transports of one kind, made as an engine makes them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def transport(self, address: Address) -> Transport:
+        return make_transport(self._name, address=address)
+
+
+class Memory(MemoryNetwork):
+    def transport(self, address: Address) -> Transport:
+        return MemoryTransport(address, self)
+
+
+Network: TypeAlias = Wires | Memory
+
+
 class Rank:
-    def __init__(
-        self, shape: Shape, pp_rank: int, tp_rank: int, network: MemoryNetwork, owner: Address
-    ) -> None:
+    def __init__(self, shape: Shape, pp_rank: int, tp_rank: int, network: Network, owner: Address) -> None:
         self.shape = shape
         self.layers = shape.stage_layers[pp_rank]
         if shape.is_replicated:
@@ -77,7 +96,7 @@ class Rank:
         self.caches = {f"layer.{layer}": views[i] for i, layer in enumerate(self.layers)}
         self.layout = self._layout(pp_rank, tp_rank)
         self.address = Address(owner.engine_id, Epoch(owner.epoch * 100 + pp_rank * shape.tp + tp_rank))
-        self.transport = MemoryTransport(self.address, network)
+        self.transport = network.transport(self.address)
 
     def _layout(self, pp_rank: int, tp_rank: int) -> RankLayout:
         shape, itemsize = self.shape, self.storage.element_size()
@@ -145,7 +164,7 @@ class Rank:
 
 
 class Engine:
-    def __init__(self, name: str, shape: Shape, network: MemoryNetwork) -> None:
+    def __init__(self, name: str, shape: Shape, network: Network) -> None:
         self.shape = shape
         self.address = Address(EngineId(name), Epoch(len(name)))
         self.ranks = [
@@ -162,7 +181,7 @@ class Engine:
                     RankCard(
                         rank.layout.tp_rank,
                         rank.layout,
-                        {"memory": rank.transport.register(rank.layout.regions)},
+                        {rank.transport.name: rank.transport.register(rank.layout.regions)},
                         rank.address.epoch,
                     )
                     for rank in self.ranks
@@ -186,7 +205,7 @@ class Reader(Engine):
         self,
         name: str,
         shape: Shape,
-        network: MemoryNetwork,
+        network: Network,
         *,
         staging_bytes: int = 4096,
         run_in_background: RunInBackground | None = None,
@@ -205,8 +224,8 @@ class Reader(Engine):
         self.stagings.append(staging)
         return PeerLinks(
             rank.layout,
-            {"memory": rank.transport},
-            ["memory"],
+            {rank.transport.name: rank.transport},
+            [rank.transport.name],
             self._run_in_background,
             staged=staged,
             converts_dtype=self._converts_dtype,
