@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,7 +36,23 @@ def demo(
     model: Annotated[
         Path | None, typer.Option(help="Folder of a checkpoint; a small one is made without it.")
     ] = None,
+    mode: Annotated[
+        str, typer.Option(help="pull: one leg after the other; push: both at once, KV moves early.")
+    ] = "pull",
+    stream: Annotated[
+        str | None, typer.Option(help="With push, when KV moves: off, chunk or layer.", show_default=False)
+    ] = None,
     tp: Annotated[int, typer.Option(help="Tensor-parallel size of each engine.", min=1)] = 1,
+    prefill_tp: Annotated[
+        int | None, typer.Option(help="Of the prefill engine, if it is another.", min=1)
+    ] = None,
+    decode_tp: Annotated[
+        int | None, typer.Option(help="Of the decode engine, if it is another.", min=1)
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens in a KV block.", min=1)] = BLOCK_SIZE,
+    prefill_block_size: Annotated[
+        int | None, typer.Option(help="Of the prefill engine, if it is another.", min=1)
+    ] = None,
     prompts: Annotated[int, typer.Option(help="How many of the 20 prompts.", min=1, max=20)] = 20,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1, max=512)] = 24,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
@@ -49,18 +66,34 @@ def demo(
 
     from baton.cli.demo_check import DemoError
     from baton.cli.processes import ChildDied, Fleet, StartTimeout, Stopped, raising_on_stop_signals
-    from baton.cli.system import EngineArguments, plan_system
+    from baton.cli.system import EngineArguments, HandoffArguments, plan_system
+    from baton.core.errors import ConfigError
 
     if model is not None and not (model / "config.json").is_file():
         raise typer.BadParameter(f"{model} has no config.json; leave --model out for a small model")
+    try:
+        handoff = HandoffArguments(mode, stream)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
     console = Console(highlight=False)
     began_s = time.monotonic()
     status = 1
     try:
         with raising_on_stop_signals(), Fleet(log_dir, env=_own_environment()) as fleet:
             folder = model or _small_model(fleet, cache_dir or _cache_folder(), console)
-            arguments = EngineArguments(folder, tp=tp, block_size=BLOCK_SIZE, num_blocks=num_blocks)
-            plan = plan_system(arguments, num_prefill=1, num_decode=1, num_single=1)
+            arguments = EngineArguments(
+                folder, tp=decode_tp or tp, block_size=block_size, num_blocks=num_blocks
+            )
+            plan = plan_system(
+                arguments,
+                num_prefill=1,
+                num_decode=1,
+                num_single=1,
+                handoff=handoff,
+                prefill_arguments=replace(
+                    arguments, tp=prefill_tp or tp, block_size=prefill_block_size or block_size
+                ),
+            )
             outcomes = _run(fleet, plan, console, num_prompts=prompts, max_tokens=max_tokens, seed=seed)
             _report(console, outcomes, took_s=time.monotonic() - began_s, plan=plan, log_dir=log_dir)
             status = 0 if all(outcome.is_good for outcome in outcomes) else 1
@@ -85,7 +118,8 @@ def _run(
     from baton.cli.processes import ChildDied
     from baton.cli.system import start_system
 
-    config = json.loads((plan.arguments.model / "config.json").read_text())
+    arguments = plan.single[0].arguments
+    config = json.loads((arguments.model / "config.json").read_text())
     longest = min(LONGEST, config.get("max_position_embeddings", LONGEST + max_tokens) - max_tokens)
     prompts = make_prompts(num_prompts, seed=seed, vocab_size=config["vocab_size"], longest=longest)
     start_system(fleet, plan, timeout_s=START_TIMEOUT_S, console=console)
@@ -98,7 +132,7 @@ def _run(
     outcomes = []
     try:
         for index, prompt in enumerate(prompts):
-            must_move = num_new_blocks(prompts, index, block_size=BLOCK_SIZE) > 0
+            must_move = num_new_blocks(prompts, index, block_size=arguments.block_size or BLOCK_SIZE) > 0
             outcomes.append(checker.check(prompt, must_move=must_move))
     finally:
         checker.close()
@@ -112,8 +146,9 @@ def _report(
 ) -> None:
     from baton.cli.demo_report import make_table, print_summary
 
-    console.print(make_table(outcomes))
-    print_summary(console, outcomes, took_s=took_s, model=plan.arguments.model, log_folder=log_dir)
+    console.print(make_table(outcomes, mode=plan.handoff.mode))
+    model = plan.single[0].arguments.model
+    print_summary(console, outcomes, took_s=took_s, model=model, log_folder=log_dir)
 
 
 def _small_model(fleet: "Fleet", cache: Path, console: "Console") -> Path:

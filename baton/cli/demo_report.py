@@ -11,9 +11,10 @@ from rich.table import Table
 from baton.cli.demo_check import Outcome
 
 
-def make_table(outcomes: Sequence[Outcome]) -> Table:
+def make_table(outcomes: Sequence[Outcome], *, mode: str = "pull") -> Table:
+    """In push a handoff begins with the prefill, so its time holds the prefill's."""
     table = Table(
-        title="Prefill on one engine (P), decode on another (D)",
+        title=f"Prefill on one engine (P), decode on another (D), {mode}",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,

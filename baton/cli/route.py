@@ -1,18 +1,44 @@
 """`baton route`: the P/D router in front of engines that run already."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 app = typer.Typer(help="Route requests between prefill and decode engines.")
 
+ENV_PREFIX = "BATON_ROUTE"
 
-@app.command()
+
+def _use_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Before the other options are looked at: the file's values become their defaults."""
+    if path is not None:
+        from baton.cli.route_config import read_route_config
+        from baton.core.errors import UserError
+
+        known = {option.name for option in context.command.params if option.name} - {"config", "help"}
+        try:
+            context.default_map = read_route_config(path, known)
+        except UserError as error:
+            raise typer.BadParameter(str(error)) from error
+    return path
+
+
+@app.command(context_settings={"auto_envvar_prefix": ENV_PREFIX})
 def route(
     prefill: Annotated[list[str], typer.Option(help="Root URL of a prefill engine; repeat for more.")],
     decode: Annotated[list[str], typer.Option(help="Root URL of a decode engine; repeat for more.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
+    mode: Annotated[
+        str, typer.Option(help="pull: one leg after the other; push: both at once, KV moves early.")
+    ] = "pull",
+    first_token: Annotated[
+        bool,
+        typer.Option(
+            "--first-token/--no-first-token", help="Stream the prefill engine's first token at once."
+        ),
+    ] = True,
     policy: Annotated[
         str, typer.Option(help="least_in_flight, round_robin or prefix_affinity.")
     ] = "least_in_flight",
@@ -29,8 +55,19 @@ def route(
     idle_timeout_s: Annotated[float, typer.Option(help="Between two pieces of a stream.")] = 60.0,
     total_timeout_s: Annotated[float, typer.Option(help="For one request, all attempts together.")] = 3600.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file with a table [route]; flags and BATON_ROUTE_* go over it.",
+            callback=_use_config,
+            is_eager=True,
+        ),
+    ] = None,
 ) -> None:
-    """Serve an OpenAI-compatible endpoint; the dashboard is at /, the fleet's state at /fleet."""
+    """Serve an OpenAI-compatible endpoint; the dashboard is at /, the fleet's state at /fleet.
+
+    Every option can also come from the environment (BATON_ROUTE_MODE) or from a TOML file (--config).
+    """
     import msgspec
     import uvicorn
 
@@ -41,6 +78,8 @@ def route(
     wanted = {
         "prefill_urls": [url.rstrip("/") for url in prefill],
         "decode_urls": [url.rstrip("/") for url in decode],
+        "mode": mode,
+        "first_token": first_token,
         "policy": policy,
         "on_prefill_failure": on_prefill_failure,
         "min_prefill_tokens": min_prefill_tokens,

@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from baton.cli.processes import Fleet, free_ports
+from baton.core.errors import ConfigError
 
-CONNECTOR = "BatonPullConnector"
+CONNECTORS = {"pull": "BatonPullConnector", "push": "BatonPushConnector"}
+STREAMS = ("off", "chunk", "layer")
 LOOPBACK = "127.0.0.1"
 ROUTER_START_S = 30.0
 
@@ -41,7 +43,7 @@ class EngineArguments:
     served_model_name: str | None = None
     extra: tuple[str, ...] = ()  # For `baton serve`, as they are.
 
-    def command(self, port: int, transfer_config: dict[str, str] | None) -> list[str]:
+    def command(self, port: int, transfer_config: dict[str, Any] | None) -> list[str]:
         options: dict[str, object | None] = {
             "--host": LOOPBACK,
             "--port": port,
@@ -59,27 +61,45 @@ class EngineArguments:
 
 
 @dataclass(frozen=True, slots=True)
+class HandoffArguments:
+    """How KV gets from the prefill engines to the decode engines. Raises ConfigError."""
+
+    mode: str = "pull"
+    stream: str | None = None  # Of push; None: the connector's default.
+
+    def __post_init__(self) -> None:
+        if self.mode not in CONNECTORS:
+            raise ConfigError(f"must be one of {', '.join(CONNECTORS)}, is {self.mode!r}", field="mode")
+        if self.stream is not None and self.stream not in STREAMS:
+            raise ConfigError(f"must be one of {', '.join(STREAMS)}, is {self.stream!r}", field="stream")
+        if self.stream is not None and self.mode != "push":
+            raise ConfigError("is a setting of --mode push", field="stream")
+
+    def transfer_config(self, engine_id: str, role: KVRole) -> dict[str, Any]:
+        extra = {"kv_connector_extra_config": {"stream": self.stream}} if self.stream else {}
+        return {"kv_connector": CONNECTORS[self.mode], "kv_role": role, "engine_id": engine_id, **extra}
+
+
+@dataclass(frozen=True, slots=True)
 class EnginePlan:
     name: str
     port: int
-    role: KVRole | None  # None: an engine by itself.
+    arguments: EngineArguments
+    transfer_config: dict[str, Any] | None  # None: an engine by itself.
 
     @property
     def url(self) -> str:
         return f"http://{LOOPBACK}:{self.port}"
 
-    def command(self, arguments: EngineArguments) -> list[str]:
-        if self.role is None:
-            return arguments.command(self.port, None)
-        transfer = {"kv_connector": CONNECTOR, "kv_role": self.role, "engine_id": self.name}
-        return arguments.command(self.port, transfer)
+    def command(self) -> list[str]:
+        return self.arguments.command(self.port, self.transfer_config)
 
 
 @dataclass(frozen=True, slots=True)
 class SystemPlan:
     """Everything that will run, before any of it does."""
 
-    arguments: EngineArguments
+    handoff: HandoffArguments
     prefill: tuple[EnginePlan, ...]
     decode: tuple[EnginePlan, ...]
     single: tuple[EnginePlan, ...]
@@ -96,7 +116,7 @@ class SystemPlan:
 
     def router_command(self) -> list[str]:
         command = [sys.executable, "-m", "baton.cli", "route"]
-        command += ["--host", self.router_host, "--port", str(self.router_port)]
+        command += ["--host", self.router_host, "--port", str(self.router_port), "--mode", self.handoff.mode]
         for engine in self.prefill:
             command += ["--prefill", engine.url]
         for engine in self.decode:
@@ -112,21 +132,32 @@ def plan_system(
     num_single: int = 0,
     router_host: str = LOOPBACK,
     router_port: int | None = None,
+    handoff: HandoffArguments | None = None,
+    prefill_arguments: EngineArguments | None = None,
 ) -> SystemPlan:
-    """Ports are free ones of the loopback; so is the router's unless it is given."""
-    roles: list[tuple[str, KVRole | None, int]] = [
-        ("prefill", "kv_producer", num_prefill),
-        ("decode", "kv_consumer", num_decode),
-        ("single", None, num_single),
+    """Ports are free ones of the loopback; so is the router's unless it is given.
+
+    `prefill_arguments`: of the prefill engines, if they differ from `arguments`.
+    """
+    handoff = handoff if handoff is not None else HandoffArguments()
+    roles: list[tuple[str, KVRole | None, int, EngineArguments]] = [
+        ("prefill", "kv_producer", num_prefill, prefill_arguments or arguments),
+        ("decode", "kv_consumer", num_decode, arguments),
+        ("single", None, num_single, arguments),
     ]
     ports = iter(free_ports(num_prefill + num_decode + num_single + 1))
-    engines = {
-        kind: tuple(EnginePlan(f"{kind}-{index}", next(ports), role) for index in range(count))
-        for kind, role, count in roles
-    }
+    engines: dict[str, tuple[EnginePlan, ...]] = {}
+    for kind, role, count, its_arguments in roles:
+        names = [f"{kind}-{index}" for index in range(count)]
+        engines[kind] = tuple(
+            EnginePlan(
+                name, next(ports), its_arguments, handoff.transfer_config(name, role) if role else None
+            )
+            for name in names
+        )
     spare_port = next(ports)
     return SystemPlan(
-        arguments,
+        handoff,
         prefill=engines["prefill"],
         decode=engines["decode"],
         single=engines["single"],
@@ -140,7 +171,7 @@ def start_system(fleet: Fleet, plan: SystemPlan, *, timeout_s: float, console: C
     env = {"BATON_SECRET": secrets.token_hex(32), "TOKENIZERS_PARALLELISM": "false"}
     with _showing_start(console) as show:
         began_s = time.monotonic()
-        engines = {fleet.start(e.name, e.command(plan.arguments), env=env): e for e in plan.engines}
+        engines = {fleet.start(e.name, e.command(), env=env): e for e in plan.engines}
         for engine in engines.values():
             show(engine.name, None)
         fleet.wait_ready(

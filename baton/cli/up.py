@@ -1,5 +1,6 @@
 """`baton up MODEL`: engines and a router from one command, ended together."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,12 +17,27 @@ def up(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of the checkpoint.")],
     prefill: Annotated[int, typer.Option(help="Number of prefill engines.", min=1, max=64)] = 1,
     decode: Annotated[int, typer.Option(help="Number of decode engines.", min=1, max=64)] = 1,
+    mode: Annotated[
+        str, typer.Option(help="pull: one leg after the other; push: both at once, KV moves early.")
+    ] = "pull",
+    stream: Annotated[
+        str | None, typer.Option(help="With push, when KV moves: off, chunk or layer.", show_default=False)
+    ] = None,
     tp: Annotated[int, typer.Option(help="Tensor-parallel size of each engine.", min=1)] = 1,
+    prefill_tp: Annotated[
+        int | None, typer.Option(help="Of the prefill engines, if it is another.", min=1)
+    ] = None,
+    decode_tp: Annotated[
+        int | None, typer.Option(help="Of the decode engines, if it is another.", min=1)
+    ] = None,
     host: Annotated[
         str, typer.Option(help="Address of the router; engines stay on the loopback.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the router.", min=1, max=65535)] = 8000,
     block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.", min=1)] = None,
+    prefill_block_size: Annotated[
+        int | None, typer.Option(help="Of the prefill engines, if it is another.", min=1)
+    ] = None,
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks of each engine.", min=2)] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt plus answer.", min=1)] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
@@ -45,16 +61,38 @@ def up(
         is_port_free,
         raising_on_stop_signals,
     )
-    from baton.cli.system import EngineArguments, plan_system, start_system
+    from baton.cli.system import EngineArguments, HandoffArguments, plan_system, start_system
+    from baton.core.errors import ConfigError
 
     if not (model / "config.json").is_file():
         raise typer.BadParameter(f"{model} has no config.json; `baton model new DIR` makes a small model")
     if not is_port_free(host, port):
         raise typer.BadParameter(f"{host}:{port} is taken; choose another --port")
     arguments = EngineArguments(
-        model, tp, block_size, num_blocks, max_model_len, dtype, served_model_name, tuple(context.args)
+        model,
+        decode_tp or tp,
+        block_size,
+        num_blocks,
+        max_model_len,
+        dtype,
+        served_model_name,
+        tuple(context.args),
     )
-    plan = plan_system(arguments, num_prefill=prefill, num_decode=decode, router_host=host, router_port=port)
+    try:
+        handoff = HandoffArguments(mode, stream)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+    plan = plan_system(
+        arguments,
+        num_prefill=prefill,
+        num_decode=decode,
+        router_host=host,
+        router_port=port,
+        handoff=handoff,
+        prefill_arguments=replace(
+            arguments, tp=prefill_tp or tp, block_size=prefill_block_size or block_size
+        ),
+    )
     console = Console(highlight=False)
     try:
         with raising_on_stop_signals(), Fleet(log_dir) as fleet:

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -23,11 +25,66 @@ def test_the_router_needs_no_torch() -> None:
         (["--prefill", "http://p:1", "--decode", "http://d:1/v1"], "decode_urls"),
         ([*URLS, "--policy", "best"], "policy"),
         ([*URLS, "--on-prefill-failure", "retry"], "on_prefill_failure"),
+        ([*URLS, "--mode", "shove"], "mode"),
         ([*URLS, "--idle-timeout-s", "0"], "timeouts.idle_s"),
         (["--prefill", "http://p:1"], "--decode"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_by_name(arguments: list[str], complaint: str) -> None:
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
+    assert result.exit_code == 2
+    assert complaint in result.output
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The settings of the routers that the command would have started."""
+    import uvicorn
+
+    seen: list[Any] = []
+    monkeypatch.setattr("baton.router.app.create_app", seen.append)
+    monkeypatch.setattr(uvicorn, "run", lambda app, **kwargs: None)
+    return seen
+
+
+def test_flags_go_over_the_environment_and_that_over_the_file(tmp_path: Path, started: list[Any]) -> None:
+    config = tmp_path / "route.toml"
+    config.write_text(
+        '[route]\nprefill = ["http://p:1"]\ndecode = ["http://d:1", "http://d:2"]\n'
+        'mode = "push"\npolicy = "round_robin"\nidle_timeout_s = 7\nfirst_token = false\n'
+    )
+    result = CliRunner().invoke(
+        app,
+        ["--config", str(config), "--policy", "prefix_affinity"],
+        env={"BATON_ROUTE_POLICY": "least_in_flight", "BATON_ROUTE_IDLE_TIMEOUT_S": "8"},
+    )
+    assert result.exit_code == 0, result.output
+    (settings,) = started
+    assert settings.decode_urls == ("http://d:1", "http://d:2")
+    assert (settings.mode, settings.first_token) == ("push", False)
+    assert settings.policy == "prefix_affinity"
+    assert settings.timeouts.idle_s == 8
+
+
+def test_engines_may_be_named_by_the_environment(started: list[Any]) -> None:
+    env = {"BATON_ROUTE_PREFILL": "http://p:1 http://p:2", "BATON_ROUTE_DECODE": "http://d:1"}
+    result = CliRunner().invoke(app, [], env=env)
+    assert result.exit_code == 0, result.output
+    assert started[0].prefill_urls == ("http://p:1", "http://p:2")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[route]\nmodes = 1\n", "route.modes"),
+        ("[serve]\n", "[route]"),
+        ("route = 1\n", "[route]"),
+        ("[", "TOML"),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
+    config = tmp_path / "route.toml"
+    config.write_text(text)
+    result = CliRunner().invoke(app, ["--config", str(config), *URLS], env={"COLUMNS": "300", "TERM": "dumb"})
     assert result.exit_code == 2
     assert complaint in result.output
