@@ -1,4 +1,4 @@
-"""`make bench [ARGS="step transports"]`: prints every benchmark's table, and the machine it ran on."""
+"""`make bench [ARGS="step handoff"]`: prints every benchmark's table, and the machine it ran on."""
 
 import importlib
 import os
@@ -9,6 +9,7 @@ from collections.abc import Callable
 BENCHMARKS = {
     "step": "baton.bench.step_overhead",
     "transports": "baton.bench.transports",
+    "handoff": "baton.bench.handoff",
 }
 
 

@@ -1,0 +1,83 @@
+"""Asks one server for a streamed completion and notes when each token came: what a client feels."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from baton.core.errors import BatonError
+
+REQUEST_TIMEOUT_S = 300.0  # A long prompt on a small machine.
+
+
+class AskingError(BatonError):
+    """The server did not answer as it should have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Of one request. Instants are counted from the moment that it was sent."""
+
+    token_ids: tuple[int, ...]
+    arrived_s: tuple[float, ...]  # One per token; tokens of one event arrive together.
+
+    @property
+    def first_token_s(self) -> float:
+        return self.arrived_s[0]
+
+    @property
+    def second_gap_s(self) -> float:
+        return self.arrived_s[1] - self.arrived_s[0]
+
+    @property
+    def later_gaps_s(self) -> tuple[float, ...]:
+        """Between the second token and the third, and so on: decode steps, whoever made the first."""
+        return tuple(b - a for a, b in zip(self.arrived_s[1:], self.arrived_s[2:], strict=False))
+
+
+def ask(client: httpx.Client, url: str, prompt: Sequence[int], *, max_tokens: int) -> Answer:
+    """Greedy, and never ended by a stop token. Raises AskingError."""
+    body = {
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    token_ids: list[int] = []
+    arrived_s: list[float] = []
+    sent_at = time.monotonic()
+    try:
+        with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                raise AskingError(f"{url} answered {response.status_code}: {response.read().decode()[:500]}")
+            for event in _events(response):
+                if "error" in event:
+                    raise AskingError(f"{url} ended its answer with an error: {event['error']}")
+                new = [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
+                token_ids += new
+                arrived_s += [time.monotonic() - sent_at] * len(new)
+    except httpx.HTTPError as error:
+        raise AskingError(f"{url} did not answer: {type(error).__name__}: {error}") from error
+    if len(token_ids) != max_tokens:
+        raise AskingError(f"{url} gave {len(token_ids)} tokens instead of {max_tokens}")
+    return Answer(tuple(token_ids), tuple(arrived_s))
+
+
+def lend(client: httpx.Client, url: str, prompt: Sequence[int], transfer_id: str) -> None:
+    """Let a producer prefill and lend, for a consumer that never comes. Raises AskingError."""
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+    body = {"prompt": list(prompt), "max_tokens": 1, "temperature": 0, "kv_transfer_params": params}
+    response = client.post(f"{url}/v1/completions", json=body)
+    if response.status_code != 200 or not response.json().get("kv_transfer_params"):
+        raise AskingError(f"{url} lent nothing: {response.status_code} {response.text[:500]}")
+
+
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in response.iter_lines():
+        if line.startswith("data:") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data:"))
