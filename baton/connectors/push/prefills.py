@@ -10,6 +10,9 @@ that no reader touches a block that is still being written; the tail goes with t
 
 A step's work is done when every rank has reported *that* step, by number: a host that schedules ahead is
 some steps further when it hears. Between the two, layers are told of as ranks report them.
+
+"What the cache had" is less than what the host calls computed: hosts let a prompt share the blocks that
+another one computes in the very same step. Those are ready when that step is done.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ class _Step:
     """A step in flight: how far it takes each prompt."""
 
     reaches: list[tuple[str, _Prefill, int]] = field(default_factory=list)  # Tokens, once it is done.
+    written: set[int] = field(default_factory=set)  # Blocks whose content it computes, or a part of it,
+    writes_others: bool = False  # and blocks of requests whose tables we do not know.
     layers_by_rank: dict[int, int] = field(default_factory=dict)
     num_layers: int = 0  # Computed by every rank, as told.
 
@@ -66,26 +71,39 @@ class Prefills:
         for request_id in output.preempted_req_ids or ():
             self._pause(request_id, now)
         work = _Step()
+        begun: list[tuple[_Prefill, int]] = []  # With what the host calls computed.
         for new in output.scheduled_new_reqs:
+            self._write(work, new.req_id, new.block_ids[0], new.num_computed_tokens, output)
             if (prefill := self._prefills.get(new.req_id)) is not None:
-                self._begin(prefill, new.block_ids[0], new.num_computed_tokens, now)
+                self._begin(prefill, new.block_ids[0])
+                begun.append((prefill, new.num_computed_tokens))
                 self._reach(work, new.req_id, prefill, new.num_computed_tokens, output)
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             prefill = self._prefills.get(request_id)
-            if prefill is None:
-                continue
             fresh = cached.new_block_ids[index]
             num_computed = cached.num_computed_tokens[index]
             if request_id in cached.resumed_req_ids:
+                table = fresh[0] if fresh is not None else []
+                self._write(work, request_id, table, num_computed, output)
+                if prefill is None:
+                    continue
                 self._pause(request_id, now)
-                self._begin(prefill, fresh[0] if fresh is not None else [], num_computed, now)
-            elif fresh is not None:
-                prefill.block_table.extend(fresh[0])
+                self._begin(prefill, table)
+                begun.append((prefill, num_computed))
+            elif prefill is None:
+                work.writes_others = True
+                continue
+            else:
+                if fresh is not None:
+                    prefill.block_table.extend(fresh[0])
+                self._write(work, request_id, prefill.block_table, num_computed, output)
             self._reach(work, request_id, prefill, num_computed, output)
         if not work.reaches:
             return False
         self._steps[step] = work
+        for prefill, num_computed in begun:
+            self._tell(prefill, self._num_filled(prefill, num_computed), now)
         return True
 
     def are_wanted(self, step: int) -> bool:
@@ -119,11 +137,32 @@ class Prefills:
 
     # --- Parts ---------------------------------------------------------------------------------
 
-    def _begin(self, prefill: _Prefill, block_ids: list[int], num_computed: int, now: float) -> None:
+    def _begin(self, prefill: _Prefill, block_ids: list[int]) -> None:
         prefill.is_computing = True
         prefill.block_table = list(block_ids)
         prefill.num_ready = 0
-        self._tell(prefill, num_computed, now)
+
+    def _write(
+        self,
+        work: _Step,
+        request_id: str,
+        block_table: list[int],
+        num_computed: int,
+        output: host.SchedulerOutput,
+    ) -> None:
+        last = num_computed + output.num_scheduled_tokens.get(request_id, 0)
+        size = self._block_tokens
+        work.written.update(block_table[num_computed // size : -(-last // size)])
+
+    def _num_filled(self, prefill: _Prefill, num_computed: int) -> int:
+        """Of what the host calls computed, how much no step in flight has still to compute."""
+        if any(work.writes_others for work in self._steps.values()):
+            return 0  # Of whom it may share blocks, we cannot say; it will be told when this step is done.
+        table = prefill.block_table[: -(-num_computed // self._block_tokens)]
+        for index, block_id in enumerate(table):
+            if any(block_id in work.written for work in self._steps.values()):
+                return index * self._block_tokens
+        return num_computed
 
     def _pause(self, request_id: str, now: float) -> None:
         prefill = self._prefills.get(request_id)

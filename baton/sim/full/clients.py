@@ -57,7 +57,7 @@ class Clients:
 
     def converse(self, num_turns: int) -> None:
         rng = self._clockwork.rng
-        prompt = [*rng.choice(self._systems), *self._words(rng.choice([1, 3, 8]))]
+        prompt = [*rng.choice(self._systems), *self._words(rng.choice([1, 4, 16]))]
         self._turn(prompt, rng.choice([None, None, None, "salt"]), num_turns)
 
     def probe(self) -> Ask:
@@ -86,7 +86,7 @@ class Clients:
             case 0:
                 at = rng.randrange(len(prompt))
                 return [*prompt[:at], *self._words(1), *prompt[at + 1 :]]
-            case 1:
+            case 1 if len(prompt) + 2 + ANSWER_MAX <= TOKENS_MAX:
                 return [*prompt, *self._words(2)]  # The ticket covers its beginning.
             case _:
                 return self._words(len(prompt))

@@ -17,8 +17,8 @@ TOKENS_MAX = 40  # Of a prompt and its answer; any pool has to be able to hold t
 
 
 class Cluster:
-    def __init__(self, clockwork: Clockwork, parts: Parts) -> None:
-        self.clockwork, self.parts = clockwork, parts
+    def __init__(self, clockwork: Clockwork, parts: Parts, mode: str) -> None:
+        self.clockwork, self.parts, self.mode = clockwork, parts, mode
         self.timers = SIM_TIMERS
         self.timers_as_told = msgspec.to_builtins(SIM_TIMERS)
         self.wire = Wire(clockwork)
@@ -36,7 +36,7 @@ class Cluster:
 
     def _add(self, name: str, *, is_producer: bool, is_consumer: bool) -> None:
         rng, faults = self.clockwork.rng, self.clockwork.faults
-        num_tokens = TOKENS_MAX + rng.choice([8, 24, 80])
+        num_tokens = TOKENS_MAX + rng.choice([0, 8, 80])
         heads = self.model.num_kv_heads
         machine = Machine(
             name=name,
@@ -58,6 +58,7 @@ class Cluster:
             is_block_major=rng.random() < 0.5,
             is_slow=self.clockwork.chance(faults.slow_reader),
             caches_prefixes=rng.random() < 0.9,
+            stream=rng.choice(["off", "chunk", "layer"]),
         )
         assert heads % machine.num_ranks == 0 or machine.num_ranks % heads == 0
         self.machines[name] = machine

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
+from baton.connectors.push.scheduler import PushSchedulerHalf
+from baton.connectors.push.settings import PushSettings
+from baton.connectors.push.worker import PushWorkerHalf
 from baton.contract import KVConnectorOutput, KVOutputAggregator
 from baton.core.config import (
     CacheConfig,
@@ -31,10 +34,12 @@ from baton.core.config import (
 from baton.core.errors import UserError
 from baton.core.ids import Address, EngineId, Epoch
 from baton.engine.api import EngineOutput, EngineRequest, RequestError, SchedulerStats
+from baton.engine.remote_kv import Load
 from baton.engine.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from baton.sim.full.checkers import bounded, contained, fenced, fresh
 from baton.sim.full.clockwork import Clockwork
+from baton.sim.full.layers import reports_layers, stream_layers
 from baton.sim.full.memory import RankMemory
 from baton.sim.full.model import EOS_IDS, HEAD_DIM, NUM_LAYERS, VOCAB
 from baton.sim.full.pool import WatchedPool
@@ -81,6 +86,7 @@ class Machine:
     is_block_major: bool
     is_slow: bool
     caches_prefixes: bool
+    stream: str  # Of push: "off", "chunk", "layer".
 
 
 class Engine:
@@ -100,7 +106,7 @@ class Engine:
         self._is_napping = False
         self.parked_at: dict[str, float] = {}  # Loads that are open, since when.
         self.held_at: dict[str, float] = {}  # Finished requests with blocks in use by a transfer.
-        self.num_failures = 0
+        self._computed: ModelRunnerOutput | None = None  # Ahead of the step's end.
         self._build()
 
     # --- Parts ------------------------------------------------------------------------------------
@@ -110,8 +116,9 @@ class Engine:
         config = self._config()
         epoch = Epoch(rng.getrandbits(64))
         self.address = Address(self.engine_id, epoch)
-        self.half = PullSchedulerHalf(
-            EngineIdentity.of_engine(config),
+        is_push = self.cluster.mode == "push"
+        self.half = (PushSchedulerHalf if is_push else PullSchedulerHalf)(
+            self._identity(config),
             epoch=epoch,
             clock=self.clock,
             control=lambda agent, lock: Station(self, machine.url, agent),
@@ -119,8 +126,18 @@ class Engine:
         self.scheduler = Scheduler(config, self.half)
         self.pool = WatchedPool(config.cache_config, on_taken=self._taken, on_freed=self._freed)
         self.scheduler.kv_cache.block_pool = self.pool
+        settle = self.scheduler.remote.settle
+
+        def settle_checked(load: Load, *, is_continued: bool = False) -> None:
+            fresh.check_delivery(self, load)  # Nothing has been computed behind it yet.
+            settle(load, is_continued=is_continued)
+
+        self.scheduler.remote.settle = settle_checked  # type: ignore[method-assign]
         self.ports: list[Port] = []
         self.workers = [self._worker(config, rank) for rank in range(machine.num_ranks)]
+        if is_push and machine.stream == "layer":
+            assert isinstance(self.half, PushSchedulerHalf)
+            stream_layers(self, self.half, [w for w in self.workers if isinstance(w, PushWorkerHalf)])
         self.ranks = Ranks(self.cluster.model, [port.memory for port in self.ports], machine.block_tokens)
         handshakes = [worker.get_handshake_metadata() for worker in self.workers]
         self.half.set_xfer_handshake_metadata({r: h for r, h in enumerate(handshakes) if h is not None})
@@ -143,8 +160,8 @@ class Engine:
             return {port.name: port}
 
         of_rank = msgspec.structs.replace(config.parallel_config, rank=rank)
-        worker = PullWorkerHalf(
-            EngineIdentity.of_engine(msgspec.structs.replace(config, parallel_config=of_rank)),
+        worker = (PushWorkerHalf if self.cluster.mode == "push" else PullWorkerHalf)(
+            self._identity(msgspec.structs.replace(config, parallel_config=of_rank)),
             epoch=Epoch(self.clockwork.rng.getrandbits(64)),
             transports=transports,
             run_in_background=self._in_background,
@@ -152,12 +169,21 @@ class Engine:
         worker.register_kv_caches(memory.kv_caches)
         return worker
 
+    def _identity(self, config: EngineConfig) -> EngineIdentity:
+        if self.cluster.mode == "push":
+            return EngineIdentity.of_engine(config, PushSettings, does_push=True)
+        return EngineIdentity.of_engine(config)
+
     def _config(self) -> EngineConfig:
         machine, heads = self.machine, self.cluster.model.num_kv_heads
         if machine.is_producer and machine.is_consumer:
             role = "kv_both"
         else:
             role = "kv_producer" if machine.is_producer else "kv_consumer"
+        extra: dict[str, Any] = {"transports": ["memory"], "timers": self.cluster.timers_as_told}
+        if self.cluster.mode == "push":
+            # Layers are streamed without the production code's thread: see `layers`.
+            extra["stream"] = "chunk" if machine.stream == "layer" else machine.stream
         return EngineConfig(
             model_config=_model_config(heads),
             cache_config=CacheConfig(
@@ -176,10 +202,10 @@ class Engine:
                 executor="multiprocess" if machine.num_ranks > 1 else "inprocess",
             ),
             kv_transfer_config=KVTransferConfig(
-                kv_connector="BatonPullConnector",
+                kv_connector=f"Baton{self.cluster.mode.title()}Connector",
                 kv_role=role,  # type: ignore[arg-type]
                 engine_id=self.engine_id,
-                kv_connector_extra_config={"transports": ["memory"], "timers": self.cluster.timers_as_told},
+                kv_connector_extra_config=extra,
                 kv_load_failure_policy=machine.policy,
             ),
             cluster_secret=SECRET,
@@ -295,23 +321,51 @@ class Engine:
             self._end_step(output)  # Over before anything else can happen.
             return
         self._is_stepping = True
-        took_s = (
-            self.clockwork.spread(self.machine.step_mean_s) if output.num_scheduled_tokens else EMPTY_STEP_S
-        )
+        took_s = EMPTY_STEP_S
+        if output.num_scheduled_tokens:
+            took_s = self.clockwork.spread(self.machine.step_mean_s)
+            if any(reports_layers(worker) for worker in self.workers):
+                self.clockwork.after(
+                    took_s / 2, lambda: self.when_awake(lambda: self._compute_layers(output))
+                )
         self.clockwork.after(took_s, lambda: self.when_awake(lambda: self._end_step(output)))
+
+    def _compute_layers(self, output: SchedulerOutput) -> None:
+        """In the middle of a step: its first layer is computed, and can be read."""
+        self.ranks.take_over(output)
+        self._computed = self.ranks.execute(output)
+        self.ranks.hide_later_layers()
+        self._pass_layers(0, 1)
+
+    def _compute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        result, self._computed = self._computed, None
+        if result is not None:
+            self.ranks.reveal()
+            self._pass_layers(1, NUM_LAYERS)
+        else:
+            self.ranks.take_over(output)
+            if not output.num_scheduled_tokens:
+                return ModelRunnerOutput()
+            result = self.ranks.execute(output)
+            self._pass_layers(0, NUM_LAYERS)
+        for worker in self.workers:
+            worker.finish_forward()
+        return result
+
+    def _pass_layers(self, first: int, last: int) -> None:
+        """What attention layers call."""
+        for worker, port in zip(self.workers, self.ports, strict=True):
+            for name, cache in list(port.memory.kv_caches.items())[first:last]:
+                worker.wait_for_layer_load(name)
+                worker.save_kv_layer(name, cache, None)
 
     def _end_step(self, output: SchedulerOutput) -> None:
         self._is_stepping = False
-        self.ranks.take_over(output)
-        result = self.ranks.execute(output) if output.num_scheduled_tokens else ModelRunnerOutput()
+        result = self._compute(output)
         result.kv_connector_output = self._aggregator.aggregate(
             [self._collect(worker, output) for worker in self.workers]
         )
-        loading = dict(self.scheduler.remote._loading)
         outputs = self.scheduler.update_from_output(output, result)
-        for request_id, load in loading.items():
-            if request_id not in self.scheduler.remote._loading and not load.request.is_finished:
-                fresh.check_delivery(self, load)
         bounded.check_step(self)
         contained.check_step(self)
         if outputs.stats is not None:
@@ -329,11 +383,6 @@ class Engine:
             self.poke()
 
     def _collect(self, worker: PullWorkerHalf, output: SchedulerOutput) -> KVConnectorOutput | None:
-        if output.num_scheduled_tokens:
-            for layer, cache in self.ports[self.workers.index(worker)].memory.kv_caches.items():
-                worker.wait_for_layer_load(layer)
-                worker.save_kv_layer(layer, cache, None)
-            worker.finish_forward()
         worker.start_load_kv(None)  # type: ignore[arg-type]  # Which ours do not look at.
         worker.wait_for_save()
         sent, received, failed = worker.get_transfer_results(output.finished_req_ids)
@@ -368,11 +417,11 @@ class Engine:
         clockwork.count("preempted", stats.num_preempted)
         clockwork.count("prefix hits", bool(stats.prefix_cache_hits))
         clockwork.count("load failures", stats.num_kv_load_failures)
-        self.num_failures += stats.num_kv_load_failures
         connector = stats.kv_connector_stats
         if connector is None:
             return
         clockwork.count("handoffs delivered", len(connector["transfers"]))
+        clockwork.count("read early", sum(bool(record["early_tokens"]) for record in connector["transfers"]))
         clockwork.count("loans expired", connector["num_expired_loans"])
         clockwork.count("loans", connector["num_loans"])
         for reason, count in connector["failures"].items():

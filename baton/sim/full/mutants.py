@@ -7,30 +7,30 @@ engine is changed when it has booted; nothing in production can be switched off.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from baton.connectors.pull.door import Borrow, read_params
 from baton.connectors.pull.metadata import FailedLoad
+from baton.connectors.push.prefills import _Step
+from baton.connectors.push.scheduler import PushSchedulerHalf
 from baton.core.errors import BadTransferParams
-from baton.protocol.pull_consumer import PullConsumer
-from baton.protocol.pull_producer import PullProducer
+from baton.core.ids import TransferId
+from baton.protocol.effects import Send, StreamEffect
+from baton.protocol.push_consumer import PushConsumer, _Stream
+from baton.protocol.push_producer import PushProducer
 from baton.protocol.ticket import BadTicket, TicketFault
 from baton.sim.full.engine import Engine
 from baton.sim.full.parts import Parts
-from baton.sim.mutants import AnyRank, NoDeadline, NoDrain, NoExpiry, NoFence
+from baton.sim.mutants import AnyRank, NoDrain, NoExpiry, NoFence
 
 
-def _consumer(of: Callable[[Any], PullConsumer]) -> Parts:
+def _machine(name: str, of: type[Any]) -> Parts:
+    """The agent's machine of that name forgets a guard."""
+
     def tamper(engine: Engine) -> None:
-        engine.half._agent._consumer = of(engine.cluster.timers)
-
-    return Parts(tamper=tamper)
-
-
-def _producer(of: Callable[[Any, Any], PullProducer]) -> Parts:
-    def tamper(engine: Engine) -> None:
-        engine.half._agent._producer = of(engine.address.epoch, engine.cluster.timers)
+        machine = getattr(engine.half._agent, name)
+        assert type(machine) in of.__mro__
+        machine.__class__ = of  # Others hold on to it.
 
     return Parts(tamper=tamper)
 
@@ -51,7 +51,7 @@ def _ignore_prompt(engine: Engine) -> None:
         assert isinstance(wish, Borrow)
         if wish.ticket.num_tokens > len(request.prompt_token_ids):
             raise BadTransferParams("longer than the prompt", field="ticket")
-        return wish.ticket
+        return wish
 
     borrower.verify = verify_all_but_prompt  # type: ignore[method-assign]
 
@@ -105,12 +105,54 @@ def _find_unfilled(engine: Engine) -> None:
     remote.park = park_and_cache  # type: ignore[method-assign]
 
 
-MUTANTS: dict[str, Parts] = {
-    "fence": _consumer(NoFence),
-    "drain_reads": _consumer(NoDrain),
-    "all_ranks": _consumer(AnyRank),
-    "deadline": _consumer(NoDeadline),
-    "lease_expiry": _producer(NoExpiry),
+class _AnyRun(PushConsumer):
+    """D believes in what it read before the prefill was preempted."""
+
+    def _is_void(self, stream: _Stream, run: int) -> bool:
+        stream.run, stream.blocks = run, ()  # The blocks would give it away.
+        return False
+
+
+class _NoStreamDrain(PushConsumer):
+    """D frees the destination while early reads run."""
+
+    def _has_unended(self, stream: _Stream) -> bool:
+        return False
+
+    def _drained(self, stream: _Stream) -> list[StreamEffect]:
+        stream.reading.clear()
+        return super()._drained(stream)
+
+
+class _SameRun(PushProducer):
+    """P takes blocks back and does not say so."""
+
+    def preempted(self, transfer_id: TransferId, now: float) -> list[Send]:
+        return []
+
+
+def _announce_early(engine: Engine) -> None:
+    """P tells of tokens when they are scheduled, not when they are computed."""
+    half = engine.half
+    if not isinstance(half, PushSchedulerHalf):
+        return
+    prefills = half._prefills
+    scheduled = prefills.scheduled
+
+    def scheduled_and_told(step: int, output: Any, now: float) -> bool:
+        is_computing = scheduled(step, output, now)
+        prefills.step_done(step, now)
+        prefills._steps.setdefault(step, _Step())
+        return is_computing
+
+    prefills.scheduled = scheduled_and_told  # type: ignore[method-assign]
+
+
+PULL: dict[str, Parts] = {
+    "fence": _machine("_consumer", NoFence),
+    "drain_reads": _machine("_consumer", NoDrain),
+    "all_ranks": _machine("_consumer", AnyRank),
+    "lease_expiry": _machine("_producer", NoExpiry),
     "ticket_hash": Parts(tamper=_ignore_prompt),
     "missing_blocks": Parts(tamper=_forget_missing),
     "loan": Parts(tamper=_lend_nothing),
@@ -118,3 +160,12 @@ MUTANTS: dict[str, Parts] = {
     "unfilled_unfindable": Parts(tamper=_find_unfilled),
     "bound_reads": Parts(bound_reads=False),
 }
+
+PUSH: dict[str, Parts] = {
+    "run": _machine("_streams", _AnyRun),
+    "preempted": _machine("_prefills", _SameRun),
+    "drain_early_reads": _machine("_streams", _NoStreamDrain),
+    "computed_first": Parts(tamper=_announce_early),
+}
+
+MUTANTS: dict[str, dict[str, Parts]] = {"pull": PULL, "push": {**PULL, **PUSH}}

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
-from baton.sim.full.memory import RankMemory
+from baton.sim.full.memory import JUNK, RankMemory
 from baton.sim.full.model import Model, Words
 
 
@@ -32,6 +33,10 @@ class Ranks:
         self.salts: dict[str, str | None] = {}
         self._block_tokens = block_tokens
         self._rows: dict[str, _Row] = {}
+        self._written: list[
+            tuple[NDArray[np.int64], NDArray[np.int64]]
+        ] = []  # Blocks, offsets: of this step.
+        self._hidden: list[tuple[RankMemory, NDArray[np.int64], NDArray[np.int64], Words]] = []
         # One holder of each head; further ones are replicas, which have to agree.
         self._holders: list[RankMemory] = []
         self._replicas: list[RankMemory] = []
@@ -70,6 +75,7 @@ class Ranks:
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """In the order of scheduling: who shares a block of this step comes after who computes it."""
         result = ModelRunnerOutput()
+        self._written.clear()
         for request_id, num_new in output.num_scheduled_tokens.items():
             row = self._rows[request_id]
             seen = self._compute(row, num_new)
@@ -96,9 +102,24 @@ class Ranks:
         words = self.model.as_words(b"".join(parts))
         positions = np.arange(first, last)
         blocks = np.asarray(row.block_ids)[positions // self._block_tokens]
+        offsets = positions % self._block_tokens
+        self._written.append((blocks, offsets))
         for memory in self.memories:
-            memory.write(blocks, positions % self._block_tokens, words)
+            memory.write(blocks, offsets, words)
         return seen
+
+    def hide_later_layers(self) -> None:
+        """Of what this step has computed only the first layer is in memory yet."""
+        for blocks, offsets in self._written:
+            for memory in self.memories:
+                self._hidden.append((memory, blocks, offsets, memory.words[blocks, 1:, :, offsets]))
+        for memory, blocks, offsets, _ in self._hidden:
+            memory.words[blocks, 1:, :, offsets] = JUNK
+
+    def reveal(self) -> None:
+        for memory, blocks, offsets, words in self._hidden:
+            memory.words[blocks, 1:, :, offsets] = words
+        self._hidden.clear()
 
     # --- Memory -----------------------------------------------------------------------------------
 

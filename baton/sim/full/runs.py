@@ -13,7 +13,7 @@ from baton.sim.full.parts import PRODUCTION, Parts
 from baton.sim.full.scenario import Scenario
 from baton.sim.runs import Broken, Report
 
-MODES = ("pull",)
+MODES = ("pull", "push")
 
 
 def run_worlds(
@@ -41,7 +41,7 @@ def run_seeds(
         for seed in seeds:
             if goes_on is not None and not goes_on():
                 break
-            scenario = Scenario(seed, parts)
+            scenario = Scenario(seed, parts, mode=mode)
             try:
                 scenario.run()
             except Violation as violation:
@@ -63,7 +63,7 @@ def find_broken(mode: str, mutant: str, first_seed: int, count: int) -> Broken |
 
 def replay(mode: str, seed: int, *, mutant: str | None = None) -> list[str]:
     """Everything that was said and done in one world, a line each; the verdict is the last."""
-    scenario = Scenario(seed, _parts(mode, mutant), traced=True)
+    scenario = Scenario(seed, _parts(mode, mutant), mode=mode, traced=True)
     verdict = "every invariant held"
     with _quiet():
         try:
@@ -83,9 +83,9 @@ def _parts(mode: str, mutant: str | None) -> Parts:
         raise UserError(f"there is no such mode; choose one of {', '.join(MODES)}", field="mode")
     if mutant is None:
         return PRODUCTION
-    if mutant not in MUTANTS:
-        raise UserError(f"there is no such guard; choose one of {', '.join(MUTANTS)}", field="mutant")
-    return MUTANTS[mutant]
+    if mutant not in MUTANTS[mode]:
+        raise UserError(f"there is no such guard; choose one of {', '.join(MUTANTS[mode])}", field="mutant")
+    return MUTANTS[mode][mutant]
 
 
 @contextmanager

@@ -25,9 +25,12 @@ NUM_PROBES = 2
 
 
 class Scenario:
-    def __init__(self, seed: int, parts: Parts = PRODUCTION, *, traced: bool = False) -> None:
+    def __init__(
+        self, seed: int, parts: Parts = PRODUCTION, *, mode: str = "pull", traced: bool = False
+    ) -> None:
         self.clockwork = Clockwork(seed, traced=traced)
         self._parts = parts
+        self._mode = mode
 
     def run(self) -> None:
         """Raises Violation."""
@@ -37,15 +40,16 @@ class Scenario:
     def _run(self) -> None:
         clockwork, rng = self.clockwork, self.clockwork.rng
         clockwork.note("all", clockwork.faults)
-        self.cluster = Cluster(clockwork, self._parts)
+        self.cluster = Cluster(clockwork, self._parts, self._mode)
         self.router = Router(self.cluster)
         self.clients = Clients(clockwork, self.cluster.model, self._ask)
-        self.router.on_ticket = self._ticket_seen
+        self.router.on_params = self._params_seen
         for machine in self.cluster.machines.values():
             clockwork.note(machine.name, machine)
-        for _ in range(rng.randint(2, 5)):
+        num_conversations, spread_s = rng.choice([(3, BREAK_S * 0.6), (4, BREAK_S * 0.6), (6, 0.5)])
+        for _ in range(num_conversations):
             begin = partial(self.clients.converse, rng.choice([1, 2, 3]))
-            clockwork.after(rng.uniform(0, BREAK_S * 0.6), begin)
+            clockwork.after(rng.uniform(0, spread_s), begin)
         self._schedule_faults()
         clockwork.run(BREAK_S)
         clockwork.note("all", "healed")
@@ -86,26 +90,27 @@ class Scenario:
         if ask.outcome is None:
             self.router.hang_up(ask)
 
-    def _ticket_seen(self, ticket: dict[str, Any], ask: Ask) -> None:
-        """Somebody in between brings it again, as it is or altered, with this prompt or with another."""
+    def _params_seen(self, role: str, params: dict[str, Any], ask: Ask) -> None:
+        """Somebody in between brings them again, as they are or altered, with this prompt or with another."""
         clockwork, rng = self.clockwork, self.clockwork.rng
         if clockwork.chance(clockwork.faults.ticket_replay):
             delay_s = rng.choice([0.0, 0.1, 6.0]) * rng.random()
-            clockwork.after(delay_s, lambda: self._replay(ticket, ask))
-        if clockwork.chance(clockwork.faults.ticket_alter):
-            text = ticket["baton_ticket"]
+            clockwork.after(delay_s, lambda: self._replay(role, params, ask))
+        sealed = [name for name in ("baton_ticket", "baton_introduction") if name in params]
+        if sealed and clockwork.chance(clockwork.faults.ticket_alter):
+            text = params[sealed[0]]
             at = rng.randrange(len(text))
-            altered = {**ticket, "baton_ticket": text[:at] + rng.choice("Aa0_") + text[at + 1 :]}
-            self._replay(altered, ask)
+            altered = {**params, sealed[0]: text[:at] + rng.choice("Aa0_") + text[at + 1 :]}
+            self._replay(role, altered, ask)
 
-    def _replay(self, ticket: dict[str, Any], of: Ask) -> None:
+    def _replay(self, role: str, params: dict[str, Any], of: Ask) -> None:
         rng = self.clockwork.rng
         prompt = of.prompt if rng.random() < 0.4 else self.clients.other_prompt(of.prompt)
         ask = self.clients.make(prompt, of.salt if rng.random() < 0.8 else "other", lambda ask: None)
-        ask.causes.add("a ticket that is not theirs")
-        name = rng.choice(self.cluster.of_role("decode"))
-        self.clockwork.count("tickets replayed")
-        self.clockwork.note("client", f"{ask.name} brings the ticket of {of.name} to {name}")
+        ask.causes.add("params that are not theirs")
+        name = rng.choice(self.cluster.of_role(role))
+        self.clockwork.count("replays")
+        self.clockwork.note("client", f"{ask.name} brings the params of {of.name} to {name}")
 
         def said(output: EngineOutput) -> None:
             ask.hear(output.new_token_ids)
@@ -115,7 +120,7 @@ class Scenario:
         def failed(kind: str, was_sent: bool) -> None:
             ask.end("error", kind)
 
-        self.router.leg(name, ask, ticket, FIRST_TOKEN_S, said, failed)
+        self.router.leg(name, ask, params, FIRST_TOKEN_S, said, failed)
 
     # --- Faults -----------------------------------------------------------------------------------
 
