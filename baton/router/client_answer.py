@@ -29,11 +29,14 @@ class ClientAnswer:
     def has_started(self) -> bool:
         return self.status is not None
 
-    async def whole(self, answer: LegAnswer, extra: Mapping[str, str] | None = None) -> int:
-        """Returns the status."""
+    async def whole(
+        self, answer: LegAnswer, extra: Mapping[str, str] | None = None, *, body: bytes | None = None
+    ) -> int:
+        """Returns the status. `body`: instead of the answer's."""
         assert answer.chunks is None
-        await self.start(answer, {**(extra or {}), "content-length": str(len(answer.body))})
-        await self._send({"type": "http.response.body", "body": answer.body, "more_body": False})
+        body = answer.body if body is None else body
+        await self.start(answer, {**(extra or {}), "content-length": str(len(body))})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
         return answer.status
 
     async def start(self, answer: LegAnswer, extra: Mapping[str, str]) -> None:

@@ -12,6 +12,7 @@ from baton.router.introductions import Introducer
 from baton.router.metrics import RouterMetrics
 from baton.router.policies import RoutedRequest
 from baton.router.settings import Role, RouterSettings
+from baton.router.turns import TurnTable
 from baton.router.upstream import LegRequest, Upstream
 
 
@@ -29,6 +30,7 @@ class Dispatch:
         self.upstream = upstream
         self.metrics = metrics
         self.introducer = introducer
+        self.turns = TurnTable()
         self._turn = 0
 
     def route(self, prefix_key: bytes) -> RoutedRequest:

@@ -46,6 +46,7 @@ from baton.router.judge import (
 )
 from baton.router.legs import (
     FIRST_TOKEN,
+    PARAMS,
     decode_body,
     first_token_body,
     is_one_answer,
@@ -58,6 +59,7 @@ from baton.router.legs import (
 )
 from baton.router.relay import relay
 from baton.router.running_legs import DecodeLeg, PrefillLeg, read_first_token
+from baton.router.turns import SESSION_HEADER, TurnSieve
 from baton.router.upstream import LegAnswer
 
 logger = logging.getLogger(__name__)
@@ -80,6 +82,7 @@ class Handoff:
         if self._local_reason is None and shape.num_prompt_tokens < self._settings.min_prefill_tokens:
             self._local_reason = "short_prompt"
         self._is_stream = body.get("stream") is True
+        self._session = incoming.headers.get(SESSION_HEADER)
         self._splits = (  # P says the first token, D the rest.
             self._settings.first_token
             and self._local_reason is None
@@ -256,7 +259,10 @@ class Handoff:
                 raise RouterError.gateway(
                     f"the decode engine refused to go on behind the first token ({answer.status})"
                 )
-            return await self._client.whole(answer, {"x-baton-prefill": where})
+            sieve = TurnSieve()
+            body = sieve.whole(answer.body)
+            self._dispatch.turns.put(self._session, sieve.params)
+            return await self._client.whole(answer, {"x-baton-prefill": where}, body=body)
         begun = answer.body
         if self._splits and self._is_stream:
             reader = FirstTokenReader(shows_token_ids=self._shows_token_ids)
@@ -271,7 +277,11 @@ class Handoff:
             begun = reader.rest
         else:
             await self._client.start(answer, {"x-baton-prefill": where})
-        await relay(self._client, begun, answer.chunks, request_id=self._incoming.request_id)
+        sieve = TurnSieve()
+        try:
+            await relay(self._client, begun, answer.chunks, request_id=self._incoming.request_id, sieve=sieve)
+        finally:  # Also when the client has what it wants and goes.
+            self._dispatch.turns.put(self._session, sieve.params)
         return answer.status
 
     async def _show(self, head: LegAnswer, first: FirstToken, where: str) -> None:
@@ -300,12 +310,13 @@ class Handoff:
         if self._bad_producers:
             self._metrics.retries.labels("prefill").inc()
         make = first_token_body if self._splits else prefill_body
+        body = make(self._body, transfer_id)
+        if (last_turn := self._dispatch.turns.take(self._session)) is not None:
+            body[PARAMS] = {**last_turn, **body[PARAMS]}
         leg = PrefillLeg(
             self._dispatch.upstream,
             engine,
-            self._dispatch.leg(
-                self._incoming, make(self._body, transfer_id), self._settings.timeouts.prefill_s
-            ),
+            self._dispatch.leg(self._incoming, body, self._settings.timeouts.prefill_s),
             says_first_token=self._splits,
             shows_token_ids=self._shows_token_ids,
         )

@@ -6,19 +6,25 @@ from collections.abc import AsyncGenerator
 from baton.router.client_answer import ClientAnswer
 from baton.router.errors import LegFailure
 from baton.router.sse import EventCutter
+from baton.router.turns import TurnSieve
 
 logger = logging.getLogger(__name__)
 
 
 async def relay(
-    client: ClientAnswer, begun: bytes, chunks: AsyncGenerator[bytes, None], *, request_id: str
+    client: ClientAnswer,
+    begun: bytes,
+    chunks: AsyncGenerator[bytes, None],
+    *,
+    request_id: str,
+    sieve: TurnSieve,
 ) -> None:
     """`begun` has arrived already. Raises ClientGone."""
     cutter = EventCutter()
-    await client.piece(cutter.push(begun))
+    await client.piece(sieve.events(cutter.push(begun)))
     try:
         async for chunk in chunks:
-            await client.piece(cutter.push(chunk))
+            await client.piece(sieve.events(cutter.push(chunk)))
     except LegFailure as failure:
         if cutter.is_done:
             return await client.end()  # All that matters had arrived.

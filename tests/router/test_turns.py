@@ -1,0 +1,109 @@
+"""What D keeps of a conversation goes to the next turn's prefill leg, once, and never to a client."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.router.turns import KEPT_S, SESSION_CHARS_MAX, TURNS_MAX, TurnSieve, TurnTable
+from tests.router.fakes import TICKET, Call, FakeEngine, lends, run, system
+
+KEPT = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": "decode-0",
+    "baton_ticket": "of D",
+}
+SESSION = {"x-session-id": "a conversation"}
+
+
+async def keeps(call: Call) -> None:
+    """A decode engine that is set up for turns."""
+    last = {"choices": [{"text": "answer"}], "kv_transfer_params": KEPT}
+    if call.received.body.get("stream"):
+        first = b'data: {"choices": [{"text": "it says \\"kv_transfer_params\\": {}"}]}\n\n'
+        await call.stream(first, b"data: " + msgspec.json.encode(last) + b"\n\n", b"data: [DONE]\n\n")
+    else:
+        await call.answer(200, last)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_the_next_prefill_leg_of_a_session_brings_it_once_and_the_client_never_sees_it(
+    is_stream: bool,
+) -> None:
+    async def main() -> None:
+        prefill, decode = FakeEngine(lends), FakeEngine(keeps)
+        async with system([prefill], [decode], first_token=False) as s:
+            body = {"prompt": [1, 2, 3], "stream": is_stream}
+            first = await s.client.post("/v1/completions", json=body, headers=SESSION)
+            assert "of D" not in first.text
+            assert "decode-0" not in first.text
+            assert "answer" in first.text
+            if is_stream:
+                said = [line for line in first.text.splitlines() if line.startswith("data: {")]
+                assert json.loads(said[0][6:])["choices"][0]["text"] == 'it says "kv_transfer_params": {}'
+            decode.respond = answers_without
+            for _ in range(2):
+                await s.client.post("/v1/completions", json=body, headers=SESSION)
+            await s.client.post("/v1/completions", json=body)
+        legs = [call.body["kv_transfer_params"] for call in prefill.calls]
+        assert [leg.get("baton_ticket") for leg in legs] == [None, "of D", None, None]
+        assert legs[1]["do_remote_decode"] is True
+        assert len({leg["transfer_id"] for leg in legs}) == 4
+        assert decode.calls[1].body["kv_transfer_params"]["baton_ticket"] == TICKET["baton_ticket"]
+
+    run(main())
+
+
+async def answers_without(call: Call) -> None:
+    if call.received.body.get("stream"):
+        await call.stream(b'data: {"n": 1}\n\n', b"data: [DONE]\n\n")
+    else:
+        await call.answer(200, {"choices": [{"text": "answer"}]})
+
+
+def test_a_session_is_remembered_for_its_time_and_only_so_many_are() -> None:
+    now = [0.0]
+    table = TurnTable(lambda: now[0])
+    table.put("a", KEPT)
+    now[0] = KEPT_S - 1
+    assert table.take("a") == KEPT
+    assert table.take("a") is None
+    table.put("a", KEPT)
+    now[0] += KEPT_S
+    assert table.take("a") is None
+    for number in range(TURNS_MAX + 1):
+        table.put(str(number), KEPT)
+    assert table.take("0") is None
+    assert table.take("1") == KEPT
+
+
+@pytest.mark.parametrize("session", [None, "", "x" * (SESSION_CHARS_MAX + 1)])
+def test_without_a_session_nothing_is_remembered(session: str | None) -> None:
+    table = TurnTable()
+    table.put(session, KEPT)
+    assert table.take(session) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"choices": []}',
+        b'{"choices": [{"text": "\\"kv_transfer_params\\": 1"}]}',
+        b'not JSON, but "kv_transfer_params"',
+        b'["kv_transfer_params"]',
+    ],
+)
+def test_an_answer_without_it_is_passed_on_byte_by_byte(body: bytes) -> None:
+    sieve = TurnSieve()
+    assert sieve.whole(body) == body
+    assert sieve.events(b"data: " + body + b"\n\n") == b"data: " + body + b"\n\n"
+    assert sieve.params is None
+
+
+@pytest.mark.parametrize("params", [None, 7, [], {"do_remote_decode": False}, {"do_remote_prefill": True}])
+def test_other_params_are_taken_out_and_not_used(params: Any) -> None:
+    sieve = TurnSieve()
+    assert sieve.whole(msgspec.json.encode({"kv_transfer_params": params})) == b"{}"
+    assert sieve.params is None
