@@ -238,7 +238,8 @@ class PushConsumer:
             return []  # The ticket is being opened; nothing that can still come changes it.
         match message:
             case Failed():
-                return self._fail(stream, f"the producer gave up: {message.reason or 'no reason given'}")
+                reason = f"the producer gave up: {message.reason or 'no reason given'}"
+                return self._fail(stream, reason, tell=False)
             case Announced():
                 if not self._is_news(stream, message):
                     return []

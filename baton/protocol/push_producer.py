@@ -145,9 +145,11 @@ class PushProducer:
             return []
         sends: list[Send] = []
         for transfer_id, want in [entry for entry in self._wants.items() if now >= self._want_ends(*entry)]:
-            if not want.over and transfer_id not in self._prefills:
-                sends.append(self._failed(transfer_id, want, "no prefill of this transfer came"))
-            self._forget_want(transfer_id)
+            if want.over or transfer_id in self._prefills:
+                self._forget_want(transfer_id)
+                continue
+            want.heard_at = now  # To answer those alike that are under way.
+            sends.append(self._failed(transfer_id, want, "no prefill of this transfer came"))
         for transfer_id in [name for name in self._prefills if now >= self._prefill_ends(name)]:
             del self._prefills[transfer_id]
         self._wake_at = self.next_deadline
@@ -180,7 +182,7 @@ class PushProducer:
     def _wanted(self, sender: Address, message: Want, now: float) -> list[Send]:
         transfer_id = message.transfer_id
         want = self._wants.get(transfer_id)
-        if want is not None and want.over and (want.consumer, want.number) != (sender, message.number):
+        if want is not None and self._is_superseded(want, sender, message.number):
             self._forget_want(transfer_id)
             want = None
         if want is None:
@@ -201,6 +203,11 @@ class PushProducer:
         self._num_wants_of[consumer] -= 1
         if not self._num_wants_of[consumer]:
             del self._num_wants_of[consumer]
+
+    def _is_superseded(self, want: _Want, sender: Address, number: int) -> bool:
+        if want.consumer == sender:
+            return number > want.number  # A consumer waits for a transfer once at a time.
+        return bool(want.over)
 
     def _withdrawn(self, sender: Address, transfer_id: TransferId, number: int) -> None:
         want = self._wants.get(transfer_id)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 TRIES_MAX = 12  # Of a chunk that finds no room.
 PREFILL_MEAN_S = 0.3
 CHUNK_MEAN_S = 1.0
+CHUNK_MAX_S = 4.0  # Or a healed world might not be done in time.
 STALL_S = 20.0  # Longer than anybody waits.
 
 
@@ -121,7 +122,7 @@ class Lender:
         if not prefill.num_done and count < left and world.chance(faults.prefix_hit):
             world.count("P had the beginning")
             return self._done(prefill, count)
-        run, took_s = prefill.run, world.spread(prefill.mean_s)
+        run, took_s = prefill.run, min(world.spread(prefill.mean_s), CHUNK_MAX_S)
         if world.chance(faults.stall):
             world.count("prefill stalls")
             took_s += STALL_S

@@ -13,4 +13,5 @@ FAILED_ONCE: dict[tuple[str, int], str] = {
         "push",
         1,
     ): "drivers say ready at every PeerReady, and the machine took that for a mistake",
+    ("push", 3112): "the world's own: a prefill in a healed world was drawn to take longer than the deadline",
 }

@@ -11,12 +11,24 @@ again                 the last delivery once more
 wake                  all timers that are due
 drain 20              P drains until then
 restart P             the successor has the same name
+
+Push: a prompt of 8 tokens, a block per token, two layers; a transfer is a letter.
+
+expect x 8            P: a prefill comes (expect x 8 other: of another prompt)
+progress x 4 10-17    so many tokens are ready, in these blocks (... partial 8 1: and one layer up to 8)
+preempt x, fail x     the run is over, or the prefill
+finish x 10-17        P lends these blocks and signs a ticket
+want D x 8            D waits for it, from P as it is now
+ready D 1 0 0-0       ... and may read, behind token 0, with these pairs
+accept D 1            the ticket is of our cluster; refuse D 1: it is not
 """
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from baton.core.ids import Address, EngineId, Epoch, LoanId, Pair
+from baton.core.ids import Address, BlockId, EngineId, Epoch, LoanId, Pair, PromptHash, RequestId, TransferId
+from baton.core.layout import ModelFingerprint
 from baton.core.timers import Timers
 from baton.protocol.effects import (
     CancelReads,
@@ -25,17 +37,29 @@ from baton.protocol.effects import (
     Fail,
     FreeLoan,
     FreeTarget,
+    Lent,
+    OpenTicket,
+    Part,
+    ReadEarly,
     Send,
     StartReads,
+    StreamEffect,
 )
 from baton.protocol.messages import (
+    Announced,
+    BlockTables,
     Envelope,
+    Failed,
+    Finished,
     Gone,
     Message,
     Released,
     Renew,
     Renewed,
     Stranger,
+    Want,
+    Withdraw,
+    Working,
     decode_envelope,
     encode_envelope,
     pack_sends,
@@ -43,8 +67,15 @@ from baton.protocol.messages import (
 from baton.protocol.peers import admit
 from baton.protocol.pull_consumer import PullConsumer
 from baton.protocol.pull_producer import PullProducer
+from baton.protocol.push_consumer import PushConsumer
+from baton.protocol.push_producer import PushProducer
+from baton.protocol.ticket import Ticket
 
 TIMERS = Timers(ttl_s=8.0, deadline_s=30.0, loan_max_s=50.0, hold_s=20.0)  # Renews every 2 s.
+NUM_LAYERS = 2
+MODEL = ModelFingerprint(
+    model="m", revision="r", dtype="bf16", num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=1, hash_seed="s"
+)
 FOLDER = Path(__file__).parent / "transcripts"
 
 
@@ -53,6 +84,8 @@ class Node:
         self.address = Address(EngineId(name), Epoch(epoch))
         self.producer = PullProducer(self.address.epoch, TIMERS)
         self.consumer = PullConsumer(TIMERS)
+        self.prefills = PushProducer(TIMERS)
+        self.streams = PushConsumer(TIMERS, self.consumer, NUM_LAYERS)
         self.rate = 1.0
 
 
@@ -63,6 +96,9 @@ class Story:
         self.under_way: list[bytes] = []
         self.last_delivery: list[bytes] = []
         self.loans: dict[int, tuple[LoanId, Address]] = {}
+        self.prompts: dict[str, PromptHash] = {}  # Of what P prefills, by transfer.
+        self.tickets: dict[str, Ticket] = {}
+        self.to_open: dict[tuple[str, int], str] = {}
         self.lines: list[str] = []
 
     def play(self, script: str) -> str:
@@ -111,12 +147,15 @@ class Story:
                 self._react(name, node.consumer.release_unused(*self.loans[int(loan)], self._clock(node)))
             case ["abort", name, claim]:
                 node = self.nodes[name]
+                self._react(name, node.streams.abort(int(claim), self._clock(node)))
                 self._react(name, node.consumer.abort(int(claim), self._clock(node)))
             case ["read", name, claim, pair, "ok" | "error" as outcome]:
                 node = self.nodes[name]
                 ok, error = outcome == "ok", "" if outcome == "ok" else "link down"
                 [edge] = _pairs([pair])
-                self._react(name, node.consumer.read_ended(int(claim), edge, ok, self._clock(node), error))
+                said = (int(claim), edge, ok, self._clock(node), error)
+                self._react(name, node.streams.read_ended(*said))
+                self._react(name, node.consumer.read_ended(*said))
             case ["deliver"]:
                 self.last_delivery, self.under_way = self.under_way, []
                 self._deliver(self.last_delivery)
@@ -129,20 +168,72 @@ class Story:
                 for name, node in self.nodes.items():
                     self._react(name, node.producer.wake(self._clock(node)))
                     self._react(name, node.consumer.wake(self._clock(node)))
+                    self._react(name, node.prefills.wake(self._clock(node)))
+                    self._react(name, node.streams.wake(self._clock(node)))
             case ["drain", until]:
                 self.nodes["P"].producer.drain(float(until))
             case ["restart", name]:
                 self.nodes[name] = Node(name, self.nodes[name].address.epoch + 1)
             case _:
-                raise ValueError(f"no such verb: {' '.join(words)}")
+                self._do_push(words)
         assert self.now >= now, "time runs forward"
+
+    def _do_push(self, words: list[str]) -> None:
+        node = self.nodes["P"]
+        now, prefills = self._clock(node), node.prefills
+        match words:
+            case ["expect", name, num_tokens, *prompt]:
+                self.prompts[name] = _hash(prompt)
+                told = prefills.expect(TransferId(name), self.prompts[name], int(num_tokens), now)
+                if told is None:
+                    self.lines.append("P: one of that name computes already")
+                self._react("P", told or [])
+            case ["progress", name, num_tokens, blocks, *rest]:
+                tokens, layers = (int(rest[1]), int(rest[2])) if rest else (0, 0)
+                self._react(
+                    "P",
+                    prefills.progress(
+                        TransferId(name),
+                        int(num_tokens),
+                        _blocks(blocks),
+                        now,
+                        partial_tokens=tokens,
+                        partial_layers=layers,
+                    ),
+                )
+            case ["preempt", name]:
+                self._react("P", prefills.preempted(TransferId(name), now))
+            case ["fail", name]:
+                self._react("P", prefills.failed(TransferId(name), "the client went away", now))
+            case ["finish", name, blocks]:
+                self._do(["lend"])
+                loan_id, _ = self.loans[len(self.loans)]
+                text = f"ticket {len(self.loans)}"
+                self.tickets[text] = _ticket(node.address, loan_id, name, _blocks(blocks), self.prompts[name])
+                self._react("P", prefills.finished(TransferId(name), text, now))
+            case ["want", name, transfer, num_tokens, *prompt]:
+                d, p = self.nodes[name], node.address
+                wish = (TransferId(transfer), p, _hash(prompt), int(num_tokens), 1, self._clock(d))
+                self._started(name, d.streams.want(*wish))
+            case ["ready", name, claim, first_token, *pairs]:
+                d = self.nodes[name]
+                ready = d.streams.ready(int(claim), _pairs(pairs), int(first_token), self._clock(d))
+                self._react(name, ready)
+            case ["accept", name, claim]:
+                d, text = self.nodes[name], self.to_open[name, int(claim)]
+                self._react(name, d.streams.accept(int(claim), self.tickets[text], self._clock(d)))
+            case ["refuse", name, claim]:
+                d = self.nodes[name]
+                self._react(name, d.streams.refuse(int(claim), "a wrong signature", self._clock(d)))
+            case _:
+                raise ValueError(f"no such verb: {' '.join(words)}")
 
     def _clock(self, node: Node) -> float:
         return self.now * node.rate
 
-    def _started(self, name: str, started: tuple[int, Sequence[Effect]] | None) -> None:
+    def _started(self, name: str, started: tuple[int, Sequence[Effect | StreamEffect]] | None) -> None:
         if started is None:
-            self.lines.append(f"{name}: refused, the loan is in use here")
+            self.lines.append(f"{name}: refused, it is in use here")
             return
         claim, effects = started
         self.lines.append(f"{name}: claim {claim}")
@@ -154,24 +245,36 @@ class Story:
             name = envelope.target.engine_id
             node = self.nodes[name]
             messages, answers = admit(node.address, envelope)
-            effects: list[Effect] = [*answers]
+            effects: list[Effect | StreamEffect] = [*answers]
             for message in messages:
                 effects += node.producer.receive(envelope.sender, message, self._clock(node))
                 effects += node.consumer.receive(envelope.sender, message, self._clock(node))
+                effects += node.prefills.receive(envelope.sender, message, self._clock(node))
+                effects += node.streams.receive(envelope.sender, message, self._clock(node))
             self._react(name, effects)
 
-    def _react(self, name: str, effects: Sequence[Effect]) -> None:
+    def _react(self, name: str, effects: Sequence[Effect | StreamEffect]) -> None:
         self.lines += [f"{name}: {self._effect(effect)}" for effect in effects]
         sends = [effect for effect in effects if isinstance(effect, Send)]
+        for effect in effects:
+            if isinstance(effect, OpenTicket):
+                self.to_open[name, effect.claim] = effect.text
         envelopes: list[Envelope] = pack_sends(self.nodes[name].address, sends)
         self.under_way += [encode_envelope(envelope) for envelope in envelopes]
 
-    def _effect(self, effect: Effect) -> str:
+    def _effect(self, effect: Effect | StreamEffect) -> str:
         match effect:
             case Send(to, message):
                 return f"-> {to.engine_id}{'' if to.epoch == 1 else f'.{to.epoch}'} {self._message(message)}"
             case StartReads(claim, pairs):
-                return f"StartReads claim {claim} {' '.join(f'{p}-{d}' for p, d in pairs)}"
+                return f"StartReads claim {claim} {_edges(pairs)}"
+            case ReadEarly(claim, pairs, part, block_ids):
+                return f"ReadEarly claim {claim} {_edges(pairs)}: {_part(part)}, of {_table(block_ids)}"
+            case OpenTicket(claim, text):
+                return f"OpenTicket claim {claim}: {text}"
+            case Lent(claim, ticket, unread):
+                left = "everything" if unread is None else ", ".join(map(_part, unread)) or "nothing"
+                return f"Lent claim {claim} {self._loan(ticket.loan_id)}, unread: {left}"
             case CancelReads(claim) | Deliver(claim) | FreeTarget(claim):
                 return f"{type(effect).__name__} claim {claim}"
             case Fail(claim, reason):
@@ -189,6 +292,18 @@ class Story:
                 return f"Renewed {self._loan(loan_id)} claim {claim} sequence {sequence} ttl {ttl_s:g}"
             case Released(loan_id, claim) | Gone(loan_id, claim):
                 return f"{type(message).__name__} {self._loan(loan_id)} claim {claim}"
+            case Want(transfer_id, number, _, num_tokens):
+                return f"Want {transfer_id} number {number}: {num_tokens} tokens"
+            case Working(transfer_id, number) | Withdraw(transfer_id, number):
+                return f"{type(message).__name__} {transfer_id} number {number}"
+            case Announced(transfer_id, number, run, num_tokens, block_ids, tokens, layers):
+                partial = f", {layers} layer up to {tokens}" if layers else ""
+                what = f"{num_tokens} tokens{partial}, in {_table(block_ids)}"
+                return f"Announced {transfer_id} number {number} run {run}: {what}"
+            case Finished(transfer_id, number, run, ticket):
+                return f"Finished {transfer_id} number {number} run {run}: {ticket}"
+            case Failed(transfer_id, number, reason):
+                return f"Failed {transfer_id} number {number}: {reason}"
             case Stranger(about):
                 return f"Stranger about {about.engine_id}.{about.epoch}"
             case _:
@@ -201,6 +316,44 @@ class Story:
 
 def _pairs(words: list[str]) -> tuple[Pair, ...]:
     return tuple(Pair(*map(int, word.split("-"))) for word in words)
+
+
+def _edges(pairs: Sequence[Pair]) -> str:
+    return " ".join(f"{p}-{d}" for p, d in pairs)
+
+
+def _part(part: Part) -> str:
+    layers = "" if part.layers is None else f" layers {part.layers[0]}..{part.layers[1] - 1}"
+    return f"tokens {part.first_token}..{part.first_token + part.num_tokens - 1}{layers}"
+
+
+def _blocks(words: str) -> BlockTables:
+    first, last = map(int, words.split("-"))
+    return (tuple(BlockId(block) for block in range(first, last + 1)),)
+
+
+def _table(block_ids: BlockTables) -> str:
+    return f"{block_ids[0][0]}-{block_ids[0][-1]}" if block_ids and block_ids[0] else "no block"
+
+
+def _hash(prompt: Sequence[str]) -> PromptHash:
+    return PromptHash(hashlib.sha256(" ".join(prompt).encode()).digest())
+
+
+def _ticket(p: Address, loan_id: LoanId, transfer: str, blocks: BlockTables, prompt: PromptHash) -> Ticket:
+    return Ticket(
+        producer=p,
+        control_url="story://",
+        loan_id=loan_id,
+        transfer_id=TransferId(transfer),
+        request_id=RequestId("r"),
+        fingerprint=MODEL,
+        tp_size=1,
+        block_tokens=1,
+        block_ids=blocks,
+        num_tokens=len(blocks[0]),
+        prompt_hash=prompt,
+    )
 
 
 if __name__ == "__main__":  # Rewrites the reactions; the diff is for the reviewer.

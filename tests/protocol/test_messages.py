@@ -9,15 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import PeerError
-from baton.core.ids import Address, EngineId, Epoch, LoanId
+from baton.core.ids import Address, EngineId, Epoch, LoanId, PromptHash, TransferId
 from baton.core.layout import ModelFingerprint
 from baton.protocol.effects import Send
 from baton.protocol.messages import (
     MAX_FRAME_BYTES,
+    MAX_LISTED_BLOCKS,
     MAX_MESSAGES,
     U64_MAX,
     WIRE_VERSION,
+    Announced,
     Envelope,
+    Failed,
+    Finished,
     Gone,
     Hello,
     Message,
@@ -26,7 +30,10 @@ from baton.protocol.messages import (
     Renew,
     Renewed,
     Stranger,
+    Want,
     Welcome,
+    Withdraw,
+    Working,
     decode_envelope,
     encode_envelope,
     pack_sends,
@@ -49,11 +56,20 @@ fingerprints = st.builds(
     head_dim=st.integers(1, 512),
     hash_seed=names,
 )
+transfers = st.text(min_size=1, max_size=40).map(TransferId)
+u32 = st.integers(0, 2**32 - 1)
+tables = st.lists(st.lists(u32, max_size=5).map(tuple), max_size=3).map(tuple)
 messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(Renew, loan_ids, u64, u64),
     st.builds(Renewed, loan_ids, u64, u64, st.floats(0, allow_nan=False, allow_infinity=False)),
     st.builds(Released, loan_ids, u64),
     st.builds(Gone, loan_ids, u64),
+    st.builds(Want, transfers, u64, st.binary(min_size=32, max_size=32).map(PromptHash), u64),
+    st.builds(Working, transfers, u64),
+    st.builds(Announced, transfers, u64, u64, u64, tables, u64, st.integers(0, 4096)),
+    st.builds(Finished, transfers, u64, u64, st.text(min_size=1, max_size=40)),
+    st.builds(Failed, transfers, u64, st.text(max_size=40)),
+    st.builds(Withdraw, transfers, u64),
     st.builds(Hello, u64, fingerprints, addresses),
     st.builds(Welcome, u64, fingerprints, st.binary(max_size=100)),
     st.builds(Refused, st.lists(st.text(max_size=40), max_size=5).map(tuple)),
@@ -117,6 +133,21 @@ HOSTILE = {
     "negative duration": raw(1, ["p", 1], ["d", 2], [["renewed", [1, 7], 1, 1, -1.0]]),
     "too many reasons": raw(1, ["p", 1], ["d", 2], [["refused", ["no"] * 33]]),
     "a novel for a reason": raw(1, ["p", 1], ["d", 2], [["refused", ["no" * 300]]]),
+    "no transfer": raw(1, ["p", 1], ["d", 2], [["working", "", 1]]),
+    "a novel for a transfer": raw(1, ["p", 1], ["d", 2], [["working", "x" * 257, 1]]),
+    "a short hash": raw(1, ["p", 1], ["d", 2], [["want", "x", 1, b"short", 4]]),
+    "text for a hash": raw(1, ["p", 1], ["d", 2], [["want", "x", 1, "h" * 32, 4]]),
+    "a negative block": raw(1, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [[-1]], 0, 0]]),
+    "a huge block": raw(1, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [[2**32]], 0, 0]]),
+    "no cache group": raw(1, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [7], 0, 0]]),
+    "layers without end": raw(1, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [[7]], 8, 4097]]),
+    "blocks without end": raw(
+        1, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [[7] * (MAX_LISTED_BLOCKS + 1)], 0, 0]]
+    ),
+    "groups without end": raw(1, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [[]] * 257, 0, 0]]),
+    "no ticket": raw(1, ["p", 1], ["d", 2], [["finished", "x", 1, 1, ""]]),
+    "a ticket without end": raw(1, ["p", 1], ["d", 2], [["finished", "x", 1, 1, "t" * ((1 << 20) + 1)]]),
+    "a novel for a failure": raw(1, ["p", 1], ["d", 2], [["failed", "x", 1, "no" * 300]]),
     "too many messages": raw(1, ["p", 1], ["d", 2], [["gone", [1, 7], 1]] * (MAX_MESSAGES + 1)),
     "oversize": b"\x00" * (MAX_FRAME_BYTES + 1),
     "a list that claims to be huge": b"\x94\x01\x92\xa1p\x01\x92\xa1d\x02\xdd\xff\xff\xff\xff",
@@ -175,3 +206,13 @@ def test_whatever_a_turn_has_to_say_fits_into_its_frames() -> None:
     packed = pack_sends(P, [Send(D, refusal) for refusal in refusals])
     assert len(packed) > 1
     assert [m for envelope in packed for m in decode_envelope(encode_envelope(envelope)).messages] == refusals
+
+
+def test_the_longest_prompt_and_the_longest_ticket_fit_into_one_frame() -> None:
+    blocks = (tuple(range(2**32 - MAX_LISTED_BLOCKS, 2**32)),)
+    longest = [
+        Send(D, Announced(TransferId("x"), 1, 1, U64_MAX, blocks)),  # type: ignore[arg-type]
+        Send(D, Finished(TransferId("x"), 1, 1, "t" * (1 << 20))),
+    ]
+    for envelope in pack_sends(P, longest):
+        assert decode_envelope(encode_envelope(envelope)) == envelope
