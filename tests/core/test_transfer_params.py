@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 
 from baton.core.errors import BadTransferParams
 from baton.core.transfer_params import (
+    MAX_INTRODUCTION_CHARS,
     MAX_TICKET_CHARS,
     Compute,
     Fetch,
     KVTransferParams,
+    Stream,
     parse_transfer_params,
     to_wire,
 )
@@ -38,6 +40,48 @@ def test_no_params_and_empty_params_ask_for_nothing() -> None:
 def test_both_legs_of_a_dispatch_parse() -> None:
     assert parse_transfer_params({"do_remote_decode": True, "transfer_id": "t"}) == Compute("t")  # type: ignore[arg-type]
     assert parse_transfer_params(ANSWER) == Fetch("abc", "P0")  # type: ignore[arg-type]
+
+
+STREAM: dict[str, Any] = {
+    "do_remote_prefill": True,
+    "transfer_id": "t",
+    "baton_introduction": "abc",
+    "remote_engine_id": "P0",
+}
+
+
+def test_a_decode_leg_that_streams_has_a_name_and_an_introduction() -> None:
+    assert parse_transfer_params(STREAM) == Stream("t", "abc", "P0")  # type: ignore[arg-type]
+    with_ticket = {**STREAM, "baton_ticket": "xyz"}
+    assert parse_transfer_params(with_ticket) == Fetch("xyz", "P0")  # type: ignore[arg-type]
+
+
+def test_a_prefill_leg_may_bring_the_ticket_of_the_turn_before() -> None:
+    leg = {"do_remote_decode": True, "transfer_id": "t", "baton_ticket": "abc"}
+    assert parse_transfer_params(leg) == Compute("t", "abc")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"transfer_id": ""}, "transfer_id"),
+        ({"transfer_id": "x" * 257}, "transfer_id"),
+        ({"transfer_id": 7}, "transfer_id"),
+        ({"baton_introduction": None}, "baton_ticket"),
+        ({"baton_introduction": ""}, "baton_introduction"),
+        ({"baton_introduction": 7}, "baton_introduction"),
+        ({"baton_introduction": "a" * (MAX_INTRODUCTION_CHARS + 1)}, "baton_introduction"),
+        ({"remote_engine_id": None}, "remote_engine_id"),
+    ],
+)
+def test_a_bad_field_of_a_stream_is_named(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(BadTransferParams, match=rf"kv_transfer_params\.{field}: "):
+        parse_transfer_params({**STREAM, **change})
+
+
+def test_a_bad_ticket_of_the_turn_before_is_named() -> None:
+    with pytest.raises(BadTransferParams, match=r"kv_transfer_params\.baton_ticket: "):
+        parse_transfer_params({"do_remote_decode": True, "baton_ticket": 7})
 
 
 def test_vllms_own_nulls_are_fine_on_the_prefill_leg() -> None:
@@ -107,6 +151,8 @@ def _field_refused(raw: dict[str, Any]) -> str | None:
     return None
 
 
-@given(st.sampled_from([Compute(None), Compute("t"), Fetch("x", "P")]))  # type: ignore[arg-type]
+@given(
+    st.sampled_from([Compute(None), Compute("t"), Compute("t", "x"), Fetch("x", "P"), Stream("t", "i", "P")])
+)  # type: ignore[arg-type]
 def test_what_we_write_we_read(params: KVTransferParams) -> None:
     assert parse_transfer_params(to_wire(params)) == params

@@ -1,0 +1,101 @@
+"""Introductions: believed only as they were signed, never for a ticket, and only of an engine like us."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.ids import Address, EngineId, Epoch
+from baton.core.layout import ModelFingerprint
+from baton.core.transfer_params import MAX_INTRODUCTION_CHARS
+from baton.protocol.introduction import (
+    BadIntroduction,
+    Introduction,
+    check_introduction,
+    open_introduction,
+    sign_introduction,
+)
+from baton.protocol.seal import Fault
+from baton.protocol.ticket import BadTicket, open_ticket
+
+KEY = b"k" * 32
+MODEL = ModelFingerprint(
+    model="m", revision="r", dtype="bfloat16", num_layers=2, num_kv_heads=4, head_dim=8, hash_seed="s"
+)
+
+
+def introduction(**changes: Any) -> Introduction:
+    fields: dict[str, Any] = dict(
+        address=Address(EngineId("p"), Epoch(2**64 - 1)),
+        control_url="tcp://127.0.0.1:5555",
+        fingerprint=MODEL,
+        tp_size=2,
+        block_tokens=16,
+    )
+    return Introduction(**{**fields, **changes})
+
+
+def fault_of(text: str, key: bytes | None = KEY) -> Fault:
+    with pytest.raises(BadIntroduction) as caught:
+        open_introduction(text, key)
+    assert caught.value.field == "kv_transfer_params.baton_introduction"
+    return caught.value.reason
+
+
+@pytest.mark.parametrize("key", [KEY, None])
+def test_an_introduction_arrives_as_it_was_signed(key: bytes | None) -> None:
+    assert open_introduction(sign_introduction(introduction(), key), key) == introduction()
+
+
+@pytest.mark.parametrize(("signed_with", "opened_with"), [(KEY, None), (None, KEY), (KEY, b"o" * 32)])
+def test_engines_of_another_cluster_are_not_believed(
+    signed_with: bytes | None, opened_with: bytes | None
+) -> None:
+    assert fault_of(sign_introduction(introduction(), signed_with), opened_with) is Fault.SIGNATURE
+
+
+def test_one_paper_never_passes_for_another() -> None:
+    text = sign_introduction(introduction(), KEY)
+    with pytest.raises(BadTicket):
+        open_ticket(text, KEY)
+
+
+@given(st.data())
+def test_an_altered_introduction_is_refused(data: st.DataObject) -> None:
+    text = sign_introduction(introduction(), KEY)
+    at = data.draw(st.integers(0, len(text) - 1))
+    altered = text[:at] + data.draw(st.sampled_from("Aa0_")) + text[at + 1 :]
+    if altered != text:
+        assert fault_of(altered) in (Fault.SCHEMA, Fault.VERSION, Fault.SIGNATURE)
+
+
+def test_size_comes_first() -> None:
+    assert fault_of("") is Fault.SIZE
+    assert fault_of("A" * (MAX_INTRODUCTION_CHARS + 1)) is Fault.SIZE
+    assert fault_of("täglich") is Fault.SCHEMA
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"address": Address(EngineId(""), Epoch(1))},
+        {"control_url": "x" * 513},
+        {"tp_size": 0},
+        {"block_tokens": 0},
+    ],
+)
+def test_nobody_can_introduce_what_cannot_be(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        introduction(**change)
+
+
+def test_an_engine_that_is_not_like_us_is_named() -> None:
+    check_introduction(introduction(), fingerprint=MODEL)
+    other = ModelFingerprint(
+        model="m", revision="r", dtype="bfloat16", num_layers=3, num_kv_heads=4, head_dim=8, hash_seed="s"
+    )
+    with pytest.raises(BadIntroduction, match="num_layers: ours 3, theirs 2"):
+        check_introduction(introduction(), fingerprint=other)
+    with pytest.raises(BadIntroduction, match="3 ranks, which cannot share 4 KV heads"):
+        check_introduction(introduction(tp_size=3), fingerprint=MODEL)

@@ -1,0 +1,288 @@
+"""What stories do not tell: any order of anything that can be said, bounds, and who wakes when."""
+
+import hashlib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.core.ids import Address, BlockId, EngineId, Epoch, LoanId, Pair, PromptHash, RequestId, TransferId
+from baton.core.layout import ModelFingerprint
+from baton.core.timers import Timers
+from baton.protocol.effects import (
+    CancelReads,
+    Fail,
+    FreeTarget,
+    Lent,
+    OpenTicket,
+    ReadEarly,
+    Send,
+    StreamEffect,
+)
+from baton.protocol.messages import Announced, Failed, Finished, Message, Want, Working
+from baton.protocol.pull_consumer import PullConsumer
+from baton.protocol.push_consumer import PushConsumer
+from baton.protocol.push_producer import PushProducer
+from baton.protocol.ticket import Ticket
+
+T = Timers()
+P, D = Address(EngineId("p"), Epoch(1)), Address(EngineId("d"), Epoch(2))
+X = TransferId("x")
+HASH = PromptHash(hashlib.sha256(b"prompt").digest())
+PAIRS = (Pair(0, 0), Pair(1, 0))
+NUM_TOKENS, NUM_LAYERS = 8, 2
+MODEL = ModelFingerprint(
+    model="m", revision="r", dtype="bf16", num_layers=2, num_kv_heads=2, head_dim=1, hash_seed="s"
+)
+
+
+def table(num_blocks: int) -> tuple[tuple[BlockId, ...], ...]:
+    return (tuple(BlockId(10 + block) for block in range(num_blocks)),)
+
+
+def ticket(**changes: Any) -> Ticket:
+    fields: dict[str, Any] = dict(
+        producer=P,
+        control_url="x://",
+        loan_id=LoanId(Epoch(1), 1),
+        transfer_id=X,
+        request_id=RequestId("r"),
+        fingerprint=MODEL,
+        tp_size=2,
+        block_tokens=1,
+        block_ids=table(NUM_TOKENS),
+        num_tokens=NUM_TOKENS,
+        prompt_hash=HASH,
+    )
+    return Ticket(**{**fields, **changes})
+
+
+class Waiting:
+    """One stream that waits, and may read."""
+
+    def __init__(self, first_token: int = 0) -> None:
+        self.pull = PullConsumer(T)
+        self.push = PushConsumer(T, self.pull, NUM_LAYERS)
+        wanted = self.push.want(X, P, HASH, NUM_TOKENS, 1, 0.0)
+        assert wanted is not None
+        self.claim, _ = wanted
+        self.push.ready(self.claim, PAIRS, first_token, 0.0)
+
+    def hear(self, message: Message, now: float = 1.0) -> list[StreamEffect]:
+        return self.push.receive(P, message, now)
+
+    def announce(self, run: int, num_tokens: int, *partial: int) -> list[StreamEffect]:
+        return self.hear(Announced(X, self.claim, run, num_tokens, table(NUM_TOKENS), *partial))
+
+
+announcements = st.tuples(
+    st.integers(1, 3), st.integers(0, NUM_TOKENS), st.integers(0, NUM_TOKENS), st.integers(0, NUM_LAYERS)
+)
+said = st.lists(
+    st.one_of(announcements, st.sampled_from(["finished 1", "finished 3", "end a read"])), max_size=12
+)
+
+
+@settings(max_examples=300)
+@given(said, st.integers(0, NUM_TOKENS))
+def test_in_any_order_no_cell_is_read_twice_in_a_run_nor_in_two_runs_at_once(
+    said: list[Any], first_token: int
+) -> None:
+    stream = Waiting(first_token)
+    run_of_reads = 0
+    owed: set[Pair] = set()
+    cells: set[tuple[int, int]] = set()
+    is_lent = False
+
+    def absorb(effects: list[StreamEffect], run: int) -> None:
+        nonlocal run_of_reads, owed, cells, is_lent
+        for effect in effects:
+            match effect:
+                case ReadEarly(_, pairs, part):
+                    assert not is_lent
+                    if run != run_of_reads:
+                        assert not owed, "the old run's reads have ended"
+                        run_of_reads, cells = run, set()
+                    owed |= set(pairs)
+                    fresh = {
+                        (token, layer)
+                        for token in range(part.first_token, part.first_token + part.num_tokens)
+                        for layer in range(*(part.layers or (0, NUM_LAYERS)))
+                    }
+                    assert not fresh & cells
+                    cells |= fresh
+                case OpenTicket():
+                    is_lent = True
+                    lent = [e for e in stream.push.accept(stream.claim, ticket(), 1.0) if isinstance(e, Lent)]
+                    assert len(lent) == 1
+                    unread = lent[0].unread
+                    if unread is None:
+                        return
+                    left = {
+                        (token, layer)
+                        for part in unread
+                        for token in range(part.first_token, part.first_token + part.num_tokens)
+                        for layer in range(*(part.layers or (0, NUM_LAYERS)))
+                    }
+                    whole = {(t, n) for t in range(first_token, NUM_TOKENS) for n in range(NUM_LAYERS)}
+                    assert not left & cells
+                    assert left | cells == whole
+                    assert run == run_of_reads
+
+    newest = 0
+    for what in said:
+        if what == "end a read":
+            if owed and not is_lent:
+                pair = owed.pop()
+                absorb(stream.push.read_ended(stream.claim, pair, False, 1.0), newest)
+                if stream.push.num_open == 0 or stream.push._streams[stream.claim].draining:
+                    return  # It was not cancelled: a failure.
+        elif isinstance(what, str):
+            run = int(what.split()[1])
+            absorb(stream.hear(Finished(X, stream.claim, run, "t")), run)
+        else:
+            run, num_tokens, partial_tokens, partial_layers = what
+            newest = max(newest, run)
+            absorb(stream.announce(run, num_tokens, partial_tokens, partial_layers), newest)
+
+
+def test_tokens_without_a_block_are_not_read() -> None:
+    stream = Waiting()
+    assert stream.hear(Announced(X, stream.claim, 1, 4, table(3))) == []
+    assert stream.hear(Announced(X, stream.claim, 1, 2, table(2), 4, 1)) == []
+    assert stream.hear(Announced(X, stream.claim, 1, 4, ())) == []
+    assert stream.hear(Announced(X, stream.claim, 1, 4, table(4))) != []
+
+
+def test_other_blocks_in_the_same_run_end_the_stream() -> None:
+    stream = Waiting()
+    stream.announce(1, 2)
+    _, failed, cancelled = stream.hear(Announced(X, stream.claim, 1, 4, ((BlockId(1),) * 8,)))
+    assert failed == Fail(stream.claim, "the producer announced other blocks than before")
+    assert cancelled == CancelReads(stream.claim)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"producer": D}, "another transfer"),
+        ({"transfer_id": TransferId("y")}, "another transfer"),
+        ({"prompt_hash": PromptHash(b"h" * 32)}, "another prompt"),
+        ({"num_tokens": 7, "block_ids": table(7)}, "another prompt"),
+        ({"block_tokens": 2, "block_ids": table(4)}, "other blocks"),
+        ({"block_ids": (table(NUM_TOKENS)[0][::-1],)}, "other blocks"),
+    ],
+)
+def test_a_true_ticket_for_something_else_is_not_accepted(change: dict[str, Any], reason: str) -> None:
+    stream = Waiting()
+    stream.announce(1, 2)
+    stream.hear(Finished(X, stream.claim, 1, "t"))
+    failed = [e for e in stream.push.accept(stream.claim, ticket(**change), 1.0) if isinstance(e, Fail)]
+    assert len(failed) == 1
+    assert reason in failed[0].reason
+    assert stream.pull.num_open == 0
+
+
+def test_nobody_else_is_heard_about_a_stream() -> None:
+    stream = Waiting()
+    for message in (Working(X, stream.claim), Announced(X, stream.claim, 1, 4, table(4))):
+        [answer] = stream.push.receive(D, message, 1.0)
+        assert isinstance(answer, Send)
+        assert answer.to == D
+    assert stream.push.receive(D, Failed(X, stream.claim, "no"), 1.0) == []
+    assert stream.push.num_open == 1
+
+
+def test_a_read_that_ends_by_itself_fails_the_stream_at_once() -> None:
+    stream = Waiting()
+    stream.announce(1, 4)
+    _, failed, _ = stream.push.read_ended(stream.claim, PAIRS[0], False, 2.0, "link down")
+    assert failed == Fail(stream.claim, "read failed, rank 0 to rank 0: link down")
+    assert stream.push.read_ended(stream.claim, PAIRS[1], True, 2.0) == [FreeTarget(stream.claim)]
+    assert stream.push.num_open == 0
+
+
+def test_the_deadline_of_a_stream_goes_on_as_that_of_its_claim() -> None:
+    stream = Waiting()
+    stream.hear(Finished(X, stream.claim, 1, "t"), 100.0)
+    stream.push.accept(stream.claim, ticket(), 100.0)
+    [_, failed, _] = stream.pull.wake(T.deadline_s)
+    assert isinstance(failed, Fail)
+    assert "deadline" in failed.reason
+
+
+def test_a_ticket_that_nobody_opens_does_not_keep_a_stream_for_ever() -> None:
+    stream = Waiting()
+    stream.hear(Finished(X, stream.claim, 1, "t"))
+    assert stream.push.wake(T.silence_s + 2) == []
+    assert [e for e in stream.push.wake(T.deadline_s) if isinstance(e, Fail)]
+    assert stream.push.accept(stream.claim, ticket(), T.deadline_s) == []
+    assert stream.push.num_open == 0
+
+
+def test_what_is_due_to_one_producer_at_about_the_same_time_travels_together() -> None:
+    push = PushConsumer(T, PullConsumer(T), NUM_LAYERS)
+    for index in range(3):
+        push.want(TransferId(f"x{index}"), P, HASH, 8, 1, index * 0.3)
+    assert push.next_deadline == T.grant_every_s
+    assert len(push.wake(T.grant_every_s)) == 3
+    assert push.next_deadline == 2 * T.grant_every_s
+
+
+# --- P --------------------------------------------------------------------------------------------
+
+
+def answers(producer: PushProducer, message: Message, now: float, sender: Address = D) -> list[Message]:
+    return [send.message for send in producer.receive(sender, message, now)]
+
+
+def test_nothing_is_left_of_prefills_that_nobody_wanted_nor_of_wants_that_nobody_served() -> None:
+    producer = PushProducer(T)
+    producer.expect(X, HASH, 8, 0.0)
+    producer.finished(X, "t", 1.0)
+    producer.receive(D, Want(TransferId("y"), 1, HASH, 8), 2.0)
+    now = 0.0
+    for _ in range(20):
+        now = producer.next_deadline
+        if now == float("inf"):
+            break
+        producer.wake(now)
+    assert producer.num_open == 0
+    assert producer.next_deadline == float("inf")
+
+
+def test_a_prefill_that_computes_is_kept_for_as_long_as_it_takes() -> None:
+    producer = PushProducer(T)
+    producer.expect(X, HASH, 8, 0.0)
+    producer.wake(1e6)
+    assert producer.expect(X, HASH, 8, 1e6) is None
+    assert answers(producer, Want(X, 1, HASH, 8), 1e6) == [Working(X, 1)]
+
+
+def test_a_reason_of_any_length_can_be_told() -> None:
+    producer = PushProducer(T)
+    producer.expect(X, HASH, 8, 0.0)
+    producer.receive(D, Want(X, 1, HASH, 8), 0.0)
+    [send] = producer.failed(X, "no" * 10_000, 1.0)
+    assert isinstance(send.message, Failed)
+
+
+def test_what_is_said_of_a_prefill_that_is_over_changes_nothing() -> None:
+    producer = PushProducer(T)
+    producer.expect(X, HASH, 8, 0.0)
+    producer.receive(D, Want(X, 1, HASH, 8), 0.0)
+    producer.finished(X, "t", 1.0)
+    assert producer.progress(X, 4, table(4), 1.0) == []
+    assert producer.preempted(X, 1.0) == []
+    assert producer.failed(X, "late", 1.0) == []
+    assert answers(producer, Want(X, 1, HASH, 8), 2.0) == [Finished(X, 1, 1, "t")]
+
+
+def test_who_waits_for_nothing_any_more_may_be_replaced() -> None:
+    producer = PushProducer(T)
+    producer.receive(D, Want(X, 1, HASH, 8), 0.0)
+    assert producer.is_wanted(X)
+    assert isinstance(answers(producer, Want(X, 1, HASH, 8), 0.0, P)[0], Failed)
+    assert answers(producer, Want(X, 2, HASH, 8), 1.0) == [Working(X, 2)]  # D's next; the first is over.
+    assert isinstance(answers(producer, Want(X, 1, HASH, 8), 1.0)[0], Failed)
