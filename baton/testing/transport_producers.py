@@ -3,6 +3,8 @@
 import functools
 import itertools
 import multiprocessing
+import os
+import struct
 from collections.abc import Callable
 from multiprocessing.connection import Connection as Pipe
 
@@ -10,11 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.core.config import ClusterSecret
+from baton.core.errors import TransferError
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.layout import Region
 from baton.transport.base import Transport
+from baton.transport.cuda_driver import HANDLE_BYTES, SharedMemory
+from baton.transport.cuda_ipc import CudaIpcTransport
+from baton.transport.iovec import IOV_MAX, iovec_array, read_process_memory
 from baton.transport.local import LocalTransport
 from baton.transport.memory import MemoryNetwork, MemoryTransport
+from baton.transport.spans import Copies, Int64s
 from baton.transport.tcp import TcpTransport
 
 REGION_BYTES = 4 << 20
@@ -48,6 +55,10 @@ def make_local(address: Address, port: int) -> Transport:
     return LocalTransport(address)
 
 
+def make_cuda_ipc_on_host(address: Address, port: int) -> Transport:
+    return CudaIpcTransport(address, driver=HostDevice())
+
+
 def make_nixl(address: Address, port: int) -> Transport:
     from baton.transport.nixl import NixlTransport  # Needs an optional package.
 
@@ -56,6 +67,49 @@ def make_nixl(address: Address, port: int) -> Transport:
 
 def make_tcp(address: Address, port: int, secret: ClusterSecret | None = None) -> Transport:
     return TcpTransport(address, port=port, secret=secret)
+
+
+class HostDevice:
+    """A CUDA driver whose one device is the host's memory, for the logic of `cuda_ipc` without a GPU.
+
+    Its handles name a process and an address; what is opened lies, as on a device, somewhere else than in
+    the owner's process, so that addresses that were not translated are noticed.
+    """
+
+    _SHIFT = 1 << 50  # Addresses of the n-th opened allocation lie n times so far up.
+
+    def __init__(self) -> None:
+        self._opened: dict[int, tuple[int, int]] = {}  # Where it lies here: pid, address there.
+
+    def device_of(self, region: Region) -> int:
+        if region.device != "cpu":
+            raise TransferError(f"there is no {region.device!r} here")
+        return 0
+
+    def uuid_of(self, device: int) -> bytes:
+        return b"the host's memory"
+
+    def share(self, region: Region) -> SharedMemory:
+        before = min(64, region.address)  # As if the allocation began a little earlier.
+        named = (os.getpid(), region.address - before)
+        return SharedMemory(struct.pack("<QQ", *named).ljust(HANDLE_BYTES, b"\0"), before)
+
+    def open(self, handle: bytes, device: int) -> int:
+        pid, address = (int(number) for number in struct.unpack_from("<QQ", handle))
+        shift = self._SHIFT * (max((here // self._SHIFT for here in self._opened), default=0) + 1)
+        self._opened[shift + address] = (pid, shift)
+        return shift + address
+
+    def close(self, address: int) -> None:
+        del self._opened[address]
+
+    def copy(self, copies: Copies, device: int) -> None:
+        for batch in copies.batches(count_max=IOV_MAX, bytes_max=64 << 20):
+            opened_as = batch.remote // self._SHIFT * self._SHIFT
+            for pid, shift in list(self._opened.values()):
+                these = opened_as == shift
+                if these.any():
+                    _read(pid, batch.local[these], batch.remote[these] - shift, batch.nbytes[these])
 
 
 class ProcessProducer:
@@ -98,6 +152,15 @@ class ProcessProducer:
         answer = self._pipe.recv()
         assert isinstance(answer, bytes)
         return answer
+
+
+def _read(pid: int, local: Int64s, remote: Int64s, nbytes: Int64s) -> None:
+    try:
+        count = read_process_memory(pid, iovec_array(local, nbytes), iovec_array(remote, nbytes))
+    except OSError as error:
+        raise TransferError(f"process {pid}: {error}") from error
+    if count != int(nbytes.sum()):
+        raise TransferError("a short copy")
 
 
 def _hold_memory(pipe: Pipe, make: MakeTransport, seed: int, address: Address) -> None:

@@ -16,11 +16,8 @@ checksum's eyes too; that is for the lease to exclude.
 There are no writes here: they could be bound to nobody.
 """
 
-import logging
-import threading
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -44,17 +41,13 @@ from baton.transport.identity_page import (
     prove_identity,
 )
 from baton.transport.iovec import IOV_MAX, Scratch, iovec_array, read_process_memory
+from baton.transport.reader_pool import ReaderPool
 from baton.transport.spans import Copies, Int64s, SpanTable, check_regions, require_host_memory
-from baton.transport.threads import join_all, start_owned_thread
-
-logger = logging.getLogger(__name__)
 
 CALL_BYTES_MAX = 8 << 20  # Bounds how long a cancel waits: about 2 ms.
 CALL_COPIES_MAX = IOV_MAX - 2  # The epoch page goes before and after.
-NUM_READERS = (
-    2  # One copies at half of memory speed or so; the second joins in for more than one call's worth.
-)
-CLOSE_TIMEOUT_S = 10.0  # A thread ends after the call that it is in.
+# One copies at half of memory speed or so; the second joins in for more than one call's worth.
+NUM_READERS = 2
 
 
 class LocalEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,29 +78,6 @@ class LocalPrepared(Prepared):
     table: SpanTable
 
 
-@dataclass(eq=False)
-class _Reading:
-    """One posted operation. Only reader threads touch memory for it; its fields are the queue's to guard."""
-
-    op: OpId
-    peer: LocalPeer
-    batches: Iterator[Copies]
-    copied_bytes: int = 0
-    num_running: int = 0  # Batches that a thread is copying right now.
-    stopped: str | None = None  # Why no further batch is begun.
-    is_exhausted: bool = False  # No batch is left to begin.
-
-
-@dataclass
-class _Queue:
-    """What the callers and the reader threads share. A reading waits here while it has batches to begin."""
-
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    waiting: deque[_Reading] = field(default_factory=deque)
-    by_op: dict[OpId, _Reading] = field(default_factory=dict)
-    closed: bool = False
-
-
 class LocalTransport(Transport):
     """One rank's. All calls may come from any thread."""
 
@@ -122,15 +92,19 @@ class LocalTransport(Transport):
         on_completion: Callable[[], None] | None = None,
     ) -> None:
         self._address = address
-        self._thread_cpus = thread_cpus
-        self._num_readers = num_readers
         self._completions = CompletionQueue(on_completion)
         self._identity = IdentityPage(address.epoch)
         self._regions: tuple[Region, ...] = ()
         self._registered = False
-        self._queue = _Queue()
-        self._threads: list[threading.Thread] = []  # Started with the first peer: an owner needs none.
-        self._died: str | None = None
+        self._pool = ReaderPool[LocalPeer](
+            self.name,
+            _read_batch,
+            self._completions,
+            num_threads=num_readers,
+            thread_cpus=thread_cpus,
+            batch_copies_max=CALL_COPIES_MAX,
+            batch_bytes_max=CALL_BYTES_MAX,
+        )
 
     @property
     def capabilities(self) -> Capabilities:
@@ -164,16 +138,7 @@ class LocalTransport(Transport):
             identity_bytes(named.epoch, named.generation, named.nonce),
             who=named.engine_id,
         )
-        with self._queue.changed:
-            if self._queue.closed:
-                raise TransferError("the local transport is closed")
-            while len(self._threads) < self._num_readers:
-                name = f"baton-local-{len(self._threads)}"
-                self._threads.append(
-                    start_owned_thread(
-                        name, self._read_queued, on_death=self._fail_all, cpus=self._thread_cpus
-                    )
-                )
+        self._pool.start()
         return LocalPeer(address, named)
 
     def prepare(self, peer: PeerHandle, spans: Sequence[CopySpan]) -> LocalPrepared:
@@ -185,18 +150,7 @@ class LocalTransport(Transport):
     ) -> OpId:
         assert isinstance(prepared, LocalPrepared)
         copies = prepared.table.expand(local_blocks, remote_blocks)
-        with self._queue.changed:
-            if reason := prepared.peer.lost or self._died or ("closed" if self._queue.closed else None):
-                raise TransferError(f"cannot read from {prepared.peer.address.engine_id}: {reason}")
-            op = self._completions.open()
-            batches = copies.batches(count_max=CALL_COPIES_MAX, bytes_max=CALL_BYTES_MAX)
-            reading = _Reading(op, prepared.peer, batches)
-            self._queue.by_op[op] = reading
-            self._queue.waiting.append(reading)
-            self._queue.changed.notify()
-            if copies.total_bytes > CALL_BYTES_MAX:
-                self._queue.changed.notify()  # More than one call: worth a second thread.
-            return op
+        return self._pool.post(prepared.peer, copies)
 
     def poll(self) -> list[Completion]:
         return self._completions.poll()
@@ -205,100 +159,16 @@ class LocalTransport(Transport):
         return self._completions.wait(timeout_s)
 
     def cancel(self, op: OpId) -> None:
-        with self._queue.changed:
-            if reading := self._queue.by_op.get(op):
-                reading.stopped = reading.stopped or "cancelled"
+        self._pool.cancel(op)
 
     def disconnect(self, peer: PeerHandle) -> None:
         assert isinstance(peer, LocalPeer)
-        with self._queue.changed:
-            peer.lost = peer.lost or "disconnected"
+        self._pool.lose(peer, "disconnected")
 
     def close(self) -> None:
         # First of all: what others are reading right now must not count once the memory goes back.
         self._identity.void()
-        with self._queue.changed:
-            self._queue.closed = True
-            self._queue.changed.notify_all()
-        join_all(self._threads, CLOSE_TIMEOUT_S)
-
-    # The reader threads.
-
-    def _read_queued(self) -> None:
-        pages = (Scratch.of(PAGE_BYTES), Scratch.of(PAGE_BYTES))
-        while (turn := self._next_turn()) is not None:
-            reading, batch = turn
-            if batch is None:
-                self._finish(reading)
-                continue
-            error: str | None = "its reader thread died"
-            try:
-                _read_batch(reading.peer, batch, pages)
-                error = None
-            except TransferError as failure:
-                error = str(failure)
-            finally:
-                if self._end_batch(reading, batch, error):
-                    self._finish(reading)
-
-    def _next_turn(self) -> tuple[_Reading, Copies | None] | None:
-        """The longest waiting reading with one call's worth to copy, or without when it is over.
-
-        It goes to the back of the queue: a long prompt must not hold up a short one. None when the transport
-        closes and no reading is left.
-        """
-        with self._queue.changed:
-            while True:
-                self._queue.changed.wait_for(lambda: self._queue.waiting or self._queue.closed)
-                if not self._queue.waiting:
-                    return None
-                reading = self._queue.waiting.popleft()
-                reading.stopped = reading.stopped or self._reason_to_stop(reading)
-                batch = next(reading.batches, None) if reading.stopped is None else None
-                if batch is not None:
-                    reading.num_running += 1
-                    self._queue.waiting.append(reading)
-                    return reading, batch
-                reading.is_exhausted = True
-                if self._is_over(reading):
-                    return reading, None
-
-    def _end_batch(self, reading: _Reading, batch: Copies, error: str | None) -> bool:
-        """True if that was the last of it."""
-        with self._queue.changed:
-            reading.num_running -= 1
-            if error is None:
-                reading.copied_bytes += batch.total_bytes
-            else:
-                reading.stopped = reading.stopped or error
-            return self._is_over(reading)
-
-    def _is_over(self, reading: _Reading) -> bool:
-        """With the lock held; True once: nobody copies for it, and nobody will."""
-        if not reading.is_exhausted or reading.num_running:
-            return False
-        return self._queue.by_op.pop(reading.op, None) is not None
-
-    def _finish(self, reading: _Reading) -> None:
-        """Without the lock: whoever is told may post the next one at once."""
-        self._completions.finish(reading.op, nbytes=reading.copied_bytes, error=reading.stopped)
-
-    def _reason_to_stop(self, reading: _Reading) -> str | None:
-        return reading.peer.lost or ("the transport was closed" if self._queue.closed else None)
-
-    def _fail_all(self, error: BaseException) -> None:
-        """A reader thread died of a bug: nobody may wait for it. The other one ends what it is copying."""
-        with self._queue.changed:
-            self._died = f"the reader thread died: {error!r}"
-            self._queue.closed = True
-            self._queue.changed.notify_all()
-            self._queue.waiting.clear()
-            for reading in self._queue.by_op.values():
-                reading.stopped = self._died
-                reading.is_exhausted = True
-            over = [reading for reading in list(self._queue.by_op.values()) if self._is_over(reading)]
-        for reading in over:
-            self._finish(reading)
+        self._pool.close()
 
 
 def _decode_endpoint(address: Address, endpoint: bytes) -> LocalEndpoint:
@@ -315,10 +185,10 @@ def _decode_endpoint(address: Address, endpoint: bytes) -> LocalEndpoint:
     return named
 
 
-def _read_batch(peer: LocalPeer, batch: Copies, pages: tuple[Scratch, Scratch]) -> None:
+def _read_batch(peer: LocalPeer, batch: Copies) -> None:
     """Raises TransferError; then the destination holds anything."""
     pid = peer.endpoint.process.pid
-    before, after = pages
+    before, after = Scratch.of(PAGE_BYTES), Scratch.of(PAGE_BYTES)
     page = np.array([PAGE_BYTES], dtype=np.int64)
     page_address = np.array([peer.endpoint.identity_address], dtype=np.int64)
     while True:

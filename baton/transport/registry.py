@@ -19,6 +19,7 @@ from baton.core.errors import ConfigError, TransferError
 from baton.core.ids import Address
 from baton.core.layout import Region
 from baton.transport.base import PeerHandle, Transport
+from baton.transport.cuda_ipc import CudaIpcTransport
 from baton.transport.local import LocalTransport
 from baton.transport.memory import MemoryTransport
 from baton.transport.nixl import NixlTransport, has_rdma
@@ -27,16 +28,19 @@ from baton.transport.tcp import TcpTransport
 
 logger = logging.getLogger(__name__)
 
-PREFERENCE = ("memory", "local", "nixl", "tcp")
+PREFERENCE = ("memory", "cuda_ipc", "local", "nixl", "tcp")
 """Fastest first. `memory` is spoken in tests only, where nothing else is asked for."""
 
 DEFAULT_NAMES = ("local", "tcp")
 
 
-def available_names() -> tuple[str, ...]:
-    """What is worth offering here, best first: NIXL only where a device makes its reads true ones."""
-    nixl = ("nixl",) if is_installed() and has_rdma() else ()
-    return ("local", *nixl, "tcp")
+def available_names(device: str = "cpu") -> tuple[str, ...]:
+    """What is worth offering here for a cache on this kind of device, best first.
+
+    For host memory NIXL is worth it only where a network device makes its reads true ones.
+    """
+    nixl = ("nixl",) if is_installed() and (device != "cpu" or has_rdma()) else ()
+    return ("local", *nixl, "tcp") if device == "cpu" else ("cuda_ipc", *nixl)
 
 
 class Connected(NamedTuple):
@@ -70,6 +74,11 @@ def make_transport(
                 checksum=checksum,
                 on_completion=on_completion,
             )
+        case "cuda_ipc":
+            try:
+                return CudaIpcTransport(address, on_completion=on_completion)
+            except TransferError as error:
+                raise ConfigError(f"cuda_ipc cannot be used: {error}", field="transports") from error
         case "nixl":
             return NixlTransport(address, on_completion=on_completion)
         case "memory":

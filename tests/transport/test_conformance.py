@@ -8,9 +8,11 @@ import pytest
 from baton.core.config import ClusterSecret
 from baton.core.ids import Address
 from baton.testing.transport_producers import (
+    HostDevice,
     MakeTransport,
     MemoryProducer,
     ProcessProducer,
+    make_cuda_ipc_on_host,
     make_local,
     make_nixl,
     make_tcp,
@@ -18,6 +20,7 @@ from baton.testing.transport_producers import (
 )
 from baton.testing.transport_suite import Producer, TransportRig, TransportSuite
 from baton.transport.base import Transport
+from baton.transport.cuda_ipc import CudaIpcTransport
 from baton.transport.local import LocalTransport
 from baton.transport.memory import MemoryNetwork, MemoryTransport
 from baton.transport.nixl import NixlTransport
@@ -83,3 +86,16 @@ class TestNixl(TransportSuite):
     @classmethod
     def rig(cls) -> TransportRig:
         return ProcessRig(make_nixl, NixlTransport)
+
+
+@pytest.mark.processes
+class TestCudaIpcOnHost(TransportSuite):
+    """All of it but the driver, whose device is the host's memory here."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def rig(cls) -> TransportRig:
+        def reader(address: Address, on_completion: Callable[[], None] | None) -> Transport:
+            return CudaIpcTransport(address, driver=HostDevice(), on_completion=on_completion)
+
+        return ProcessRig(make_cuda_ipc_on_host, reader)

@@ -95,8 +95,10 @@ def test_nixl_is_offered_only_where_a_device_reads_remote_memory(
     assert available_names() == ("local", "tcp")
     (tmp_path / "mlx5_0").mkdir()
     assert available_names() == ("local", "nixl", "tcp")
+    assert available_names("cuda") == ("cuda_ipc", "nixl")
     monkeypatch.setattr(registry, "is_installed", lambda: False)
     assert available_names() == ("local", "tcp")
+    assert available_names("cuda") == ("cuda_ipc",)
 
 
 def test_when_no_way_is_left_every_reason_is_named(engines: tuple[Engine, Engine]) -> None:

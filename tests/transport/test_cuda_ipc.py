@@ -1,0 +1,141 @@
+"""What only cuda_ipc can get wrong: mappings, devices, and a machine without a GPU."""
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import closing
+from multiprocessing.connection import Connection as Pipe
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from baton.core.errors import ConfigError, PeerError, TransferError
+from baton.core.ids import Address
+from baton.core.layout import CopySpan, Region
+from baton.testing.transport_producers import (
+    HostDevice,
+    ProcessProducer,
+    make_cuda_ipc_on_host,
+    new_address,
+    pattern,
+    regions_of,
+)
+from baton.testing.transport_suite import BLOCK_BYTES, BLOCK_SPAN, Connection, drain
+from baton.transport import make_transport
+from baton.transport.cuda_ipc import CudaIpcEndpoint, CudaIpcTransport
+
+TIMEOUT_S = 60.0
+
+
+class CountingDevice(HostDevice):
+    """Knows how many mappings are open."""
+
+    @property
+    def num_open(self) -> int:
+        return len(self._opened)
+
+
+@pytest.fixture(scope="module")
+def producer() -> Iterator[ProcessProducer]:
+    producer = ProcessProducer(make_cuda_ipc_on_host, seed=6)
+    yield producer
+    producer.close()
+
+
+@pytest.mark.processes
+def test_what_was_mapped_is_let_go(producer: ProcessProducer) -> None:
+    device = CountingDevice()
+    with closing(CudaIpcTransport(new_address("reader"), driver=device)) as reader:
+        first = Connection(reader, producer)
+        second = reader.connect(producer.address, producer.endpoint)
+        assert device.num_open == 4, "two regions, mapped for two peers"
+        reader.disconnect(first.peer)
+        reader.disconnect(first.peer)
+        assert device.num_open == 2
+        assert drain(reader, [reader.post_read(reader.prepare(second, [BLOCK_SPAN]), [1], [2])])[0].ok
+    assert device.num_open == 0
+
+
+@pytest.mark.processes
+def test_a_peer_on_another_gpu_is_refused(producer: ProcessProducer, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CountingDevice()
+    monkeypatch.setattr(device, "uuid_of", lambda index: b"another one")
+    with closing(CudaIpcTransport(new_address("reader"), driver=device)) as reader:
+        reader.register(regions_of(np.zeros((1, 4096), dtype=np.uint8)))
+        with pytest.raises(TransferError, match="another GPU"):
+            reader.connect(producer.address, producer.endpoint)
+    assert device.num_open == 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("field", ["nonce", "generation", "handle"])
+def test_an_endpoint_that_was_tampered_with_maps_nothing(producer: ProcessProducer, field: str) -> None:
+    named = msgspec.msgpack.decode(producer.endpoint, type=CudaIpcEndpoint)
+    short = tuple(msgspec.structs.replace(region, handle=b"x") for region in named.regions)
+    wrong: dict[str, Any] = {"nonce": bytes(32), "generation": 5, "handle": short}
+    replaced = {"regions" if field == "handle" else field: wrong[field]}
+    forged = msgspec.msgpack.encode(msgspec.structs.replace(named, **replaced))
+    device = CountingDevice()
+    with closing(CudaIpcTransport(new_address("reader"), driver=device)) as reader:
+        reader.register(regions_of(np.zeros((1, 4096), dtype=np.uint8)))
+        with pytest.raises(PeerError):
+            reader.connect(producer.address, forged)
+    assert device.num_open == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_machine_without_a_gpu_says_so() -> None:
+    with pytest.raises(ConfigError, match="no CUDA driver"):
+        make_transport("cuda_ipc", address=new_address("engine"))
+
+
+def _own_on_gpu(pipe: Pipe, address: Address) -> None:
+    memory = torch.from_numpy(pattern(8).copy()).cuda()
+    torch.cuda.synchronize()
+    with closing(CudaIpcTransport(address)) as owner:
+        pipe.send(owner.register(_regions_on_gpu(memory)))
+        pipe.poll(None)
+
+
+def _regions_on_gpu(memory: torch.Tensor) -> list[Region]:
+    return [Region(row.data_ptr(), row.nbytes, f"cuda:{row.get_device()}") for row in memory]
+
+
+@pytest.mark.gpu
+@pytest.mark.processes
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+def test_blocks_move_between_two_processes_on_one_gpu() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    address = new_address("owner")
+    process = spawn.Process(target=_own_on_gpu, args=(theirs, address), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(TIMEOUT_S)
+        endpoint = ours.recv()
+        memory = torch.zeros(pattern(8).shape, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        with closing(CudaIpcTransport(new_address("reader"))) as reader:
+            reader.register(_regions_on_gpu(memory))
+            peer = reader.connect(address, endpoint)
+            spans = [CopySpan(r, 0, BLOCK_BYTES, r, 0, BLOCK_BYTES, BLOCK_BYTES) for r in (0, 1)]
+            prepared = reader.prepare(peer, spans)
+            rng = np.random.default_rng(2)
+            local, remote = rng.permutation(1024), rng.permutation(1024)
+            (completion,) = drain(reader, [reader.post_read(prepared, local.tolist(), remote.tolist())])
+            assert completion.ok, completion.error
+            found = memory.cpu().numpy().reshape(2, 1024, BLOCK_BYTES)
+            expected = pattern(8).reshape(2, 1024, BLOCK_BYTES)
+            assert np.array_equal(found[:, local], expected[:, remote])
+            process.kill()
+            process.join()
+            (completion,) = drain(reader, [reader.post_read(prepared, [0], [0])])
+            assert not completion.ok, "what a dead process left on the GPU does not count"
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+        ours.close()
