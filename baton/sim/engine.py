@@ -93,6 +93,7 @@ class Engine:
         self.exits_at = self.world.now + for_s
         self.producer.drain(self.clock() + for_s * self.rate)
         self.world.count("drain")
+        self._arm()
         self.world.after(for_s, lambda: self.when_awake(self._exit))
         self._exit_if_empty()
 

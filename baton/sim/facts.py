@@ -20,6 +20,7 @@ class Lent:
     transfer_id: TransferId
     blocks: tuple[BlockId, ...] = ()
     lent_at: float = 0.0
+    kept_s: float = 0.0  # For whoever may come, before anything is promised.
 
 
 @dataclass(slots=True, eq=False)

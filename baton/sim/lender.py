@@ -24,6 +24,7 @@ TRIES_MAX = 12  # Of a chunk that finds no room.
 PREFILL_MEAN_S = 0.3
 CHUNK_MEAN_S = 1.0
 CHUNK_MAX_S = 4.0  # Or a healed world might not be done in time.
+KEEP_S = 8.0
 STALL_S = 20.0  # Longer than anybody waits.
 
 
@@ -187,7 +188,7 @@ class Lender:
     def _end(self, prefill: Prefill) -> None:
         engine, world, lent = self._engine, self._world, prefill.run
         failed = world.chance(world.faults.prefill_fails)
-        loan_id = None if failed else engine.producer.lend(engine.clock())
+        loan_id = None if failed else self._lend(lent)
         if loan_id is None:
             world.count("prefill failed" if failed else "prefill finished in a draining engine")
             return self._give_up(prefill, "failed" if failed else "drains")
@@ -214,6 +215,17 @@ class Lender:
             sends = engine.prefills.finished(prefill.transfer_id, text, engine.clock())
         engine.do(sends)
         prefill.on_ticket(text)
+
+    def _lend(self, lent: Lent) -> LoanId | None:
+        engine, world = self._engine, self._world
+        if not world.chance(world.faults.keeps):
+            return engine.producer.lend(engine.clock())
+        lent.kept_s = KEEP_S
+        loan_id = engine.producer.keep(engine.clock(), KEEP_S)
+        if loan_id is not None and world.chance(0.5):
+            world.count("kept, and given up if nobody comes")
+            self._later(world.rng.uniform(0, KEEP_S), lambda: engine.do(engine.producer.give_up(loan_id)))
+        return loan_id
 
     def _give_up(self, prefill: Prefill, reason: str) -> None:
         engine = self._engine

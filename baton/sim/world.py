@@ -56,6 +56,7 @@ class Faults:
     queueing: float = 0.0  # D has no room yet: claims, waits, and starts late or never.
     reject: float = 0.0  # D verifies a ticket and does not admit the request.
     clingy: bool = False  # D would renew for ever.
+    keeps: float = 0.0  # P keeps what it has for whoever may come, and may give it up.
     # Push
     chunked: float = 0.0  # A chunk is a block; else the rest of the prompt is one.
     layerwise: float = 0.0  # Of a chunk, the first layer is told of before the rest.
@@ -96,6 +97,7 @@ class Faults:
             queueing=pick([0.0, 0.3]),
             reject=pick([0.0, 0.1]),
             clingy=pick([False] * 5 + [True]),
+            keeps=pick([0.0, 0.0, 0.3]),
         )
 
     @classmethod

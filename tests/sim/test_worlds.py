@@ -15,8 +15,9 @@ SLICE = 500
 # Where a world that misses the guard is found, and how many worlds are tried from there. A rare fault needs
 # its seed; when a change of the world moves it, `python -m baton.sim mutants` finds another.
 SEEDS = {
-    ("pull", "claim_epoch"): 358,
-    ("pull", "incarnation"): 1366,
+    ("pull", "claim_epoch"): 781,
+    ("pull", "loan_cap"): 493,
+    ("pull", "incarnation"): 419,
 }
 TRIES = 300
 
@@ -26,6 +27,7 @@ HAPPENS = {
         "crash",
         "delivered",
         "drain",
+        "kept, and given up if nobody comes",
         "loan already in use",
         "loans expired",
         "loans released",

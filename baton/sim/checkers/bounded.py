@@ -38,7 +38,7 @@ def check_target_freed(engine: "Engine", landing: Landing) -> None:
 
 
 def check_loan_freed(engine: "Engine", lent: Lent) -> None:
-    _check_took(engine, lent.lent_at, engine.timers.loan_max_s, "lent for too long")
+    _check_took(engine, lent.lent_at, engine.timers.loan_max_s + lent.kept_s, "lent for too long")
 
 
 def check_rest(engine: "Engine") -> None:
