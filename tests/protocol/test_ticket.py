@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from baton.core.errors import UserError
 from baton.core.ids import Address, BlockId, EngineId, Epoch, LoanId, PromptHash, RequestId, TransferId
 from baton.core.layout import ModelFingerprint
+from baton.core.prefilled import PrefilledLogprob, PrefilledLogprobs, PrefilledTokens
 from baton.core.transfer_params import MAX_TICKET_CHARS
 from baton.protocol.ticket import (
     TICKET_VERSION,
@@ -60,6 +61,13 @@ def sealed(body: bytes, mac: bytes = b"") -> str:
 def test_a_ticket_arrives_as_it_was_signed() -> None:
     assert open_ticket(sign_ticket(ticket(), KEY), KEY) == ticket()
     assert open_ticket(sign_ticket(ticket(), None), None) == ticket()
+
+
+def test_a_ticket_carries_what_the_producer_has_sampled() -> None:
+    best = PrefilledLogprob(token_id=7, logprob=-0.25, rank=1)
+    prefilled = PrefilledTokens(token_ids=(7,), logprobs=(PrefilledLogprobs(chosen=best, top=(best,)),))
+    signed = sign_ticket(ticket(prefilled=prefilled), KEY)
+    assert open_ticket(signed, KEY).prefilled == prefilled
 
 
 def test_a_ticket_says_nothing_of_time() -> None:
