@@ -16,6 +16,8 @@ from baton.core.layout import ModelFingerprint
 from baton.protocol.ticket import Ticket, sign_ticket
 from tests.server.fakes import LiveServer, ScriptedEngine, model_config, service_around
 
+# The server and its clients are shared by all examples; and a machine that is busy is no failure.
+SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 KEYS = (
     "do_remote_decode",
     "do_remote_prefill",
@@ -95,7 +97,7 @@ def client(server: LiveServer, request: pytest.FixtureRequest) -> Iterator[httpx
         yield client
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=SHARED)
 @given(raw=params, is_stream=st.booleans())
 @example(raw={"do_remote_prefill": True, "remote_engine_id": "p", "baton_ticket": TICKET}, is_stream=False)
 @example(raw={"do_remote_decode": True, "transfer_id": "🙂" * 256}, is_stream=True)
@@ -119,7 +121,7 @@ def test_it_is_a_200_or_a_400_that_names_the_field(
     assert client.get("/health").status_code == 200
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=SHARED)
 @given(raw=st.binary(max_size=60))
 @example(raw=b'"\\ud800"')
 @example(raw=b'{"do_remote_decode": true, "transfer_id": "\\udfff"}')
@@ -131,7 +133,7 @@ def test_any_bytes_in_their_place_are_refused_or_harmless(client: httpx.Client, 
     assert client.get("/health").status_code == 200
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=SHARED)
 @given(given_id=st.binary(max_size=40).filter(lambda raw: b"\r" not in raw and b"\n" not in raw))
 @example(given_id=b"\xff\xfe")
 @example(given_id=b"x" * 300)

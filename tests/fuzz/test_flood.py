@@ -80,9 +80,10 @@ def test_a_consumer_that_wants_everything_leaves_room_for_others_and_is_forgotte
     assert isinstance(refused.message, Failed)
     (served,) = producer.receive(MODEST, want(0xFFFF), 0.0)
     assert isinstance(served.message, Working)
-    producer.wake(timers.hold_s)
+    for at_s in (timers.hold_s, 2 * timers.hold_s):  # Told that nothing comes, then forgotten.
+        producer.wake(at_s)
     assert producer.num_open == 0
-    (served,) = producer.receive(GREEDY, want(0xFFFF), timers.hold_s)
+    (served,) = producer.receive(GREEDY, want(0xFFFF), 2 * timers.hold_s)
     assert isinstance(served.message, Working), "it is not remembered against it"
 
 
