@@ -49,6 +49,7 @@ REPEATS = 5
 ANSWER_TOKENS = 8
 DECODE_TOKENS = 48
 IDLE_S = 5.0
+SETTLE_S = 0.5  # After the last request, for what it left to do.
 START_TIMEOUT_S = 300.0
 TTFT_SHARE, TTFT_EXTRA_S = 0.03, 0.005
 SECOND_EXTRA_S = 0.010
@@ -217,6 +218,7 @@ def _idle_share(child: Child) -> float:
     """CPU seconds per second of a process and its children."""
     process = psutil.Process(child.pid)
     tree = [process, *process.children(recursive=True)]
+    time.sleep(SETTLE_S)
     before = sum(sum(member.cpu_times()[:2]) for member in tree)
     time.sleep(IDLE_S)
     return (sum(sum(member.cpu_times()[:2]) for member in tree) - before) / IDLE_S

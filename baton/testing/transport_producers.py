@@ -7,6 +7,7 @@ import os
 import struct
 from collections.abc import Callable
 from multiprocessing.connection import Connection as Pipe
+from multiprocessing.context import ForkServerContext
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,14 @@ _epochs = itertools.count(1)
 
 def new_address(engine_id: str) -> Address:
     return Address(EngineId(engine_id), Epoch(2**63 + next(_epochs)))
+
+
+@functools.cache
+def _context() -> ForkServerContext:
+    """A server that has imported everything forks the producers: importing NIXL takes a second or two."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "nixl._bindings"])  # What is not installed is passed over.
+    return context
 
 
 @functools.cache
@@ -118,9 +127,8 @@ class ProcessProducer:
     def __init__(self, make: MakeTransport, seed: int) -> None:
         self.seed = seed
         self.address = new_address("producer")
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self.process = spawn.Process(
+        self._pipe, theirs = _context().Pipe()
+        self.process = _context().Process(
             target=_hold_memory, args=(theirs, make, seed, self.address), daemon=True
         )
         self.process.start()

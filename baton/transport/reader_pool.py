@@ -134,12 +134,14 @@ class ReaderPool(Generic[PeerT]):
             if batch is None:
                 self._finish(reading)
                 continue
-            error: str | None = "its reader thread died"
+            error: str | None = None
             try:
                 self._copy(reading.peer, batch)
-                error = None
             except TransferError as failure:
                 error = str(failure)
+            except BaseException as bug:
+                error = f"the reader thread died: {bug!r}"
+                raise
             finally:
                 if self._end_batch(reading, batch, error):
                     self._finish(reading)
