@@ -30,10 +30,10 @@ Status = Literal["unknown", "up", "down"]
 
 
 class Introduction(msgspec.Struct, frozen=True):
-    """What an engine says of itself; `introduction` is signed, and for other engines only."""
+    """What an engine says of itself, and thereby that it is one of Baton's."""
 
     engine_id: str
-    introduction: str
+    introduction: str | None  # Signed, for other engines; None: nothing can be pushed from here.
 
 
 @dataclass(slots=True, eq=False)

@@ -31,7 +31,7 @@ from baton.router.client_answer import ClientAnswer
 from baton.router.dispatch import Dispatch
 from baton.router.errors import LegFailure, RouterError
 from baton.router.first_token import FirstToken, FirstTokenReader
-from baton.router.fleet import Engine, Introduction
+from baton.router.fleet import Engine
 from baton.router.incoming import Incoming
 from baton.router.judge import (
     Complete,
@@ -121,9 +121,9 @@ class Handoff:
         try:
             if self._pushes and self._prefilled is None and self._local_reason is None:
                 producer = self._choose_producer()
-                introduction = await self._dispatch.introducer.of(producer) if producer else None
-                if producer is not None and introduction is not None:
-                    return await self._push(producer, introduction)
+                card = await self._dispatch.introducer.of(producer) if producer else None
+                if producer is not None and card is not None and card.introduction is not None:
+                    return await self._push(producer, card.engine_id, card.introduction)
             return await self._pull()
         finally:
             await self._close_legs()
@@ -151,16 +151,14 @@ class Handoff:
             return None
         return await self._take_answer(engine, answer)
 
-    async def _push(self, producer: Engine, introduction: Introduction) -> int | None:
+    async def _push(self, producer: Engine, engine_id: str, introduction: str) -> int | None:
         engine = self._choose_consumer()
         assert engine is not None
         transfer_id = new_transfer_id()
         prefill = self._start_prefill(producer, transfer_id)
         decode = self._start_decode(
             engine,
-            push_params(
-                transfer_id, engine_id=introduction.engine_id, introduction=introduction.introduction
-            ),
+            push_params(transfer_id, engine_id=engine_id, introduction=introduction),
             is_pushed=True,
         )
         either: set[asyncio.Future[Any]] = {prefill.outcome, decode.opened}

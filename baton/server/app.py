@@ -163,7 +163,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/baton/introduction")
     async def introduction() -> Response:
         if service.introduction is None:
-            raise ApiError(404, "this engine has no KV connector that introduces itself")
+            raise ApiError(404, "this engine has no KV connector")
         return json_response(service.introduction)
 
     @app.get("/version")

@@ -127,6 +127,7 @@ class FakeEngine:
     health_status: int = 200
     introduces_as: str | None = None  # None: not an engine of Baton.
     num_introductions: int = 0
+    can_push: bool = True
     calls: list[Received] = field(default_factory=list)
     saw_disconnect: asyncio.Event = field(default_factory=asyncio.Event)
     was_called: asyncio.Event = field(default_factory=asyncio.Event)
@@ -146,7 +147,8 @@ class FakeEngine:
             return
         if scope["path"] == "/baton/introduction":
             self.num_introductions += 1
-            card = {"engine_id": self.introduces_as, "introduction": f"signed {self.num_introductions}"}
+            text = f"signed {self.num_introductions}" if self.can_push else None
+            card = {"engine_id": self.introduces_as, "introduction": text, "kv_role": "kv_both"}
             await (call.answer(200, card) if self.introduces_as else call.answer(404, {}))
             return
         self.calls.append(call.received)

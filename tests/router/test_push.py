@@ -39,9 +39,10 @@ def test_both_legs_leave_at_once_under_one_transfer_id() -> None:
     run(main())
 
 
-def test_an_engine_that_has_not_introduced_itself_is_pulled_from() -> None:
+@pytest.mark.parametrize("name", [None, "p"])
+def test_an_engine_that_cannot_push_is_pulled_from(name: str | None) -> None:
     async def main() -> None:
-        p, d = FakeEngine(lends), FakeEngine(answers)
+        p, d = FakeEngine(lends, introduces_as=name, can_push=False), FakeEngine(answers)
         async with system([p], [d], mode="push") as s:
             answer = await s.complete()
         assert answer.status_code == 200

@@ -20,14 +20,16 @@ def config(transfer: KVTransferConfig | None) -> EngineConfig:
     )
 
 
-def test_an_engine_with_a_connector_is_introduced() -> None:
-    engine = ScriptedEngine(introduces_as="signed")
-    assert asyncio.run(introduce(config(TRANSFER), engine)) == CARD
+@pytest.mark.parametrize("text", ["signed", None])
+def test_an_engine_with_a_connector_is_introduced(text: str | None) -> None:
+    engine = ScriptedEngine(introduces_as=text)
+    assert asyncio.run(introduce(config(TRANSFER), engine)) == msgspec.structs.replace(
+        CARD, introduction=text
+    )
 
 
-@pytest.mark.parametrize(("text", "transfer"), [(None, TRANSFER), ("signed", None), (None, None)])
-def test_one_without_is_not(text: str | None, transfer: KVTransferConfig | None) -> None:
-    assert asyncio.run(introduce(config(transfer), ScriptedEngine(introduces_as=text))) is None
+def test_one_without_is_not() -> None:
+    assert asyncio.run(introduce(config(None), ScriptedEngine(introduces_as="signed"))) is None
 
 
 def test_a_router_reads_it_over_http_or_hears_404(http: httpx.Client, live: LiveServer) -> None:

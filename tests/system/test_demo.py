@@ -13,9 +13,16 @@ TIMEOUT_S = 240.0
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
-def test_the_demo_hands_over_and_the_tokens_are_equal(small_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--mode", "push", "--stream", "layer", "--prefill-block-size", "16"]],
+    ids=["pull", "push"],
+)
+def test_the_demo_hands_over_and_the_tokens_are_equal(
+    small_model: Path, tmp_path: Path, options: list[str]
+) -> None:
     command = [sys.executable, "-m", "baton.cli", "demo", "--model", str(small_model), "--prompts", "6"]
-    command += ["--log-dir", str(tmp_path / "logs"), "--num-blocks", "256"]
+    command += ["--log-dir", str(tmp_path / "logs"), "--num-blocks", "256", *options]
     # What is meant for `baton serve` must not change what is shown.
     environment = {**os.environ, "BATON_BLOCK_SIZE": "4", "COLUMNS": "100"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)

@@ -1,0 +1,224 @@
+"""Prefill here, first token from there, the rest from elsewhere: a client cannot tell it from one engine.
+
+Real engines, one pair of them behind two routers, one that pulls and one that pushes, and one engine alone.
+"""
+
+import io
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+
+from baton.cli.processes import Fleet, free_ports
+from baton.cli.system import EngineArguments, HandoffArguments, plan_system, start_system
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+START_S = 120.0
+ANSWER_S = 60.0
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@dataclass
+class Client:
+    """Of a router, or of an engine alone."""
+
+    url: str
+    http: httpx.Client
+
+    def ask(self, body: dict[str, Any], *, streams: bool) -> "Answer":
+        path = CHAT if "messages" in body else COMPLETIONS
+        if not streams:
+            answer = self.http.post(self.url + path, json=body)
+            assert answer.status_code == 200, answer.text
+            return Answer([answer.json()], answer.json()["usage"], answer.headers)
+        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        with self.http.stream("POST", self.url + path, json=asked) as answer:
+            lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        assert lines[-1] == "[DONE]"
+        chunks = [json.loads(line) for line in lines[:-1]]
+        assert not any("error" in chunk for chunk in chunks), chunks
+        assert all(chunk["usage"] is None for chunk in chunks[:-1])
+        return Answer(chunks[:-1], chunks[-1]["usage"], answer.headers)
+
+    def metric(self, name: str, **labels: str) -> float:
+        text = self.http.get(f"{self.url}/metrics").text
+        samples = (s for family in text_string_to_metric_families(text) for s in family.samples)
+        return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
+
+
+@dataclass
+class Answer:
+    """An answer is compared with another one chunk by chunk."""
+
+    chunks: list[dict[str, Any]]
+    usage: dict[str, Any]
+    headers: httpx.Headers
+
+    @property
+    def choices(self) -> list[dict[str, Any]]:
+        return [choice for chunk in self.chunks for choice in chunk["choices"]]
+
+    @property
+    def text(self) -> str:
+        return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in self.choices)
+
+
+@dataclass
+class System:
+    push: Client
+    pull: Client
+    alone: Client
+
+
+@pytest.fixture(scope="module")
+def system(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    plan = plan_system(
+        EngineArguments(small_model, num_blocks=512),
+        num_prefill=1,
+        num_decode=1,
+        num_single=1,
+        handoff=HandoffArguments("push", "chunk"),
+    )
+    # The push connector does what pull does too.
+    pull = replace(plan, handoff=HandoffArguments("pull"), router_port=free_ports(1)[0])
+    with (
+        Fleet(tmp_path_factory.mktemp("logs")) as fleet,
+        httpx.Client(timeout=ANSWER_S, trust_env=False) as http,
+    ):
+        start_system(fleet, plan, timeout_s=START_S, console=Console(file=io.StringIO()))
+        child = fleet.start("router-pull", pull.router_command())
+        fleet.wait_ready({child: f"{pull.router_url}/health"}, timeout_s=START_S)
+        clients = [Client(url, http) for url in (plan.router_url, pull.router_url, plan.single[0].url)]
+        for client in clients[:2]:
+            wait_introduced(client)
+        yield System(*clients)
+
+
+def wait_introduced(router: Client) -> None:
+    def names() -> list[bool]:
+        engines = router.http.get(f"{router.url}/fleet").json()["engines"]
+        return [engine["introduced"] for role in ("prefill", "decode") for engine in engines[role]]
+
+    deadline_s = time.monotonic() + ANSWER_S
+    while not all(names()):
+        assert time.monotonic() < deadline_s, f"{router.url}: who are they?"
+
+
+def prompt_of(seed: int, num_tokens: int = 100) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(256, 500) for _ in range(num_tokens)]
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "ids": {"temperature": 0, "return_token_ids": True},
+    "logprobs": {"temperature": 0, "logprobs": 3},
+    "seeded": {"seed": 7, "temperature": 1.0, "return_token_ids": True},
+    "shaped": {"seed": 8, "temperature": 0.8, "top_p": 0.9, "top_k": 50, "min_p": 0.02, "logprobs": 1},
+    "penalties": {
+        "temperature": 0,
+        "repetition_penalty": 1.5,
+        "frequency_penalty": 1.0,
+        "presence_penalty": 1.0,
+    },
+    "bias": {"temperature": 0, "logit_bias": {"300": 50.0}, "frequency_penalty": 2.0},
+    "min_tokens": {"temperature": 0, "min_tokens": 5, "ignore_eos": False},
+    "echo": {"temperature": 0, "echo": True},
+    "one token": {"temperature": 0, "max_tokens": 1},
+    "two tokens": {"temperature": 0, "max_tokens": 2, "return_token_ids": True},
+    "chat": {"messages": [{"role": "user", "content": "Say something long."}], "temperature": 0},
+    "chat logprobs": {
+        "messages": [{"role": "user", "content": "Say something longer."}],
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "return_token_ids": True,
+    },
+}
+
+
+def body_of(name: str, salt: str) -> dict[str, Any]:
+    """The salt keeps every request from finding the prefix of another one."""
+    body = {"max_tokens": 8, "ignore_eos": True, "cache_salt": salt, **VARIANTS[name]}
+    return body if "messages" in body else {"prompt": prompt_of(sorted(VARIANTS).index(name)), **body}
+
+
+def check_equal(got: Answer, expected: Answer) -> None:
+    assert plain(got.choices) == pytest.approx(plain(expected.choices), abs=1e-3)
+    for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert got.usage[count] == expected.usage[count]
+
+
+def plain(value: Any, path: str = "") -> dict[str, float]:
+    """Numbers of one level, to be compared approximately; whatever is no float is part of its key."""
+    if isinstance(value, float):
+        return {path: value}
+    if not isinstance(value, dict | list):
+        return {f"{path}={value!r}": 0.0}
+    items: Any = value.items() if isinstance(value, dict) else enumerate(value)
+    found = {f"{path}#": float(len(value))}
+    for key, item in items:
+        found |= plain(item, f"{path}/{key}")
+    return found
+
+
+@pytest.mark.timeout(START_S + ANSWER_S)
+@pytest.mark.parametrize("streams", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_answer_is_one_engines(system: System, mode: str, name: str, streams: bool) -> None:
+    router = getattr(system, mode)
+    body = body_of(name, f"{mode} {streams}")
+    expected = system.alone.ask(body, streams=streams)
+    before = router.metric("baton:router_first_tokens_total", agreed="yes")
+    got = router.ask(body, streams=streams)
+    check_equal(got, expected)
+    assert got.headers["x-baton-prefill"] == "remote"
+    if mode == "pull":  # In push, D may be the first to say it.
+        num_said_twice = router.metric("baton:router_first_tokens_total", agreed="yes") - before
+        assert num_said_twice == (1 if streams and name != "one token" else 0)
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_stop_strings_end_the_answer_wherever_they_begin(system: System, mode: str) -> None:
+    router = getattr(system, mode)
+    body = {"prompt": prompt_of(77), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    text = system.alone.ask({**body, "return_token_ids": True}, streams=True)
+    pieces = [choice["text"] for choice in text.choices if choice["text"]]
+    whole = "".join(pieces)
+    stops = [pieces[0], whole[: len(pieces[0]) + 1], pieces[0] + "never", whole[-2:]]
+    for number, stop in enumerate(stops):
+        for streams in (True, False):
+            asked = {**body, "stop": [stop], "cache_salt": f"{mode} {number} {streams}"}
+            check_equal(router.ask(asked, streams=streams), system.alone.ask(asked, streams=streams))
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_stop_tokens_end_the_answer_at_p_or_at_d(system: System, mode: str) -> None:
+    router = getattr(system, mode)
+    body = {"prompt": prompt_of(78), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    whole = system.alone.ask({**body, "return_token_ids": True}, streams=False)
+    ids = whole.choices[0]["token_ids"]
+    for position in (0, 1, 5):
+        for streams in (True, False):
+            asked = {**body, "stop_token_ids": [ids[position]], "cache_salt": f"{mode} {position} {streams}"}
+            check_equal(router.ask(asked, streams=streams), system.alone.ask(asked, streams=streams))
+
+
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_unseeded_sampling_and_several_samples_work_as_well(system: System, mode: str) -> None:
+    router = getattr(system, mode)
+    body = {"prompt": prompt_of(79), "max_tokens": 8, "temperature": 1.0, "ignore_eos": True}
+    answer = router.ask({**body, "return_token_ids": True}, streams=True)
+    assert sum(len(choice["token_ids"]) for choice in answer.choices) == 8
+    seeded = {**body, "seed": 3, "n": 2, "return_token_ids": True, "cache_salt": mode}
+    check_equal(router.ask(seeded, streams=False), system.alone.ask(seeded, streams=False))
