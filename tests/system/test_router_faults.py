@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from baton.cli.processes import Fleet
-from baton.cli.system import EngineArguments, plan_system, start_system
+from baton.cli.system import EngineArguments, HandoffArguments, plan_system, start_system
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -21,10 +21,16 @@ PROMPT = list(range(300, 500))
 
 
 @pytest.mark.timeout(START_S + 4 * ANSWER_S)
+@pytest.mark.parametrize("mode", ["pull", "push"])
 def test_killed_engines_cost_a_local_prefill_a_broken_stream_or_a_502_but_never_a_hang(
-    small_model: Path, tmp_path: Path
+    small_model: Path, tmp_path: Path, mode: str
 ) -> None:
-    plan = plan_system(EngineArguments(small_model, num_blocks=512), num_prefill=1, num_decode=1)
+    plan = plan_system(
+        EngineArguments(small_model, num_blocks=512),
+        num_prefill=1,
+        num_decode=1,
+        handoff=HandoffArguments(mode),
+    )
     with (
         Fleet(tmp_path) as fleet,
         httpx.Client(base_url=plan.router_url, timeout=ANSWER_S, trust_env=False) as client,
