@@ -1,6 +1,7 @@
 """Ways to move bytes between processes, behind one interface. They know addresses, not meaning."""
 
 from baton.transport.registry import (
+    PREFERENCE,
     Connected,
     available_names,
     choose_transport,
@@ -10,6 +11,7 @@ from baton.transport.registry import (
 )
 
 __all__ = [
+    "PREFERENCE",
     "Connected",
     "available_names",
     "choose_transport",

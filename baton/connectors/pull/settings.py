@@ -39,10 +39,9 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = LOOPBACK  # Where the control channel and the data servers listen.
     port: int = 0  # Of the control channel; 0: any free one. Peers learn it from tickets.
     advertise_host: str | None = None  # What peers connect to, if not `host`: behind NAT, or host 0.0.0.0.
-    transports: tuple[str, ...] = (
-        "local",
-        "tcp",
-    )  # Those this engine offers; as a reader it prefers the first.
+    # Those that this engine offers; as a reader it prefers the first. None: what works here, best first.
+    transports: tuple[str, ...] | None = None
+    checksum: bool = True  # Verify what crosses a wire through our own processes (tcp).
     convert_dtype: bool = True  # Read caches of another dtype, with a declared loss; false: refuse them.
     timers: Timers = Timers()
     turns: TurnSettings | None = None  # None: nothing is kept for a next turn.
@@ -52,7 +51,8 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError("must be in [0, 65535]", field=f"{FIELD}.port")
-        if not self.transports or len(set(self.transports)) < len(self.transports):
+        names = self.transports
+        if names is not None and (not names or len(set(names)) < len(names)):
             raise ConfigError("must name at least one transport, each once", field=f"{FIELD}.transports")
         if not self.shutdown_timeout_s > 0:
             raise ConfigError("must be positive", field=f"{FIELD}.shutdown_timeout_s")

@@ -8,7 +8,8 @@ has completed is collected at the end of each step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, assert_never
 
 from baton.connectors.pull.background import Background
@@ -30,7 +31,7 @@ from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KV
 from baton.core.ids import Address, Epoch
 from baton.core.layout import RankLayout
 from baton.protocol.handshake import RankCard
-from baton.transport import make_transports
+from baton.transport import PREFERENCE, available_names, make_transports, register_all
 from baton.transport.base import Transport
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         """`transports` makes this rank's, given its address; without it, those that the settings name."""
         self._identity = identity
         self._epoch = epoch if epoch is not None else new_epoch()
-        self._make_transports = transports or self._transports_of_settings
+        self._given_transports = transports
         self._background = Background(f"baton-connect-{identity.rank}")
         self._run_in_background = run_in_background or self._background.run
         self._transports: Mapping[str, Transport] = {}
@@ -65,15 +66,18 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._links is None, "registered once"
         layout = layout_of(kv_caches, self._identity)
-        self._transports = self._make_transports(Address(self._identity.engine_id, self._epoch))
+        address = Address(self._identity.engine_id, self._epoch)
+        order = self._identity.settings.transports or available_names(_kind_of_device(layout))
+        make = self._given_transports or partial(self._make_transports, order)
+        self._transports = make(address)
         staged = _staged_reader(layout, kv_caches)
         regions = (*layout.regions, staged.region)
-        endpoints = {name: transport.register(regions) for name, transport in self._transports.items()}
+        endpoints = register_all(self._transports, regions)
         self._card = RankCard(self._identity.tp_rank, layout, endpoints, self._epoch)
         self._links = PeerLinks(
             layout,
             self._transports,
-            self._identity.settings.transports,
+            PREFERENCE if self._given_transports is not None else order,
             self._run_in_background,
             staged=staged,
             converts_dtype=self._identity.settings.convert_dtype,
@@ -147,15 +151,20 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         for transport in self._transports.values():
             transport.close()
 
-    def _transports_of_settings(self, address: Address) -> Mapping[str, Transport]:
+    def _make_transports(self, names: Sequence[str], address: Address) -> Mapping[str, Transport]:
         settings = self._identity.settings
         return make_transports(
-            settings.transports,
+            names,
             address=address,
             secret=self._identity.secret,
             host=settings.host,
             advertise_host=settings.advertise_host,
+            checksum=settings.checksum,
         )
+
+
+def _kind_of_device(layout: RankLayout) -> str:
+    return layout.regions[0].device.partition(":")[0]
 
 
 def _staged_reader(layout: RankLayout, kv_caches: dict[str, torch.Tensor]) -> StagedReader:
