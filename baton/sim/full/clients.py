@@ -28,7 +28,7 @@ class Ask:
     outcome: str | None = None  # "answered", "error", "gone".
     causes: set[str] = field(default_factory=set)  # What may excuse an error.
     num_transferred: int = 0
-    is_short_allowed: bool = False
+    session: str = ""  # Equal for the turns of one conversation.
 
     def hear(self, token_ids: list[int]) -> None:
         self.said += token_ids
@@ -52,13 +52,16 @@ class Clients:
         self._model = model
         self._ask = ask
         self.asks: list[Ask] = []
+        self._num_sessions = 0
         rng = clockwork.rng
         self._systems = [self._words(rng.choice([3, 8, 12])) for _ in range(2)]
 
     def converse(self, num_turns: int) -> None:
         rng = self._clockwork.rng
+        self._num_sessions += 1
+        session = f"s{self._num_sessions}"
         prompt = [*rng.choice(self._systems), *self._words(rng.choice([1, 4, 16]))]
-        self._turn(prompt, rng.choice([None, None, None, "salt"]), num_turns)
+        self._turn(prompt, rng.choice([None, None, None, "salt"]), session, num_turns)
 
     def probe(self) -> Ask:
         """A prompt that nobody has seen: all of its KV has to be computed, or handed over."""
@@ -91,7 +94,7 @@ class Clients:
             case _:
                 return self._words(len(prompt))
 
-    def _turn(self, prompt: list[int], salt: str | None, num_turns: int) -> None:
+    def _turn(self, prompt: list[int], salt: str | None, session: str, num_turns: int) -> None:
         def go_on(ask: Ask) -> None:
             rng = self._clockwork.rng
             if num_turns <= 1 or ask.outcome == "gone":
@@ -101,14 +104,16 @@ class Clients:
             else:
                 following = [*ask.prompt, *ask.said, *self._words(rng.choice([1, 4]))]
             if len(following) + ANSWER_MAX <= TOKENS_MAX:
-                self._clockwork.after(
-                    rng.uniform(0.0, 0.5), lambda: self._turn(following, salt, num_turns - 1)
-                )
+                pause_s = rng.uniform(0.0, rng.choice([0.5, 0.5, 8.0]))
+                self._clockwork.after(pause_s, lambda: self._turn(following, salt, session, num_turns - 1))
 
-        self._send(prompt, salt, go_on)
+        self._send(prompt, salt, go_on, session)
 
-    def _send(self, prompt: list[int], salt: str | None, on_end: Callable[[Ask], None]) -> Ask:
+    def _send(
+        self, prompt: list[int], salt: str | None, on_end: Callable[[Ask], None], session: str = ""
+    ) -> Ask:
         ask = self.make(prompt, salt, on_end)
+        ask.session = session
         self._ask(ask)
         return ask
 

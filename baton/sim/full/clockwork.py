@@ -25,7 +25,11 @@ class Clockwork:
         self._tiebreak = itertools.count()
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (self.now + delay_s, next(self._tiebreak), action))
+        self.at(self.now + delay_s, action)
+
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        """What is due at the same instant happens in the order in which it was planned."""
+        heapq.heappush(self._queue, (when, next(self._tiebreak), action))
 
     def chance(self, probability: float) -> bool:
         return probability > 0 and self.rng.random() < probability

@@ -25,7 +25,8 @@ class Cluster:
         self.reads = ReadNetwork(clockwork, bound_reads=parts.bound_reads)
         rng = clockwork.rng
         self.model = Model(rng.choice([1, 2, 2, 4]))
-        self._block_tokens = rng.choice([2, 4, 4, 8])
+        self._block_tokens = rng.choice([(2,), (4,), (8,), (2, 4, 8)])  # Of its engines.
+        self.keeps_turns = rng.random() < 0.3  # D's blocks serve the next turn's prefill.
         self.machines: dict[str, Machine] = {}
         self.engines: dict[str, Engine] = {}  # Who runs on it now, or ran last.
         num_producers, num_consumers = rng.choice([(1, 1), (1, 1), (2, 1), (1, 2), (2, 2)])
@@ -37,15 +38,16 @@ class Cluster:
     def _add(self, name: str, *, is_producer: bool, is_consumer: bool) -> None:
         rng, faults = self.clockwork.rng, self.clockwork.faults
         num_tokens = TOKENS_MAX + rng.choice([0, 8, 80])
-        heads = self.model.num_kv_heads
+        heads, block_tokens = self.model.num_kv_heads, rng.choice(self._block_tokens)
         machine = Machine(
             name=name,
             url=f"tcp://10.0.0.{len(self.machines) + 1}:14600",
-            is_producer=is_producer,
-            is_consumer=is_consumer,
-            num_ranks=rng.choice([1, 1, 2]),
-            block_tokens=self._block_tokens,
-            num_blocks=num_tokens // self._block_tokens,
+            is_producer=is_producer or self.keeps_turns,
+            is_consumer=is_consumer or self.keeps_turns,
+            keeps_turns=self.keeps_turns,
+            num_ranks=rng.choice([1, 1, 1, 2, 2, 4]),
+            block_tokens=block_tokens,
+            num_blocks=num_tokens // block_tokens,
             num_tokens_max=rng.choice([5, 12, 32]),
             num_seqs_max=rng.choice([2, 4, 8]),
             chunk_max=rng.choice([0, 0, 7]),
@@ -80,12 +82,33 @@ class Cluster:
         if not engine.is_alive:
             return
         self.clockwork.count("crash")
+        self._end(engine, down_s)
+
+    def _end(self, engine: Engine, down_s: float) -> None:
         engine.die()
         del self.wire.stations[engine.machine.url]
         engine_id = engine.engine_id
         if self.clockwork.chance(self.clockwork.faults.new_name):
             engine_id = EngineId(f"{engine_id}'")
         self.clockwork.after(down_s, lambda: self._boot(engine.machine, engine_id))
+
+    def drain(self, name: str, for_s: float) -> None:
+        engine = self.engines[name]
+        if not engine.is_alive or engine.is_draining:
+            return
+        self.clockwork.count("drain")
+
+        def end() -> None:
+            if engine.is_alive:
+                engine.shut_down()
+                self._end(engine, down_s=0.5)
+
+        def drained() -> None:
+            self.clockwork.count("drained in time")
+            end()
+
+        engine.drain(for_s, drained)
+        self.clockwork.after(for_s, lambda: engine.when_awake(end))
 
     def pause(self, name: str, for_s: float) -> None:
         self.clockwork.count("pause")

@@ -55,6 +55,7 @@ MAX_MODEL_LEN = 96
 EMPTY_STEP_S = 0.0002
 NAP_S = 1.0  # Without anything happening; in production shorter, which would show nothing more.
 NEVER = float("inf")
+TURNS = {"ttl_s": 6.0, "min_tokens": 4, "pool_share_max": 0.5}
 
 
 class Listener(Protocol):
@@ -87,6 +88,7 @@ class Machine:
     is_slow: bool
     caches_prefixes: bool
     stream: str  # Of push: "off", "chunk", "layer".
+    keeps_turns: bool
 
 
 class Engine:
@@ -97,6 +99,7 @@ class Engine:
         self.name, self.rate, self.is_slow = machine.name, machine.rate, machine.is_slow
         self.engine_id = engine_id
         self.is_alive = True
+        self.is_draining = False
         self._paused_until = -NEVER
         self._commands: list[Callable[[], None]] = []
         self._listeners: dict[str, Listener] = {}
@@ -106,6 +109,7 @@ class Engine:
         self._is_napping = False
         self.parked_at: dict[str, float] = {}  # Loads that are open, since when.
         self.held_at: dict[str, float] = {}  # Finished requests with blocks in use by a transfer.
+        self._on_drained: Callable[[], None] | None = None
         self._computed: ModelRunnerOutput | None = None  # Ahead of the step's end.
         self._build()
 
@@ -184,6 +188,8 @@ class Engine:
         if self.cluster.mode == "push":
             # Layers are streamed without the production code's thread: see `layers`.
             extra["stream"] = "chunk" if machine.stream == "layer" else machine.stream
+        if machine.keeps_turns:
+            extra["turns"] = TURNS
         return EngineConfig(
             model_config=_model_config(heads),
             cache_config=CacheConfig(
@@ -245,6 +251,31 @@ class Engine:
         for listener in listeners.values():
             listener.break_off()
 
+    def drain(self, for_s: float, on_drained: Callable[[], None]) -> None:
+        """As told by SIGTERM: take nothing new, and end when nobody uses our blocks, or when time is up."""
+
+        def begin() -> None:
+            self.clockwork.note(self.name, f"drains for {for_s} s at most")
+            self.scheduler.drain(for_s)
+            self._on_drained = on_drained
+
+        self.is_draining = True
+        self._commands.append(begin)
+        self.poke()
+
+    def shut_down(self) -> None:
+        """In order, with last words to the peers."""
+        self.half.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
+
+    def _report_drained(self) -> None:
+        scheduler = self.scheduler
+        if self._on_drained is None or scheduler.has_unfinished_requests() or scheduler.has_blocks_to_await():
+            return
+        on_drained, self._on_drained = self._on_drained, None
+        self.clockwork.after(SOON_S, lambda: self.when_awake(on_drained))
+
     def successor_port(self, port: Port) -> Port:
         """Who has taken the place of a dead engine's rank."""
         return self.cluster.engines[self.name].ports[port.memory.heads.start % self.machine.num_ranks]
@@ -305,6 +336,7 @@ class Engine:
         commands, self._commands = self._commands, []
         for command in commands:
             command()
+        self._report_drained()
         if not self.scheduler.has_requests():
             return
         output = self.scheduler.schedule()

@@ -29,6 +29,7 @@ class Faults:
     crashes: float = 0.0  # Expected number per engine.
     new_name: float = 0.0  # What comes back has another engine_id.
     pauses: float = 0.0
+    drains: float = 0.0  # Told to stop, an engine takes nothing new, and ends in order.
     wall_steps: float = 0.0  # The wall clock of the front ends jumps.
     # Requests
     abort: float = 0.0
@@ -60,6 +61,7 @@ class Faults:
             crashes=pick([0.0, 0.0, 0.4, 1.0]),
             new_name=pick([0.0, 0.5]),
             pauses=pick([0.0, 0.0, 0.7]),
+            drains=pick([0.0, 0.0, 0.5]),
             wall_steps=pick([0.0, 0.5]),
             abort=pick([0.0, 0.25]),
             leg_loss=pick([0.0, 0.0, 0.1]),

@@ -42,7 +42,7 @@ class Leg:
         if not self._is_open:
             return
         engine = self._cluster.engines[self._name]
-        if not engine.is_alive:
+        if not engine.is_alive or engine.is_draining:
             self._fail("unreachable", was_sent=False)
             return
         self._engine = engine
@@ -62,15 +62,14 @@ class Leg:
             return
         at = clockwork.now + clockwork.spread(clockwork.faults.leg_delay_s)
         self._arrives_at = max(self._arrives_at, at)
-        clockwork.after(self._arrives_at - clockwork.now, lambda: self._hear(output))
+        clockwork.at(self._arrives_at, lambda: self._hear(output))
 
     def break_off(self) -> None:
         self._engine = None
         clockwork = self._clockwork
         if clockwork.chance(SAYS_SO):
             self._arrives_at = max(self._arrives_at, clockwork.now + clockwork.spread(0.01))
-            delay_s = self._arrives_at - clockwork.now
-            clockwork.after(delay_s, lambda: self._fail("broken", was_sent=True))
+            clockwork.at(self._arrives_at, lambda: self._fail("broken", was_sent=True))
 
     # --- The router's end -------------------------------------------------------------------------
 

@@ -59,6 +59,7 @@ class Router:
         self.on_params: Callable[[Role, dict[str, Any], Ask], None] = lambda role, params, ask: None
         self._down_until = dict.fromkeys(cluster.machines, 0.0)
         self._introductions: dict[str, tuple[float, str, str]] = {}  # Looked up when, engine id, text.
+        self._turns: dict[str, dict[str, Any]] = {}  # What D keeps, by session.
         self._journeys: dict[str, _Journey] = {}
         self._num_turns = self._num_requests = 0
 
@@ -123,7 +124,14 @@ class Router:
             return
         journey.tried["prefill"].append(name)
         transfer_id = f"{self.clockwork.rng.getrandbits(128):032x}"
-        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+        last_turn = self._turns.pop(journey.ask.session, {})
+        self.clockwork.count("turns resumed", bool(last_turn))
+        params = {
+            **last_turn,
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "transfer_id": transfer_id,
+        }
 
         def failed(kind: str, was_sent: bool) -> None:
             self._note_failure(journey, name, kind)
@@ -140,6 +148,8 @@ class Router:
                 journey.ask.hear(output.new_token_ids)  # Which the checker will not like.
             self._take_prefill(journey, output)
 
+        if last_turn:
+            self.on_params("prefill", params, journey.ask)
         introduction = self._introduction(name) if journey.is_push else None
         leg = self.leg(name, journey.ask, params, PREFILL_S, said, failed, max_tokens=1)
         journey.legs.append(leg)
@@ -207,6 +217,8 @@ class Router:
                 self._note_error(journey, name, output)
                 self._end(journey, "error", output.error.message)
             elif output.finish_reason is not None:
+                if output.kv_transfer_params is not None and ask.session:
+                    self._turns[ask.session] = output.kv_transfer_params
                 self._end(journey, "answered")
 
         journey.legs.append(self.leg(name, journey.ask, params, FIRST_TOKEN_S, said, failed))

@@ -137,6 +137,8 @@ class Scenario:
                     some_time(partial(cluster.crash, name, rng.choice([0.01, 0.5, 4.0])))
             if clockwork.chance(faults.pauses):
                 some_time(partial(cluster.pause, name, rng.choice([0.5, 3.0, 8.0])))
+            if clockwork.chance(faults.drains):
+                some_time(partial(cluster.drain, name, rng.choice([0.5, 5.0, 15.0])))
         if clockwork.chance(faults.partitions):
             for_s = rng.choice([2.0, 8.0, 30.0])
             some_time(partial(cluster.partition, *self._way(), for_s, both=rng.random() < 0.5))

@@ -93,7 +93,7 @@ class Station:
         return
 
     def close(self, timeout_s: float) -> None:
-        return
+        self._pump()  # The last words.
 
     # --- What comes and what is due ---------------------------------------------------------------
 

@@ -14,17 +14,19 @@ TRIES = 60
 # Where a world that misses the guard is found; when a change of the world moves it,
 # `python -m baton.sim full --mutants --mode MODE` finds another.
 SEEDS = {
-    ("push", "run"): 28,
-    ("push", "preempted"): 28,
-    ("push", "drain_early_reads"): 0,
-    ("push", "bound_reads"): 98,
-    ("push", "fence"): 17,
+    ("pull", "fence"): 45,
+    ("push", "fence"): 66,
+    ("push", "ticket_hash"): 96,
+    ("push", "bound_reads"): 27,
+    ("push", "run"): 115,
+    ("push", "preempted"): 115,
 }
 
 EVERYWHERE = {
     "bad frames",
     "clog",
     "crash",
+    "drained in time",
     "failed: deadline of 12 s passed",
     "failed: no answer to 5 hellos",
     "failed: read failed",
@@ -50,6 +52,7 @@ EVERYWHERE = {
     "ticket refused: schema",
     "ticket refused: signature",
     "ticket refused with an error",
+    "turns resumed",
 }
 HAPPENS = {
     "pull": EVERYWHERE,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 LATE_MAX_S = 3.0  # Timers, and a few steps until somebody notices.
 FLUSH_MAX_S = 4.0  # Of D's own reads, once cancelled.
+TURN_KEPT_S = 6.0  # As the engines are told.
 
 
 def check_step(engine: Engine) -> None:
@@ -30,7 +31,8 @@ def check_step(engine: Engine) -> None:
     if remote._held or engine.held_at:
         engine.held_at = {r: engine.held_at.get(r, now) for r in remote._held}
         oldest = min(engine.held_at.values(), default=now)
-        if now - oldest > timers.loan_max_s * (1 + timers.drift_max) + slack_s:
+        kept_s = TURN_KEPT_S if engine.machine.keeps_turns else 0.0
+        if now - oldest > (kept_s + timers.loan_max_s) * (1 + timers.drift_max) + slack_s:
             raise Violation("I4", "blocks held without end")
 
 
