@@ -4,7 +4,7 @@ What NIXL 1.5.1 was found to do (tests/transport/test_nixl.py holds what can be 
 follows for whoever reads with it:
 
 * *Cancelling does not cancel.* `releaseXferReq` of a running read, `invalidateRemoteMD` of its peer and
-  `deregisterMem` of its target all answer SUCCESS at once, and the bytes may land afterwards: 66.8 of 67.1 MB,
+  `deregisterMem` of its target all answer SUCCESS at once; the bytes may land afterwards: 66.8 of 67.1 MB,
   in a read from a stopped process that went on later. Only the agent's end stops them (the UCX worker is
   destroyed with it; nothing landed, after 7 ms). So an agent is made per peer, which costs 20 ms, 10 file
   descriptors and no thread, and *severing a peer is destroying its agent*.
