@@ -54,6 +54,7 @@ NUM_CLAIMED = 4
 NUM_FETCHES = 4
 BATCH_FRAMES = 500  # Of one poll.
 OBJECTS_MAX = 60_000  # That a flood of any length may leave behind: routes, and what expires by itself.
+LOOK_EVERY_S = 0.1  # Whether the thread still lives.
 PATIENCE_S = 120.0  # For one flood's thread; only reached when something is wrong.
 
 _FINGERPRINT = ModelFingerprint("model", "revision", "float32", 2, 2, 8, "seed")
@@ -272,8 +273,8 @@ def flood(num_frames: int, seed: int) -> FloodResult:
 
 def _wait_through(channel: ScriptedChannel, control: ControlThread) -> bool:
     waited_s = 0.0
-    while not channel.is_exhausted.wait(0.1):
-        waited_s += 0.1
+    while not channel.is_exhausted.wait(LOOK_EVERY_S):
+        waited_s += LOOK_EVERY_S
         try:
             control.raise_if_dead()
         except Exception:
