@@ -7,6 +7,7 @@ Exits with 1 if any token differs, or if a prompt was not handed over that shoul
 
 import json
 import os
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -148,7 +149,7 @@ def _report(
 
     console.print(make_table(outcomes, mode=plan.handoff.mode))
     model = plan.single[0].arguments.model
-    print_summary(console, outcomes, took_s=took_s, model=model, log_folder=log_dir)
+    print_summary(console, outcomes, took_s=took_s, model=model, log_folder=log_dir, command=_baton_command())
 
 
 def _small_model(fleet: "Fleet", cache: Path, console: "Console") -> Path:
@@ -187,3 +188,11 @@ def _cache_folder() -> Path:
 def _own_environment() -> dict[str, str]:
     """Ours without the settings of `baton serve`: the demonstration says itself what it wants."""
     return {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+
+
+def _baton_command() -> str:
+    """What to type for `baton`: `make demo` leaves it in an environment that is on nobody's path."""
+    if shutil.which("baton") is not None:
+        return "baton"
+    script = Path(sys.executable).with_name("baton")
+    return os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)

@@ -42,7 +42,13 @@ def make_table(outcomes: Sequence[Outcome], *, mode: str = "pull") -> Table:
 
 
 def print_summary(
-    console: Console, outcomes: Sequence[Outcome], *, took_s: float, model: Path, log_folder: Path
+    console: Console,
+    outcomes: Sequence[Outcome],
+    *,
+    took_s: float,
+    model: Path,
+    log_folder: Path,
+    command: str = "baton",
 ) -> None:
     num_equal = sum(outcome.is_equal for outcome in outcomes)
     moved = [outcome for outcome in outcomes if outcome.moved_bytes]
@@ -63,7 +69,7 @@ def print_summary(
             console.print(f"[red]#{number} was not handed over[/]: the decode engine computed it by itself")
     if all(outcome.is_good for outcome in outcomes):
         console.print(
-            f"Next: [bold]baton up {model}[/] and talk to it with any OpenAI client.", soft_wrap=True
+            f"Next: [bold]{command} up {model}[/] and talk to it with any OpenAI client.", soft_wrap=True
         )
     else:
         console.print(f"Something is wrong; the engines' logs are in {log_folder}.", soft_wrap=True)
