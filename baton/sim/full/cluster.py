@@ -22,7 +22,9 @@ class Cluster:
         self.timers = SIM_TIMERS
         self.timers_as_told = msgspec.to_builtins(SIM_TIMERS)
         self.wire = Wire(clockwork)
-        self.reads = ReadNetwork(clockwork, bound_reads=parts.bound_reads)
+        self.reads = ReadNetwork(
+            clockwork, bound_reads=parts.bound_reads, verified_reads=parts.verified_reads
+        )
         rng = clockwork.rng
         self.model = Model(rng.choice([1, 2, 2, 4]))
         self._block_tokens = rng.choice([(2,), (4,), (8,), (2, 4, 8)])  # Of its engines.

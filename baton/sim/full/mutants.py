@@ -159,6 +159,7 @@ PULL: dict[str, Parts] = {
     "hold_aborted": Parts(tamper=_free_early),
     "unfilled_unfindable": Parts(tamper=_find_unfilled),
     "bound_reads": Parts(bound_reads=False),
+    "checksum": Parts(verified_reads=False),
 }
 
 PUSH: dict[str, Parts] = {

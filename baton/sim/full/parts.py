@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 class Parts:
     tamper: Callable[[Engine], None] | None = None  # Called when an engine has booted.
     bound_reads: bool = True  # The transport's part: a read from a successor's memory fails.
+    verified_reads: bool = (
+        True  # The transport's part: bytes that arrive otherwise than they were sent are an error.
+    )
 
 
 PRODUCTION = Parts()
