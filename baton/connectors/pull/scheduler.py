@@ -205,7 +205,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
                     self._borrower.read_ended(end, now)
                 self._control.flush()
             self._absorb()
-            freed, received = self._lender.take_freed(), self._borrower.take_received()
+            freed, received = self._take_freed(), self._borrower.take_received()
         if freed:
             connector_output.finished_sending = (connector_output.finished_sending or set()) | freed
         if received:
@@ -293,6 +293,10 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
     @property
     def _has_news(self) -> bool:
         return self._lender.has_freed or self._borrower.has_received
+
+    def _take_freed(self) -> set[str]:
+        """Requests whose blocks the host may have back. With the lock held, on the engine's thread."""
+        return self._lender.take_freed()
 
     def _absorb(self) -> None:
         """Carry out what the machines have decided since. With the lock held, on the engine's thread."""
