@@ -139,6 +139,15 @@ class KVConnectorSchedulerHalf(ABC):
         """
         return None
 
+    def bind_wake(self, wake: Callable[[], None]) -> bool:
+        """Let the half say when a step would find something: `wake` makes a host that idles step soon.
+
+        Baton's addition, asked once, of either half in the engine core's own process; `wake` may be called
+        from any thread, and more often than needed. True: it will be called for whatever the half does or
+        hears between steps, so the host need not look by itself.
+        """
+        return False
+
     def take_events(self) -> Iterable[KVCacheEvent]:
         """KV events since the last call."""
         return ()
@@ -214,6 +223,10 @@ class KVConnectorWorkerHalf(ABC):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """This rank's part of the handshake, after registration."""
         return None
+
+    def bind_wake(self, wake: Callable[[], None]) -> bool:
+        """See the scheduler half's; here for operations that end between steps."""
+        return False
 
     # --- Step ----------------------------------------------------------------------------------
 
@@ -345,6 +358,9 @@ class KVConnectorBase_V1(KVConnectorSchedulerHalf, KVConnectorWorkerHalf):
         return None
 
     # --- Both halves define it ---------------------------------------------------------------------
+
+    def bind_wake(self, wake: Callable[[], None]) -> bool:
+        return False
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return None

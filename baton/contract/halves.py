@@ -15,7 +15,7 @@ the host's mistake and fails an assertion.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -222,6 +222,11 @@ class TwoHalves(KVConnectorBase_V1):
         return self.worker_half.build_connector_worker_meta()
 
     # --- Both ----------------------------------------------------------------------------------
+
+    def bind_wake(self, wake: Callable[[], None]) -> bool:
+        if self._scheduler_half is not None:
+            return self._scheduler_half.bind_wake(wake)
+        return self.worker_half.bind_wake(wake)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._scheduler_half is not None:

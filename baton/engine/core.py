@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -43,6 +44,8 @@ class EngineCore:
         """Raises UserError if the configuration cannot work. `executor`: instead of the configured one."""
         self.times = StepTimes()
         self.num_scheduled_tokens = 0  # In the last step.
+        self.has_progressed = False  # The last step computed, delivered or freed something.
+        self.is_woken = False  # Whatever a step could find between messages, somebody will say.
         self.executor = executor if executor is not None else start_executor(config, connector_factory)
         self._loading: set[str] = set()
         self._num_connector_errors = 0  # Steps in a row.
@@ -51,6 +54,7 @@ class EngineCore:
         except BaseException:
             self.executor.shutdown()
             raise
+        self._half = half
         try:
             self.scheduler = Scheduler(config, half)
             self.executor.expect_reports(half.get_finished_count())
@@ -79,6 +83,12 @@ class EngineCore:
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort([request_id])
+
+    def bind_wake(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, from any thread, when the connector has something for a step to find."""
+        hears_of_peers = self._half.bind_wake(wake)
+        hears_of_reads = self.executor.bind_wake(wake)
+        self.is_woken = hears_of_peers and hears_of_reads
 
     def introduction(self) -> str | None:
         """Signed text by which other engines find this one's connector; None if it has none to give."""
@@ -110,12 +120,15 @@ class EngineCore:
         result = self.executor.execute(scheduler_output)
         executed = time.perf_counter()
         abandoned = self._abandon_loads(result)
+        num_ended_before = self.scheduler.num_ended_transfers
         outputs = self.scheduler.update_from_output(scheduler_output, result)
         if abandoned:
             outputs = _with_errors(outputs, abandoned, f"the KV connector failed: {result.connector_error}")
         updated = time.perf_counter()
 
         self.num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
+        has_moved = self.scheduler.num_ended_transfers != num_ended_before
+        self.has_progressed = bool(self.num_scheduled_tokens or outputs.outputs or has_moved)
         times = self.times
         times.num_steps += 1
         times.schedule_s += scheduled - started

@@ -3,23 +3,27 @@
     while alive:  take what has arrived -> step if there is a reason -> hand the outputs over, never waiting
 
 HTTP cannot block a step: outputs that the front end does not take wait in the channel. Nor does idling cost a
-core: with nothing to do the loop sleeps until something arrives, and when a step found nothing to compute it
-waits before it looks again,
+core: with nothing to do the loop sleeps until something arrives. When a step has changed nothing it waits
+before it looks again,
 
-    RETRY_S             while a request waits, for a load or for blocks
-    RETRY_S .. IDLE_S   while there are only loans to get back; doubling, so a held loan costs nearly nothing
+    LOOK_S              if the connector says when there is something to find; it wakes the loop at once
+    RETRY_S             otherwise, while a request waits, for a load or for blocks
+    RETRY_S .. IDLE_S   otherwise, while there are only loans to get back; doubling, so that they cost little
 
 Ends on Stop, on SIGTERM, and when the front end is gone: connector halves and ranks are shut down first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
+import os
 import select
 import signal
 import socket
 import sys
+import threading
 import time
 from types import FrameType
 
@@ -48,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.001
 IDLE_S = 0.020
+LOOK_S = 0.250
 START_MESSAGE_S = 60.0  # The front end sends it right after it has started us.
 LAST_WORDS_S = 5.0
 
@@ -57,7 +62,7 @@ class Stopping(Exception):
 
 
 class CoreLoop:
-    def __init__(self, core: EngineCore, channel: Channel, stop_signal: StopSignal) -> None:
+    def __init__(self, core: EngineCore, channel: Channel, stop_signal: StopSignal, waker: Waker) -> None:
         self._core = core
         self._channel = channel
         self._stop_signal = stop_signal
@@ -66,7 +71,10 @@ class CoreLoop:
         self._backoff_s = RETRY_S
         self._last_stats: SchedulerStats | None = None
         self._drained_by_s: float | None = None  # Set while the front end waits for a Drained.
+        self._waker = waker
+        core.bind_wake(waker.wake)
         self._poll = select.poll()
+        self._poll.register(self._waker, select.POLLIN)
         self._poll.register(stop_signal, select.POLLIN)
         for fileno in core.executor.death_filenos():
             self._poll.register(fileno, select.POLLIN)
@@ -81,12 +89,10 @@ class CoreLoop:
                 continue
             outputs = self._core.step()
             self._hand_over(outputs)
-            if self._core.num_scheduled_tokens:
-                self._backoff_s = RETRY_S
-                if self._channel.has_unsent:
-                    self._channel.flush_nowait()
-            else:
-                self._wait(self.next_wait_s(outputs))
+            if wait_s := self.next_wait_s():
+                self._wait(wait_s)
+            elif self._channel.has_unsent:
+                self._channel.flush_nowait()
 
     def _take_messages(self) -> None:
         if self._stop_signal.is_set:
@@ -134,9 +140,15 @@ class CoreLoop:
     def _send(self, message: FromCore) -> None:
         self._channel.send_nowait(self._encoder.encode(message))
 
-    def next_wait_s(self, outputs: EngineOutputs) -> float:
-        if outputs.outputs or self._core.has_unfinished_requests:
+    def next_wait_s(self) -> float:
+        """After a step; 0 if the next one may find more to do."""
+        if self._core.has_progressed or self._core.has_unfinished_requests:
             self._backoff_s = RETRY_S
+        if self._core.has_progressed:
+            return 0.0
+        if self._core.is_woken:
+            return LOOK_S if self._drained_by_s is None else IDLE_S  # A drain's end is only a time.
+        if self._core.has_unfinished_requests:
             return RETRY_S
         wait_s, self._backoff_s = self._backoff_s, min(2 * self._backoff_s, IDLE_S)
         return wait_s
@@ -147,11 +159,42 @@ class CoreLoop:
             return
         events = select.POLLIN | (select.POLLOUT if self._channel.has_unsent else 0)
         self._poll.register(self._channel, events)
-        ready = self._poll.poll(None if timeout_s is None else timeout_s * 1e3)
+        ready = {fileno for fileno, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1e3)}
+        if self._waker.fileno() in ready:
+            self._waker.clear()  # Before the step: what is said from here on is said of the next one.
         if self._channel.has_unsent:
             self._channel.flush_nowait()
-        if any(fileno != self._channel.fileno() for fileno, _ in ready):
+        if ready - {self._channel.fileno(), self._waker.fileno()}:
             self._core.executor.check_alive()
+
+
+class Waker:
+    """An event to poll, which any thread may raise."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()  # Or a closed descriptor's number could by then be somebody else's.
+        self._is_closed = False
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def wake(self) -> None:
+        """Harmless after `close`."""
+        with self._lock:
+            if not self._is_closed:
+                os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self._fd)
 
 
 class StopSignal:
@@ -213,8 +256,9 @@ def _start(channel: Channel) -> EngineCore | None:
 
 
 def _run(core: EngineCore, channel: Channel, stop_signal: StopSignal) -> None:
+    waker = Waker()
     try:
-        CoreLoop(core, channel, stop_signal).run()
+        CoreLoop(core, channel, stop_signal, waker).run()
     except Stopping as stopping:
         _say_last(channel, Stopped(str(stopping)))
     except ChannelClosed:
@@ -225,6 +269,7 @@ def _run(core: EngineCore, channel: Channel, stop_signal: StopSignal) -> None:
         sys.exit(1)
     finally:
         core.shutdown()
+        waker.close()  # Nobody uses it any more.
 
 
 def _text(error: Exception) -> str:

@@ -75,6 +75,8 @@ class Scheduler:
         policy = transfer.kv_load_failure_policy if transfer is not None else "recompute"
         self.remote = RemoteKV(self.kv_cache, policy)
 
+        self.num_ended_transfers = 0  # Loads and loans, since start.
+
         self._connector = ConnectorCalls(scheduler_half)
         self._limits = config.scheduler_config
         self._num_tokens_max = min(config.model_config.max_model_len, self.kv_cache.num_tokens_max + 1)
@@ -414,11 +416,14 @@ class Scheduler:
         self._connector.take_report(report)
         if report.finished_recving:
             arrived, to_free = self.remote.take_arrived(report.finished_recving)
+            self.num_ended_transfers += len(arrived) + len(to_free)
             for load in arrived:
                 self._resume_after(load)
             self._forget(to_free)
         if report.finished_sending:
-            self._forget(self.remote.take_sent(report.finished_sending))
+            sent = self.remote.take_sent(report.finished_sending)
+            self.num_ended_transfers += len(sent)
+            self._forget(sent)
 
     def _resume_after(self, load: Load) -> None:
         """What the prompt's producer has sampled counts as sampled here, even if its KV has not arrived."""

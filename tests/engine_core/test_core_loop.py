@@ -1,6 +1,8 @@
 """How the core's process waits: never spinning, never late for a request that can go on."""
 
+import select
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,7 +19,7 @@ from baton.engine.api import (
 )
 from baton.engine.channel import Channel
 from baton.engine.core_messages import Abort, AddRequest, Drain, Drained, FromCore, Outputs, Stop, ToCore
-from baton.engine.core_process import IDLE_S, RETRY_S, CoreLoop, Stopping, StopSignal
+from baton.engine.core_process import IDLE_S, LOOK_S, RETRY_S, CoreLoop, Stopping, StopSignal, Waker
 
 
 class NoRanks:
@@ -32,6 +34,9 @@ class ScriptedCore:
     steps: list[tuple[EngineOutputs, int]]
     has_unfinished_requests: bool = False
     num_scheduled_tokens: int = 0
+    has_progressed: bool = False
+    is_woken: bool = False
+    wake: Callable[[], None] = lambda: None
     executor: NoRanks = field(default_factory=NoRanks)
     seen: list[str] = field(default_factory=list)
     after_last_step: Callable[[], None] = lambda: None
@@ -44,11 +49,15 @@ class ScriptedCore:
     def is_drained(self) -> bool:
         return not self.steps
 
+    def bind_wake(self, wake: Callable[[], None]) -> None:
+        self.wake = wake
+
     def drain(self, timeout_s: float) -> None:
         self.seen.append(f"drain {timeout_s:g}")
 
     def step(self) -> EngineOutputs:
         outputs, self.num_scheduled_tokens = self.steps.pop(0)
+        self.has_progressed = bool(self.num_scheduled_tokens or outputs.outputs)
         if not self.steps:
             self.after_last_step()
         return outputs
@@ -72,7 +81,8 @@ class World:
         self.core_end = Channel(ours)
         self.stop_signal = StopSignal()
         self.core = core
-        self.loop = CoreLoop(core, self.core_end, self.stop_signal)  # type: ignore[arg-type]
+        self.waker = Waker()
+        self.loop = CoreLoop(core, self.core_end, self.stop_signal, self.waker)  # type: ignore[arg-type]
 
     def send(self, *messages: ToCore) -> None:
         for message in messages:
@@ -87,6 +97,7 @@ class World:
 
     def close(self) -> None:
         self.stop_signal.close()
+        self.waker.close()
         self.front_end.close()
         self.core_end.close()
 
@@ -127,15 +138,49 @@ def test_messages_are_taken_in_order_and_refusals_answered_at_once(make_world) -
 
 def test_waits_grow_while_only_loans_are_out(make_world) -> None:
     world = make_world(ScriptedCore([]))
-    waits = [world.loop.next_wait_s(empty()) for _ in range(8)]
+    waits = [world.loop.next_wait_s() for _ in range(8)]
     assert waits == [RETRY_S * factor for factor in (1, 2, 4, 8, 16)] + [IDLE_S] * 3
-    assert world.loop.next_wait_s(TOKEN) == RETRY_S
-    assert world.loop.next_wait_s(empty()) == RETRY_S, "something happened, so it begins anew"
+    world.core.has_progressed = True
+    assert world.loop.next_wait_s() == 0.0
+    world.core.has_progressed = False
+    assert world.loop.next_wait_s() == RETRY_S, "something happened, so it begins anew"
 
 
 def test_waits_stay_short_while_a_request_waits(make_world) -> None:
     world = make_world(ScriptedCore([], has_unfinished_requests=True))
-    assert {world.loop.next_wait_s(empty()) for _ in range(8)} == {RETRY_S}
+    assert {world.loop.next_wait_s() for _ in range(8)} == {RETRY_S}
+
+
+def test_a_connector_that_wakes_the_loop_is_not_polled(make_world) -> None:
+    world = make_world(ScriptedCore([], has_unfinished_requests=True, is_woken=True))
+    assert {world.loop.next_wait_s() for _ in range(8)} == {LOOK_S}
+
+
+def test_a_drain_is_looked_at_often_for_its_end_is_only_a_time(make_world) -> None:
+    world = make_world(ScriptedCore([(empty(), 0)], is_woken=True))
+    world.send(Drain(60.0))
+    world.loop._take_messages()
+    assert world.loop.next_wait_s() == IDLE_S
+
+
+def test_a_wait_ends_when_the_connector_wakes_the_loop(make_world) -> None:
+    """Also if that was said while the step still ran. Told a minute to sleep, it would fail the suite."""
+    world = make_world(ScriptedCore([(empty(), 0)] * 3, is_woken=True))
+    thread = threading.Timer(0.0, world.core.wake)
+    thread.start()
+    world.loop._wait(60.0)
+    thread.join()
+    world.core.wake()
+    world.core.wake()
+    world.loop._wait(60.0)
+    assert select.select([world.waker], [], [], 0.0)[0] == [], "heard once, however often it was said"
+
+
+def test_a_waker_that_is_closed_can_be_called() -> None:
+    waker = Waker()
+    waker.close()
+    waker.wake()
+    waker.close()
 
 
 def test_empty_steps_that_say_nothing_new_are_not_told(make_world) -> None:

@@ -63,6 +63,11 @@ class PullAgent:
     def has_envelopes(self) -> bool:
         return bool(self._sends)
 
+    @property
+    def has_effects(self) -> bool:
+        """Something waits for `take_effects`."""
+        return bool(self._effects)
+
     # --- Scheduler half ------------------------------------------------------------------------
 
     def take_effects(self) -> Iterable[Effect | StreamEffect]:

@@ -1,6 +1,8 @@
 """The thin shell around an agent: one thread that owns the control channel and wakes when something is due.
 
     frame --decode--> agent.receive      agent.take_envelopes --encode--> frame      deadline --> agent.wake
+                          |
+                          +-- effects for the engine's thread --> on_effects
 
 The engine's thread and this one share the agent under one lock, held as long as a machine takes to answer.
 A long engine step delays nothing here: leases are renewed while the model computes.
@@ -32,12 +34,21 @@ class ControlThread:
     """Owns `channel` from `start` on; `close` ends both."""
 
     def __init__(
-        self, agent: PullAgent, lock: threading.Lock, channel: ControlChannel, clock: Callable[[], float]
+        self,
+        agent: PullAgent,
+        lock: threading.Lock,
+        channel: ControlChannel,
+        clock: Callable[[], float],
+        *,
+        on_effects: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_effects` is called on this thread, without the lock, when the agent has effects to take, or
+        when the thread has died."""
         self._agent = agent
         self._lock = lock
         self._channel = channel
         self._clock = clock
+        self._on_effects = on_effects
         self._routes: OrderedDict[Address, Destination] = OrderedDict()
         self._closing = False
         self._death: BaseException | None = None
@@ -82,6 +93,9 @@ class ControlThread:
                 outgoing = [(e, self._routes.get(e.target)) for e in self._agent.take_envelopes()]
                 self._sleeps_until = min(self._agent.next_deadline, now + SLEEP_MAX_S)
                 sleep_s = max(0.0, self._sleeps_until - now)
+                has_effects = self._agent.has_effects
+            if has_effects:
+                self._on_effects()
             for envelope, route in outgoing:
                 self._send(envelope, route)
             for received in self._channel.poll(sleep_s):
@@ -130,3 +144,4 @@ class ControlThread:
 
     def _note_death(self, error: BaseException) -> None:
         self._death = error
+        self._on_effects()

@@ -80,16 +80,22 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
         self._identity = identity
         self._clock = clock
         self._lock = threading.Lock()
+        self._wake: Callable[[], None] | None = None  # The host, if it can be woken.
         self._stats = PullStats()
         self._reports = RankCombiner(PullWorkerReport, identity.num_ranks)
         address = Address(identity.engine_id, epoch if epoch is not None else new_epoch())
         self._agent = PullAgent(address, identity.fingerprint, identity.settings.timers)
         self._control = (control or self._control_thread)(self._agent, self._lock)
+        self._control_wakes = control is None  # Another's owner steps when it sees fit.
         self._lender = PullLender(self._agent, identity, self._control.url, self._stats)
         self._borrower = PullBorrower(self._agent, identity, self._stats)
         self._bad_frames_counted = 0
         self._is_shut_down = False
         self._control.start()
+
+    def bind_wake(self, wake: Callable[[], None]) -> bool:
+        self._wake = wake
+        return self._control_wakes
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -206,6 +212,9 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
                 self._control.flush()
             self._absorb()
             freed, received = self._take_freed(), self._borrower.take_received()
+            has_orders = self._borrower.has_orders
+        if has_orders:
+            self._wake_host()  # They go with the next step.
         if freed:
             connector_output.finished_sending = (connector_output.finished_sending or set()) | freed
         if received:
@@ -235,6 +244,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
         with self._lock:
             self._agent.drain(self._clock() + timeout_s)
             self._control.flush()
+        self._wake_host()
 
     @property
     def num_open_loans(self) -> int:
@@ -265,7 +275,12 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
             secret=self._identity.secret,
             advertise_host=settings.advertise_host,
         )
-        return ControlThread(agent, lock, channel, self._clock)
+        return ControlThread(agent, lock, channel, self._clock, on_effects=self._wake_host)
+
+    def _wake_host(self) -> None:
+        """From any thread: a step would find something to carry out."""
+        if self._wake is not None:
+            self._wake()
 
     def _offer(self, request: host.Request) -> None:
         """Raises BadTransferParams."""

@@ -21,6 +21,7 @@ from baton.connectors.pull.metadata import (
     FailedLoad,
     LosePeer,
     MeetPeer,
+    Order,
     PullHandshake,
     PullMetadata,
     PullWorkerReport,
@@ -57,6 +58,7 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         self._given_transports = transports
         self._background = Background(f"baton-connect-{identity.rank}")
         self._run_in_background = run_in_background or self._background.run
+        self._wake: Callable[[], None] | None = None  # The host, if it can be woken.
         self._transports: Mapping[str, Transport] = {}
         self._links: PeerLinks | None = None  # Once the cache is registered.
         self._card: RankCard | None = None
@@ -78,7 +80,7 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
             layout,
             self._transports,
             PREFERENCE if self._given_transports is not None else order,
-            self._run_in_background,
+            self._run_and_wake,
             staged=staged,
             converts_dtype=self._identity.settings.convert_dtype,
         )
@@ -86,32 +88,18 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return PullHandshake(self._card) if self._card is not None else None
 
+    def bind_wake(self, wake: Callable[[], None]) -> bool:
+        self._wake = wake
+        return self._given_transports is None  # Others' may not say when a read has ended.
+
     # --- Step ----------------------------------------------------------------------------------
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Carries out the orders now rather than in `start_load_kv`, which hosts call behind the forward."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, PullMetadata)
-        if not connector_metadata.orders:
-            return
-        self._background.raise_if_dead()
-        links = self._links
-        assert links is not None, "ordered to read before the cache was registered"
         for order in connector_metadata.orders:
-            match order:
-                case MeetPeer(address, cards):
-                    links.meet(address, cards)
-                case LosePeer(address):
-                    links.lose(address)
-                case ReadBlocks():
-                    links.read(order)
-                case EndReads(claim):
-                    links.cancel(claim)
-                case FailedLoad(request_id, block_ids):
-                    self._received.add(request_id)
-                    self._invalid_blocks.update(block_ids)
-                case _:
-                    assert_never(order)
+            self._carry_out(order)
 
     def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
         return  # Under way since the metadata was bound.
@@ -151,6 +139,25 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         for transport in self._transports.values():
             transport.close()
 
+    def _carry_out(self, order: Order) -> None:
+        self._background.raise_if_dead()
+        links = self._links
+        assert links is not None, "ordered to read before the cache was registered"
+        match order:
+            case MeetPeer(address, cards):
+                links.meet(address, cards)
+            case LosePeer(address):
+                links.lose(address)
+            case ReadBlocks():
+                links.read(order)
+            case EndReads(claim):
+                links.cancel(claim)
+            case FailedLoad(request_id, block_ids):
+                self._received.add(request_id)
+                self._invalid_blocks.update(block_ids)
+            case _:
+                assert_never(order)
+
     def _make_transports(self, names: Sequence[str], address: Address) -> Mapping[str, Transport]:
         settings = self._identity.settings
         return make_transports(
@@ -160,7 +167,24 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
             host=settings.host,
             advertise_host=settings.advertise_host,
             checksum=settings.checksum,
+            on_completion=self._wake_host,
         )
+
+    def _run_and_wake(self, job: Callable[[], None]) -> None:
+        """In the background: how it ended is for a step to see."""
+
+        def run() -> None:
+            try:
+                job()
+            finally:
+                self._wake_host()
+
+        self._run_in_background(run)
+
+    def _wake_host(self) -> None:
+        """From any thread: a step would find the end of a read."""
+        if self._wake is not None:
+            self._wake()
 
 
 def _kind_of_device(layout: RankLayout) -> str:

@@ -9,7 +9,7 @@ aggregator.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from baton.core.errors import BatonError
@@ -34,6 +34,10 @@ class Executor(ABC):
     @abstractmethod
     def handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
         """What each tensor-parallel rank's worker half wants its peers to know."""
+
+    def bind_wake(self, wake: Callable[[], None]) -> bool:
+        """See `KVConnectorWorkerHalf.bind_wake`. False: somebody has to look for what ranks have to say."""
+        return False
 
     @abstractmethod
     def expect_reports(self, expected_count: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from baton.contract.aggregator import KVOutputAggregator
@@ -30,6 +31,9 @@ class InProcessExecutor(Executor):
     def handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
         metadata = self._worker.handshake_metadata()
         return {} if metadata is None else {0: metadata}
+
+    def bind_wake(self, wake: Callable[[], None]) -> bool:
+        return self._worker.bind_wake(wake)
 
     def expect_reports(self, expected_count: int | None) -> None:
         self._aggregator = KVOutputAggregator(expected_count or 1, 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import socket
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,9 @@ class Worker:
 
     def handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._half.get_handshake_metadata()
+
+    def bind_wake(self, wake: Callable[[], None]) -> bool:
+        return self._half.bind_wake(wake)
 
     def execute(self, scheduler_output: SchedulerOutput, told_token_ids: list[int]) -> ModelRunnerOutput:
         return self._runner.execute(scheduler_output, told_token_ids)
