@@ -20,6 +20,14 @@ class Address(NamedTuple):
     engine_id: EngineId
     epoch: Epoch
 
+    @property
+    def is_named_only(self) -> bool:
+        """Whoever is called so now, who has not said which incarnation it is. Nobody's own address."""
+        return self.epoch == NO_EPOCH
+
+
+NO_EPOCH = Epoch(0)
+
 
 class LoanId(NamedTuple):
     """One loan of one producer incarnation: its epoch and a counter. Never reused."""

@@ -5,12 +5,15 @@ so that existing proxies hand it on unchanged to the decode leg, and one more, `
 part, and the only part that a consumer believes.
 
 A router that streams sends both legs at once, with one `transfer_id`; the decode leg carries the producer's
-signed `baton_introduction` instead of a ticket, which then comes from the producer itself.
+signed `baton_introduction` instead of a ticket, which then comes from the producer itself. A proxy that knows
+nothing of introductions names the producer and where it listens instead; that is a client's word, and good
+only for the addresses that the engine's own configuration allows.
 
     do_remote_decode                                      Compute    P
     do_remote_decode, baton_ticket                        Compute    P; the ticket is of the turn before
     do_remote_prefill, baton_ticket                       Fetch      D
     do_remote_prefill, transfer_id, baton_introduction    Stream     D
+    do_remote_prefill, remote_host, remote_port           Named      D
 
 Without a `transfer_id` both engines call the transfer after the request's own id.
 """
@@ -28,6 +31,8 @@ MAX_TICKET_CHARS = 1 << 20  # A ticket of 128k tokens in 16-token blocks is belo
 MAX_INTRODUCTION_CHARS = 1 << 13
 MAX_BLOCK_ID = 2**32 - 1
 MAX_TRANSFER_ID_CHARS = 256
+MAX_ENGINE_ID_CHARS = 256
+MAX_HOST_CHARS = 253  # Of a domain name.
 
 
 class Compute(msgspec.Struct, frozen=True):
@@ -62,7 +67,19 @@ class Stream(msgspec.Struct, frozen=True):
     remote_engine_id: EngineId
 
 
-KVTransferParams: TypeAlias = Compute | Fetch | Stream
+class Named(msgspec.Struct, frozen=True):
+    """As `Stream`, but nobody has signed for the producer: it has this name, and listens there.
+
+    Whether to look there is for the configuration to say.
+    """
+
+    transfer_id: TransferId | None
+    remote_engine_id: EngineId
+    remote_host: str
+    remote_port: int
+
+
+KVTransferParams: TypeAlias = Compute | Fetch | Stream | Named
 
 
 def parse_transfer_params(raw: Mapping[str, Any] | None) -> KVTransferParams | None:
@@ -87,11 +104,13 @@ def parse_transfer_params(raw: Mapping[str, Any] | None) -> KVTransferParams | N
     return None
 
 
-def _parse_decode_leg(raw: Mapping[str, Any]) -> Fetch | Stream:
+def _parse_decode_leg(raw: Mapping[str, Any]) -> Fetch | Stream | Named:
     ticket = _sized(raw, "baton_ticket", MAX_TICKET_CHARS)
     introduction = _sized(raw, "baton_introduction", MAX_INTRODUCTION_CHARS)
     transfer_id = _sized(raw, "transfer_id", MAX_TRANSFER_ID_CHARS)
     if ticket is None and introduction is None:
+        if raw.get("remote_block_ids") is None and raw.get("remote_port") is not None:
+            return _parse_named(raw, TransferId(transfer_id) if transfer_id is not None else None)
         raise BadTransferParams(
             "is missing; do_remote_prefill needs the producer's answer whole, or its baton_introduction",
             field=f"{FIELD}.baton_ticket",
@@ -108,6 +127,23 @@ def _parse_decode_leg(raw: Mapping[str, Any]) -> Fetch | Stream:
     assert introduction is not None
     name = TransferId(transfer_id) if transfer_id is not None else None
     return Stream(name, introduction, EngineId(engine_id))
+
+
+def _parse_named(raw: Mapping[str, Any], transfer_id: TransferId | None) -> Named:
+    """What the proxies of push examples say, which have asked nobody."""
+    port = _ranged(raw, "remote_port", 1, 65535)
+    host = _sized(raw, "remote_host", MAX_HOST_CHARS)
+    engine_id = _sized(raw, "remote_engine_id", MAX_ENGINE_ID_CHARS)
+    if host is None or engine_id is None:
+        raise BadTransferParams(
+            "is missing; with remote_port it says which producer to follow",
+            field=f"{FIELD}.{'remote_host' if host is None else 'remote_engine_id'}",
+        )
+    for key in ("tp_size", "pp_size"):
+        _ranged(raw, key, 1, 4096)
+    _optional(raw, "remote_request_id", str)
+    assert port is not None
+    return Named(transfer_id, EngineId(engine_id), host, port)
 
 
 def _check_block_ids(value: Any) -> None:
@@ -156,17 +192,29 @@ def _sized(raw: Mapping[str, Any], key: str, max_chars: int) -> str | None:
     value = _optional(raw, key, str)
     if value is not None and not 0 < len(value) <= max_chars:
         raise BadTransferParams(f"must have 1 to {max_chars} characters", field=f"{FIELD}.{key}")
+    if value is not None and not _is_unicode(value):
+        raise BadTransferParams("must be Unicode, without half a surrogate pair", field=f"{FIELD}.{key}")
     return value
 
 
-def _ranged(raw: Mapping[str, Any], key: str, low: int, high: int) -> None:
+def _is_unicode(value: str) -> bool:
+    """JSON can say what no message can."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _ranged(raw: Mapping[str, Any], key: str, low: int, high: int) -> int | None:
     value = raw.get(key)
     if value is None:
-        return
+        return None
     if not isinstance(value, int) or isinstance(value, bool):
         raise BadTransferParams(f"must be an integer, not {type(value).__name__}", field=f"{FIELD}.{key}")
     if not low <= value <= high:
         raise BadTransferParams(f"must be in [{low}, {high}], is {value}", field=f"{FIELD}.{key}")
+    return value
 
 
 def to_wire(params: KVTransferParams) -> dict[str, Any]:
@@ -189,6 +237,15 @@ def to_wire(params: KVTransferParams) -> dict[str, Any]:
                 "transfer_id": transfer_id,
                 "baton_introduction": introduction,
                 "remote_engine_id": remote_engine_id,
+            }
+        case Named(transfer_id, remote_engine_id, remote_host, remote_port):
+            return {
+                "do_remote_decode": False,
+                "do_remote_prefill": True,
+                "transfer_id": transfer_id,
+                "remote_engine_id": remote_engine_id,
+                "remote_host": remote_host,
+                "remote_port": remote_port,
             }
         case _:
             assert_never(params)

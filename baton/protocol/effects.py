@@ -67,6 +67,14 @@ class FreeTarget:
 
 
 @dataclass(frozen=True, slots=True)
+class Found:
+    """The producer of a claim that knew only its name: this incarnation. Greet it."""
+
+    claim: int
+    producer: Address
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """These tokens of the prompt, in these layers (half-open; None: all)."""
 
@@ -144,5 +152,5 @@ class PeerLost:
 ConsumerEffect: TypeAlias = Send | StartReads | CancelReads | Deliver | Fail | FreeTarget
 ProducerEffect: TypeAlias = Send | FreeLoan
 PeerEffect: TypeAlias = Send | PeerReady | PeerLost
-StreamEffect: TypeAlias = ConsumerEffect | ReadEarly | OpenTicket | Lent
+StreamEffect: TypeAlias = ConsumerEffect | Found | ReadEarly | OpenTicket | Lent
 Effect: TypeAlias = ConsumerEffect | ProducerEffect | PeerEffect

@@ -18,14 +18,18 @@ import msgspec
 from baton.core.errors import PeerError
 from baton.core.ids import Address, BlockId, LoanId, PromptHash, TransferId
 from baton.core.layout import ModelFingerprint
-from baton.core.transfer_params import MAX_BLOCK_ID, MAX_TICKET_CHARS, MAX_TRANSFER_ID_CHARS
+from baton.core.transfer_params import (
+    MAX_BLOCK_ID,
+    MAX_ENGINE_ID_CHARS,
+    MAX_TICKET_CHARS,
+    MAX_TRANSFER_ID_CHARS,
+)
 from baton.protocol.effects import Send
 
 WIRE_VERSION = 1  # Of the frame and of every message in it.
 MAX_FRAME_BYTES = 1 << 22  # A Welcome of 64 ranks with 128 layers each is about 0.6 MiB.
 MAX_MESSAGES = 4096  # In one frame.
 MAX_PAYLOAD_BYTES = 3 << 20  # Of a Welcome.
-MAX_ENGINE_ID_CHARS = 256
 MAX_REASONS = 32
 MAX_REASON_CHARS = 512
 MAX_LISTED_BLOCKS = 1 << 18  # Of one Announced: a prompt of four million tokens in blocks of 16.

@@ -4,6 +4,7 @@
     READING --announcement or end of another run--> CLEARING    CancelReads
     CLEARING --every read of the old run has ended--> READING   afresh
     any --Finished, ticket accepted--> (pull)                   reserve, with the reads that still run
+    want of a name --> SEEKING --Stranger: an incarnation of that name answers--> WAITING   (Found)
     any --Failed, read error, abort, deadline, silence, producer lost--> DRAINING   (fails now)
     DRAINING --every own read has ended--> FreeTarget
 
@@ -16,6 +17,9 @@ before the old reads have ended: they go to the same blocks, and whichever ends 
     run 2:                                   Announced 0   Announced 4096   Finished, ticket
     reads:  |---- of run 1 ------------------- cancelled ---|--- of run 2 ------|--- the tail, as a pull ---|
 
+A consumer that has no introduction knows a name and a url, and asks epoch 0 there. Nobody is that, so whoever
+listens answers Stranger, as itself, and the want is said again, to it. The other side needs to know nothing.
+
 From the ticket on this is pull_consumer, under the same claim number, with its lease and its fence. A claim
 is known to one of the two machines at a time; what is said of a claim may be said to both.
 """
@@ -27,6 +31,7 @@ from baton.core.timers import Timers
 from baton.protocol.effects import (
     CancelReads,
     Fail,
+    Found,
     FreeTarget,
     Lent,
     OpenTicket,
@@ -60,7 +65,7 @@ class _Stream:
     producer: Address
     prompt_hash: PromptHash
     num_tokens: int
-    block_tokens: int  # P's.
+    block_tokens: int | None  # P's; None until it is known.
     give_up_at: float
     heard_at: float
     next_want: float
@@ -92,12 +97,12 @@ class PushConsumer:
         producer: Address,
         prompt_hash: PromptHash,
         num_tokens: int,
-        block_tokens: int,
+        block_tokens: int | None,
         now: float,
     ) -> tuple[int, list[StreamEffect]] | None:
         """Wait for this prompt. None: a request of ours waits for this transfer already.
 
-        `block_tokens` are P's, as it introduced itself.
+        `block_tokens` are P's, as it introduced itself; None if it has not, as when it `is_named_only`.
         """
         if (producer, transfer_id) in self._in_use:
             return None
@@ -117,15 +122,27 @@ class PushConsumer:
         self._in_use[producer, transfer_id] = claim
         return claim, [self._want(stream, now)]
 
-    def ready(self, claim: int, pairs: tuple[Pair, ...], first_token: int, now: float) -> list[StreamEffect]:
+    def ready(
+        self,
+        claim: int,
+        pairs: tuple[Pair, ...],
+        first_token: int,
+        now: float,
+        *,
+        block_tokens: int | None = None,
+    ) -> list[StreamEffect]:
         """P's ranks are known and there are blocks to read into; the tokens before `first_token` are here.
 
-        The first time counts.
+        `block_tokens` are P's, for a stream that did not know. The first time counts.
         """
         stream = self._streams.get(claim)
         if stream is None or stream.draining or stream.pairs is not None:
             return []
         stream.pairs, stream.first_token = pairs, first_token
+        if stream.block_tokens is None:
+            stream.block_tokens = block_tokens
+            if stream.latest is not None and not self._has_blocks(stream, stream.latest):
+                stream.latest = None
         return self._read_on(stream)
 
     def accept(self, claim: int, ticket: Ticket, now: float) -> list[StreamEffect]:
@@ -181,6 +198,8 @@ class PushConsumer:
 
     def receive(self, sender: Address, message: Message, now: float) -> list[StreamEffect]:
         match message:
+            case Stranger(about) if about.is_named_only:
+                return self._found(about, sender, now)
             case Stranger(about):
                 return self.peer_lost(about, "the producer has restarted or is gone", now)
             case Working() | Announced() | Finished() | Failed():
@@ -225,6 +244,23 @@ class PushConsumer:
             return None
         return stream
 
+    def _found(self, name: Address, producer: Address, now: float) -> list[StreamEffect]:
+        """Who listens where we looked for `name` has said who it is."""
+        seeking = [s for s in self._streams.values() if s.producer == name and not s.draining]
+        effects: list[StreamEffect] = []
+        for stream in seeking:
+            if producer.engine_id != name.engine_id or producer.is_named_only:
+                reason = f"the producer is another, {producer.engine_id!r} and not {name.engine_id!r}"
+                effects += self._fail(stream, reason)
+            elif (producer, stream.transfer_id) in self._in_use:
+                effects += self._fail(stream, "its transfer is in use here")
+            else:
+                del self._in_use[name, stream.transfer_id]
+                self._in_use[producer, stream.transfer_id] = stream.claim
+                stream.producer, stream.heard_at = producer, now
+                effects += [Found(stream.claim, producer), self._want(stream, now)]
+        return effects
+
     def _want(self, stream: _Stream, now: float) -> Send:
         stream.next_want = now + self._timers.grant_every_s
         message = Want(stream.transfer_id, stream.claim, stream.prompt_hash, stream.num_tokens)
@@ -255,14 +291,19 @@ class PushConsumer:
 
     def _is_news(self, stream: _Stream, message: Announced) -> bool:
         """Announcements overtake each other; what is older than what we know is dropped."""
+        if not self._has_blocks(stream, message):
+            return False
         front = _front_of(message)
-        num_blocks = len(message.block_ids[0]) if message.block_ids else 0
-        if num_blocks * stream.block_tokens < min(front.end, stream.num_tokens):
-            return False  # Tokens without a block.
         latest = stream.latest
         if latest is None or message.run > latest.run:
             return message.run > 0
         return message.run == latest.run and front.reaches(_front_of(latest))
+
+    def _has_blocks(self, stream: _Stream, message: Announced) -> bool:
+        """A block for every token; seen as soon as we know how many go into one, and before any is read."""
+        num_blocks = len(message.block_ids[0]) if message.block_ids else 0
+        needed = min(_front_of(message).end, stream.num_tokens)
+        return stream.block_tokens is None or num_blocks * stream.block_tokens >= needed
 
     def _is_void(self, stream: _Stream, run: int) -> bool:
         """Does what has been read belong to another run than this?"""
@@ -320,7 +361,8 @@ class PushConsumer:
             return "the ticket is of another transfer"
         if (ticket.prompt_hash, ticket.num_tokens) != (stream.prompt_hash, stream.num_tokens):
             return "the ticket is for another prompt"
-        if ticket.block_tokens != stream.block_tokens or not _extends(ticket.block_ids, stream.blocks):
+        block_tokens = stream.block_tokens or ticket.block_tokens
+        if ticket.block_tokens != block_tokens or not _extends(ticket.block_ids, stream.blocks):
             return "the ticket is for other blocks than were announced"
         return ""
 
@@ -339,7 +381,7 @@ class PushConsumer:
             return []
         stream.draining = True
         effects: list[StreamEffect] = [Fail(stream.claim, reason)]
-        if tell:
+        if tell and not stream.producer.is_named_only:
             effects.insert(0, self._withdraw(stream))
         return [*effects, *(self._drained(stream) or [CancelReads(stream.claim)])]
 

@@ -16,8 +16,14 @@ import msgspec
 from baton.core.ids import Address, BlockId, LoanId, PromptHash, RequestId, TransferId
 from baton.core.layout import ModelFingerprint, differences
 from baton.core.prefilled import PrefilledTokens
-from baton.core.transfer_params import FIELD, MAX_BLOCK_ID, MAX_TICKET_CHARS, MAX_TRANSFER_ID_CHARS
-from baton.protocol.messages import MAX_ENGINE_ID_CHARS, PROMPT_HASH_BYTES, U64_MAX
+from baton.core.transfer_params import (
+    FIELD,
+    MAX_BLOCK_ID,
+    MAX_ENGINE_ID_CHARS,
+    MAX_TICKET_CHARS,
+    MAX_TRANSFER_ID_CHARS,
+)
+from baton.protocol.messages import PROMPT_HASH_BYTES, U64_MAX
 from baton.protocol.seal import BadPaper, Fault, Seal, check_range
 
 TICKET_VERSION = 2

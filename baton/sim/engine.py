@@ -15,6 +15,7 @@ from baton.protocol.effects import (
     Deliver,
     Effect,
     Fail,
+    Found,
     FreeLoan,
     FreeTarget,
     Lent,
@@ -125,6 +126,8 @@ class Engine:
             match effect:
                 case Send():
                     sends.append(effect)
+                case Found(claim, producer):
+                    todo.extend(self.fetcher.found(claim, producer))
                 case ReadEarly():
                     self.fetcher.read_early(effect)
                 case OpenTicket(claim, text):

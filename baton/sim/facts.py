@@ -31,7 +31,7 @@ class Landing:
     num_tokens: int  # A block holds one.
     num_hits: int  # Tokens at the front that D had already.
     transfer_id: TransferId
-    producer: "Engine"  # The incarnation that the ticket, or the introduction, names.
+    producer: "Engine"  # The incarnation that the ticket, or the introduction, names, or that was found.
     tp_size: int  # Its.
     started_at: float
     on_end: Callable[[bool], None]  # Tells the router: delivered or not.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from baton.core.ids import Address, BlockId, Pair, TransferId
+from baton.core.ids import NO_EPOCH, Address, BlockId, EngineId, Pair, TransferId
 from baton.protocol.effects import Effect, Part, ReadEarly, StreamEffect
 from baton.protocol.introduction import BadIntroduction, check_introduction, open_introduction
 from baton.protocol.plan import plan_pairs
@@ -61,7 +61,7 @@ class Fetcher:
         on_end: Callable[[bool], None],
     ) -> int | None:
         """... and with one that has an introduction."""
-        engine, world = self._engine, self._world
+        world = self._world
         try:
             introduction = open_introduction(text, KEY)
             check_introduction(introduction, fingerprint=FINGERPRINT)
@@ -70,20 +70,43 @@ class Fetcher:
             return None
         if self._rejects():
             return None
-        producer, tp_size = introduction.address, introduction.tp_size
-        landing = self._landing(prompt, num_tokens, transfer_id, producer, tp_size, on_end)
+        landing = self._landing(
+            prompt, num_tokens, transfer_id, introduction.address, introduction.tp_size, on_end
+        )
+        return self._want(landing, introduction.address, introduction.block_tokens)
+
+    def seek(
+        self,
+        name: EngineId,
+        transfer_id: TransferId,
+        prompt: int,
+        num_tokens: int,
+        on_end: Callable[[bool], None],
+    ) -> int | None:
+        """... and with one that has a name only."""
+        if self._rejects():
+            return None
+        now_there = self._engine.cluster.engines[name]
+        landing = self._landing(
+            prompt, num_tokens, transfer_id, now_there.address, now_there.num_ranks, on_end
+        )
+        return self._want(landing, Address(name, NO_EPOCH), None)
+
+    def _want(self, landing: Landing, producer: Address, block_tokens: int | None) -> int | None:
+        engine = self._engine
         wanted = engine.streams.want(
-            transfer_id,
+            landing.transfer_id,
             producer,
-            hash_of_prompt(prompt, num_tokens),
-            num_tokens,
-            introduction.block_tokens,
+            hash_of_prompt(landing.prompt, landing.num_tokens),
+            landing.num_tokens,
+            block_tokens,
             engine.clock(),
         )
         if wanted is None:
-            world.count("transfer already waited for")
+            self._world.count("transfer already waited for")
             return None
-        return self._begin(landing, *wanted)
+        claim, effects = wanted
+        return self._begin(landing, claim, effects, greets=not producer.is_named_only)
 
     def abort(self, claim: int) -> None:
         engine, now = self._engine, self._engine.clock()
@@ -118,13 +141,22 @@ class Fetcher:
             on_end=on_end,
         )
 
-    def _begin(self, landing: Landing, claim: int, effects: Sequence[Effect | StreamEffect]) -> int:
+    def _begin(
+        self,
+        landing: Landing,
+        claim: int,
+        effects: Sequence[Effect | StreamEffect],
+        *,
+        greets: bool = True,
+    ) -> int:
         engine = self._engine
         self._world.count("started")
         landing.claim = claim
         self.landings[claim] = landing
         waits = self._world.chance(self._world.faults.queueing)
-        engine.do([*effects, *engine.peers.want(landing.producer.address, engine.clock())])
+        if greets:
+            effects = [*effects, *engine.peers.want(landing.producer.address, engine.clock())]
+        engine.do(effects)
         if landing.is_open and (waits or not self._find_room(landing)):
             self._wait_for_room(landing)
         return claim
@@ -166,7 +198,9 @@ class Fetcher:
             return engine.consumer.start(landing.claim, self._pairs(landing), now)
         if not engine.peers.is_ready(landing.producer.address):
             return []
-        return engine.streams.ready(landing.claim, self._pairs(landing), landing.num_hits, now)
+        return engine.streams.ready(
+            landing.claim, self._pairs(landing), landing.num_hits, now, block_tokens=1
+        )
 
     def _pairs(self, landing: Landing) -> tuple[Pair, ...]:
         if landing.num_hits == landing.num_tokens:
@@ -186,6 +220,13 @@ class Fetcher:
                 pairs, landing.waiting_pairs = landing.waiting_pairs, ()
                 self._read_rest(landing, pairs)
         return effects
+
+    def found(self, claim: int, producer: Address) -> Sequence[Effect | StreamEffect]:
+        self._world.count("found by name")
+        landing = self.landings[claim]
+        landing.producer = self._engine.cluster.incarnations[producer]
+        landing.heard_at = self._world.now
+        return self._engine.peers.want(producer, self._engine.clock())
 
     def read_early(self, effect: ReadEarly) -> None:
         self._world.count("early reads")

@@ -154,6 +154,7 @@ class PushRouter(Router):
         if not world.chance(world.faults.old_introduction):
             self._introductions[attempt.producer] = self._cluster.engines[attempt.producer].introduction()
         introduction = self._introductions[attempt.producer]
+        by_name = self._num_transfers % 3 == 2  # As proxies do that know nothing of introductions.
 
         def prefill(engine: Engine) -> None:
             prefill = engine.lender.stream(
@@ -168,9 +169,11 @@ class PushRouter(Router):
 
         def streamer(prompt: int) -> Callable[[Engine], None]:
             def stream(engine: Engine) -> None:
-                claim = engine.fetcher.stream(
-                    introduction, transfer_id, prompt, request.num_tokens, self._ender(attempt)
-                )
+                fetcher, end = engine.fetcher, self._ender(attempt)
+                if by_name:
+                    claim = fetcher.seek(attempt.producer, transfer_id, prompt, request.num_tokens, end)
+                else:
+                    claim = fetcher.stream(introduction, transfer_id, prompt, request.num_tokens, end)
                 if claim is not None:
                     attempt.claims.append((engine, claim))
 

@@ -13,6 +13,7 @@ from baton.core.transfer_params import (
     Compute,
     Fetch,
     KVTransferParams,
+    Named,
     Stream,
     parse_transfer_params,
     to_wire,
@@ -59,6 +60,15 @@ def test_a_decode_leg_that_streams_has_a_name_and_an_introduction() -> None:
 def test_a_prefill_leg_may_bring_the_ticket_of_the_turn_before() -> None:
     leg = {"do_remote_decode": True, "transfer_id": "t", "baton_ticket": "abc"}
     assert parse_transfer_params(leg) == Compute("t", "abc")  # type: ignore[arg-type]
+
+
+def test_a_decode_leg_may_only_name_its_producer() -> None:
+    leg = {"do_remote_prefill": True, "remote_engine_id": "P0", "remote_host": "h", "remote_port": 5600}
+    assert parse_transfer_params(leg) == Named(None, "P0", "h", 5600)  # type: ignore[arg-type]
+    assert parse_transfer_params({**leg, "transfer_id": "t"}) == Named("t", "P0", "h", 5600)  # type: ignore[arg-type]
+    assert parse_transfer_params({**leg, "baton_introduction": "abc"}) == Stream(None, "abc", "P0")  # type: ignore[arg-type]
+    with pytest.raises(BadTransferParams, match="baton_ticket"):  # Of a pull by another connector.
+        parse_transfer_params({**leg, "remote_block_ids": [[1, 2]]})
 
 
 @pytest.mark.parametrize(
@@ -152,7 +162,16 @@ def _field_refused(raw: dict[str, Any]) -> str | None:
 
 
 @given(
-    st.sampled_from([Compute(None), Compute("t"), Compute("t", "x"), Fetch("x", "P"), Stream("t", "i", "P")])
+    st.sampled_from(
+        [
+            Compute(None),
+            Compute("t"),
+            Compute("t", "x"),
+            Fetch("x", "P"),
+            Stream("t", "i", "P"),
+            Named(None, "P", "h", 1),
+        ]
+    )
 )  # type: ignore[arg-type]
 def test_what_we_write_we_read(params: KVTransferParams) -> None:
     assert parse_transfer_params(to_wire(params)) == params

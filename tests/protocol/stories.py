@@ -19,6 +19,7 @@ progress x 4 10-17    so many tokens are ready, in these blocks (... partial 8 1
 preempt x, fail x     the run is over, or the prefill
 finish x 10-17        P lends these blocks and signs a ticket
 want D x 8            D waits for it, from P as it is now
+seek D Q x 8          ... from whoever is Q, where P listens
 ready D 1 0 0-0       ... and may read, behind token 0, with these pairs
 accept D 1            the ticket is of our cluster; refuse D 1: it is not
 """
@@ -27,7 +28,18 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from baton.core.ids import Address, BlockId, EngineId, Epoch, LoanId, Pair, PromptHash, RequestId, TransferId
+from baton.core.ids import (
+    NO_EPOCH,
+    Address,
+    BlockId,
+    EngineId,
+    Epoch,
+    LoanId,
+    Pair,
+    PromptHash,
+    RequestId,
+    TransferId,
+)
 from baton.core.layout import ModelFingerprint
 from baton.core.timers import Timers
 from baton.protocol.effects import (
@@ -35,6 +47,7 @@ from baton.protocol.effects import (
     Deliver,
     Effect,
     Fail,
+    Found,
     FreeLoan,
     FreeTarget,
     Lent,
@@ -215,9 +228,15 @@ class Story:
                 d, p = self.nodes[name], node.address
                 wish = (TransferId(transfer), p, _hash(prompt), int(num_tokens), 1, self._clock(d))
                 self._started(name, d.streams.want(*wish))
+            case ["seek", name, producer, transfer, num_tokens]:
+                d, named = self.nodes[name], Address(EngineId(producer), NO_EPOCH)
+                wish = (TransferId(transfer), named, _hash([]), int(num_tokens), None, self._clock(d))
+                self._started(name, d.streams.want(*wish))
             case ["ready", name, claim, first_token, *pairs]:
                 d = self.nodes[name]
-                ready = d.streams.ready(int(claim), _pairs(pairs), int(first_token), self._clock(d))
+                ready = d.streams.ready(
+                    int(claim), _pairs(pairs), int(first_token), self._clock(d), block_tokens=1
+                )
                 self._react(name, ready)
             case ["accept", name, claim]:
                 d, text = self.nodes[name], self.to_open[name, int(claim)]
@@ -243,6 +262,8 @@ class Story:
         for frame in frames:
             envelope = decode_envelope(frame)
             name = envelope.target.engine_id
+            if envelope.target.is_named_only:
+                name = EngineId("P")  # Whatever it is called: only P listens to such.
             node = self.nodes[name]
             messages, answers = admit(node.address, envelope)
             effects: list[Effect | StreamEffect] = [*answers]
@@ -270,6 +291,8 @@ class Story:
                 return f"StartReads claim {claim} {_edges(pairs)}"
             case ReadEarly(claim, pairs, part, block_ids):
                 return f"ReadEarly claim {claim} {_edges(pairs)}: {_part(part)}, of {_table(block_ids)}"
+            case Found(claim, producer):
+                return f"Found claim {claim}: {producer.engine_id}.{producer.epoch}"
             case OpenTicket(claim, text):
                 return f"OpenTicket claim {claim}: {text}"
             case Lent(claim, ticket, unread):

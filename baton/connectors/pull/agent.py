@@ -113,7 +113,7 @@ class PullAgent:
         producer: Address,
         prompt_hash: PromptHash,
         num_tokens: int,
-        block_tokens: int,
+        block_tokens: int | None,
         now: float,
     ) -> int | None:
         """Claim what a producer computes under this name; None if another request here waits for it."""
@@ -124,9 +124,21 @@ class PullAgent:
         self._carry_out(effects, now)
         return claim
 
-    def read_early(self, claim: int, pairs: tuple[Pair, ...], first_token: int, now: float) -> None:
-        """From now on read what is announced, behind the first `first_token` tokens."""
-        self._carry_out(self._streams.ready(claim, pairs, first_token, now), now)
+    def read_early(
+        self,
+        claim: int,
+        pairs: tuple[Pair, ...],
+        first_token: int,
+        now: float,
+        *,
+        block_tokens: int | None = None,
+    ) -> None:
+        """From now on read what is announced, behind the first `first_token` tokens.
+
+        `block_tokens` are the producer's, if it has not introduced itself.
+        """
+        ready = self._streams.ready(claim, pairs, first_token, now, block_tokens=block_tokens)
+        self._carry_out(ready, now)
 
     def accept(self, claim: int, ticket: Ticket, now: float) -> None:
         self._carry_out(self._streams.accept(claim, ticket, now), now)

@@ -3,6 +3,7 @@
     on_new_request --ticket, introduction refused--> REFUSED            (computed here, or a 400)
     on_new_request --ticket verified, loan reserved--> RESERVED         (renewed from now on, peer greeted)
     on_new_request --introduction verified, wanted--> RESERVED          (asked for from now on, peer greeted)
+    on_new_request --a name that is allowed, wanted--> RESERVED         (peer greeted when it has answered)
     RESERVED --allocated, blocks missing--> FETCHING                    (reads start when the peer is known,
                                                                          a stream's as P announces)
     RESERVED --allocated, nothing missing; or finished--> ENDED         (released, unused)
@@ -29,6 +30,7 @@ from baton.connectors.pull.door import (
     Follow,
     Lend,
     Resume,
+    Seek,
     check_offer,
     check_producer,
     hash_of_prompt,
@@ -57,6 +59,7 @@ from baton.protocol.effects import (
     CancelReads,
     Deliver,
     Fail,
+    Found,
     FreeTarget,
     Lent,
     OpenTicket,
@@ -67,7 +70,6 @@ from baton.protocol.effects import (
     StartReads,
 )
 from baton.protocol.handshake import RankCard
-from baton.protocol.introduction import Introduction
 from baton.protocol.plan import PlanError, plan_pairs_of_layouts
 from baton.protocol.ticket import TICKET_FIELD, Ticket, open_ticket
 
@@ -123,7 +125,8 @@ class _Incoming:
 _NOTHING_MORE = Part(0, 0)
 
 BorrowerEffect: TypeAlias = (
-    ReadEarly
+    Found
+    | ReadEarly
     | OpenTicket
     | Lent
     | StartReads
@@ -155,7 +158,7 @@ class PullBorrower:
         """Our own ranks' memory is known: from now on there is something to read into."""
         self._own_layouts = list(layouts)
 
-    def verify(self, request: host.Request) -> Borrow | Follow | None:
+    def verify(self, request: host.Request) -> Borrow | Follow | Seek | None:
         """Raises BadTransferParams if what the request brings is refused. None: nothing, or seen before."""
         if request.request_id in self._incoming:
             return None
@@ -168,6 +171,9 @@ class PullBorrower:
                     check_offer(ticket, request, self._identity)
                 case Follow(introduction):
                     check_producer(introduction, request, self._identity)
+                case Seek():
+                    if request.prompt_token_ids is None:
+                        raise BadTransferParams("is for a prompt of tokens, this one has none", field=FIELD)
                 case _:
                     return None
         except BadTransferParams as error:
@@ -200,23 +206,31 @@ class PullBorrower:
             offer.min_tokens = (self._identity.settings.turns or TurnSettings()).min_tokens
 
     def follow(
-        self, request: host.Request, introduction: Introduction, transfer_id: TransferId, now: float
+        self,
+        request: host.Request,
+        producer: Address,
+        block_tokens: int | None,
+        transfer_id: TransferId,
+        now: float,
     ) -> None:
-        """Claim what an introduced engine computes. Raises BadTransferParams as `reserve` does."""
+        """Claim what this engine computes; `block_tokens` if it has introduced itself.
+
+        Raises BadTransferParams as `reserve` does.
+        """
         num_tokens = request.num_prompt_tokens
         claim = self._agent.want(
             transfer_id,
-            introduction.address,
+            producer,
             hash_of_prompt(request, num_tokens, self._identity),
             num_tokens,
-            introduction.block_tokens,
+            block_tokens,
             now,
         )
         if claim is None:
             self._refuse_in_use(request, f"{FIELD}.transfer_id")
-        offer = _Offer(introduction.address, num_tokens, transfer_id)
+        offer = _Offer(producer, num_tokens, transfer_id)
         incoming = _Incoming(request.request_id, _State.RESERVED, offer, claim, request)
-        self._take(incoming, introduction.address, now)
+        self._take(incoming, producer, now)
 
     def num_matched(self, request_id: str, num_computed_tokens: int) -> int:
         """Tokens that can be fetched behind the first `num_computed_tokens`. Touches nothing."""
@@ -318,6 +332,11 @@ class PullBorrower:
                 if address in self._known_to_ranks:
                     self._known_to_ranks.discard(address)
                     self._orders.append(LosePeer(address))
+            case Found(claim, producer):
+                incoming = self._claims[claim]
+                assert incoming.offer is not None
+                incoming.offer.producer = producer
+                self._agent.greet(producer, now)
             case ReadEarly(claim, pairs, part, block_ids):
                 self._order_read(self._claims[claim], pairs, part, block_ids[0], is_last=False)
             case OpenTicket(claim, text):
@@ -362,7 +381,8 @@ class PullBorrower:
 
     def _take(self, incoming: _Incoming, producer: Address, now: float) -> None:
         self._incoming[incoming.request_id] = self._claims[incoming.claim] = incoming
-        self._agent.greet(producer, now)
+        if not producer.is_named_only:
+            self._agent.greet(producer, now)
 
     def _refuse_in_use(self, request: host.Request, field: str) -> NoReturn:
         refusal = _InUse(field)
@@ -405,7 +425,10 @@ class PullBorrower:
             self._agent.start(incoming.claim, pairs, now)
         else:
             incoming.reads_early = True
-            self._agent.read_early(incoming.claim, pairs, incoming.first_token, now)
+            block_tokens = ranks[0].layout.block_tokens
+            self._agent.read_early(
+                incoming.claim, pairs, incoming.first_token, now, block_tokens=block_tokens
+            )
 
     def _plan(self, ranks: Sequence[RankCard]) -> tuple[Pair, ...]:
         """Raises PlanError."""

@@ -15,8 +15,8 @@ from baton.connectors.pull.identity import EngineIdentity
 from baton.contract import host
 from baton.core.errors import BadTransferParams
 from baton.core.hashing import extra_key, prompt_hash
-from baton.core.ids import Address, EngineId, PromptHash, TransferId
-from baton.core.transfer_params import FIELD, Compute, Fetch, Stream, parse_transfer_params
+from baton.core.ids import NO_EPOCH, Address, EngineId, PromptHash, TransferId
+from baton.core.transfer_params import FIELD, Compute, Fetch, Named, Stream, parse_transfer_params
 from baton.protocol.introduction import BadIntroduction, Introduction, check_introduction, open_introduction
 from baton.protocol.seal import BadPaper, Fault
 from baton.protocol.ticket import BadTicket, Ticket, check_ticket, open_ticket
@@ -65,7 +65,19 @@ class Follow(msgspec.Struct, frozen=True):
         return self.introduction.control_url
 
 
-Wish: TypeAlias = Lend | Borrow | Follow
+class Seek(msgspec.Struct, frozen=True):
+    """As `Follow`, but who the producer is has to be asked where the configuration allows to."""
+
+    engine_id: EngineId
+    control_url: str
+    transfer_id: TransferId | None
+
+    @property
+    def producer(self) -> Address:
+        return Address(self.engine_id, NO_EPOCH)
+
+
+Wish: TypeAlias = Lend | Borrow | Follow | Seek
 
 
 def read_params(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> Wish | None:
@@ -102,6 +114,9 @@ def read_params(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> Wish
             introduction = open_introduction(text, identity.ticket_key)
             _compare_engines(remote_engine_id, introduction.address, "introduction")
             return Follow(introduction, transfer_id)
+        case Named(transfer_id, engine_id, host, port):
+            _need_consumer(identity)
+            return Seek(engine_id, _allowed_url(host, port, identity), transfer_id)
 
 
 def _need_consumer(identity: EngineIdentity) -> None:
@@ -110,6 +125,22 @@ def _need_consumer(identity: EngineIdentity) -> None:
             "this engine has kv_role kv_producer; send the decode leg to a consumer",
             field=f"{FIELD}.do_remote_prefill",
         )
+
+
+def _allowed_url(host: str, port: int, identity: EngineIdentity) -> str:
+    if not identity.does_push:
+        raise BadTransferParams(
+            "is missing; remote_host and remote_port ask for a push, which this connector does not do",
+            field=f"{FIELD}.baton_ticket",
+        )
+    url = identity.settings.url_of_peer(host, port)
+    if url is None:
+        raise BadTransferParams(
+            f"with remote_port is {host}:{port}, where no client may send this engine; list it in "
+            "allowed_peers of its kv_connector_extra_config, or send the producer's baton_introduction",
+            field=f"{FIELD}.remote_host",
+        )
+    return url
 
 
 def _compare_engines(named: EngineId, signer: Address, paper: str) -> None:

@@ -18,6 +18,7 @@ from baton.connectors.pull.door import (
     Borrow,
     Follow,
     Lend,
+    Seek,
     hash_of_prompt,
     hash_of_tokens,
     num_blocks,
@@ -66,7 +67,7 @@ class PullLender:
             return False, None  # Refused, and said so, when the request came.
         if request.status.name not in _LENDABLE:
             return False, None
-        if isinstance(wish, Borrow | Follow):
+        if isinstance(wish, Borrow | Follow | Seek):
             return self._keep(request, block_ids, now)
         if not isinstance(wish, Lend):
             return False, None

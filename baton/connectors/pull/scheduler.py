@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from baton.connectors.pull.agent import PullAgent
 from baton.connectors.pull.borrower import PullBorrower
 from baton.connectors.pull.control_thread import ControlThread
-from baton.connectors.pull.door import Borrow, Follow, Resume
+from baton.connectors.pull.door import Borrow, Follow, Resume, Seek
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.lender import PullLender
 from baton.connectors.pull.metadata import PullHandshake, PullMetadata, PullWorkerReport
@@ -50,7 +50,7 @@ def boot_clock() -> float:
 
 
 def new_epoch() -> Epoch:
-    return Epoch(secrets.randbits(64))
+    return Epoch(1 + secrets.randbelow(2**64 - 1))  # 0 is nobody's: see Address.is_named_only.
 
 
 class ControlPort(Protocol):
@@ -297,7 +297,12 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
                         self._borrower.reserve(request, ticket, self._clock())
                     case Follow(introduction, transfer_id):
                         name = transfer_id or transfer_of_request(request.request_id)
-                        self._borrower.follow(request, introduction, name, self._clock())
+                        self._borrower.follow(
+                            request, introduction.address, introduction.block_tokens, name, self._clock()
+                        )
+                    case Seek(_, _, transfer_id):
+                        name = transfer_id or transfer_of_request(request.request_id)
+                        self._borrower.follow(request, offer.producer, None, name, self._clock())
             finally:
                 self._control.flush()
 

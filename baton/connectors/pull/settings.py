@@ -63,6 +63,10 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
     def host_for_peers(self) -> str:
         return self.advertise_host or self.host
 
+    def url_of_peer(self, host: str, port: int) -> str | None:
+        """The control url of a peer whom a client has named, if clients may: here they may not."""
+        return None
+
     @classmethod
     def parse(cls, extra: Mapping[str, Any], *, has_secret: bool) -> Self:
         """Raises ConfigError naming the key."""

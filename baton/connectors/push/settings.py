@@ -1,22 +1,42 @@
 """Settings of the push connector: pull's, and how early a consumer hears of what is ready.
 
 {"stream": "layer", "host": "10.0.0.7", "transports": ["local", "tcp"]}
+{"allowed_peers": ["10.0.0.7:14600"]}
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from baton.connectors.pull.settings import PullSettings
+from baton.connectors.pull.settings import FIELD, PullSettings
+from baton.core.errors import ConfigError, PeerError
+from baton.transport.control import check_url
+from baton.transport.loopback import bracketed
 
 Stream = Literal["off", "chunk", "layer"]
 
 
 class PushSettings(PullSettings, frozen=True, kw_only=True):
-    """Of a producer; a consumer takes whatever it is told.
+    """`stream` is a producer's; a consumer takes whatever it is told.
 
     off: when the prefill has ended. chunk: after each step of it. layer: after each layer of each step, which
     costs the rank some ten microseconds a layer and is worth it where one step computes most of a prompt.
     """
 
     stream: Stream = "chunk"
+    # Producers that a client may name (remote_host, remote_port) without anybody's signature: "host:port" of
+    # their control channels, an IPv6 address in brackets. What a proxy of vLLM's push example needs.
+    allowed_peers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for peer in self.allowed_peers:
+            try:
+                check_url(f"tcp://{peer}")
+            except PeerError as error:
+                raise ConfigError(f"{peer!r} is no host:port", field=f"{FIELD}.allowed_peers") from error
+
+    def url_of_peer(self, host: str, port: int) -> str | None:
+        """The control url of a peer that a client has named; None if it is not allowed to."""
+        peer = f"{bracketed(host)}:{port}"
+        return f"tcp://{peer}" if peer in self.allowed_peers else None

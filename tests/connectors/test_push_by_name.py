@@ -1,0 +1,211 @@
+"""A decode leg that only names its producer, as proxies of push examples do: it is found, or refused."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from baton.assemble import make_door
+from baton.connectors.push import PushSettings
+from baton.core.errors import BadTransferParams, ConfigError
+from baton.protocol.messages import Stranger, Want
+from tests.connectors.pull_world import BLOCK, engine_config
+from tests.connectors.push_world import PushEngine, PushWorld
+
+P_PEER, NOBODY = "127.0.0.1:1001", "127.0.0.1:1999"  # The world's first engine, and no engine.
+TOKENS = [i % 97 for i in range(3 * BLOCK + 1)]
+PREFILL_LEG = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def decode_leg(peer: str = P_PEER, **changes: Any) -> dict[str, Any]:
+    host, _, port = peer.rpartition(":")
+    return {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "remote_engine_id": "p",
+        "remote_host": host.strip("[]"),
+        "remote_port": int(port),
+        "tp_size": 1,
+        "pp_size": 1,
+        "remote_request_id": "a-uuid",
+        **changes,
+    }
+
+
+@pytest.fixture
+def world() -> Iterator[PushWorld]:
+    world = PushWorld()
+    yield world
+    world.close()
+
+
+def pair(world: PushWorld, *, tp: int = 1) -> tuple[PushEngine, PushEngine]:
+    p = world.engine("p", num_blocks=32, tp=tp)
+    return p, world.engine("d", num_blocks=32, extra={"allowed_peers": [P_PEER, NOBODY]})
+
+
+def assert_delivered(world: PushWorld, d: PushEngine, request_id: str) -> None:
+    world.settle()
+    outcome = d.outcomes[request_id]
+    assert outcome.valid_tokens == len(TOKENS)
+    assert d.holds(TOKENS, outcome.block_ids)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("d_first", [True, False], ids=["d-first", "p-first"])
+def test_it_is_found_and_read_while_it_computes(world: PushWorld, d_first: bool, tp: int) -> None:
+    """The two legs have nothing in common but the request's id, to which each engine adds its own ending."""
+    p, d = pair(world, tp=tp)
+    for number in range(2):  # The second one finds what the first one has found.
+        on_p, on_d = f"cmpl-{number}-0-0123abcd", f"cmpl-{number}-0-fedc9876"
+        request = d.submit(on_d, TOKENS, decode_leg()) if d_first else None
+        if request is not None:
+            assert d.admit(request)
+            world.settle()
+        p.begin(on_p, TOKENS, None)
+        p.prefill_in_chunks(on_p, 2 * BLOCK, BLOCK + 1)
+        if request is None:
+            request = d.submit(on_d, TOKENS, decode_leg())
+            assert d.admit(request)
+        assert_delivered(world, d, on_d)
+        d.read_out(request)
+    world.settle()
+    world.assert_whole()
+    assert d.counted("failures") == {}
+    early = [record["early_tokens"] for record in d.counted("transfers")]
+    assert early == ([2 * BLOCK, 2 * BLOCK] if d_first else [0, 0])
+    producers = {record["producer"] for record in d.counted("transfers")}
+    assert producers == {"p"}
+
+
+def test_an_announcement_that_comes_before_the_producers_layout_is_read_when_it_is_known(
+    world: PushWorld,
+) -> None:
+    p, d = pair(world)
+    p.begin("r", TOKENS, "t")
+    p.prefill_in_chunks("r", 2 * BLOCK)
+    request = d.submit("r", TOKENS, decode_leg(transfer_id="t"))
+    world.settle()  # Announced, and the peer is known; the request waits for blocks.
+    assert d.admit(request)
+    world.settle()
+    p.prefill_in_chunks("r", BLOCK + 1)
+    assert_delivered(world, d, "r")
+    d.read_out(request)
+    world.settle()
+    world.assert_whole()
+
+
+@pytest.mark.parametrize("peer", [NOBODY, P_PEER], ids=["nobody listens", "another listens"])
+def test_who_cannot_be_found_costs_a_recompute(world: PushWorld, peer: str) -> None:
+    _, d = pair(world)
+    engine_id = "p" if peer == NOBODY else "somebody else"
+    request = d.submit("r", TOKENS, decode_leg(peer, remote_engine_id=engine_id))
+    d.admit(request)
+    world.pass_time(11)
+    assert d.read_out(request).valid_tokens == 0
+    (reason,) = d.counted("failures")
+    assert reason == (
+        "the producer is another" if peer == P_PEER else "the producer has said nothing for 10 s"
+    )
+    world.settle()
+    world.assert_whole()
+
+
+def test_a_producer_that_restarts_is_found_again(world: PushWorld) -> None:
+    p, d = pair(world)
+    request = d.submit("r", TOKENS, decode_leg())
+    d.admit(request)
+    world.settle()
+    p.kill()
+    successor = world.engine("p", num_blocks=32)
+    world.pass_time(3)  # Its want is repeated, and answered by a stranger.
+    assert d.read_out(request).valid_tokens == 0
+    again = d.submit("s-0123abcd", TOKENS, decode_leg())
+    d.admit(again)
+    successor.begin("s-fedc9876", TOKENS, None)
+    successor.prefill_in_chunks("s-fedc9876", len(TOKENS))
+    assert_delivered(world, d, "s-0123abcd")
+
+
+def test_an_aborted_request_lets_go_before_anybody_was_found(world: PushWorld) -> None:
+    _, d = pair(world)
+    world.wire.is_cut = True
+    request = d.submit("r", TOKENS, decode_leg())
+    d.admit(request)
+    world.settle()
+    d.abort(request)
+    world.settle()
+    world.assert_whole()
+    assert not any(isinstance(m, Want | Stranger) for e in world.wire.carried for m in e.messages)
+
+
+# --- The door --------------------------------------------------------------------------------------
+
+
+def door_of(**config: Any) -> Any:
+    config = {"connector": "BatonPushConnector", "extra": {"allowed_peers": [P_PEER, "[::1]:9"]}, **config}
+    return make_door(engine_config("d", **config))
+
+
+@pytest.mark.parametrize("peer", [P_PEER, "[::1]:9"])
+def test_the_door_lets_what_is_allowed_pass(peer: str) -> None:
+    door_of()(decode_leg(peer))
+    door_of()(decode_leg(peer, transfer_id="t"))
+    door_of()(PREFILL_LEG)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"remote_port": 1002}, r"remote_host: .*127\.0\.0\.1:1002.*allowed_peers"),
+        ({"remote_host": "10.0.0.1"}, r"remote_host: .*10\.0\.0\.1:1001.*allowed_peers"),
+        ({"remote_host": "127.0.0.1:1001/"}, "remote_host"),
+        ({"remote_host": None}, "remote_host"),
+        ({"remote_host": ""}, "remote_host"),
+        ({"remote_host": ["127.0.0.1"]}, "remote_host"),
+        ({"remote_host": "\ud800"}, "remote_host"),
+        ({"remote_port": None}, "baton_ticket"),
+        ({"remote_port": "1001"}, "remote_port"),
+        ({"remote_port": 0}, "remote_port"),
+        ({"remote_engine_id": None}, "remote_engine_id"),
+        ({"remote_engine_id": "x" * 257}, "remote_engine_id"),
+        ({"remote_engine_id": "\udfff"}, "remote_engine_id"),
+        ({"transfer_id": "\ud800"}, "transfer_id"),
+        ({"tp_size": "1"}, "tp_size"),
+        ({"pp_size": 0}, "pp_size"),
+        ({"remote_request_id": 1}, "remote_request_id"),
+        ({"remote_block_ids": [[1]]}, "baton_ticket"),
+    ],
+)
+def test_the_door_names_the_field_of_what_is_not(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(BadTransferParams, match=rf"kv_transfer_params\.{field}"):
+        door_of()(decode_leg(**changes))
+
+
+def test_by_default_nobody_may_be_named() -> None:
+    with pytest.raises(BadTransferParams, match="allowed_peers"):
+        door_of(extra={})(decode_leg())
+    with pytest.raises(BadTransferParams, match=r"baton_ticket.*does not do"):
+        door_of(extra={}, connector="BatonPullConnector")(decode_leg())
+
+
+def test_behind_the_door_it_is_refused_again(world: PushWorld) -> None:
+    _, d = pair(world)
+    request = d.submit("r", TOKENS, decode_leg("127.0.0.1:1002"))
+    assert d.half.get_num_new_matched_tokens(request, 0) == (0, False)
+    world.settle()
+    assert d.counted("refused") == {"params": 1}
+    assert not world.wire.carried
+
+
+@pytest.mark.parametrize("peer", ["p", "p:", ":1", "p:0", "p:65536", "tcp://p:1", "::1:5", "p:1/", "p q:1"])
+def test_an_address_in_the_list_that_is_none_stops_the_start(peer: str) -> None:
+    with pytest.raises(ConfigError, match="allowed_peers"):
+        PushSettings.parse({"allowed_peers": [peer]}, has_secret=True)
