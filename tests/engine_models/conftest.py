@@ -29,20 +29,24 @@ FAMILIES: dict[str, dict[str, object]] = {
 class PagedModel:
     """A model, its cache, and one step at a time."""
 
-    def __init__(self, config: ModelConfig, group: TensorParallelGroup | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, group: TensorParallelGroup | None = None, *, device: str = "cpu"
+    ) -> None:
         rank, size = (group.rank, group.size) if group is not None else (0, 1)
-        self.model: Decoder = build_model(config, rank, size, "cpu", group=group)
+        self.model: Decoder = build_model(config, rank, size, device, group=group)
         load_weights(self.model, config.model)
         cache = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=NUM_BLOCKS)
-        self.kv_caches = allocate_kv_cache(config, cache, rank, size, "cpu")
+        self.kv_caches = allocate_kv_cache(config, cache, rank, size, device)
+        self._device = device
 
     def step(self, requests: Sequence[tuple[list[int], int, list[int]]]) -> torch.Tensor:
         """Logits of every token; a request is (tokens of this step, tokens computed before, block ids)."""
         tokens, computed, blocks = zip(*requests, strict=True)
         metadata = build_attention_metadata(computed, [len(t) for t in tokens], blocks, BLOCK_SIZE)
-        ids = torch.tensor([token for request in tokens for token in request])
+        ids = torch.tensor([token for request in tokens for token in request], device=self._device)
+        positions = metadata.positions.to(self._device)
         with torch.inference_mode():
-            hidden = self.model(ids, metadata.positions, ForwardContext(metadata, self.kv_caches))
+            hidden = self.model(ids, positions, ForwardContext(metadata, self.kv_caches))
             return self.model.compute_logits(hidden)
 
     def greedy(self, prompt: list[int], num_tokens: int, block_ids: list[int]) -> list[int]:

@@ -1,7 +1,4 @@
-"""Backends against attention written down as its definition, one query and one head at a time."""
-
-import os
-from collections.abc import Sequence
+"""Backends against attention written down as its definition; see `attention_check`."""
 
 import numpy as np
 import pytest
@@ -10,65 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import UserError
-from baton.engine.attention import AttentionBackend, AttentionShape, build_backend
+from baton.engine.attention import build_backend
 from baton.engine.attention import sdpa as sdpa_module
-from baton.engine.attention.cuda import CudaBackend, build_cuda_backend, cut_tiles, why_unavailable
+from baton.engine.attention.cuda import build_cuda_backend, cut_tiles, why_unavailable
 from baton.engine.attention.sdpa import SdpaBackend, group_by_length
-from baton.engine.forward_context import build_attention_metadata
-
-HEADS, KV_HEADS, HEAD_DIM, NUM_BLOCKS, BLOCK_SIZE = 4, 2, 16, 48, 4
-
-
-def shape_of(device: str = "cpu") -> AttentionShape:
-    return AttentionShape(HEADS, KV_HEADS, HEAD_DIM, torch.float32, torch.device(device))
-
-
-def attend_by_definition(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, position: int, window: int | None
-) -> torch.Tensor:
-    """`q [Q, D]` of one token at `position`; `keys` and `values [positions, H, D]` of its request."""
-    first = 0 if window is None else max(0, position - window + 1)
-    answers = []
-    for head in range(HEADS):
-        kv_head = head // (HEADS // KV_HEADS)
-        scores = keys[first : position + 1, kv_head] @ q[head] * HEAD_DIM**-0.5
-        answers.append(torch.softmax(scores, 0) @ values[first : position + 1, kv_head])
-    return torch.cat(answers)
-
-
-def check_backend(
-    backend: AttentionBackend, requests: Sequence[tuple[int, int]], window: int | None, seed: int
-) -> None:
-    """Random keys and values for requests of (computed, scheduled) tokens; the other slots are NaN."""
-    device = backend.shape.device
-    generator = torch.Generator().manual_seed(seed)
-    free = iter(torch.randperm(NUM_BLOCKS, generator=generator).tolist())
-    blocks = [[next(free) for _ in range(-(-(c + s) // BLOCK_SIZE))] for c, s in requests]
-    cache = torch.full((NUM_BLOCKS, KV_HEADS, BLOCK_SIZE, 2 * HEAD_DIM), torch.nan)
-    histories = [torch.randn(c + s, KV_HEADS, 2 * HEAD_DIM, generator=generator) for c, s in requests]
-    for (computed, _), table, history in zip(requests, blocks, histories, strict=True):
-        for position in range(computed):
-            cache[table[position // BLOCK_SIZE], :, position % BLOCK_SIZE] = history[position]
-    scheduled = [s for _, s in requests]
-    q = torch.randn(sum(scheduled), HEADS, HEAD_DIM, generator=generator)
-    new = torch.cat([history[c:] for (c, _), history in zip(requests, histories, strict=True)])
-
-    metadata = build_attention_metadata([c for c, _ in requests], scheduled, blocks, BLOCK_SIZE)
-    plan = backend.plan(metadata, window)
-    cache, q, new = cache.to(device), q.to(device), new.to(device)
-    backend.write(new[..., :HEAD_DIM], new[..., HEAD_DIM:], cache, plan)
-    answer = backend.attend(q, cache, plan).cpu()
-    q, cache = q.cpu(), cache.cpu()
-
-    token = 0
-    for (computed, count), table, history in zip(requests, blocks, histories, strict=True):
-        keys, values = history[..., :HEAD_DIM], history[..., HEAD_DIM:]
-        for position in range(computed, computed + count):
-            assert cache[table[position // BLOCK_SIZE], :, position % BLOCK_SIZE].equal(history[position])
-            expected = attend_by_definition(q[token], keys, values, position, window)
-            torch.testing.assert_close(answer[token], expected, atol=1e-5, rtol=1e-5)
-            token += 1
-
+from tests.engine_models.attention_check import check_backend, shape_of
 
 # At most 4 requests of at most 38 tokens, 10 blocks each.
 batches = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), min_size=1, max_size=4)
@@ -149,22 +92,3 @@ def test_without_a_gpu_the_error_says_what_is_missing() -> None:
 def test_an_unknown_device_is_refused() -> None:
     with pytest.raises(UserError, match="must be cpu or cuda"):
         build_backend(shape_of("meta"))
-
-
-def _cuda_device() -> str:
-    """Where the kernel can run; skips with the reason. Triton's interpreter runs it on a CPU."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.importorskip("triton")
-        return "cpu"
-    if (reason := why_unavailable()) is not None:
-        pytest.skip(reason)
-    return "cuda"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 1, 7])
-@pytest.mark.parametrize("requests", [[(9, 21), (0, 1), (0, 17), (30, 1)], [(5, 1), (0, 1), (30, 1)]])
-def test_the_gpu_kernel_agrees_with_the_definition(
-    requests: list[tuple[int, int]], window: int | None
-) -> None:
-    check_backend(CudaBackend(shape_of(_cuda_device())), requests, window, seed=2)

@@ -7,9 +7,8 @@ for all of them. It walks the keys from the first one that any row sees to the l
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,operator"
-# Triton is untyped, and the kernel's body is not Python that a type checker could follow.
-
-from typing import Any
+# Triton is untyped, and the kernel's body is not Python that a type checker could follow. Its arguments have
+# no annotations on purpose: Triton compiles those too, and knows no names but its own.
 
 import torch
 import triton
@@ -20,20 +19,20 @@ _KEYS = 32  # Keys per iteration.
 
 @triton.jit
 def _kernel(
-    q_pointer: Any,
-    cache_pointer: Any,
-    out_pointer: Any,
-    table_pointer: Any,
-    tiles_pointer: Any,
-    q_token_stride: Any,
-    q_head_stride: Any,
-    out_token_stride: Any,
-    out_head_stride: Any,
-    cache_block_stride: Any,
-    cache_head_stride: Any,
-    table_stride: Any,
-    scale: Any,
-    window: Any,
+    q_pointer,
+    cache_pointer,
+    out_pointer,
+    table_pointer,
+    tiles_pointer,
+    q_token_stride,
+    q_head_stride,
+    out_token_stride,
+    out_head_stride,
+    cache_block_stride,
+    cache_head_stride,
+    table_stride,
+    scale,
+    window,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,

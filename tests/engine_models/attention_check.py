@@ -1,0 +1,79 @@
+"""Attention written down as its definition, one query and one head at a time, for backends to agree with."""
+
+from collections.abc import Sequence
+
+import torch
+
+from baton.engine.attention import AttentionBackend, AttentionShape
+from baton.engine.forward_context import build_attention_metadata
+
+NUM_BLOCKS, BLOCK_SIZE = 48, 4
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+
+
+def shape_of(
+    device: str = "cpu",
+    *,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+) -> AttentionShape:
+    return AttentionShape(num_heads, num_kv_heads, head_dim, dtype, torch.device(device))
+
+
+def attend_by_definition(
+    shape: AttentionShape,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    position: int,
+    window: int | None,
+) -> torch.Tensor:
+    """`q [Q, D]` of one token at `position`; `keys` and `values [positions, H, D]` of its request."""
+    first = 0 if window is None else max(0, position - window + 1)
+    answers = []
+    for head in range(shape.num_heads):
+        kv_head = head // shape.group_size
+        scores = keys[first : position + 1, kv_head] @ q[head] * shape.scale
+        answers.append(torch.softmax(scores, 0) @ values[first : position + 1, kv_head])
+    return torch.cat(answers)
+
+
+def check_backend(
+    backend: AttentionBackend, requests: Sequence[tuple[int, int]], window: int | None, seed: int
+) -> None:
+    """Random keys and values for requests of (computed, scheduled) tokens; the other slots are NaN."""
+    shape = backend.shape
+    device, head_dim, kv_heads = shape.device, shape.head_dim, shape.num_kv_heads
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator).to(shape.dtype)
+
+    free = iter(torch.randperm(NUM_BLOCKS, generator=generator).tolist())
+    blocks = [[next(free) for _ in range(-(-(c + s) // BLOCK_SIZE))] for c, s in requests]
+    cache = torch.full((NUM_BLOCKS, kv_heads, BLOCK_SIZE, 2 * head_dim), torch.nan, dtype=shape.dtype)
+    histories = [random(c + s, kv_heads, 2 * head_dim) for c, s in requests]
+    for (computed, _), table, history in zip(requests, blocks, histories, strict=True):
+        for position in range(computed):
+            cache[table[position // BLOCK_SIZE], :, position % BLOCK_SIZE] = history[position]
+    scheduled = [s for _, s in requests]
+    q = random(sum(scheduled), shape.num_heads, head_dim)
+    new = torch.cat([history[c:] for (c, _), history in zip(requests, histories, strict=True)])
+
+    metadata = build_attention_metadata([c for c, _ in requests], scheduled, blocks, BLOCK_SIZE)
+    plan = backend.plan(metadata, window)
+    cache, q, new = cache.to(device), q.to(device), new.to(device)
+    backend.write(new[..., :head_dim], new[..., head_dim:], cache, plan)
+    answer = backend.attend(q, cache, plan).cpu()
+    q, cache = q.cpu(), cache.cpu()
+
+    token, tolerance = 0, TOLERANCE[shape.dtype]
+    for (computed, count), table, history in zip(requests, blocks, histories, strict=True):
+        keys, values = history[..., :head_dim].float(), history[..., head_dim:].float()
+        for position in range(computed, computed + count):
+            assert cache[table[position // BLOCK_SIZE], :, position % BLOCK_SIZE].equal(history[position])
+            expected = attend_by_definition(shape, q[token].float(), keys, values, position, window)
+            torch.testing.assert_close(answer[token].float(), expected, atol=tolerance, rtol=tolerance)
+            token += 1

@@ -1,0 +1,142 @@
+"""The Triton kernel of paged attention: on a GPU, or as far as a machine without one can show.
+
+    what                     with a GPU    without, TRITON_INTERPRET=1       without
+    agrees with definition   on it         on the CPU, line by line          skipped
+    whole models             on it         on the CPU                        skipped
+    compiles for GPUs        yes           skipped (nothing is compiled)     yes
+
+All of it needs the triton package, which CPU builds of torch leave out.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.engine.attention.cuda import CudaBackend, why_unavailable
+from baton.engine.checkpoint import load_model_config
+from baton.engine.models import decoder
+from tests.engine_models.attention_check import check_backend, shape_of
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NUM_GREEDY = 4 if INTERPRETED else 64  # Seconds, not minutes.
+
+
+@pytest.fixture
+def device() -> str:
+    """Where the kernel can run; skips with the reason."""
+    if INTERPRETED:
+        pytest.importorskip("triton")
+        return "cpu"
+    if (reason := why_unavailable()) is not None:
+        pytest.skip(reason)
+    return "cuda"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 1, 7])
+@pytest.mark.parametrize("requests", [[(9, 21), (0, 1), (0, 17), (30, 1)], [(5, 1), (0, 1), (30, 1)]])
+def test_it_agrees_with_the_definition(
+    device: str, requests: list[tuple[int, int]], window: int | None
+) -> None:
+    check_backend(CudaBackend(shape_of(device)), requests, window, seed=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(7, 1, 24), (4, 4, 64), (16, 2, 80)])
+def test_odd_shapes_and_short_numbers_agree_too(
+    device: str, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    if INTERPRETED and dtype is torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies no bfloat16 numbers (3.9: the products are nonsense)")
+    shape = shape_of(device, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
+    check_backend(CudaBackend(shape), [(9, 21), (0, 17), (30, 1)], None, seed=3)
+
+
+@pytest.fixture
+def reference_of(checkpoint_of: Callable[[str], Path]) -> Iterator[Callable[[str, str], Any]]:
+    """The same checkpoint in transformers, on the same device."""
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.disable_progress_bar()
+
+    def load(family: str, device: str) -> Any:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            checkpoint_of(family), dtype=torch.float32, attn_implementation="eager"
+        )
+        return model.eval().to(device)
+
+    yield load
+    transformers.utils.logging.enable_progress_bar()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_whole_models_give_the_tokens_of_transformers(
+    device: str,
+    family: str,
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoint_of: Callable[[str], Path],
+    reference_of: Callable[[str, str], Any],
+    paged_model_type: Any,
+    prompt_of: Callable[[int, int], list[int]],
+    shuffled_blocks: list[int],
+) -> None:
+    # Interpreted, the kernel runs where the default would be the CPU's own backend.
+    monkeypatch.setattr(decoder, "build_backend", CudaBackend)
+    model = paged_model_type(load_model_config(checkpoint_of(family)), device=device)
+    reference, prompt = reference_of(family, device), prompt_of(1, 60)
+    with torch.inference_mode():
+        answer = reference.generate(
+            torch.tensor([prompt], device=device),
+            max_new_tokens=NUM_GREEDY,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        expected = reference(torch.tensor([prompt], device=device)).logits[0]
+    torch.testing.assert_close(model.step([(prompt, 0, shuffled_blocks)]), expected, atol=1e-3, rtol=0)
+    assert model.greedy(prompt, NUM_GREEDY, shuffled_blocks) == answer[0, len(prompt) :].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # Of the compiler's own defaults.
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("head_dim", "group_size", "rows"), [(64, 7, 64), (128, 4, 16)])
+def test_it_compiles_for_gpus_that_are_not_here(
+    capability: int, dtype: str, head_dim: int, group_size: int, rows: int
+) -> None:
+    """Down to machine code. What only the interpreter accepts fails here, not at somebody's first request."""
+    pytest.importorskip("triton")
+    if INTERPRETED:
+        pytest.skip("TRITON_INTERPRET=1: nothing is compiled")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from baton.engine.attention.triton_kernel import _KEYS, _kernel
+
+    constants = {
+        "GROUP": group_size,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_PADDED": triton.next_power_of_2(head_dim),
+        "BLOCK_SIZE": 16,
+        "ROWS": rows,
+        "KEYS": _KEYS,
+    }
+    types = {"table_pointer": "*i32", "tiles_pointer": "*i32", "scale": "fp32"}
+    types |= {name: f"*{dtype}" for name in ("q_pointer", "cache_pointer", "out_pointer")}
+    types |= dict.fromkeys(constants, "constexpr")
+    names = _kernel.arg_names
+    source = ASTSource(
+        _kernel,
+        {name: types.get(name, "i32") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    assert compiled.asm["cubin"]
