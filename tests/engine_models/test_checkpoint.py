@@ -10,6 +10,7 @@ import pytest
 from baton.core.errors import UserError
 from baton.engine.checkpoint import load_model_config, weight_files, weights_digest
 from baton.engine.models import build_model, load_weights
+from baton.engine.models.loading import fill_weights
 from baton.engine.new_model import write_checkpoint
 
 TINY: dict[str, Any] = {
@@ -113,8 +114,8 @@ def test_shards_hold_what_one_file_holds(folder: Path, tmp_path: Path) -> None:
     sharded = write_checkpoint(tmp_path / "sharded", **TINY, shard_bytes=40_000)
     assert len(weight_files(sharded)) > 2
     whole, parts = (build_model(load_model_config(path)) for path in (folder, sharded))
-    load_weights(whole, folder)
-    load_weights(parts, sharded)
+    fill_weights(whole, folder)
+    fill_weights(parts, sharded)
     for (name, one), other in zip(whole.named_parameters(), parts.parameters(), strict=True):
         assert one.equal(other), name
 

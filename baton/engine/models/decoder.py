@@ -20,6 +20,7 @@ from baton.engine.attention import AttentionBackend, AttentionShape, build_backe
 from baton.engine.attention.kv_memory import layer_name
 from baton.engine.forward_context import ForwardContext
 from baton.engine.models.layers import PackedLinear, RMSNorm, RowParallelLinear, empty_parameter, rms_norm
+from baton.engine.models.matmul import Matmul
 from baton.engine.models.parallel import TensorParallelGroup
 from baton.engine.models.rotary import Rotary, rotate
 
@@ -62,7 +63,16 @@ class Decoder(nn.Module):
             if architecture.tie_word_embeddings
             else empty_parameter(*vocabulary, dtype=dtype, device=device)
         )
+        self._head_matmul: Matmul | None = None
         self._windows = frozenset(architecture.windows)
+
+    def seal(self) -> None:
+        """Once, after loading: from here on the model computes, and its weights cannot be changed."""
+        for layer in self.layers:
+            layer.seal()
+        self._head_matmul = Matmul(self.head)
+        if self._head_matmul.is_packed and self.head is not self.embedding:
+            self.head.data = torch.empty(0, dtype=self.head.dtype)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
@@ -78,7 +88,8 @@ class Decoder(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 `[S, V]` of the rows of `hidden` that a token is sampled from; the same on every rank."""
-        return F.linear(hidden, self.head).float()
+        assert self._head_matmul is not None, "the weights are sealed before they are used"
+        return self._head_matmul(hidden).float()
 
 
 class DecoderLayer(nn.Module):
@@ -97,6 +108,10 @@ class DecoderLayer(nn.Module):
     ) -> torch.Tensor:
         hidden = hidden + self.attention(self.input_norm(hidden), rotation, context, plans)
         return hidden + self.mlp(self.post_norm(hidden))  # type: ignore[no-any-return]
+
+    def seal(self) -> None:
+        for linear in (self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.down):
+            linear.seal()
 
 
 class Attention(nn.Module):

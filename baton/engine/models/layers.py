@@ -4,15 +4,16 @@
     row-parallel      each rank has some inputs; the partial sums are added up over the ranks
 
 Several projections of one input are fused into one `PackedLinear`; a checkpoint's tensors are loaded into
-its parts. Parameters are made empty: `loading.py` fills all of them or fails.
+its parts. Parameters are made empty: `loading.py` fills all of them or fails, and then has the maps `seal`
+their weights, after which they are as fast as they can be and can no longer be changed.
 """
 
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from baton.engine.models.matmul import Matmul
 from baton.engine.models.parallel import TensorParallelGroup
 
 
@@ -55,9 +56,15 @@ class PackedLinear(nn.Module):
         total = sum(self.part_sizes)
         self.weight = empty_parameter(total, in_features, dtype=dtype, device=device)
         self.bias = empty_parameter(total, dtype=dtype, device=device) if bias else None
+        self._matmul: Matmul | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        assert self._matmul is not None, "the weights are sealed before they are used"
+        return self._matmul(x)
+
+    def seal(self) -> None:
+        """Once, after loading."""
+        self._matmul = _sealed(self.weight, self.bias)
 
     def weight_parts(self) -> tuple[torch.Tensor, ...]:
         return torch.split_with_sizes(self.weight, self.part_sizes)
@@ -84,9 +91,22 @@ class RowParallelLinear(nn.Module):
         self.weight = empty_parameter(out_features, in_features, dtype=dtype, device=device)
         self.bias = empty_parameter(out_features, dtype=dtype, device=device) if bias else None
         self._group = group
+        self._matmul: Matmul | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self._matmul is not None, "the weights are sealed before they are used"
         if self._group.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        partial = self._group.all_reduce(F.linear(x, self.weight))
+            return self._matmul(x)
+        partial = self._group.all_reduce(self._matmul(x))
         return partial if self.bias is None else partial + self.bias
+
+    def seal(self) -> None:
+        """Once, after loading."""
+        self._matmul = _sealed(self.weight, self.bias if self._group.size == 1 else None)
+
+
+def _sealed(weight: nn.Parameter, bias: torch.Tensor | None) -> Matmul:
+    matmul = Matmul(weight, bias)
+    if matmul.is_packed:
+        weight.data = torch.empty(0, dtype=weight.dtype)  # Or every matrix would be in memory twice.
+    return matmul

@@ -33,7 +33,13 @@ class _Target(NamedTuple):
 
 
 def load_weights(model: Decoder, folder: str | Path) -> None:
-    """Raises UserError when folder and architecture do not agree."""
+    """After it the model computes. Raises UserError when folder and architecture do not agree."""
+    fill_weights(model, folder)
+    model.seal()
+
+
+def fill_weights(model: Decoder, folder: str | Path) -> None:
+    """The same, up to where the weights can still be looked at."""
     targets = list(_targets(model))
     with ExitStack() as stack:
         home: dict[str, Any] = {}
