@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
 from baton.connectors.pull.agent import PullAgent
@@ -44,14 +44,32 @@ _LENDABLE: Final = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 _REQUEST_ID_CHARS = 256  # Of a name that only logs will show; a client's may be as long as it likes.
 
 
+class BlockHolder(Protocol):
+    """Keeps lent blocks by references of its own, for a host that forgets a request when it has finished.
+
+    Called on the engine's thread.
+    """
+
+    def hold(self, loan_id: LoanId, block_ids: Sequence[int]) -> None: ...
+
+    def release(self, loan_id: LoanId) -> None:
+        """A loan that was never held changes nothing."""
+
+
 class PullLender:
     def __init__(
-        self, agent: PullAgent, identity: EngineIdentity, control_url: str, stats: PullStats
+        self,
+        agent: PullAgent,
+        identity: EngineIdentity,
+        control_url: str,
+        stats: PullStats,
+        holder: BlockHolder | None = None,
     ) -> None:
         self._agent = agent
         self._identity = identity
         self._control_url = control_url
         self._stats = stats
+        self._holder = holder
         self._lent: dict[LoanId, str] = {}  # To request ids.
         self._kept: dict[LoanId, int] = {}  # For a next turn; to the number of blocks, oldest first.
         self._freed: set[str] = set()  # Not reported yet.
@@ -60,7 +78,7 @@ class PullLender:
     def finished(
         self, request: host.Request, block_ids: Sequence[int], now: float
     ) -> tuple[bool, dict[str, Any] | None]:
-        """(blocks are lent, kv_transfer_params of the answer)."""
+        """(the host has to keep the blocks, kv_transfer_params of the answer)."""
         try:
             wish = read_params(request.kv_transfer_params, self._identity)
         except BadTransferParams:
@@ -81,6 +99,8 @@ class PullLender:
         loan_id = self._agent.lend(now)
         if loan_id is None:
             return False, None  # Draining: the consumer computes the prompt itself.
+        if self._holder is not None:
+            self._holder.hold(loan_id, held)
         ticket = self._ticket(
             request,
             loan_id,
@@ -95,7 +115,7 @@ class PullLender:
         params["transfer_id"] = ticket.transfer_id
         self._lent[loan_id] = request.request_id
         self._stats.count("num_loans")
-        return True, params
+        return self._holder is None, params
 
     def _keep(
         self, request: host.Request, block_ids: Sequence[int], now: float
@@ -112,6 +132,8 @@ class PullLender:
         loan_id = self._agent.keep(now, turns.ttl_s)
         if loan_id is None:
             return False, None
+        if self._holder is not None:
+            self._holder.hold(loan_id, held)
         prompt = hash_of_tokens(request, token_ids, num_tokens, self._identity)
         ticket = self._ticket(request, loan_id, None, held, num_tokens, prompt)
         # No transfer id: the next leg is another dispatch, and whoever sends it names it.
@@ -119,7 +141,7 @@ class PullLender:
         self._lent[loan_id] = request.request_id
         self._kept[loan_id] = len(held)
         self._stats.count("num_loans")
-        return True, params
+        return self._holder is None, params
 
     def _make_room(self, num_wanted: int, turns: TurnSettings, now: float) -> bool:
         if self.num_pool_blocks is None:
@@ -134,10 +156,13 @@ class PullLender:
         return too_many <= 0
 
     def absorb(self, effect: FreeLoan) -> None:
+        if self._holder is not None:
+            self._holder.release(effect.loan_id)
         request_id = self._lent.pop(effect.loan_id, None)
         if request_id is None:
             return  # Its ticket was never made.
-        self._freed.add(request_id)
+        if self._holder is None:
+            self._freed.add(request_id)
         was_kept = self._kept.pop(effect.loan_id, None) is not None
         if effect.expired and not was_kept:
             self._stats.count("num_expired_loans")

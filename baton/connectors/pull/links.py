@@ -119,6 +119,14 @@ class PeerLinks:
                 if link.ready is not None:
                     link.ready.transport.disconnect(link.ready.peer)
 
+    def fail(self, order: ReadBlocks, reason: str) -> None:
+        """A fault of ours kept it from being begun: its pairs end, as soon as nothing of them runs."""
+        with self._changed:
+            for pair in order.pairs:
+                if pair.consumer_rank == self._rank:
+                    self._parts.setdefault((order.claim, pair), Parts(order.claim, pair))
+            self._stop(lambda parts: parts.claim == order.claim, reason)
+
     def take_ended(self) -> list[ReadEnd]:
         """Reads that have ended since, each once. Never blocks."""
         with self._changed:

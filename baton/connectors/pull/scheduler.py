@@ -23,7 +23,7 @@ from baton.connectors.pull.borrower import PullBorrower
 from baton.connectors.pull.control_thread import ControlThread
 from baton.connectors.pull.door import Borrow, Follow, Resume, Seek
 from baton.connectors.pull.identity import EngineIdentity
-from baton.connectors.pull.lender import PullLender
+from baton.connectors.pull.lender import BlockHolder, PullLender
 from baton.connectors.pull.metadata import PullHandshake, PullMetadata, PullWorkerReport
 from baton.connectors.pull.pairing import transfer_of_request
 from baton.connectors.pull.stats import PullStats
@@ -75,8 +75,12 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
         epoch: Epoch | None = None,
         clock: Callable[[], float] = boot_clock,
         control: Callable[[PullAgent, threading.Lock], ControlPort] | None = None,
+        holder: BlockHolder | None = None,
     ) -> None:
-        """`control` makes what drives the agent; without it, a thread with a channel of its own."""
+        """`control` makes what drives the agent; without it, a thread with a channel of its own.
+
+        `holder` keeps lent blocks; without one, the host does (`delay_free`).
+        """
         self._identity = identity
         self._clock = clock
         self._lock = threading.Lock()
@@ -87,7 +91,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
         self._agent = PullAgent(address, identity.fingerprint, identity.settings.timers)
         self._control = (control or self._control_thread)(self._agent, self._lock)
         self._control_wakes = control is None  # Another's owner steps when it sees fit.
-        self._lender = PullLender(self._agent, identity, self._control.url, self._stats)
+        self._lender = PullLender(self._agent, identity, self._control.url, self._stats, holder)
         self._borrower = PullBorrower(self._agent, identity, self._stats)
         self._bad_frames_counted = 0
         self._is_shut_down = False
@@ -211,7 +215,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
                     self._borrower.read_ended(end, now)
                 self._control.flush()
             self._absorb()
-            freed, received = self._take_freed(), self._borrower.take_received()
+            freed, received = self._lender.take_freed(), self._borrower.take_received()
             has_orders = self._borrower.has_orders
         if has_orders:
             self._wake_host()  # They go with the next step.
@@ -244,7 +248,6 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
         with self._lock:
             self._agent.drain(self._clock() + timeout_s)
             self._control.flush()
-        self._wake_host()
 
     @property
     def num_open_loans(self) -> int:
@@ -313,10 +316,6 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
     @property
     def _has_news(self) -> bool:
         return self._lender.has_freed or self._borrower.has_received
-
-    def _take_freed(self) -> set[str]:
-        """Requests whose blocks the host may have back. With the lock held, on the engine's thread."""
-        return self._lender.take_freed()
 
     def _absorb(self) -> None:
         """Carry out what the machines have decided since. With the lock held, on the engine's thread."""

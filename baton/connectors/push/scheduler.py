@@ -17,6 +17,7 @@ from typing import Any
 from baton.connectors.pull.agent import PullAgent
 from baton.connectors.pull.door import Lend, hash_of_prompt, read_params
 from baton.connectors.pull.identity import EngineIdentity
+from baton.connectors.pull.lender import BlockHolder
 from baton.connectors.pull.metadata import PullMetadata, PullWorkerReport
 from baton.connectors.pull.pairing import transfer_of_request
 from baton.connectors.pull.scheduler import ControlPort, PullSchedulerHalf, boot_clock
@@ -40,8 +41,9 @@ class PushSchedulerHalf(PullSchedulerHalf):
         epoch: Epoch | None = None,
         clock: Callable[[], float] = boot_clock,
         control: Callable[[PullAgent, threading.Lock], ControlPort] | None = None,
+        holder: BlockHolder | None = None,
     ) -> None:
-        super().__init__(identity, epoch=epoch, clock=clock, control=control)
+        super().__init__(identity, epoch=epoch, clock=clock, control=control, holder=holder)
         assert isinstance(identity.settings, PushSettings)
         self._stream = identity.settings.stream
         self._prefills = Prefills(self._agent, identity.block_tokens, identity.tp_size)
