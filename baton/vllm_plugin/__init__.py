@@ -1,0 +1,41 @@
+"""Baton's connectors inside vLLM. The only package that imports vllm; nothing of Baton imports it.
+
+    pip install 'kv-baton[vllm]'
+    vllm serve MODEL --kv-transfer-config \
+        '{"kv_connector": "BatonPullConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
+
+vLLM finds the names through the entry point `vllm.general_plugins`, which calls `register` in each of its
+processes. Without an installation, `"kv_connector_module_path": "baton.vllm_plugin"` does the same.
+
+    vLLM's hooks --> connector (contains what we raise) --> one of our halves, as in the embedded engine
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from baton.vllm_plugin.connector import BatonPullConnector, BatonPushConnector
+
+__all__ = ["BatonPullConnector", "BatonPushConnector", "register"]
+
+_CONNECTORS = ("BatonPullConnector", "BatonPushConnector")
+_MODULE = "baton.vllm_plugin.connector"
+
+
+def register() -> None:
+    """Tell vLLM's factory our names. Harmless when called again: vLLM loads its plug-ins per process."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    for name in _CONNECTORS:
+        if name not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(name, _MODULE, name)
+
+
+def __getattr__(name: str) -> Any:
+    """For `kv_connector_module_path`: the classes, without importing vllm before it is there."""
+    if name not in _CONNECTORS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from baton.vllm_plugin import connector
+
+    return getattr(connector, name)

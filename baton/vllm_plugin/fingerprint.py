@@ -1,0 +1,125 @@
+"""What vLLM's model is, in the words that every engine of Baton uses: equal for equal checkpoints.
+
+    config.json   of a family that the embedded engine knows: the digest of what it means, the same as there
+                  of another family: the digest of the file, without what says nothing of the model
+    weights       the digest of all their bytes, the same as in the embedded engine; or a name for it
+
+What vLLM was told to change of the model (quantization, overrides, dummy weights) goes into the digest, so
+that two engines of one checkpoint that compute differently do not take each other's caches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from baton.core.errors import ConfigError, UserError
+from baton.core.hashing import HASH_SEED
+from baton.core.layout import ModelFingerprint
+from baton.engine.architecture import parse_architecture
+from baton.engine.checkpoint import read_json, weights_digest
+
+logger = logging.getLogger(__name__)
+
+FIELD = "kv_transfer_config.kv_connector_extra_config.revision"
+
+_SAYS_NOTHING = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "auto_map"})
+_OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+_CHUNK_BYTES = 1 << 22
+
+
+def fingerprint_of(
+    model: Any,
+    cache_dtype: str,
+    folder: Path | None,
+    *,
+    revision: str | None,
+    load_format: str = "auto",
+) -> ModelFingerprint:
+    """`model`: vLLM's ModelConfig. `folder`: where its files are, if they are on this machine.
+
+    Raises ConfigError where nothing says which weights these are.
+    """
+    config = _config_of(model, folder)
+    overrides = model.hf_overrides
+    if isinstance(overrides, Mapping):
+        config = {**config, **overrides}
+    changes: dict[str, Any] = {}
+    if overrides and not isinstance(overrides, Mapping):
+        changes["hf_overrides"] = getattr(overrides, "__qualname__", repr(type(overrides)))
+    if model.quantization is not None and "quantization_config" not in config:
+        changes["quantization"] = str(model.quantization)
+    return ModelFingerprint(
+        model=_architecture_digest(config, changes),
+        revision=_revision(model, folder, revision, load_format),
+        dtype=kv_dtype(model, cache_dtype),
+        num_layers=int(model.get_total_num_hidden_layers()),
+        num_kv_heads=1 if model.use_mla else int(model.get_total_num_kv_heads()),
+        head_dim=int(model.get_head_size()),
+        hash_seed=HASH_SEED,
+    )
+
+
+def kv_dtype(model: Any, cache_dtype: str) -> str:
+    """Torch's name of what the cache holds; vLLM's name of a cache with scales, which nobody converts."""
+    return str(model.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype
+
+
+def _config_of(model: Any, folder: Path | None) -> dict[str, Any]:
+    """As the checkpoint says it, rather than as transformers completes it."""
+    if folder is not None and (folder / "config.json").exists():
+        return read_json(folder / "config.json")
+    return dict(model.hf_config.to_dict())
+
+
+def _architecture_digest(config: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
+    try:
+        digest = parse_architecture(config).digest
+    except UserError:  # Not of ours: then it only has to be equal.
+        says = {key: value for key, value in config.items() if key not in _SAYS_NOTHING}
+        digest = hashlib.sha256(msgspec.json.encode(says, order="deterministic", enc_hook=str)).hexdigest()
+    if not changes:
+        return digest
+    changed = msgspec.json.encode([digest, changes], order="deterministic", enc_hook=str)
+    return hashlib.sha256(changed).hexdigest()
+
+
+def _revision(model: Any, folder: Path | None, named: str | None, load_format: str) -> str:
+    if named is not None:
+        return f"named {named}"
+    if load_format == "dummy":
+        return f"dummy weights of seed {model.seed}"
+    if folder is None:
+        raise ConfigError(
+            f"is needed: the files of {model.model!r} are not on this machine, so that nothing else says "
+            "which weights these are",
+            field=FIELD,
+        )
+    started_at = time.monotonic()
+    try:
+        digest = weights_digest(folder)
+    except UserError:
+        digest = _digest_of_files(folder)
+    logger.info("digested the weights of %s in %.1f s", folder, time.monotonic() - started_at)
+    return digest
+
+
+def _digest_of_files(folder: Path) -> str:
+    """Of weights in another shape than the embedded engine reads."""
+    files = sorted({file for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern) if file.is_file()})
+    if not files:
+        raise ConfigError(f"is needed: {folder} has no file of weights that we know", field=FIELD)
+    digest = xxhash.xxh3_128()
+    for file in files:
+        digest.update(file.name.encode())
+        with file.open("rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    return f"files {digest.hexdigest()}"

@@ -1,0 +1,134 @@
+"""Who a vLLM engine is, as far as a handoff depends on it: the only reader of vLLM's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from baton.connectors.pull.identity import EngineIdentity
+from baton.connectors.pull.settings import FIELD, PullSettings
+from baton.core.errors import ConfigError
+from baton.core.hashing import HASH_SEED
+from baton.core.ids import EngineId
+from baton.core.layout import ModelFingerprint
+from baton.vllm_plugin.fingerprint import fingerprint_of, kv_dtype
+from baton.vllm_plugin.settings import PluginSettings
+
+
+def identity_of(
+    vllm_config: Any,
+    settings_kind: type[PullSettings],
+    environment: Mapping[str, str],
+    *,
+    does_push: bool,
+    is_worker: bool,
+) -> EngineIdentity:
+    """Raises ConfigError for a configuration in which no handoff could work.
+
+    A worker names no weights: it speaks to no peer, and digesting them once an engine is enough.
+    """
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    _refuse_unsupported(vllm_config)
+    ours, extra = PluginSettings.split(transfer.kv_connector_extra_config)
+    secret = ours.find_secret(environment)
+    settings = settings_kind.parse(_with_port_of_rank(extra, parallel), has_secret=secret is not None)
+    tp_size = int(parallel.tensor_parallel_size)
+    rank = int(parallel.rank) if is_worker else 0
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if is_worker:
+        fingerprint = _fingerprint_of_worker(model, cache.cache_dtype)
+    else:
+        load = vllm_config.load_config
+        fingerprint = fingerprint_of(
+            model,
+            cache.cache_dtype,
+            find_folder(model, load),
+            revision=ours.revision,
+            load_format=str(load.load_format),
+        )
+    return EngineIdentity(
+        engine_id=EngineId(transfer.engine_id),
+        fingerprint=fingerprint,
+        tp_size=tp_size,
+        tp_rank=rank % tp_size,
+        pp_rank=rank // tp_size,
+        pp_size=int(parallel.pipeline_parallel_size),
+        block_tokens=int(cache.block_size),
+        is_producer=bool(transfer.is_kv_producer),
+        is_consumer=bool(transfer.is_kv_consumer),
+        recomputes_failed_loads=transfer.kv_load_failure_policy == "recompute",
+        raises_user_errors=False,  # What a hook raises ends vLLM's engine.
+        secret=secret,
+        settings=settings,
+        does_push=does_push,
+    )
+
+
+def find_folder(model: Any, load: Any) -> Path | None:
+    """Where the checkpoint's files are on this machine; None if they are not."""
+    folder = Path(model.model)
+    if folder.is_dir():
+        return folder
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        return None
+    try:
+        return Path(
+            snapshot_download(
+                model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
+            )
+        )
+    except (LocalEntryNotFoundError, HFValidationError, OSError):
+        return None
+
+
+def _fingerprint_of_worker(model: Any, cache_dtype: str) -> ModelFingerprint:
+    return ModelFingerprint(
+        model="",
+        revision="",
+        dtype=kv_dtype(model, cache_dtype),
+        num_layers=int(model.get_total_num_hidden_layers()),
+        num_kv_heads=1 if model.use_mla else int(model.get_total_num_kv_heads()),
+        head_dim=int(model.get_head_size()),
+        hash_seed=HASH_SEED,
+    )
+
+
+def _with_port_of_rank(extra: Mapping[str, Any], parallel: Any) -> dict[str, Any]:
+    """Each data-parallel engine has a control channel of its own, behind the first one's port."""
+    port = extra.get("port", 0)
+    if not isinstance(port, int) or port == 0:
+        return dict(extra)
+    return {**extra, "port": port + int(parallel.data_parallel_index)}
+
+
+def _refuse_unsupported(vllm_config: Any) -> None:
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
+        if int(getattr(parallel, name, 1)) > 1:
+            raise ConfigError(
+                "above 1 deals the tokens of a block out to ranks, which Baton's plans do not describe",
+                field=f"parallel_config.{name}",
+            )
+    if getattr(transfer, "enable_permute_local_kv", False):
+        raise ConfigError(
+            "is not needed: Baton's plans read either order of heads and tokens",
+            field="kv_transfer_config.enable_permute_local_kv",
+        )
+    if vllm_config.model_config is None:
+        raise ConfigError("is required", field=FIELD.replace("kv_connector_extra_config", "model_config"))
+
+
+def check_groups(kv_cache_config: Any) -> None:
+    """Raises ConfigError for a model whose layers vLLM divides into groups with block tables of their own."""
+    num_groups = len(kv_cache_config.kv_cache_groups)
+    if num_groups > 1:
+        raise ConfigError(
+            f"the model has {num_groups} groups of KV caches with a block table each, and Baton moves one; "
+            "start vLLM with --disable-hybrid-kv-cache-manager, or without a Baton connector if that is "
+            "impossible (layers that keep a state instead of a cache)",
+            field="scheduler_config.disable_hybrid_kv_cache_manager",
+        )

@@ -1,0 +1,120 @@
+"""The scheduler halves of pull and push, as vLLM needs them.
+
+lent blocks     held by references of our own (`lent_blocks`), not by keeping the request alive
+received ids    only those that vLLM waits for: it takes an unknown one for its own fault, and ends
+a dead thread   ends what is under way, one request after the other; prompts are computed here from then on
+introductions   asked for by a request: vLLM's server has no other way to its scheduler
+
+{"baton_introduce": true} --> {"baton_introduction": "..."}     kv_transfer_params of request and answer
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from baton.connectors.pull.agent import PullAgent
+from baton.connectors.pull.identity import EngineIdentity
+from baton.connectors.pull.lender import BlockHolder
+from baton.connectors.pull.metadata import PullMetadata
+from baton.connectors.pull.scheduler import ControlPort, PullSchedulerHalf, boot_clock
+from baton.connectors.push.scheduler import PushSchedulerHalf
+from baton.contract import ConnectorDead, KVConnectorMetadata, KVConnectorOutput, host
+from baton.core.ids import Epoch
+from baton.vllm_plugin.lent_blocks import LentBlocks
+
+logger = logging.getLogger(__name__)
+
+INTRODUCE = "baton_introduce"
+INTRODUCTION = "baton_introduction"
+
+
+class VllmPullSchedulerHalf(PullSchedulerHalf):
+    def __init__(
+        self,
+        identity: EngineIdentity,
+        *,
+        epoch: Epoch | None = None,
+        clock: Callable[[], float] = boot_clock,
+        control: Callable[[PullAgent, threading.Lock], ControlPort] | None = None,
+        holder: BlockHolder | None = None,
+    ) -> None:
+        assert holder is None, "vLLM's pool is the only one"
+        self._lent_blocks = LentBlocks()
+        self._awaited: set[str] = set()  # Requests that vLLM has parked until their load is reported.
+        self._is_retired = False
+        super().__init__(identity, epoch=epoch, clock=clock, control=control, holder=self._lent_blocks)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._lent_blocks.bind(gpu_block_pool)
+        super().bind_gpu_block_pool(gpu_block_pool)
+
+    # --- Requests ------------------------------------------------------------------------------
+
+    def on_new_request(self, request: host.Request) -> None:
+        if not self._is_retired:
+            super().on_new_request(request)
+
+    def update_state_after_alloc(
+        self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if num_external_tokens > 0:
+            self._awaited.add(request.request_id)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def request_finished(
+        self, request: host.Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        keeps, params = super().request_finished(request, block_ids)
+        assert not keeps, "our own references keep what is lent"
+        wanted = request.kv_transfer_params
+        if params is None and isinstance(wanted, dict) and wanted.get(INTRODUCE) is True:
+            introduction = self.introduction()
+            params = {INTRODUCTION: introduction} if introduction is not None else None
+        return False, params
+
+    # --- Step ----------------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
+        try:
+            return super().build_connector_meta(scheduler_output)
+        except ConnectorDead as error:
+            self._retire(error)
+        with self._lock:
+            self._agent.wake(self._clock())  # Nobody else does any more.
+            self._absorb()
+            return PullMetadata(self._borrower.take_orders(), wants_report=self._has_news)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        others = set(connector_output.finished_recving or ())  # Of ranks, and of connectors beside us.
+        super().update_connector_output(connector_output)
+        received = set(connector_output.finished_recving or ())
+        if unknown := received - others - self._awaited:
+            logger.error("did not report the loads of %s, which vLLM does not wait for", sorted(unknown))
+            received -= unknown
+            connector_output.finished_recving = received
+        self._awaited -= received
+
+    def has_pending_block_frees(self) -> bool:
+        """Blocks that are released here are free for the allocation that vLLM tries next."""
+        num_released = self._lent_blocks.num_released
+        return super().has_pending_block_frees() or self._lent_blocks.num_released > num_released
+
+    # --- Parts ---------------------------------------------------------------------------------
+
+    def _retire(self, error: ConnectorDead) -> None:
+        """Nobody renews leases or hears of peers any more: end what depends on it."""
+        if self._is_retired:
+            return
+        self._is_retired = True
+        logger.critical("no KV is moved any more until this engine is restarted", exc_info=error)
+        with self._lock:
+            now = self._clock()
+            self._agent.drain(now)
+            self._borrower.abandon(now)
+
+
+class VllmPushSchedulerHalf(VllmPullSchedulerHalf, PushSchedulerHalf):
+    """The same, over push's."""

@@ -1,0 +1,73 @@
+"""What `kv_connector_extra_config` may say in vLLM: the connector's own settings, and a few of the plug-in.
+
+{"allow_untested_vllm": true, "secret_file": "/run/baton/secret", "revision": "2026-11-20", "port": 14600}
+
+The cluster secret is no setting: vLLM logs its configuration, and a command line is seen by everybody on the
+machine. It comes from the file that `secret_file` names, or from BATON_SECRET in the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from baton.connectors.pull.settings import FIELD
+from baton.core.config import ClusterSecret
+from baton.core.errors import ConfigError
+
+SECRET_ENV = "BATON_SECRET"
+SECRET_BYTES_MAX = 4096
+
+
+class PluginSettings(msgspec.Struct, frozen=True, kw_only=True):
+    allow_untested_vllm: bool = False
+    secret_file: str | None = None
+    # Names the weights instead of a digest of all their bytes, which costs seconds per ten gigabytes at
+    # start. Whoever sets it answers for engines with equal revisions having equal weights.
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.revision == "":
+            raise ConfigError("must not be empty", field=f"{FIELD}.revision")
+
+    @classmethod
+    def split(cls, extra: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
+        """(ours, the connector's). Raises ConfigError naming what is wrong with ours."""
+        names = cls.__struct_fields__
+        try:
+            ours = msgspec.convert({key: extra[key] for key in names if key in extra}, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(str(error), field=FIELD) from error
+        return ours, {key: value for key, value in extra.items() if key not in names}
+
+    def find_secret(self, environment: Mapping[str, str]) -> ClusterSecret | None:
+        """Raises ConfigError for a file that cannot be read, and for a key that is too short."""
+        if self.secret_file is not None:
+            return _secret(_content_of(Path(self.secret_file)).strip(), f"{FIELD}.secret_file")
+        key = environment.get(SECRET_ENV, "").strip()
+        return _secret(key.encode(), SECRET_ENV) if key else None
+
+
+def _content_of(path: Path) -> bytes:
+    field = f"{FIELD}.secret_file"
+    try:
+        with path.open("rb") as file:
+            content = file.read(SECRET_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {os.strerror(error.errno or 0)}", field=field) from error
+    if len(content) > SECRET_BYTES_MAX:
+        raise ConfigError(f"{path} has more than {SECRET_BYTES_MAX} bytes", field=field)
+    return content
+
+
+def _secret(key: bytes, field: str) -> ClusterSecret:
+    try:
+        return ClusterSecret(key)
+    except ConfigError as error:
+        raise ConfigError(
+            "must have at least 16 bytes; for example: openssl rand -hex 32", field=field
+        ) from error
