@@ -16,6 +16,9 @@ One engine step, in order:
                -> stats, events, build_connector_worker_meta -> clear_connector_metadata
     scheduler  update_connector_output -> take_events
 
+What a connector may rely on, where a step runs on a device with streams of its own: a step's output comes back
+when the device has done it, and no step in flight writes into a block that is allocated to a load.
+
 Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py`.
 """
 
@@ -112,7 +115,10 @@ class KVConnectorSchedulerHalf(ABC):
         """Every step, empty ones too. Takes over the per-step state; must not modify its argument."""
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Every step, with the aggregated report, before the scheduler acts on it (see KVConnectorOutput)."""
+        """Every step, with the aggregated report, before the scheduler acts on it (see KVConnectorOutput).
+
+        By then every rank's device has done the step: what it computed lies in memory, for every reader.
+        """
 
     def request_finished(
         self, request: host.Request, block_ids: list[int]

@@ -1,6 +1,11 @@
 """One rank's step: take over the scheduler's decision, run the model, sample, let the connector do its part.
 
-    update rows -> [connector: loads] -> forward -> logits of the last tokens -> sample -> [connector: report]
+    update rows -> [connector: loads] -> forward -> logits of the last tokens -> sample
+                -> wait for the device -> [connector: report]
+
+A step is over when the device has done it, not when it has been launched. What follows leans on that: a
+connector tells peers that blocks are ready, and the scheduler gives freed ones to loads, which no stream orders
+behind a step's kernels. Only the tokens of a step wait by themselves, and a prompt's chunk has none.
 
 Rank 0 samples for all. The other ranks compute the same step without logits and learn its tokens with the
 next one, so that ranks cannot disagree about a token even if their arithmetic does.
@@ -8,6 +13,7 @@ next one, so that ranks cannot disagree about a token even if their arithmetic d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -46,11 +52,14 @@ class ModelRunner:
         *,
         device: torch.device,
         is_driver: bool = True,
+        wait_for_device: Callable[[], None] | None = None,
     ) -> None:
+        """`wait_for_device` returns when all that was launched is done; by default, torch's way to know."""
         self._model = model
         self._kv_caches = kv_caches
         self._half = half
         self._device = device
+        self._wait_for_device = wait_for_device or (lambda: _wait_for(device))
         self._is_driver = is_driver
         self._block_size = config.cache_config.block_size
         self._batch = InputBatch(config)
@@ -64,6 +73,7 @@ class ModelRunner:
         context = ForwardContext(kv_caches=self._kv_caches)
         hidden = self._model.forward(torch.zeros_like(positions), positions, context)
         self._model.compute_logits(hidden[-1:])
+        self._wait_for_device()  # For the cache's first zeros too: nothing may land before them.
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput, told_token_ids: list[int]) -> ModelRunnerOutput:
@@ -76,6 +86,7 @@ class ModelRunner:
         with ConnectorStep(self._half, output, context, self._block_size) as step:
             if output.num_scheduled_tokens:
                 self._compute(output, context, result)
+                self._wait_for_device()
         result.connector_error = step.error
         result.loads_failed = step.loads_failed
         result.kv_connector_output = None if step.report.is_empty() else step.report
@@ -120,3 +131,8 @@ class ModelRunner:
         if token_ids:
             self._batch.append(self._untold_rows, token_ids)
             self._untold_rows = self._untold_rows[:0]
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -1,5 +1,8 @@
 """What a worker half sees of a step, in order, and that nothing it raises leaves the step."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -226,3 +229,77 @@ def test_ranks_other_than_the_first_learn_their_tokens_with_the_next_step(make_c
     follower.model.forward = watch  # type: ignore[method-assign]
     follower.runner.execute(step, [77])
     assert np.array(seen).tolist() == [77]
+
+
+class LateDevice:
+    """Does what was launched on it when it is waited for, and not earlier."""
+
+    def __init__(self) -> None:
+        self._launched: list[Callable[[], None]] = []
+
+    def launch(self, kernel: Callable[[], None]) -> None:
+        self._launched.append(kernel)
+
+    def wait(self) -> None:
+        while self._launched:
+            self._launched.pop(0)()
+
+
+@pytest.mark.parametrize("is_driver", [True, False])
+def test_a_step_is_over_when_the_device_has_done_it(make_config, is_driver: bool) -> None:
+    """Also one that samples nothing: a chunk of a prompt, of which peers are told as soon as it is over."""
+    device, world, written = LateDevice(), World(make_config()), []
+    launch_forward, build_meta = world.model.forward, world.half.build_connector_worker_meta
+
+    def forward(*arguments: Any) -> torch.Tensor:
+        device.launch(lambda: written.append("the chunk's KV"))
+        return launch_forward(*arguments)
+
+    def report() -> Any:
+        assert written == ["the chunk's KV"], "reported before it was computed"
+        return build_meta()
+
+    world.model.forward = forward  # type: ignore[method-assign]
+    world.half.build_connector_worker_meta = report  # type: ignore[method-assign]
+    world.runner = ModelRunner(
+        make_config(),
+        world.model,
+        {},
+        world.half,
+        device=torch.device("cpu"),
+        is_driver=is_driver,
+        wait_for_device=device.wait,
+    )
+    chunk = first_step()
+    chunk.num_scheduled_tokens["a"] = chunk.total_num_scheduled_tokens = 4  # Of 6: nothing is sampled.
+    result = world.run(chunk)
+    assert result.connector_error is None
+    assert written
+    assert not any(result.sampled_token_ids)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+def test_on_a_gpu_a_reader_behind_no_stream_of_ours_sees_the_whole_step(make_config) -> None:
+    device, world = torch.device("cuda", 0), World(make_config())
+    cache = torch.zeros(1 << 20, device=device)
+    launch_forward = world.model.forward
+    build_meta = world.half.build_connector_worker_meta
+    readers = torch.cuda.Stream(device)
+
+    def forward(*arguments: Any) -> torch.Tensor:
+        torch.cuda._sleep(int(5e8))  # About a quarter of a second, in which the step seems to be over.
+        cache.fill_(1.0)
+        return launch_forward(*arguments).to(device)
+
+    def report() -> Any:
+        with torch.cuda.stream(readers):
+            assert cache.cpu().eq(1.0).all(), "reported before it was computed"
+        return build_meta()
+
+    world.model.forward = forward  # type: ignore[method-assign]
+    world.half.build_connector_worker_meta = report  # type: ignore[method-assign]
+    world.runner = ModelRunner(make_config(), world.model, {}, world.half, device=device)
+    chunk = first_step()
+    chunk.num_scheduled_tokens["a"] = chunk.total_num_scheduled_tokens = 4
+    assert world.run(chunk).connector_error is None
