@@ -16,8 +16,8 @@ One engine step, in order:
                -> stats, events, build_connector_worker_meta -> clear_connector_metadata
     scheduler  update_connector_output -> take_events
 
-What a connector may rely on, where a step runs on a device with streams of its own: a step's output comes back
-when the device has done it, and no step in flight writes into a block that is allocated to a load.
+What a connector may rely on, where a step runs on a device with streams of its own: a step's output comes
+back when the device has done it, and no step in flight writes into a block that is allocated to a load.
 
 Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py`.
 """

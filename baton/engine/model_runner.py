@@ -4,8 +4,8 @@
                 -> wait for the device -> [connector: report]
 
 A step is over when the device has done it, not when it has been launched. What follows leans on that: a
-connector tells peers that blocks are ready, and the scheduler gives freed ones to loads, which no stream orders
-behind a step's kernels. Only the tokens of a step wait by themselves, and a prompt's chunk has none.
+connector tells peers that blocks are ready, and the scheduler gives freed ones to loads, which no stream
+orders behind a step's kernels. Only the tokens of a step wait by themselves, and a prompt's chunk has none.
 
 Rank 0 samples for all. The other ranks compute the same step without logits and learn its tokens with the
 next one, so that ranks cannot disagree about a token even if their arithmetic does.
