@@ -1,0 +1,83 @@
+"""An engine that steps only when its connector wakes it misses nothing: a handoff needs nobody who polls."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from baton.contract import KVConnectorOutput
+from baton.core.config import EngineConfig
+from tests.connectors.pull_world import FakeBlocks, FakeRequest, engine_config
+from tests.connectors.test_pull_over_real_wires import Engine, lend
+
+PATIENCE_S = 20.0
+OURS = [1, 2, 3, 8, 7, 6, 5, 4]
+
+
+class Sleeper(Engine):
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._woken = threading.Event()
+        assert self.scheduler.bind_wake(self._woken.set)
+        assert self.worker.bind_wake(self._woken.set)
+
+    def sleep_until(self, done: Callable[[KVConnectorOutput], bool]) -> KVConnectorOutput:
+        while not done(output := self.step()):
+            assert self._woken.wait(PATIENCE_S), "nobody said that there was something to find"
+            self._woken.clear()
+        return output
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[EngineConfig], Sleeper]]:
+    engines: list[Sleeper] = []
+
+    def start_engine(config: EngineConfig) -> Sleeper:
+        engines.append(Sleeper(config))
+        return engines[-1]
+
+    yield start_engine
+    for engine in engines:
+        engine.shutdown()
+
+
+def ask(d: Sleeper, params: dict[str, object]) -> None:
+    request = FakeRequest("r", list(range(30)), params)
+    d.scheduler.on_new_request(request)
+    assert d.scheduler.get_num_new_matched_tokens(request, 0) == (30, True)
+    d.scheduler.update_state_after_alloc(request, FakeBlocks(OURS), 30)
+
+
+def has_received(output: KVConnectorOutput) -> bool:
+    return bool(output.finished_recving)
+
+
+@pytest.mark.parametrize("transport", ["local", "tcp"])
+def test_a_handoff_wakes_whoever_has_to_step_for_it(
+    start: Callable[[EngineConfig], Sleeper], transport: str
+) -> None:
+    p, d = (start(engine_config(name, extra={"transports": [transport]})) for name in ("p", "d"))
+    params, theirs = lend(p, "r")
+    ask(d, params)
+    assert d.sleep_until(has_received).invalid_block_ids == set()
+    assert torch.equal(d.cache[:, OURS], p.cache[:, theirs])
+    assert p.sleep_until(lambda output: bool(output.finished_sending)).finished_sending == {"r"}
+
+
+def test_a_deadline_wakes_it(start: Callable[[EngineConfig], Sleeper]) -> None:
+    """Nobody answers: the end is the control thread's timer, then an order for the ranks."""
+    timers = {"round_trip_max_s": 0.05, "ttl_s": 2.0, "deadline_s": 1.0, "loan_max_s": 10.0}
+    extra = {"transports": ["local"], "timers": timers}
+    p, d = (start(engine_config(name, extra=extra)) for name in ("p", "d"))
+    params, _ = lend(p, "r")
+    p.shutdown()
+    ask(d, params)
+    assert d.sleep_until(has_received).invalid_block_ids == set(OURS)
+
+
+def test_a_loan_that_expires_wakes_its_owner(start: Callable[[EngineConfig], Sleeper]) -> None:
+    timers = {"round_trip_max_s": 0.05, "ttl_s": 1.0, "deadline_s": 1.0, "loan_max_s": 10.0}
+    p = start(engine_config("p", extra={"transports": ["local"], "timers": timers}))
+    lend(p, "r")
+    assert p.sleep_until(lambda output: bool(output.finished_sending)).finished_sending == {"r"}
