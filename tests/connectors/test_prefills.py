@@ -35,6 +35,9 @@ class FakeAgent:
     def prefill_preempted(self, transfer_id: TransferId, now: float) -> None:
         self.told.append("preempted")
 
+    def prefill_failed(self, transfer_id: TransferId, reason: str, now: float) -> None:
+        self.told.append(reason)
+
     def is_wanted(self, transfer_id: TransferId) -> bool:
         return True
 
@@ -154,3 +157,70 @@ def test_others_requests_are_none_of_its_business(prefills: Prefills, agent: Fak
     output.preempted_req_ids = {"another"}
     assert not prefills.scheduled(1, output, 0.0)
     assert agent.told == []
+
+
+def another(request_id: str, num_cached: int, chunk: int, *table: int) -> SchedulerOutput:
+    new = NewRequestData(request_id, [], None, (list(table),), num_cached)  # type: ignore[arg-type]
+    return SchedulerOutput(scheduled_new_reqs=[new], num_scheduled_tokens={request_id: chunk})
+
+
+@pytest.fixture
+def ahead(agent: FakeAgent) -> Prefills:
+    """Of a host that puts the next step together while the last one computes."""
+    return Prefills(agent, BLOCK, 2, host_schedules_ahead=True)  # type: ignore[arg-type]
+
+
+def test_a_prefix_that_an_earlier_step_in_flight_computes_is_not_told_of(
+    ahead: Prefills, agent: FakeAgent
+) -> None:
+    assert ahead.scheduled(1, another("nobody waits for it", 0, 8, 0, 1), 0.0)
+    ahead.expect("r", T, 18)
+    ahead.scheduled(2, first(8, 4, 3), 0.0)  # Shares blocks 0 and 1, which step 1 still writes.
+    assert agent.told == []
+    ahead.step_done(1, 0.0)
+    assert agent.told == []
+    ahead.step_done(2, 0.0)
+    assert agent.told == [12]
+
+
+def test_a_prefix_that_earlier_steps_have_computed_is_told_of_at_once(
+    ahead: Prefills, agent: FakeAgent
+) -> None:
+    ahead.scheduled(1, another("nobody waits for it", 0, 8, 0, 1), 0.0)
+    ahead.step_done(1, 0.0)
+    ahead.expect("r", T, 18)
+    ahead.scheduled(2, first(8, 4, 3), 0.0)
+    assert agent.told == [8]
+
+
+def test_steps_of_unknown_tables_hold_back_a_prefix_until_they_are_done(
+    ahead: Prefills, agent: FakeAgent
+) -> None:
+    ahead.expect("r", T, 18)
+    assert ahead.scheduled(1, later_of("of before our time", 7), 0.0)
+    ahead.scheduled(2, first(8, 4, 3), 0.0)
+    assert agent.told == []
+    ahead.step_done(2, 0.0)
+    assert agent.told == [12]
+
+
+def test_an_empty_step_is_not_waited_for(ahead: Prefills) -> None:
+    assert not ahead.scheduled(1, SchedulerOutput(), 0.0)
+
+
+def later_of(request_id: str, num_computed: int) -> SchedulerOutput:
+    output = SchedulerOutput(num_scheduled_tokens={request_id: 1})
+    output.scheduled_cached_reqs.req_ids.append(request_id)
+    output.scheduled_cached_reqs.new_block_ids.append(None)
+    output.scheduled_cached_reqs.num_computed_tokens.append(num_computed)
+    return output
+
+
+def test_after_a_fault_whoever_waits_hears_of_it_and_nothing_more(
+    prefills: Prefills, agent: FakeAgent
+) -> None:
+    prefills.scheduled(1, first(0, 8, 2), 0.0)
+    prefills.fail_all("lost count", 0.0)
+    prefills.step_done(1, 0.0)
+    assert agent.told == ["lost count"]
+    assert prefills.ended("r") is None

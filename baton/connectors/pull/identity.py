@@ -28,6 +28,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     does_push: bool = False  # Its connector understands introductions.
     pp_rank: int = 0  # Of this process. The embedded engine has one stage; a host that has more says so.
     pp_size: int = 1
+    schedules_ahead: bool = False  # The host puts a step together while an earlier one still computes.
 
     @classmethod
     def of_engine(

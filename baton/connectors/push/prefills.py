@@ -12,7 +12,8 @@ A step's work is done when every rank has reported *that* step, by number: a hos
 some steps further when it hears. Between the two, layers are told of as ranks report them.
 
 "What the cache had" is less than what the host calls computed: hosts let a prompt share the blocks that
-another one computes in the very same step. Those are ready when that step is done.
+another one computes in the very same step. Those are ready when that step is done. With a host that schedules
+ahead it may be an earlier step that is still in flight, so there every step is remembered, of whomever.
 """
 
 from __future__ import annotations
@@ -47,15 +48,25 @@ class _Step:
 class Prefills:
     """With the agent's lock held."""
 
-    def __init__(self, agent: PullAgent, block_tokens: int, tp_size: int) -> None:
+    def __init__(
+        self, agent: PullAgent, block_tokens: int, num_ranks: int, *, host_schedules_ahead: bool = False
+    ) -> None:
         self._agent = agent
         self._block_tokens = block_tokens
-        self._tp_size = tp_size
+        self._num_ranks = num_ranks
+        self._host_schedules_ahead = host_schedules_ahead
         self._prefills: dict[str, _Prefill] = {}  # By request id.
         self._steps: dict[int, _Step] = {}  # In flight, oldest first.
 
     def expect(self, request_id: str, transfer_id: TransferId, num_prompt_tokens: int) -> None:
         self._prefills[request_id] = _Prefill(transfer_id, num_prompt_tokens)
+
+    def fail_all(self, reason: str, now: float) -> None:
+        """What we know cannot be relied on any more: whoever waits hears of it, and computes by itself."""
+        for prefill in self._prefills.values():
+            self._agent.prefill_failed(prefill.transfer_id, reason, now)
+        self._prefills.clear()
+        self._steps.clear()
 
     def ended(self, request_id: str) -> TransferId | None:
         """The host has finished the request; how, the caller knows."""
@@ -65,9 +76,9 @@ class Prefills:
     # --- Steps ---------------------------------------------------------------------------------
 
     def scheduled(self, step: int, output: host.SchedulerOutput, now: float) -> bool:
-        """The host has put a step together. True: some prompt of ours computes in it."""
-        if not self._prefills:
-            return False
+        """The host has put a step together. True: `step_done` is to be called for it."""
+        if not self._prefills and not self._host_schedules_ahead:
+            return False  # It is done before the next prompt comes.
         for request_id in output.preempted_req_ids or ():
             self._pause(request_id, now)
         work = _Step()
@@ -99,7 +110,7 @@ class Prefills:
                     prefill.block_table.extend(fresh[0])
                 self._write(work, request_id, prefill.block_table, num_computed, output)
             self._reach(work, request_id, prefill, num_computed, output)
-        if not work.reaches:
+        if not work.reaches and not (self._host_schedules_ahead and (work.written or work.writes_others)):
             return False
         self._steps[step] = work
         for prefill, num_computed in begun:
@@ -125,7 +136,7 @@ class Prefills:
         if work is None:
             return
         work.layers_by_rank[rank] = max(num_layers, work.layers_by_rank.get(rank, 0))
-        if len(work.layers_by_rank) < self._tp_size:
+        if len(work.layers_by_rank) < self._num_ranks:
             return
         num_layers = min(work.layers_by_rank.values())
         if num_layers <= work.num_layers:

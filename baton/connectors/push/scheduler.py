@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from baton.connectors.pull.agent import PullAgent
@@ -46,10 +47,17 @@ class PushSchedulerHalf(PullSchedulerHalf):
         super().__init__(identity, epoch=epoch, clock=clock, control=control, holder=holder)
         assert isinstance(identity.settings, PushSettings)
         self._stream = identity.settings.stream
-        self._prefills = Prefills(self._agent, identity.block_tokens, identity.tp_size)
+        self._prefills = Prefills(
+            self._agent,
+            identity.block_tokens,
+            identity.num_ranks,
+            host_schedules_ahead=identity.schedules_ahead and identity.is_producer,
+        )
         self._layer_reports: LayerReportReceiver | None = None
         self._num_steps = 0
-        if self._stream == "layer" and identity.is_producer:
+        if self._stream == "layer" and identity.is_producer and identity.pp_size > 1:
+            logger.warning("layers of pipeline stages are not counted together; streaming by chunk")
+        elif self._stream == "layer" and identity.is_producer:
             try:
                 self._layer_reports = LayerReportReceiver(self._layers_done)
             except OSError as error:
@@ -98,12 +106,11 @@ class PushSchedulerHalf(PullSchedulerHalf):
             return metadata
         self._num_steps += 1
         step = self._num_steps
-        with self._lock:
-            is_computing = self._prefills.scheduled(step, scheduler_output, self._clock())
-            has_readers = is_computing and self._prefills.are_wanted(step)
-            self._control.flush()
-        if not is_computing:
-            return metadata
+        has_readers = False
+        with self._streaming():
+            if not self._prefills.scheduled(step, scheduler_output, self._clock()):
+                return metadata
+            has_readers = self._prefills.are_wanted(step)
         order = None
         if self._layer_reports is not None:
             self._layer_reports.raise_if_dead()
@@ -114,10 +121,9 @@ class PushSchedulerHalf(PullSchedulerHalf):
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, PullWorkerReport):
             steps = [of_rank.step for _, of_rank in report.each_rank()]
-            if len(steps) == self._identity.tp_size:
-                with self._lock:
+            if len(steps) == self._identity.num_ranks:
+                with self._streaming():
                     self._prefills.step_done(min(steps), self._clock())
-                    self._control.flush()
         super().update_connector_output(connector_output)
 
     def shutdown(self) -> None:
@@ -154,6 +160,17 @@ class PushSchedulerHalf(PullSchedulerHalf):
 
     def _layers_done(self, rank: int, step: int, num_layers: int) -> None:
         """On the thread that hears of computed layers, while the step goes on."""
-        with self._lock:
+        with self._streaming():
             self._prefills.layers_done(rank, step, num_layers, self._clock())
+
+    @contextmanager
+    def _streaming(self) -> Iterator[None]:
+        """With the lock. A fault of ours ends the streams, not what else the step has to say."""
+        with self._lock:
+            try:
+                yield
+            except Exception:
+                logger.exception("streaming failed; nothing more is told of the prompts that compute now")
+                self._stats.count_reason("failures", "internal error")
+                self._prefills.fail_all("the producer lost count of what is ready", self._clock())
             self._control.flush()
