@@ -62,6 +62,8 @@ def identity_of(
         secret=secret,
         settings=settings,
         does_push=does_push,
+        schedules_ahead=bool(vllm_config.scheduler_config.async_scheduling)
+        or int(parallel.pipeline_parallel_size) > 1,
     )
 
 
