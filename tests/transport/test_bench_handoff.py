@@ -1,6 +1,7 @@
 """The handoff benchmark's own arithmetic, tables and pictures; engines are started by `make bench` only."""
 
 import io
+import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -10,36 +11,116 @@ import httpx
 import pytest
 from rich.console import Console
 
+from baton.bench import handoff
 from baton.bench.asking import Answer, AskingError, ask, lend
-from baton.bench.handoff import Lengthwise, Overheads, Prompts, main, plot, print_overheads, print_rows
+from baton.bench.handoff import Book, main, print_goals
+from baton.bench.handoff_goals import Lengthwise, Overheads, Results, Turn
+from baton.bench.handoff_measures import OnResult, _metric
+from baton.bench.handoff_plots import plot
+from baton.bench.handoff_system import Neighbours, Prompts
 
 
-def row(**changed: float) -> Lengthwise:
-    values = {"single_s": 1.0, "handoff_s": 1.03, "second_gap_s": 0.05, "step_s": 0.045, **changed}
-    return Lengthwise("pull", 512, **values)
+def row(
+    mode: str = "push-off",
+    *,
+    handoff_s: float = 1.03,
+    second_gap_s: float = 0.05,
+    late_s: float = 1.05,
+    num_tokens: int = 512,
+    copy_s: float = 0.02,
+) -> Lengthwise:
+    """Of a machine whose speed drifts: what is compared lies within a turn."""
+    turns = tuple(
+        Turn(speed, 0.045, speed + handoff_s - 1, second_gap_s, speed + late_s - 1)
+        for speed in (0.5, 1.0, 2.0)
+    )
+    return Lengthwise(mode, num_tokens, turns, copy_s, 0.3, "2026-11-20T12:00:00+00:00")
+
+
+OVERHEADS = Overheads("push-off", 0.012, 0.001, 0.03, 1.01, 0.0, "2026-11-20T12:00:00+00:00")
 
 
 def test_the_goals_are_shares_of_the_single_engine_plus_a_little() -> None:
-    assert row(handoff_s=1.034).meets_first_goal
-    assert not row(handoff_s=1.036).meets_first_goal
-    assert row(second_gap_s=0.054).meets_second_goal
-    assert not row(second_gap_s=0.056).meets_second_goal
+    assert row(handoff_s=1.034).first_goal.is_met
+    assert not row(handoff_s=1.036).first_goal.is_met
+    assert row(second_gap_s=0.054).second_goal.is_met
+    assert not row(second_gap_s=0.056).second_goal.is_met
+    assert row(late_s=1.089).late_goal.is_met
+    assert not row(late_s=1.091).late_goal.is_met
 
 
-def test_the_tables_say_what_is_met() -> None:
+def test_only_pull_is_given_the_time_of_the_copy() -> None:
+    assert row("pull", second_gap_s=0.074).second_goal.is_met
+    assert not row("pull", second_gap_s=0.076).second_goal.is_met
+    assert row("pull", late_s=1.109).late_goal.is_met
+
+
+def test_the_table_says_what_is_met_and_who_else_was_at_work() -> None:
     console = Console(record=True, width=150, file=io.StringIO())
-    print_rows([row(), row(handoff_s=2.0)], console)
-    print_overheads([Overheads("pull", 0.012, 0.001, 0.03, 1.01)], console)
+    results = Results()
+    for result in (row(), row(handoff_s=2.0, num_tokens=64), OVERHEADS):
+        results.add(result)
+    print_goals(results, console)
     text = console.export_text()
     assert text.count("missed") == 2
-    assert "12.0" in text
-    assert "3.0%" in text
+    assert "8 of 10 goals are met" in text
+    assert text.index("64 tokens") < text.index("512 tokens")
+    for shown in ("12.0 ms", "3.0%", "1.010", "0.3"):
+        assert shown in text
+
+
+def test_what_is_measured_is_kept_at_once_and_replaces_what_was(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO())
+    book = Book(console, tmp_path, "a machine")
+    book.enter(row())
+    book.enter(OVERHEADS)
+    later = Book(console, tmp_path, "another")
+    later.enter(row(handoff_s=1.01))
+    later.enter(row("pull"))
+    stored = json.loads((tmp_path / "handoff.json").read_text())
+    assert stored["machine"] == "another"
+    assert Results.of_json(stored).to_json() == later.results.to_json()
+    assert [row.mode for row in later.results.lengths] == ["push-off", "pull"]
+    assert later.results.lengths[0].first_more_s == pytest.approx(0.01)
+    assert list(later.results.overheads) == [OVERHEADS]
+    assert [path.name for path in tmp_path.iterdir()] == ["handoff.json"]
+
+
+def test_a_mode_that_fails_keeps_nobody_else_from_being_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(mode: str, tokens: object, repeats: int, on_result: OnResult) -> None:
+        on_result(row(mode))
+        if mode == "pull":
+            raise AskingError("no [room]")
+
+    monkeypatch.setattr(handoff, "measure", measure)
+    assert main(["--modes", "pull,push-off", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "no [room]" in said
+    assert "could not be measured: pull" in said
+    assert [row.mode for row in Book(Console(), tmp_path, "").results.lengths] == ["pull", "push-off"]
 
 
 def test_pictures_are_drawn_where_they_are_asked_for(tmp_path: Path) -> None:
-    pictures = plot([row(), row(handoff_s=2.0)], tmp_path / "benchmarks")
-    assert [picture.name for picture in pictures] == ["handoff-first-token.png", "handoff-second-token.png"]
+    pictures = plot([row(), row("pull", num_tokens=64)], tmp_path / "benchmarks")
+    assert [picture.name for picture in pictures] == [
+        "handoff-first-token.png",
+        "handoff-second-token.png",
+        "handoff-late-token.png",
+    ]
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+def test_a_metric_is_summed_over_its_labels() -> None:
+    ours = 'baton:x_sum{model="a"} 0.5\nbaton:x_sum{model="b"} 1.5e-1\n'
+    text = f"# HELP baton:x_sum 7\n{ours}baton:x_sum_more 9\n"
+    assert _metric(text, "x_sum") == 0.65
+
+
+def test_ones_own_work_is_nobody_elses() -> None:
+    """Bounded by the machine, and never negative, however short the time."""
+    assert 0.0 <= Neighbours().cores() < 4096
 
 
 def test_no_prompt_begins_like_another() -> None:

@@ -1,0 +1,182 @@
+"""What the handoff benchmark has measured, and which goals that meets.
+
+    first token      P/D less single: 3% of the single engine's time, plus 5 ms
+    second token     the gap behind the first: one decode step plus 10 ms; pull: plus the copy
+    late token       P/D without P's first token, less single: as the first token's, plus the second's
+    new pair         the first request of all, less a later one of that length: 20 ms
+    idle             processor time of the producer, without and with a loan: 2% of a core
+    decode           time between tokens with the connector loaded, over without: 1.02
+
+Differences and ratios are of neighbours in time (a request to one, then the same to the other), since the
+speed of a shared machine drifts; then their median.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+TTFT_SHARE, TTFT_EXTRA_S = 0.03, 0.005
+STEP_EXTRA_S = 0.010
+NEW_PAIR_GOAL_S = 0.020
+IDLE_GOAL = 0.02
+DECODE_GOAL = 1.02
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    name: str
+    measured: float
+    limit: float
+    unit: str  # "ms", "%" or "".
+
+    @property
+    def is_met(self) -> bool:
+        return self.measured <= self.limit
+
+    def show(self, value: float) -> str:
+        match self.unit:
+            case "ms":
+                return f"{value * 1e3:.1f} ms"
+            case "%":
+                return f"{value:.1%}"
+            case _:
+                return f"{value:.3f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request to the single engine, one to P and D, and one to them without P's first token."""
+
+    single_s: float  # To the first token.
+    step_s: float  # Of the single engine: between later tokens, median.
+    handoff_s: float  # To the first token.
+    second_gap_s: float
+    late_s: float  # To the first token that D makes.
+
+
+@dataclass(frozen=True, slots=True)
+class Lengthwise:
+    """One mode at one prompt length."""
+
+    mode: str
+    num_tokens: int
+    turns: tuple[Turn, ...]
+    copy_s: float  # Of one handoff, on the wire, as D counted it; mean.
+    others_cores: float  # What other programs used meanwhile.
+    date: str
+
+    @property
+    def single_s(self) -> float:
+        return median(turn.single_s for turn in self.turns)
+
+    @property
+    def step_s(self) -> float:
+        return median(turn.step_s for turn in self.turns)
+
+    @property
+    def first_more_s(self) -> float:
+        return median(turn.handoff_s - turn.single_s for turn in self.turns)
+
+    @property
+    def second_gap_s(self) -> float:
+        return median(turn.second_gap_s for turn in self.turns)
+
+    @property
+    def late_more_s(self) -> float:
+        return median(turn.late_s - turn.single_s for turn in self.turns)
+
+    @property
+    def first_goal(self) -> Goal:
+        limit = self.single_s * TTFT_SHARE + TTFT_EXTRA_S
+        return Goal(f"{self.mode}, {self.num_tokens} tokens: first token", self.first_more_s, limit, "ms")
+
+    @property
+    def second_goal(self) -> Goal:
+        limit = self.step_s + STEP_EXTRA_S + self._copy_s
+        return Goal(f"{self.mode}, {self.num_tokens} tokens: gap to second", self.second_gap_s, limit, "ms")
+
+    @property
+    def late_goal(self) -> Goal:
+        limit = self.first_goal.limit + self.second_goal.limit
+        return Goal(f"{self.mode}, {self.num_tokens} tokens: D's first token", self.late_more_s, limit, "ms")
+
+    @property
+    def goals(self) -> tuple[Goal, ...]:
+        return self.first_goal, self.second_goal, self.late_goal
+
+    @property
+    def _copy_s(self) -> float:
+        return self.copy_s if self.mode == "pull" else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Overheads:
+    """Of one mode's system."""
+
+    mode: str
+    new_pair_s: float
+    idle_share: float  # Of one core.
+    idle_loan_share: float
+    decode_ratio: float
+    others_cores: float
+    date: str
+
+    @property
+    def goals(self) -> tuple[Goal, ...]:
+        return (
+            Goal(f"{self.mode}: new pair", self.new_pair_s, NEW_PAIR_GOAL_S, "ms"),
+            Goal(f"{self.mode}: idle", self.idle_share, IDLE_GOAL, "%"),
+            Goal(f"{self.mode}: idle with a loan", self.idle_loan_share, IDLE_GOAL, "%"),
+            Goal(f"{self.mode}: decode", self.decode_ratio, DECODE_GOAL, ""),
+        )
+
+
+class Results:
+    """All that is known so far. What is measured again replaces what was."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[tuple[str, int], Lengthwise] = {}
+        self._overheads: dict[str, Overheads] = {}
+
+    def add(self, result: Lengthwise | Overheads) -> None:
+        if isinstance(result, Lengthwise):
+            self._lengths[result.mode, result.num_tokens] = result
+        else:
+            self._overheads[result.mode] = result
+
+    @property
+    def lengths(self) -> Sequence[Lengthwise]:
+        """By mode, in the order in which they came; then by length."""
+        modes = list(dict.fromkeys(mode for mode, _ in self._lengths))
+        return sorted(self._lengths.values(), key=lambda row: (modes.index(row.mode), row.num_tokens))
+
+    @property
+    def overheads(self) -> Sequence[Overheads]:
+        return list(self._overheads.values())
+
+    def all(self) -> "Iterator[Lengthwise | Overheads]":
+        yield from self.lengths
+        yield from self.overheads
+
+    def goals(self) -> Iterator[Goal]:
+        for result in self.all():
+            yield from result.goals
+
+    def to_json(self) -> dict[str, Any]:
+        """Every single measurement, in seconds, and what it comes to."""
+        return {
+            "lengths": [asdict(row) for row in self.lengths],
+            "overheads": [asdict(row) for row in self.overheads],
+            "goals": [asdict(goal) | {"is_met": goal.is_met} for goal in self.goals()],
+        }
+
+    @classmethod
+    def of_json(cls, stored: dict[str, Any]) -> "Results":
+        """Raises KeyError or TypeError for what `to_json` has not made."""
+        results = cls()
+        for row in stored["lengths"]:
+            results.add(Lengthwise(**(row | {"turns": tuple(Turn(**turn) for turn in row["turns"])})))
+        for row in stored["overheads"]:
+            results.add(Overheads(**row))
+        return results
