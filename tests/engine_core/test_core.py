@@ -203,3 +203,50 @@ def test_without_its_scheduler_half_the_engine_goes_on_and_its_worker_halves_are
     while world.core.has_requests:
         world.step()
     assert world.tokens_of("again") == reference["short"]
+
+
+def test_it_is_woken_only_if_both_halves_say_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wake() -> None:
+        return
+
+    asked: list[object] = []
+
+    def promise(of_half: object) -> bool:
+        asked.append(of_half)
+        return True
+
+    world.core.bind_wake(wake)
+    assert not world.core.is_woken, "neither says anything"
+    monkeypatch.setattr(world.scheduler, "bind_wake", promise)
+    world.core.bind_wake(wake)
+    assert not world.core.is_woken, "nobody would say that a read has ended"
+    monkeypatch.setattr(world.worker, "bind_wake", promise)
+    world.core.bind_wake(wake)
+    assert world.core.is_woken
+    assert asked == [wake] * 3
+
+
+def test_a_step_that_only_lets_a_request_go_on_is_progress(world: World) -> None:
+    """Nothing computed, nothing to hand out: and yet the next step has work."""
+    world.add(request("long", LONG, matched=16, is_async=True))
+    world.step()
+    assert not world.core.has_progressed, "it waits for its load"
+    world.worker.results = [KVConnectorTransferResults(finished_recving={"long"})]
+    world.step()
+    assert world.core.has_progressed
+    assert not world.core.num_scheduled_tokens
+    assert "long" not in world.outputs
+    world.step()
+    assert world.core.num_scheduled_tokens
+
+
+def test_a_loan_that_has_ended_is_progress(world: World) -> None:
+    world.add(request("short", SHORT, lend=True))
+    while world.end_of("short") is None:
+        world.step()
+    world.step()
+    assert not world.core.has_progressed
+    world.worker.results = [KVConnectorTransferResults(finished_sending={"short"})]
+    world.step()
+    assert world.core.has_progressed
+    assert world.free_blocks() == 128
