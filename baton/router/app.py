@@ -62,11 +62,11 @@ class Router:
         self.fleet = Fleet(settings)
         self._metrics = RouterMetrics(self.fleet)
         upstream = Upstream(self._client, self.fleet, self._metrics, settings)
-        introducer = Introducer(self._client, settings.probe.timeout_s)
+        introducer = Introducer(self._client, settings.probe.timeout_s, pushes=settings.mode == "push")
         self._proxy = Proxy(Dispatch(settings, self.fleet, upstream, self._metrics, introducer))
         uses_introductions = settings.mode == "push" or settings.first_token
         self._prober = Prober(
-            self.fleet, self._client, settings.probe, introducer.refresh if uses_introductions else None
+            self.fleet, self._client, settings.probe, introducer.hear_healthy if uses_introductions else None
         )
         self._fault: ProberDied | None = None
         self._num_requests = 0

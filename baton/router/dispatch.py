@@ -1,6 +1,6 @@
 """Chooses engines and makes legs, for every request alike."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -37,10 +37,18 @@ class Dispatch:
         self._turn += 1
         return RoutedRequest(self._turn, prefix_key)
 
-    def choose(self, role: Role, routed: RoutedRequest, tried: Sequence[Engine]) -> Engine | None:
+    def choose(
+        self,
+        role: Role,
+        routed: RoutedRequest,
+        tried: Sequence[Engine],
+        is_fit: Callable[[Engine], bool] = lambda engine: True,
+    ) -> Engine | None:
         """The next engine to try, or None when there is none, or enough have been."""
         attempts = self.settings.prefill_attempts if role == "prefill" else self.settings.decode_attempts
-        return self.fleet.choose(role, routed, tried=tried) if len(tried) < attempts else None
+        if len(tried) >= attempts:
+            return None
+        return self.fleet.choose(role, routed, tried=tried, is_fit=is_fit)
 
     def leg(self, incoming: Incoming, body: bytes | Mapping[str, Any], wait_s: float) -> LegRequest:
         return LegRequest(
@@ -58,8 +66,3 @@ class Dispatch:
         if failure is not None and failure.kind == "timeout":
             return RouterError.too_late(f"no {role} engine answered in time")
         return RouterError.gateway(f"the {role} engine failed before the first byte of an answer")
-
-    @property
-    def all_are_baton(self) -> bool:
-        """Every engine that may get a request has introduced itself."""
-        return all(engine.introduction is not None for engine in self.fleet.engines if engine.is_up)

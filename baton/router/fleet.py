@@ -29,8 +29,11 @@ logger = logging.getLogger(__name__)
 Status = Literal["unknown", "up", "down"]
 
 
+Kind = Literal["baton", "vllm"]
+
+
 class Introduction(msgspec.Struct, frozen=True):
-    """What an engine says of itself, and thereby that it is one of Baton's."""
+    """What an engine says of its connector."""
 
     engine_id: str
     introduction: str | None  # Signed, for other engines; None: nothing can be pushed from here.
@@ -47,6 +50,8 @@ class Engine:
     failures_in_row: int = 0
     last_error: str | None = None
     last_error_unix_s: float | None = None
+    kind: Kind | None = None  # None: not known, or another one.
+    max_model_len: int | None = None  # Tokens of prompt and answer together, if it says so.
     introduction: Introduction | None = None
     is_introduced: bool = False  # It was asked, and answered; perhaps that it has none.
 
@@ -69,11 +74,18 @@ class Fleet:
     def engines(self) -> Sequence[Engine]:
         return [engine for engines in self._engines.values() for engine in engines]
 
-    def choose(self, role: Role, request: RoutedRequest, *, tried: Sequence[Engine] = ()) -> Engine | None:
-        """An engine of this role that is up and not in `tried`."""
+    def choose(
+        self,
+        role: Role,
+        request: RoutedRequest,
+        *,
+        tried: Sequence[Engine] = (),
+        is_fit: Callable[[Engine], bool] = lambda engine: True,
+    ) -> Engine | None:
+        """An engine of this role that is up, fit and not in `tried`."""
         engines = self._engines[role]
         states = [
-            EngineState(engine.url, engine.is_up and engine not in tried, engine.in_flight)
+            EngineState(engine.url, engine.is_up and engine not in tried and is_fit(engine), engine.in_flight)
             for engine in engines
         ]
         index = self._policy(states, request)
@@ -140,6 +152,7 @@ class Fleet:
                 {
                     "url": engine.url,
                     "status": engine.status,
+                    "kind": engine.kind,
                     "introduced": engine.introduction is not None,
                     "in_flight": engine.in_flight,
                     "requests": engine.num_requests,

@@ -14,11 +14,9 @@ push    client --> prefill leg on P and decode leg on D, at once, under one tran
 In push a leg that fails takes the other one with it. Nothing is said to the client before D's first byte, but
 for the first token, and nothing is retried after it.
 
-The first token comes from P, at once, if both engines are Baton's and the answer is streamed; D says it too,
-and D's is dropped, whoever D had it from. P's may have been shown when D, or P itself, fails: the rest is
-then tried again as above, and every engine that says the first token again has to say the same. A different
-one ends the stream with an error: never with an answer that no engine has given. If P's first token ends
-the answer, P's answer is the answer.
+The first token of a stream comes from P, at once, where the two engines know a way to do that (`ways`). It
+may have been shown when D, or P itself, fails: the rest is then tried again as above, from an engine that can
+say it. If P's first token ends the answer, P's answer is the answer.
 """
 
 import asyncio
@@ -30,7 +28,6 @@ from typing import Any
 from baton.router.client_answer import ClientAnswer
 from baton.router.dispatch import Dispatch
 from baton.router.errors import LegFailure, RouterError
-from baton.router.first_token import FirstToken, FirstTokenReader
 from baton.router.fleet import Engine
 from baton.router.incoming import Incoming
 from baton.router.judge import (
@@ -44,27 +41,17 @@ from baton.router.judge import (
     is_engines_fault,
     prefilled,
 )
-from baton.router.legs import (
-    FIRST_TOKEN,
-    PARAMS,
-    decode_body,
-    first_token_body,
-    is_one_answer,
-    is_one_token,
-    new_transfer_id,
-    prefill_body,
-    push_params,
-    shape_of,
-    with_seed,
-)
+from baton.router.legs import PARAMS, new_transfer_id, push_params, shape_of
 from baton.router.relay import relay
-from baton.router.running_legs import DecodeLeg, PrefillLeg, read_first_token
+from baton.router.running_legs import DecodeLeg, PrefillLeg
+from baton.router.telling import Disagreement, Telling
 from baton.router.turns import SESSION_HEADER, TurnSieve
 from baton.router.upstream import LegAnswer
 
 logger = logging.getLogger(__name__)
 
 INTRODUCTIONS_MAX = 2  # As often is D offered one, the second time fresh from P.
+CHAT_PATH = "/v1/chat/completions"
 
 
 class Handoff:
@@ -81,30 +68,27 @@ class Handoff:
         self._local_reason = shape.direct_reason
         if self._local_reason is None and shape.num_prompt_tokens < self._settings.min_prefill_tokens:
             self._local_reason = "short_prompt"
-        self._is_stream = body.get("stream") is True
         self._session = incoming.headers.get(SESSION_HEADER)
-        self._splits = (  # P says the first token, D the rest.
-            self._settings.first_token
-            and self._local_reason is None
-            and is_one_answer(body)
-            and dispatch.all_are_baton
+        self._telling = Telling(
+            body,
+            client,
+            dispatch.metrics,
+            is_chat=incoming.path.partition("?")[0] == CHAT_PATH,
+            may_split=self._settings.first_token and self._local_reason is None,
         )
-        self._pushes = self._settings.mode == "push" and not (self._splits and is_one_token(body))
-        self._body = with_seed(body) if self._splits else dict(body)
         self._tried: list[Engine] = []  # To decode.
         self._bad_producers: list[Engine] = []
         self._num_refused_introductions = 0
         self._prefilled: Prefilled | None = None
-        self._first: FirstToken | None = None  # As the client has been shown it.
         self._failures: dict[str, LegFailure] = {}  # The last one of each role.
         self._legs: list[PrefillLeg | DecodeLeg] = []
 
     async def run(self) -> int:
         """Returns the status that the client got; raises RouterError if nothing was sent yet."""
         try:
-            while self._choose_consumer() is not None:
-                # Asked before the prefill too: without a decode engine there is nothing to prefill for.
-                if (status := await self._attempt()) is not None:
+            # Asked before the prefill too: without a decode engine there is nothing to prefill for.
+            while (consumer := self._choose_consumer()) is not None:
+                if (status := await self._attempt(consumer)) is not None:
                     return status
             raise self._dispatch.no_engine("decode", self._failures.get("decode"))
         except RouterError as error:
@@ -116,14 +100,18 @@ class Handoff:
         finally:
             await self._close_legs()
 
-    async def _attempt(self) -> int | None:
+    async def _attempt(self, consumer: Engine) -> int | None:
         """None: it was in vain, and the next one may succeed."""
         try:
-            if self._pushes and self._prefilled is None and self._local_reason is None:
+            producer = None
+            if self._prefilled is None and self._local_reason is None:
                 producer = self._choose_producer()
-                card = await self._dispatch.introducer.of(producer) if producer else None
-                if producer is not None and card is not None and card.introduction is not None:
-                    return await self._push(producer, card.engine_id, card.introduction)
+            if producer is not None and self._settings.mode == "push" and not self._telling.is_said:
+                card = await self._dispatch.introducer.of(producer)
+                self._telling.choose(producer, consumer, is_push=True)
+                if card is not None and card.introduction is not None and not self._telling.needs_no_decode:
+                    return await self._push(producer, consumer, card.engine_id, card.introduction)
+            self._telling.choose(producer, consumer, is_push=False)
             return await self._pull()
         finally:
             await self._close_legs()
@@ -135,8 +123,11 @@ class Handoff:
             return status
         assert self._prefilled is not None
         engine = self._choose_consumer()
+        if await self._telling.tell_said(self._prefilled.answer, engine):
+            return 200
         if engine is None:  # Went down during the prefill.
             raise self._dispatch.no_engine("decode", self._failures.get("decode"))
+        self._telling.settle(engine)
         decode = self._start_decode(engine, self._prefilled.ticket, is_pushed=False)
         answer = await decode.opened
         if isinstance(answer, LegFailure):
@@ -151,16 +142,13 @@ class Handoff:
             return None
         return await self._take_answer(engine, answer)
 
-    async def _push(self, producer: Engine, engine_id: str, introduction: str) -> int | None:
-        engine = self._choose_consumer()
-        assert engine is not None
+    async def _push(
+        self, producer: Engine, engine: Engine, producer_id: str, introduction: str
+    ) -> int | None:
         transfer_id = new_transfer_id()
         prefill = self._start_prefill(producer, transfer_id)
-        decode = self._start_decode(
-            engine,
-            push_params(transfer_id, engine_id=engine_id, introduction=introduction),
-            is_pushed=True,
-        )
+        params = push_params(transfer_id, engine_id=producer_id, introduction=introduction)
+        decode = self._start_decode(engine, params, is_pushed=True)
         either: set[asyncio.Future[Any]] = {prefill.outcome, decode.opened}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if prefill.outcome.done() and not _is_answered(decode):
@@ -168,6 +156,8 @@ class Handoff:
             if status is not None or self._prefilled is None:
                 self._tried.remove(engine)  # It was not at fault.
                 return status
+            if await self._telling.tell_said(self._prefilled.answer, engine):
+                return 200
         else:
             self._set_prefilled(Prefilled("remote"))  # Or D has computed it; P is not waited for.
         answer = await decode.opened
@@ -225,10 +215,12 @@ class Handoff:
             case Complete(answer):
                 return await self._client.whole(answer, {"x-baton-prefill": "remote"})
             case FirstSaid(head, first):
-                await self._show(head, first, "remote")
+                await self._telling.tell(head, first, "remote")
                 if first.is_last:
                     return await self._end_with(leg)
                 self._set_prefilled(prefilled(first.params))
+            case Prefilled(answer=answer) if answer is not None and self._telling.needs_no_decode:
+                self._set_prefilled(Prefilled("remote", answer=answer))
             case Prefilled():
                 self._set_prefilled(outcome)
         return None
@@ -257,44 +249,27 @@ class Handoff:
                 raise RouterError.gateway(
                     f"the decode engine refused to go on behind the first token ({answer.status})"
                 )
-            sieve = TurnSieve()
-            body = sieve.whole(answer.body)
-            self._dispatch.turns.put(self._session, sieve.params)
+            turn = TurnSieve()
+            body = turn.whole(answer.body)
+            self._dispatch.turns.put(self._session, turn.params)
             return await self._client.whole(answer, {"x-baton-prefill": where}, body=body)
-        begun = answer.body
-        if self._splits and self._is_stream:
-            reader = FirstTokenReader(shows_token_ids=self._shows_token_ids)
-            try:
-                first = await read_first_token(engine, answer, reader)
-            except LegFailure as failure:
-                self._dispatch.fleet.note_failure(engine, failure)
-                self._note_decode_failure(failure)
-                self._prefilled = None
-                return None
-            await self._show(answer, first, where)
-            begun = reader.rest
-        else:
-            await self._client.start(answer, {"x-baton-prefill": where})
-        sieve = TurnSieve()
+        try:
+            begun, sieve = await self._telling.take_stream(engine, answer, where)
+        except Disagreement:
+            self._set_prefilled(Prefilled("local", "engines_disagree"))
+            self._tried.remove(engine)  # It computes as it should, and can go on behind the other's token.
+            return None
+        except LegFailure as failure:
+            self._dispatch.fleet.note_failure(engine, failure)
+            self._note_decode_failure(failure)
+            self._prefilled = None
+            return None
         try:
             await relay(self._client, begun, answer.chunks, request_id=self._incoming.request_id, sieve=sieve)
         finally:  # Also when the client has what it wants and goes.
-            self._dispatch.turns.put(self._session, sieve.params)
+            if isinstance(sieve, TurnSieve):
+                self._dispatch.turns.put(self._session, sieve.params)
         return answer.status
-
-    async def _show(self, head: LegAnswer, first: FirstToken, where: str) -> None:
-        """To the client if it is the first to be said; else it has to be the same."""
-        if self._first is None:
-            self._first = first
-            await self._client.start(head, {"x-baton-prefill": where})
-            await self._client.piece(first.events)
-            return
-        agrees = (first.token_ids, first.is_last) == (self._first.token_ids, self._first.is_last)
-        self._metrics.first_tokens.labels("yes" if agrees else "no").inc()
-        if not agrees:
-            raise RouterError.gateway(
-                "the engines disagree about the first token; the answer is not to be used"
-            )
 
     # --- Parts -------------------------------------------------------------------------------------
 
@@ -302,21 +277,21 @@ class Handoff:
         return self._dispatch.choose("prefill", self._routed, self._bad_producers)
 
     def _choose_consumer(self) -> Engine | None:
-        return self._dispatch.choose("decode", self._routed, self._tried)
+        return self._dispatch.choose("decode", self._routed, self._tried, self._telling.can_go_on)
 
     def _start_prefill(self, engine: Engine, transfer_id: str) -> PrefillLeg:
         if self._bad_producers:
             self._metrics.retries.labels("prefill").inc()
-        make = first_token_body if self._splits else prefill_body
-        body = make(self._body, transfer_id)
-        if (last_turn := self._dispatch.turns.take(self._session)) is not None:
-            body[PARAMS] = {**last_turn, **body[PARAMS]}
+        ask = self._telling.ask_prefill(engine, transfer_id)
+        if PARAMS in ask.body and (last_turn := self._dispatch.turns.take(self._session)) is not None:
+            ask.body[PARAMS] = {**last_turn, **ask.body[PARAMS]}
         leg = PrefillLeg(
             self._dispatch.upstream,
             engine,
-            self._dispatch.leg(self._incoming, body, self._settings.timeouts.prefill_s),
-            says_first_token=self._splits,
-            shows_token_ids=self._shows_token_ids,
+            self._dispatch.leg(self._incoming, ask.body, self._settings.timeouts.prefill_s),
+            says_first_token=ask.says_first_token,
+            shows_token_ids=self._telling.shows_token_ids,
+            keeps_answer=ask.keeps_answer,
         )
         self._legs.append(leg)
         return leg
@@ -327,20 +302,14 @@ class Handoff:
         if self._tried:
             self._metrics.retries.labels("decode").inc()
         self._tried.append(engine)
-        if self._splits and self._is_stream:
-            params = {**(params or {}), FIRST_TOKEN: True}
         timeouts = self._settings.timeouts
-        wait_s = timeouts.first_byte_s if self._is_stream else timeouts.answer_s
+        wait_s = timeouts.first_byte_s if self._telling.is_stream else timeouts.answer_s
         if is_pushed:
             wait_s += timeouts.prefill_s  # D waits for P as well.
-        request = self._dispatch.leg(self._incoming, decode_body(self._body, params), wait_s)
+        request = self._dispatch.leg(self._incoming, self._telling.ask_decode(params), wait_s)
         leg = DecodeLeg(self._dispatch.upstream, engine, request)
         self._legs.append(leg)
         return leg
-
-    @property
-    def _shows_token_ids(self) -> bool:
-        return bool(self._body.get("return_token_ids"))
 
     def _set_prefilled(self, prefilled: Prefilled) -> None:
         self._prefilled = prefilled

@@ -1,5 +1,6 @@
 """What an engine's answer means for the request: pure functions."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ class Prefilled:
     where: Literal["remote", "local"]
     reason: str = ""  # Why local.
     ticket: dict[str, Any] | None = None
+    answer: Mapping[str, Any] | None = None  # P's, of one token, if it was asked to be read for it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +81,11 @@ def blames_params(answer: LegAnswer) -> bool:
     return (error.param or "").startswith(PARAMS)
 
 
-def read_prefill(answer: LegAnswer, *, may_be_complete: bool) -> PrefillOutcome:
+def read_prefill(answer: LegAnswer, *, may_be_complete: bool, is_kept: bool = False) -> PrefillOutcome:
     """Of an answer that was not streamed. Raises PeerError.
 
     `may_be_complete`: P was asked for the client's own answer, as far as its first token.
+    `is_kept`: the answer goes into the outcome.
     """
     if is_engines_fault(answer) or blames_params(answer):
         return Unable(f"said {answer.status}")
@@ -91,11 +94,13 @@ def read_prefill(answer: LegAnswer, *, may_be_complete: bool) -> PrefillOutcome:
     ticket = ticket_of(answer.body)
     if may_be_complete and (complete := _without_params_if_complete(answer)) is not None:
         return Complete(complete)
-    return prefilled(ticket)
+    return prefilled(ticket, msgspec.json.decode(answer.body) if is_kept else None)
 
 
-def prefilled(ticket: dict[str, Any] | None) -> Prefilled:
-    return Prefilled("remote", ticket=ticket) if ticket else Prefilled("local", "nothing_lent")
+def prefilled(ticket: dict[str, Any] | None, answer: Mapping[str, Any] | None = None) -> Prefilled:
+    if ticket:
+        return Prefilled("remote", ticket=ticket, answer=answer)
+    return Prefilled("local", "nothing_lent", answer=answer)
 
 
 def _without_params_if_complete(answer: LegAnswer) -> LegAnswer | None:

@@ -2,13 +2,19 @@
 
 import logging
 from collections.abc import AsyncGenerator
+from typing import Protocol
 
 from baton.router.client_answer import ClientAnswer
 from baton.router.errors import LegFailure
 from baton.router.sse import EventCutter
-from baton.router.turns import TurnSieve
 
 logger = logging.getLogger(__name__)
+
+
+class Sieve(Protocol):
+    """Of whole events."""
+
+    def events(self, piece: bytes, /) -> bytes: ...
 
 
 async def relay(
@@ -17,7 +23,7 @@ async def relay(
     chunks: AsyncGenerator[bytes, None],
     *,
     request_id: str,
-    sieve: TurnSieve,
+    sieve: Sieve,
 ) -> None:
     """`begun` has arrived already. Raises ClientGone."""
     cutter = EventCutter()

@@ -11,16 +11,18 @@ result like any other, and a leg that nobody waits for any more leaves no compla
 import asyncio
 import logging
 import time
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from baton.core.errors import PeerError
 from baton.router.errors import LegFailure
-from baton.router.first_token import FirstToken, FirstTokenReader
+from baton.router.first_token import FirstTokenReader
 from baton.router.fleet import Engine
 from baton.router.judge import FirstSaid, PrefillOutcome, read_prefill
 from baton.router.upstream import LegAnswer, LegRequest, Upstream
 
 logger = logging.getLogger(__name__)
+
+Read = TypeVar("Read", covariant=True)
 
 MAX_REST_BYTES = 1 << 20  # Token counts and [DONE].
 
@@ -65,10 +67,12 @@ class PrefillLeg(_Leg):
         engine: Engine,
         request: LegRequest,
         *,
-        says_first_token: bool,
-        shows_token_ids: bool,
+        says_first_token: bool = False,
+        shows_token_ids: bool = False,
+        keeps_answer: bool = False,
     ) -> None:
         super().__init__(upstream, engine, request)
+        self._keeps_answer = keeps_answer
         self._says_first_token = says_first_token
         self._shows_token_ids = shows_token_ids
         loop = asyncio.get_running_loop()
@@ -88,7 +92,9 @@ class PrefillLeg(_Leg):
     async def _read(self, answer: LegAnswer) -> None:
         if answer.chunks is None:
             try:
-                outcome = read_prefill(answer, may_be_complete=self._says_first_token)
+                outcome = read_prefill(
+                    answer, may_be_complete=self._says_first_token, is_kept=self._keeps_answer
+                )
             except PeerError as error:
                 raise LegFailure("broken", self.engine.url, str(error), was_sent=True) from error
             _settle(self.outcome, outcome)
@@ -98,7 +104,7 @@ class PrefillLeg(_Leg):
             )
         else:
             reader = FirstTokenReader(shows_token_ids=self._shows_token_ids)
-            first = await read_first_token(self.engine, answer, reader)
+            first = await read_beginning(self.engine, answer, reader)
             _settle(self.outcome, FirstSaid(answer, first))
             rest = bytearray(reader.rest)
             async for chunk in answer.chunks:
@@ -115,19 +121,23 @@ class PrefillLeg(_Leg):
         _settle(self.rest, end)
 
 
-async def read_first_token(engine: Engine, answer: LegAnswer, reader: FirstTokenReader) -> FirstToken:
-    """From a stream's first piece on. Raises LegFailure."""
+class _Reader(Protocol[Read]):
+    def push(self, chunk: bytes, /) -> Read | None: ...
+
+
+async def read_beginning(engine: Engine, answer: LegAnswer, reader: _Reader[Read]) -> Read:
+    """From a stream's first piece until the reader has found what it looks for. Raises LegFailure."""
     assert answer.chunks is not None
     try:
-        first = reader.push(answer.body)
-        while first is None:
+        found = reader.push(answer.body)
+        while found is None:
             chunk = await anext(answer.chunks, None)
             if chunk is None:
                 raise PeerError("the stream ended without a first token")
-            first = reader.push(chunk)
+            found = reader.push(chunk)
     except PeerError as error:
         raise LegFailure("broken", engine.url, str(error), was_sent=True) from error
-    return first
+    return found
 
 
 def _settle(future: asyncio.Future[Any], result: Any) -> None:

@@ -4,15 +4,33 @@
 rest. A stream that breaks inside an event thus never shows its client half a JSON object.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+END = b"\n\n"  # Of an event.
 MAX_EVENT_BYTES = 1 << 20  # A longer event is passed on in pieces rather than held.
 
 
 def sse_event(value: Any) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def chunk_of(event: bytes) -> dict[str, Any] | None:
+    """None: a comment, or [DONE]."""
+    try:
+        chunk = msgspec.json.decode(event.strip().removeprefix(b"data:"))
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return chunk if isinstance(chunk, dict) else None
+
+
+def choice_of(chunk: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Of a chunk that has exactly one."""
+    choices = (chunk or {}).get("choices")
+    choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
+    return choice if isinstance(choice, dict) else None
 
 
 class EventCutter:

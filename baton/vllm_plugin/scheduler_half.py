@@ -72,7 +72,9 @@ class VllmPullSchedulerHalf(PullSchedulerHalf):
         wanted = request.kv_transfer_params
         if params is None and isinstance(wanted, dict) and wanted.get(INTRODUCE) is True:
             introduction = self.introduction()
-            params = {INTRODUCTION: introduction} if introduction is not None else None
+            if introduction is not None:
+                engine_id = self._identity.engine_id
+                params = {"remote_engine_id": engine_id, INTRODUCTION: introduction}
         return False, params
 
     # --- Step ----------------------------------------------------------------------------------

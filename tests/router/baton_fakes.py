@@ -32,7 +32,7 @@ class Speaker:
         body = call.received.body
         params = body.get("kv_transfer_params") or {}
         self.legs.append(params)
-        if self.gate is not None and not await _opened(self.gate, call):
+        if self.gate is not None and not await opened(self.gate, call):
             return
         is_prefill = bool(params.get("do_remote_decode"))
         if body.get("stream"):
@@ -73,7 +73,7 @@ class Speaker:
             if is_last and ticket is not None:
                 chunk["kv_transfer_params"] = ticket
             await call.piece(event(chunk))
-            if index == 0 and self.rest_gate is not None and not await _opened(self.rest_gate, call):
+            if index == 0 and self.rest_gate is not None and not await opened(self.rest_gate, call):
                 return None
         if len(tokens) == self.dies_after:
             return call.cut()
@@ -83,7 +83,7 @@ class Speaker:
         return None
 
 
-async def _opened(gate: asyncio.Event, call: Call) -> bool:
+async def opened(gate: asyncio.Event, call: Call) -> bool:
     """False: the router has left first."""
     opening, leaving = asyncio.ensure_future(gate.wait()), asyncio.ensure_future(call.wait_disconnect())
     try:

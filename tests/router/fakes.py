@@ -126,6 +126,8 @@ class FakeEngine:
     respond: Respond
     health_status: int = 200
     introduces_as: str | None = None  # None: not an engine of Baton.
+    is_vllm_of: int | None = None  # Its max_model_len.
+    models: Any = None  # What it says at /v1/models instead.
     num_introductions: int = 0
     can_push: bool = True
     calls: list[Received] = field(default_factory=list)
@@ -150,6 +152,11 @@ class FakeEngine:
             text = f"signed {self.num_introductions}" if self.can_push else None
             card = {"engine_id": self.introduces_as, "introduction": text, "kv_role": "kv_both"}
             await (call.answer(200, card) if self.introduces_as else call.answer(404, {}))
+            return
+        if scope["path"] == "/v1/models" and "x-request-id" not in headers:  # The router itself asks.
+            cards = {"data": [{"id": "m", "owned_by": "vllm", "max_model_len": self.is_vllm_of}]}
+            models = cards if self.models is None else self.models
+            await (call.answer(200, models) if self.is_vllm_of else call.answer(404, {}))
             return
         self.calls.append(call.received)
         self.was_called.set()

@@ -1,0 +1,113 @@
+"""D's stream for a client that has been shown the first token already, as P said it (see `said_token`).
+
+BehindSieve      D went on behind P's token: its stream becomes the rest of the answer
+OverlapReader    D says the token too, because it began before P had said it: what is double is left out
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from baton.router.said_token import SaidToken
+from baton.router.sse import END, choice_of, chunk_of, sse_event
+
+_USAGE = b'"usage"'
+
+
+class BehindSieve:
+    """Makes D's stream the rest of an answer that has begun."""
+
+    def __init__(self) -> None:
+        self._is_at_start = True
+
+    def events(self, piece: bytes) -> bytes:
+        """`piece` ends where an event ends."""
+        if not self._is_at_start and _USAGE not in piece:
+            return piece
+        return b"".join(self._event(event + END) for event in piece.removesuffix(END).split(END))
+
+    def _event(self, event: bytes) -> bytes:
+        chunk = chunk_of(event)
+        if chunk is None:
+            return event
+        if self._is_at_start:
+            if _is_opening(chunk):
+                return b""
+            self._is_at_start = False
+            if (choice := choice_of(chunk)) is not None:
+                choice.pop("prompt_token_ids", None)  # The client has them, and without the first token.
+        elif _USAGE not in event:
+            return event
+        if isinstance(usage := chunk.get("usage"), dict):
+            chunk["usage"] = _of_one_answer(usage)
+        return sse_event(chunk)
+
+
+class OverlapReader:
+    """D's whole answer to a client that has been shown the first token: push until D has said it too.
+
+    `rest` is then what the client has not been shown. Compared is what can be seen: D's text begins with P's.
+    """
+
+    def __init__(self, said: SaidToken) -> None:
+        assert not said.is_last
+        self._said = said
+        self._left = said.text
+        self._pending = b""
+
+    @property
+    def rest(self) -> bytes:
+        return self._pending
+
+    def push(self, piece: bytes) -> bool | None:
+        """Whether D says the same; None: not known yet."""
+        self._pending += piece
+        while (end := self._pending.find(END)) >= 0:
+            event, self._pending = self._pending[: end + len(END)], self._pending[end + len(END) :]
+            if event.startswith(b":"):
+                continue  # A comment.
+            if (agrees := self._look_at(chunk_of(event))) is not None:
+                return agrees
+        return None
+
+    def _look_at(self, chunk: dict[str, Any] | None) -> bool | None:
+        choice = choice_of(chunk)
+        if chunk is None or choice is None:
+            return False  # An end, or an error.
+        part = choice.get("delta") if self._said.is_chat else choice
+        if not isinstance(part, dict):
+            return False
+        name = "content" if self._said.is_chat else "text"
+        text, ids, ends = (
+            part.get(name) or "",
+            choice.get("token_ids"),
+            choice.get("finish_reason") is not None,
+        )
+        if not isinstance(text, str) or (ids and ids[0] != self._said.token_id):
+            return False
+        if len(text) < len(self._left):
+            self._left = self._left[len(text) :] if self._left.startswith(text) else ""
+            return False if ends or not self._left else None
+        if not text.startswith(self._left) or (ends and text == self._left):
+            return False  # It says something else, or ends where P goes on.
+        if text != self._left:  # D was so quick that a second token is in the same event.
+            part[name] = text[len(self._left) :]
+            choice.pop("prompt_token_ids", None)
+            if ids:
+                choice["token_ids"] = ids[1:]
+            self._pending = sse_event(chunk) + self._pending
+        return True
+
+
+def _is_opening(chunk: Mapping[str, Any]) -> bool:
+    delta = (choice_of(chunk) or {}).get("delta")
+    return isinstance(delta, dict) and "role" in delta and not delta.get("content")
+
+
+def _of_one_answer(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """What D took for its prompt's last token is the answer's first."""
+    counts = dict(usage)
+    if isinstance(counts.get("prompt_tokens"), int):
+        counts["prompt_tokens"] -= 1
+    if isinstance(counts.get("completion_tokens"), int):
+        counts["completion_tokens"] += 1
+    return counts

@@ -1,0 +1,115 @@
+"""Which answers two engines may say one after the other: P the first token, D the rest.
+
+The two parts are what one engine says only if nothing in the request looks back at *output*, which D takes
+for prompt: no stop strings, seeds, output penalties, grammars. Here is what is known to be harmless; whatever
+is not on the list leaves all tokens to D.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+DEFAULT_MAX_TOKENS = 16  # Of OpenAI's completions; a chat has none.
+
+# Fields that have no say in how a token follows from those before it, and those that have, but look at all of
+# them alike, be they prompt or output.
+_HARMLESS = frozenset(
+    {
+        "model",
+        "prompt",
+        "messages",
+        "stream",
+        "max_tokens",
+        "max_completion_tokens",
+        "min_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "logit_bias",
+        "allowed_token_ids",
+        "stop_token_ids",
+        "ignore_eos",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "add_special_tokens",
+        "add_generation_prompt",
+        "chat_template",
+        "chat_template_kwargs",
+        "cache_salt",
+        "priority",
+        "user",
+        "request_id",
+        "session_id",
+        "metadata",
+        "store",
+        "return_token_ids",
+    }
+)
+# With these values they ask for nothing; other values are not harmless.
+_IDLE: Mapping[str, Sequence[Any]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "include_stop_str_in_output": (False,),
+    "stop": ("", []),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "response_format": ({"type": "text"},),
+    "bad_words": ([],),
+    "suffix": ("",),
+}
+
+
+def can_go_behind(body: Mapping[str, Any], *, is_chat: bool) -> bool:
+    """Whether two engines may say this answer one after the other, and it is what one would say."""
+    if body.get("stream") is not True or limit_of(body, is_chat=is_chat) is None:
+        return False  # A limit of D's own would count from D's first token.
+    if body.get("seed") is not None and body.get("temperature") != 0:
+        return False  # D's draws would begin again.
+    if not _is_count(body.get("min_tokens", 0) or 0) or not _is_text(body.get("messages")):
+        return False  # D is given a chat in tokens, which vLLM takes for chats of text only.
+    options = body.get("stream_options")
+    if options is not None and not (isinstance(options, Mapping) and set(options) <= {"include_usage"}):
+        return False
+    return all(
+        value is None or name in _HARMLESS or name in ("seed", "stream_options") or _is_idle(name, value)
+        for name, value in body.items()
+    )
+
+
+def limit_of(body: Mapping[str, Any], *, is_chat: bool) -> int | None:
+    """The most tokens that the client wants."""
+    if is_chat:
+        limit = body.get("max_completion_tokens")
+        limit = body.get("max_tokens") if limit is None else limit
+    else:
+        limit = body.get("max_tokens", DEFAULT_MAX_TOKENS)
+    return limit if _is_count(limit) and limit >= 1 else None
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_text(messages: Any) -> bool:
+    """A chat without media; or none at all."""
+    if messages is None:
+        return True
+    return isinstance(messages, list) and all(
+        isinstance(message, Mapping) and isinstance(message.get("content"), str | None)
+        for message in messages
+    )
+
+
+def _is_idle(name: str, value: Any) -> bool:
+    # A number is no flag: `logprobs: 0` asks for something.
+    return any(
+        value == idle and isinstance(value, bool) == isinstance(idle, bool) for idle in _IDLE.get(name, ())
+    )

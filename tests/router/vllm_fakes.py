@@ -1,0 +1,124 @@
+"""A fake engine that speaks as vLLM's server does: no introduction, whole answers with ids, streams without.
+
+Its model: a prompt is answered with `tokens`, less those that stand behind the prompt already; so an engine
+that is asked to go on behind a token says the rest and nothing else.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.router.baton_fakes import event, opened
+from tests.router.fakes import TICKET, Call, FakeEngine
+
+PROMPT = "hello"
+TOKENS = (72, 105, 33)  # "Hi!", whoever is asked.
+EOS = 0
+
+
+@dataclass
+class VllmSpeaker:
+    tokens: Sequence[int] = TOKENS
+    stops: bool = False  # Behind the last of them, by itself.
+    lends: bool = True
+    introduces: bool = False  # Asked by the router, once for each process.
+    gate: asyncio.Event | None = None  # Before it says anything.
+    rest_gate: asyncio.Event | None = None  # Behind its own first token.
+    hurries: bool = False  # Two tokens in its first event.
+    says: dict[int, str] = field(
+        default_factory=dict
+    )  # Text of tokens, where it is not that of the character.
+    message: dict[str, Any] = field(default_factory=dict)  # What else a chat's whole answer has.
+    legs: list[dict[str, Any]] = field(default_factory=list)
+
+    async def __call__(self, call: Call) -> None:
+        body = call.received.body
+        params = body.get("kv_transfer_params") or {}
+        if "baton_introduce" in params:
+            card = {"remote_engine_id": "v", "baton_introduction": f"signed {len(self.legs)}"}
+            await call.answer(200, {"choices": [], "kv_transfer_params": card if self.introduces else None})
+            return
+        self.legs.append(body)
+        if self.gate is not None and not await opened(self.gate, call):
+            return
+        prompt = (
+            params.get("prompt_token_ids")
+            or body.get("prompt")
+            or "".join(message["content"] for message in body["messages"])
+        )
+        ids = list(map(ord, prompt)) if isinstance(prompt, str) else list(prompt)
+        given = ids[len(PROMPT) :]
+        assert given == list(self.tokens[: len(given)]), (
+            "it is told to go on behind another token than its own"
+        )
+        left = list(self.tokens[len(given) :]) + ([EOS] if self.stops else [])
+        limit = body.get("max_completion_tokens") or body.get("max_tokens", 16)
+        said = left[:limit]
+        reason = "stop" if said[-1] == EOS else "length"
+        answer = self._stream if body.get("stream") else self._whole
+        await answer(call, body, ids, said, reason)
+
+    def _text(self, token: int) -> str:
+        return self.says.get(token, "" if token == EOS else chr(token))
+
+    async def _whole(
+        self, call: Call, body: dict[str, Any], ids: list[int], said: list[int], reason: str
+    ) -> None:
+        text = "".join(map(self._text, said))
+        choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "stop_reason": None}
+        answer: dict[str, Any] = {"id": "cmpl-1", "created": 5, "model": "m", "usage": _usage(ids, said)}
+        wants_ids = body.get("return_token_ids")
+        if "messages" in body:
+            choice["message"] = {"role": "assistant", "content": text, **self.message}
+            answer["prompt_token_ids"] = ids if wants_ids else None
+        else:
+            choice |= {"text": text, "prompt_token_ids": ids if wants_ids else None}
+        choice["token_ids"] = said if wants_ids else None
+        params = body.get("kv_transfer_params") or {}
+        lent = TICKET if params.get("do_remote_decode") and self.lends and reason == "length" else None
+        await call.answer(200, {**answer, "choices": [choice], "kv_transfer_params": lent})
+
+    async def _stream(
+        self, call: Call, body: dict[str, Any], ids: list[int], said: list[int], reason: str
+    ) -> None:
+        head = {"id": "cmpl-1", "created": 6, "model": "m"}
+        wants_ids = body.get("return_token_ids")
+        await call.start(200, "text/event-stream; charset=utf-8", x_said_by=call.engine.url)
+        if "messages" in body:
+            opening = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            prompt_ids = {"prompt_token_ids": ids} if wants_ids else {}
+            await call.piece(event({**head, "choices": [opening], **prompt_ids}))
+        groups = [said[:2], *([t] for t in said[2:])] if self.hurries else [[token] for token in said]
+        for index, group in enumerate(groups):
+            is_last = index + 1 == len(groups)
+            choice: dict[str, Any] = {"index": 0, "finish_reason": reason if is_last else None}
+            text = "".join(map(self._text, group))
+            choice |= {"delta": {"content": text}} if "messages" in body else {"text": text}
+            if wants_ids:
+                choice["token_ids"] = group
+                if index == 0 and "messages" not in body:
+                    choice["prompt_token_ids"] = ids
+            await call.piece(event({**head, "choices": [choice]}))
+            if index == 0 and self.rest_gate is not None:
+                await self.rest_gate.wait()
+        if (body.get("stream_options") or {}).get("include_usage"):
+            await call.piece(event({**head, "choices": [], "usage": _usage(ids, said)}))
+        await call.piece(b"data: [DONE]\n\n", more=False)
+
+
+def _usage(ids: Sequence[int], said: Sequence[int]) -> dict[str, int]:
+    return {
+        "prompt_tokens": len(ids),
+        "completion_tokens": len(said),
+        "total_tokens": len(ids) + len(said),
+    }
+
+
+def vllm(*, max_model_len: int = 4096, **fields: Any) -> FakeEngine:
+    return FakeEngine(VllmSpeaker(**fields), is_vllm_of=max_model_len)
+
+
+def vllm_speaker(engine: FakeEngine) -> VllmSpeaker:
+    assert isinstance(engine.respond, VllmSpeaker)
+    return engine.respond
