@@ -1,10 +1,11 @@
-# The same commands for people and for CI. Each sets up .venv by itself.
-.PHONY: demo test check bench format clean
+# The same commands for people and for CI. Each sets up .venv (test-vllm: .venv-vllm) by itself.
+.PHONY: demo test test-vllm check bench format clean
 
-demo:    ; @scripts/demo $(ARGS)
-test:    ; @scripts/test $(ARGS)
-check:   ; @scripts/check
-bench:   ; @scripts/bench $(ARGS)
+demo:      ; @scripts/demo $(ARGS)
+test:      ; @scripts/test $(ARGS)
+test-vllm: ; @scripts/test-vllm $(ARGS)
+check:     ; @scripts/check
+bench:     ; @scripts/bench $(ARGS)
 
 format:
 	@scripts/setup
@@ -12,4 +13,4 @@ format:
 	@.venv/bin/ruff check --fix .
 
 clean:
-	rm -rf .venv .setup.lock .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-vllm .setup.lock .setup-vllm.lock .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
