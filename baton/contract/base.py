@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -144,6 +144,12 @@ class KVConnectorSchedulerHalf(ABC):
         Baton's addition, for a router that sends both legs of a request at once.
         """
         return None
+
+    def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
+        """Whoever was to get these params, which `request_finished` returned, will not come for the blocks.
+
+        Baton's addition, and a hint: where somebody has come all the same, he keeps what he was promised.
+        """
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
         """Let the half say when a step would find something: `wake` makes a host that idles step soon.

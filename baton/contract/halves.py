@@ -15,7 +15,7 @@ the host's mistake and fails an assertion.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +121,9 @@ class TwoHalves(KVConnectorBase_V1):
 
     def introduction(self) -> str | None:
         return self.scheduler_half.introduction()
+
+    def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
+        self.scheduler_half.take_back(kv_transfer_params)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self.scheduler_half.take_events()

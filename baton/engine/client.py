@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -34,6 +34,7 @@ from baton.engine.core_messages import (
     StartFailed,
     Stop,
     Stopped,
+    TakeBack,
     ToCore,
 )
 
@@ -151,6 +152,10 @@ class EngineClient:
     async def abort(self, request_id: str) -> None:
         """Its `generate` ends with finish reason "abort", unless it ends otherwise first."""
         self._send(Abort(request_id))
+
+    def take_back(self, params: dict[str, Any]) -> None:
+        """Nobody will come for what was lent under these `kv_transfer_params` of a finished request."""
+        self._send(TakeBack(params))
 
     async def drain(self, timeout_s: float) -> bool:
         """Before `close`: lend nothing more, and wait until nothing runs and nothing is lent any more.

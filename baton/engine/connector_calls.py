@@ -12,7 +12,7 @@ only `shutdown` reaches it still. A retired connector does not come back; the en
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -185,6 +185,16 @@ class ConnectorCalls:
 
     def introduction(self) -> str | None:
         return self._contain("introduction", self._half.introduction, None)
+
+    def take_back(self, params: Mapping[str, Any]) -> None:
+        """Whatever is wrong with them concerns whoever sent them: the loan then ends by time."""
+        try:
+            self._half.take_back(params)
+        except UserError as error:
+            logger.warning("cannot take back what was lent: %s", error)
+        except Exception:
+            self.num_errors += 1
+            logger.exception("the connector raised in take_back; the engine goes on")
 
     def retire(self) -> None:
         """Ask it nothing more. What it holds stays held: it may not even know any more who uses what."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -89,6 +90,10 @@ class EngineCore:
         hears_of_peers = self._half.bind_wake(wake)
         hears_of_reads = self.executor.bind_wake(wake)
         self.is_woken = hears_of_peers and hears_of_reads
+
+    def take_back(self, params: Mapping[str, Any]) -> None:
+        """Nobody will come for what was lent under these `kv_transfer_params`."""
+        self.scheduler.take_back(params)
 
     def introduction(self) -> str | None:
         """Signed text by which other engines find this one's connector; None if it has none to give."""

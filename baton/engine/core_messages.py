@@ -1,10 +1,13 @@
 """What the front end and the engine core's process say to each other, as msgpack.
 
 front end --Start-----------------------> core     front end <--Started | StartFailed----- core
-          --AddRequest, Abort, Drain, Stop->                 <--Outputs, Drained, Stopped-
+          --AddRequest, Abort, TakeBack --->                 <--Outputs-----------------
+          --Drain, Stop-------------------->                 <--Drained, Stopped--------
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
@@ -23,6 +26,12 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     request_id: str
+
+
+class TakeBack(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Nobody will come for what was lent under these params of a finished request."""
+
+    kv_transfer_params: dict[str, Any]
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -62,5 +71,5 @@ class Stopped(msgspec.Struct, frozen=True, tag=True, array_like=True):
     reason: str
 
 
-ToCore = Start | AddRequest | Abort | Drain | Stop
+ToCore = Start | AddRequest | Abort | TakeBack | Drain | Stop
 FromCore = Started | StartFailed | Outputs | Drained | Stopped

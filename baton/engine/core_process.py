@@ -45,6 +45,7 @@ from baton.engine.core_messages import (
     StartFailed,
     Stop,
     Stopped,
+    TakeBack,
     ToCore,
 )
 
@@ -107,6 +108,8 @@ class CoreLoop:
                         self._send(Outputs(EngineOutputs(outputs=[refusal])))
                 case Abort(request_id):
                     self._core.abort(request_id)
+                case TakeBack(params):
+                    self._core.take_back(params)
                 case Drain(timeout_s):
                     self._drained_by_s = time.monotonic() + timeout_s
                     self._core.drain(timeout_s)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import enum
 import logging
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from baton.contract import KVConnectorOutput, KVConnectorSchedulerHalf
@@ -149,6 +149,10 @@ class Scheduler:
 
     def introduction(self) -> str | None:
         return self._connector.introduction()
+
+    def take_back(self, params: Mapping[str, Any]) -> None:
+        """Nobody will come for what was lent under these `kv_transfer_params`."""
+        self._connector.take_back(params)
 
     def shutdown(self) -> None:
         self._connector.shutdown()

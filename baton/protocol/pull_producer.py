@@ -4,6 +4,7 @@
     HELD --Renew by the claimer-----> HELD    (deadline moves forward, never back, never past the cap)
     HELD --Released by the claimer--> (free)
     HELD --deadline-----------------> (free)  and every later message about it is answered with Gone
+    HELD, unclaimed --give_up-------> (free)  for whom it was lent will not come
 
     keep --> KEPT --first Renew, Released--> as HELD from then on
              KEPT --hold_s, give_up, drain--> (free)
@@ -11,7 +12,7 @@
 The first Renew makes its sender the claimer: this incarnation, this one use of the ticket. A loan that has
 ended never comes back, for its number is ours and is used once; so *any* Renewed proves that the blocks were
 held without a gap from `lend` until the deadline it names. A peer that seems dead, or has a new epoch,
-changes nothing: the old one may be alive behind a partition. Only Released and time end a loan.
+changes nothing: the old one may be alive behind a partition. Only Released and time end a claimed loan.
 
 A loan is *kept* when nobody is on the way to fetch it, as for a next turn that may never come. Until it is
 claimed nothing has been promised about it (a ticket promises nothing), so it may end at any time.
@@ -60,9 +61,9 @@ class PullProducer:
         return loan_id
 
     def give_up(self, loan_id: LoanId) -> list[ProducerEffect]:
-        """End a kept loan that nobody has claimed; nothing happens to any other."""
+        """End a loan that nobody has claimed, about which nothing has been promised; no other is touched."""
         loan = self._loans.get(loan_id)
-        return [] if loan is None or not loan.is_kept else [self._free(loan_id, expired=False)]
+        return [] if loan is None or loan.claimer is not None else [self._free(loan_id, expired=False)]
 
     def receive(self, sender: Address, message: Message, now: float) -> list[ProducerEffect]:
         effects = self.wake(now)  # What has run out is over before anybody can renew it.

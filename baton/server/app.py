@@ -4,6 +4,7 @@ POST /v1/completions, /v1/chat/completions      OpenAI's, with vLLM's extensions
 GET  /v1/models, POST /tokenize, /detokenize
 GET  /health (503 once the engine is dead or the server drains), /version, /metrics
 GET  /baton/introduction                        for routers that start both legs of a request at once
+POST /baton/take_back                           ... and for those whose client has gone before the second leg
 """
 
 from collections.abc import Awaitable, Callable
@@ -31,6 +32,7 @@ from baton.server.http import (
 )
 from baton.server.protocol.chat import ChatRequest, plain_messages
 from baton.server.protocol.completion import CompletionRequest
+from baton.server.protocol.lent import Lent
 from baton.server.protocol.parse import parse_body
 from baton.server.protocol.sampling import check_token_ids
 from baton.server.protocol.tokenize import (
@@ -165,6 +167,13 @@ def _add_state(app: FastAPI, service: Service) -> None:
         if service.introduction is None:
             raise ApiError(404, "this engine has no KV connector")
         return json_response(service.introduction)
+
+    @app.post("/baton/take_back")
+    async def take_back(http: Request) -> Response:
+        """The body is the `kv_transfer_params` of an answer that nobody will carry on. A hint: always 202."""
+        lent = parse_body(await read_body(http), Lent)
+        service.engine.take_back({"baton_ticket": lent.checked_ticket})
+        return Response(status_code=202)
 
     @app.get("/version")
     async def version() -> Response:

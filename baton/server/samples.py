@@ -11,7 +11,7 @@ iterator, which aborts the engine request. The first error ends all of them.
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -33,6 +33,9 @@ class Engine(Protocol):
 
     async def introduction(self) -> str | None:
         """What the engine's connector says to engines that have no ticket of it; it never changes."""
+
+    def take_back(self, params: dict[str, Any]) -> None:
+        """Nobody will come for what was lent under these `kv_transfer_params` of a finished request."""
 
     async def wait_dead(self) -> None: ...
     async def drain(self, timeout_s: float) -> bool:
@@ -136,6 +139,8 @@ async def _pieces_of(sample: Sample, engine: Engine, metrics: ServerMetrics) -> 
                 _raise_if_failed(output)
                 observer.tokens(len(output.new_token_ids))
                 piece = _piece(sample, output)
+                if piece.finish is not None and sample.goes_on_elsewhere and piece.finish.reason is not None:
+                    piece.finish = _end_here(piece.finish, engine)
                 if piece.finish is not None:
                     observer.finish(piece.finish.reason or "length")
                 yield piece
@@ -187,6 +192,13 @@ def _piece(sample: Sample, output: EngineOutput) -> Piece:
         asked_for = output.stop_token_id in sample.request.sampling_params.stop_token_ids
         piece.finish = _finish(output.finish_reason, output.stop_token_id if asked_for else None, output)
     return piece
+
+
+def _end_here(finish: Finish, engine: Engine) -> Finish:
+    """The first token has ended the answer: nobody goes on behind it, so nobody comes for its KV."""
+    if finish.kv_transfer_params is not None:
+        engine.take_back(finish.kv_transfer_params)
+    return replace(finish, kv_transfer_params=None)
 
 
 def _finish(reason: str | None, stop_reason: int | str | None, output: EngineOutput) -> Finish:

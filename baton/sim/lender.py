@@ -219,13 +219,20 @@ class Lender:
     def _lend(self, lent: Lent) -> LoanId | None:
         engine, world = self._engine, self._world
         if not world.chance(world.faults.keeps):
-            return engine.producer.lend(engine.clock())
+            loan_id = engine.producer.lend(engine.clock())
+            if loan_id is not None and world.faults.keeps and loan_id.counter % 4 == 2:
+                world.count("given up if nobody has come")  # The router's client has gone, say.
+                self._later(0.3 * (loan_id.counter % 7), partial(self._take_back, loan_id))
+            return loan_id
         lent.kept_s = KEEP_S
         loan_id = engine.producer.keep(engine.clock(), KEEP_S)
         if loan_id is not None and world.chance(0.5):
             world.count("kept, and given up if nobody comes")
-            self._later(world.rng.uniform(0, KEEP_S), lambda: engine.do(engine.producer.give_up(loan_id)))
+            self._later(world.rng.uniform(0, KEEP_S), partial(self._take_back, loan_id))
         return loan_id
+
+    def _take_back(self, loan_id: LoanId) -> None:
+        self._engine.do(self._engine.producer.give_up(loan_id))
 
     def _give_up(self, prefill: Prefill, reason: str) -> None:
         engine = self._engine

@@ -1,6 +1,7 @@
 """A prompt's KV changes hands: what arrives, what is moved, what is freed."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -187,6 +188,57 @@ def test_an_untouched_loan_ends_by_time_and_is_counted(world: World) -> None:
     world.pass_time(31)
     world.assert_whole()
     assert p.counted("num_loans") == p.counted("num_expired_loans") == 1
+
+
+def test_what_nobody_will_fetch_is_taken_back_at_once(world: World) -> None:
+    p = world.engine("p")
+    params = p.prefill("r", tokens_of(5))
+    p.half.take_back(params)
+    world.settle()
+    world.assert_whole()
+    p.half.take_back(params)  # Once more: there is nothing left to take.
+    world.settle()
+    assert p.counted("num_expired_loans") == 0
+
+
+def test_what_somebody_fetches_is_not_taken_back(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    tokens = tokens_of(9)
+    params = p.prefill("r", tokens)
+    request = d.submit("r", tokens, params)
+    world.settle()  # Claimed.
+    p.half.take_back(params)
+    d.admit(request)
+    world.settle()
+    assert d.read_out(request).valid_tokens == len(tokens)
+    world.settle()
+    world.assert_whole()
+
+
+def test_who_comes_after_it_was_taken_back_computes(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    tokens = tokens_of(9)
+    params = p.prefill("r", tokens)
+    p.half.take_back(params)
+    request = d.fetch("r", tokens, params)
+    world.settle()
+    assert d.read_out(request).valid_tokens == 0
+    world.settle()
+    world.assert_whole()
+
+
+@pytest.mark.parametrize(
+    "change", [{"baton_ticket": None}, {"baton_ticket": "nonsense"}, {"baton_ticket": 3}]
+)
+def test_only_our_own_tickets_are_taken_back(world: World, change: dict[str, Any]) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    params = p.prefill("r", tokens_of(5))
+    with pytest.raises(BadTransferParams, match="baton_ticket"):
+        p.half.take_back({**params, **change})
+    with pytest.raises(BadTransferParams, match="another engine"):
+        d.half.take_back(params)
+    world.settle()
+    assert p.lent
 
 
 def test_a_transfer_leaves_a_record(world: World) -> None:

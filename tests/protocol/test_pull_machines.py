@@ -74,6 +74,16 @@ def test_nobody_but_the_claimer_releases() -> None:
     assert producer.num_open == 1
 
 
+def test_a_loan_may_be_given_up_until_somebody_has_claimed_it() -> None:
+    producer = PullProducer(Epoch(5), T)
+    forgotten, claimed = lent(producer), lent(producer)
+    producer.receive(D, Renew(claimed, 1, 1), 0.0)
+    assert producer.give_up(forgotten) == [FreeLoan(forgotten, expired=False)]
+    assert producer.give_up(claimed) == []
+    assert producer.give_up(forgotten) == [], "it has ended"
+    assert said(producer.receive(D, Renew(forgotten, 2, 1), 0.0)) == [Gone(forgotten, 2)]
+
+
 def test_messages_for_the_other_half_are_ignored() -> None:
     producer, consumer = PullProducer(Epoch(5), T), PullConsumer(T)
     loan_id = lent(producer)

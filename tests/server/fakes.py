@@ -107,6 +107,7 @@ class ScriptedEngine:
     on_stats: Callable[[SchedulerStats], None] | None = None
     requests: list[EngineRequest] = field(default_factory=list)
     events: list[str] = field(default_factory=list)  # What happened, in order.
+    taken_back: list[dict[str, Any]] = field(default_factory=list)
     was_asked: asyncio.Event = field(default_factory=asyncio.Event)  # The first request is here.
     _dead: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -129,6 +130,9 @@ class ScriptedEngine:
 
     async def introduction(self) -> str | None:
         return self.introduces_as
+
+    def take_back(self, params: dict[str, Any]) -> None:
+        self.taken_back.append(params)
 
     async def close(self) -> None:
         self.events.append("closed")

@@ -87,11 +87,23 @@ def test_a_first_token_that_ends_the_answer_ends_it_at_p(
 ) -> None:
     assert EOS == 0
     engine.answer = f"{first}i"
+    engine.transfer_params = LENT
     (chunk,) = chunks(http, max_tokens=9, kv_transfer_params=P_LEG, **body)
     (choice,) = chunk["choices"]
     assert choice["finish_reason"] == "stop"
     assert choice["stop_reason"] == stop_reason
     assert choice["text"] == ""
+    assert "kv_transfer_params" not in chunk
+    assert engine.taken_back == [LENT], "nobody goes on behind it, so nobody comes for its KV"
+
+
+def test_what_goes_on_elsewhere_stays_lent(http: httpx.Client, engine: ScriptedEngine) -> None:
+    engine.transfer_params = LENT
+    chunks(http, max_tokens=9, kv_transfer_params=P_LEG)
+    engine.answer = "\0"  # A proxy that asks for no first token sends the second leg in any case.
+    leg = {"do_remote_decode": True}
+    assert chunks(http, max_tokens=1, kv_transfer_params=leg)[-1]["kv_transfer_params"] == LENT
+    assert engine.taken_back == []
 
 
 @pytest.mark.parametrize("min_tokens", [0, 1, 2, 5])

@@ -18,6 +18,7 @@ SEEDS = {
     ("pull", "claim_epoch"): 781,
     ("pull", "loan_cap"): 493,
     ("pull", "incarnation"): 419,
+    ("push", "drain_handed"): 622,
 }
 TRIES = 300
 

@@ -86,7 +86,7 @@ class PullAgent:
         return self._producer.keep(now, hold_s)
 
     def give_up(self, loan_id: LoanId, now: float) -> bool:
-        """End a kept loan; False if somebody has claimed it."""
+        """End a loan that nobody has claimed; False if somebody has."""
         effects = self._producer.give_up(loan_id)
         self._carry_out(effects, now)
         return bool(effects)

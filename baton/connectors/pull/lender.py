@@ -9,7 +9,7 @@ be one. All that is kept is bounded by a share of the pool; beyond it the oldest
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
@@ -33,7 +33,7 @@ from baton.core.errors import BadTransferParams
 from baton.core.ids import BlockId, LoanId, PromptHash, RequestId, TransferId
 from baton.core.prefilled import PrefilledTokens
 from baton.protocol.effects import FreeLoan
-from baton.protocol.ticket import Ticket, sign_ticket
+from baton.protocol.ticket import TICKET_FIELD, Ticket, open_ticket, sign_ticket
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +154,15 @@ class PullLender:
                 del self._kept[loan_id]
                 too_many -= num_kept
         return too_many <= 0
+
+    def take_back(self, params: Mapping[str, Any], now: float) -> None:
+        """End the loan of this answer, unless somebody has claimed it. Raises BadTransferParams."""
+        if not isinstance(text := params.get("baton_ticket"), str):
+            raise BadTransferParams("is missing, or no string", field=TICKET_FIELD)
+        ticket = open_ticket(text, self._identity.ticket_key)
+        if ticket.producer != self._agent.address:
+            raise BadTransferParams("is of another engine", field=TICKET_FIELD)
+        self._agent.give_up(ticket.loan_id, now)
 
     def absorb(self, effect: FreeLoan) -> None:
         if self._holder is not None:

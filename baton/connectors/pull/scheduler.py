@@ -15,7 +15,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from baton.connectors.pull.agent import PullAgent
@@ -196,6 +196,12 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
                 lent = False, None
             self._control.flush()
         return lent
+
+    def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
+        """Raises BadTransferParams for a ticket that is none of ours."""
+        with self._lock:
+            self._lender.take_back(kv_transfer_params, self._clock())
+            self._absorb()
 
     # --- Step ----------------------------------------------------------------------------------
 

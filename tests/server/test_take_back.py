@@ -1,0 +1,34 @@
+"""`POST /baton/take_back`: a router says that nobody will come for what was lent."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from baton.core.transfer_params import MAX_TICKET_CHARS
+from tests.server.fakes import ScriptedEngine
+
+
+def test_the_engine_hears_of_the_ticket(http: httpx.Client, engine: ScriptedEngine) -> None:
+    answer = http.post("/baton/take_back", json={"do_remote_prefill": True, "baton_ticket": "signed"})
+    assert answer.status_code == 202
+    assert engine.taken_back == [{"baton_ticket": "signed"}]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "baton_ticket"),
+        ({"baton_ticket": 1}, "baton_ticket"),
+        ({"baton_ticket": ""}, "baton_ticket"),
+        ({"baton_ticket": "a" * (MAX_TICKET_CHARS + 1)}, "baton_ticket"),
+        ([], None),
+    ],
+)
+def test_anything_else_is_refused(
+    http: httpx.Client, engine: ScriptedEngine, body: Any, field: str | None
+) -> None:
+    answer = http.post("/baton/take_back", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+    assert engine.taken_back == []
