@@ -38,9 +38,16 @@ class Answer:
         return tuple(b - a for a, b in zip(self.arrived_s[1:], self.arrived_s[2:], strict=False))
 
 
-def ask(client: httpx.Client, url: str, prompt: Sequence[int], *, max_tokens: int) -> Answer:
+def ask(
+    client: httpx.Client,
+    url: str,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int,
+    kv_transfer_params: dict[str, Any] | None = None,
+) -> Answer:
     """Greedy, and never ended by a stop token. Raises AskingError."""
-    body = {
+    body: dict[str, Any] = {
         "prompt": list(prompt),
         "max_tokens": max_tokens,
         "temperature": 0,
@@ -48,6 +55,8 @@ def ask(client: httpx.Client, url: str, prompt: Sequence[int], *, max_tokens: in
         "stream": True,
         "return_token_ids": True,
     }
+    if kv_transfer_params is not None:
+        body["kv_transfer_params"] = kv_transfer_params
     token_ids: list[int] = []
     arrived_s: list[float] = []
     sent_at = time.monotonic()
@@ -58,7 +67,9 @@ def ask(client: httpx.Client, url: str, prompt: Sequence[int], *, max_tokens: in
             for event in _events(response):
                 if "error" in event:
                     raise AskingError(f"{url} ended its answer with an error: {event['error']}")
-                new = [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
+                new = [
+                    token for choice in event.get("choices", ()) for token in choice.get("token_ids") or ()
+                ]
                 token_ids += new
                 arrived_s += [time.monotonic() - sent_at] * len(new)
     except httpx.HTTPError as error:
