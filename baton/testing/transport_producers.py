@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.context import ForkServerContext
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,25 @@ ANSWER_TIMEOUT_S = 30.0
 
 MakeTransport = Callable[[Address, int], Transport]
 """Of (address, port); port 0 for a free one. Importable by name: it is called in another process."""
+
+
+class Memory(Protocol):
+    """[NUM_REGIONS, REGION_BYTES] bytes where a transport can reach them, as numpy sees them.
+
+    numpy's own arrays are such memory; that of a device is copied to and fro.
+    """
+
+    def __getitem__(self, key: Any, /) -> NDArray[np.uint8]: ...
+    def __setitem__(self, key: Any, value: Any, /) -> None: ...
+
+
+class Placed(NamedTuple):
+    memory: Memory
+    regions: list[Region]
+
+
+Place = Callable[[NDArray[np.uint8]], Placed]
+"""Puts these bytes, `[NUM_REGIONS, REGION_BYTES]`, where a transport can reach them. Importable by name."""
 
 _epochs = itertools.count(1)
 
@@ -58,6 +78,11 @@ def pattern(seed: int) -> NDArray[np.uint8]:
 
 def regions_of(memory: NDArray[np.uint8]) -> list[Region]:
     return [Region(row.ctypes.data, row.nbytes) for row in memory]
+
+
+def place_on_host(content: NDArray[np.uint8]) -> Placed:
+    memory = content.copy()
+    return Placed(memory, regions_of(memory))
 
 
 def make_local(address: Address, port: int) -> Transport:
@@ -124,12 +149,12 @@ class HostDevice:
 class ProcessProducer:
     """A process that does nothing but hold memory, and what its parent asks."""
 
-    def __init__(self, make: MakeTransport, seed: int) -> None:
+    def __init__(self, make: MakeTransport, seed: int, place: Place = place_on_host) -> None:
         self.seed = seed
         self.address = new_address("producer")
         self._pipe, theirs = _context().Pipe()
         self.process = _context().Process(
-            target=_hold_memory, args=(theirs, make, seed, self.address), daemon=True
+            target=_hold_memory, args=(theirs, make, place, seed, self.address), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -171,10 +196,10 @@ def _read(pid: int, local: Int64s, remote: Int64s, nbytes: Int64s) -> None:
         raise TransferError("a short copy")
 
 
-def _hold_memory(pipe: Pipe, make: MakeTransport, seed: int, address: Address) -> None:
-    memory = pattern(seed).copy()
+def _hold_memory(pipe: Pipe, make: MakeTransport, place: Place, seed: int, address: Address) -> None:
+    memory, regions = place(pattern(seed))
     transport = make(address, 0)
-    pipe.send(transport.register(regions_of(memory)))
+    pipe.send(transport.register(regions))
     while True:
         match pipe.recv():
             case ("withdraw", _):
@@ -183,9 +208,9 @@ def _hold_memory(pipe: Pipe, make: MakeTransport, seed: int, address: Address) -
             case ("replace", successor):
                 # The successor's memory lies where the predecessor's did, with other content: the worst case.
                 transport.close()
-                memory ^= 0xFF
+                memory[:] = memory[:] ^ 0xFF
                 transport = make(successor, getattr(transport, "port", 0))
-                pipe.send(transport.register(regions_of(memory)))
+                pipe.send(transport.register(regions))
             case command:
                 raise AssertionError(f"unknown command {command}")
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.layout import CopySpan
-from baton.testing.transport_producers import NUM_REGIONS, REGION_BYTES, pattern, regions_of
+from baton.testing.transport_producers import NUM_REGIONS, REGION_BYTES, Placed, pattern, place_on_host
 from baton.transport.base import Completion, OpId, PeerHandle, Prepared, Transport
 
 BLOCK_BYTES = 4096
@@ -66,6 +66,10 @@ class TransportRig(ABC):
     @abstractmethod
     def producer(self, seed: int) -> Producer:
         """A new one, whose memory is `pattern(seed)`."""
+
+    def place(self, content: NDArray[np.uint8]) -> Placed:
+        """These bytes where the reader's transport can put others: by default in the host's memory."""
+        return place_on_host(content)
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -124,11 +128,16 @@ def plans(draw: st.DrawFn) -> Plan:
 class Connection:
     """A reader with memory of its own, connected to a producer."""
 
-    def __init__(self, transport: Transport, producer: Producer) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        producer: Producer,
+        place: Callable[[NDArray[np.uint8]], Placed] = place_on_host,
+    ) -> None:
         self.transport = transport
         self.producer = producer
-        self.memory = np.zeros((NUM_REGIONS, REGION_BYTES), dtype=np.uint8)
-        transport.register(regions_of(self.memory))
+        self.memory, regions = place(np.zeros((NUM_REGIONS, REGION_BYTES), dtype=np.uint8))
+        transport.register(regions)
         self.peer: PeerHandle = transport.connect(producer.address, producer.endpoint)
 
     def prepare(self, *spans: CopySpan) -> Prepared:
@@ -180,7 +189,7 @@ class TransportSuite:
 
         def connect(producer: Producer) -> Connection:
             opened.append(rig.reader())
-            return Connection(opened[-1], producer)
+            return Connection(opened[-1], producer, rig.place)
 
         yield connect
         for transport in opened:
@@ -190,7 +199,7 @@ class TransportSuite:
     @classmethod
     def connection(cls, rig: TransportRig, producer: Producer) -> Iterator[Connection]:
         transport = rig.reader()
-        yield Connection(transport, producer)
+        yield Connection(transport, producer, rig.place)
         transport.close()
 
     # Bytes.
@@ -199,13 +208,13 @@ class TransportSuite:
     @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
     def test_a_read_moves_exactly_the_bytes_of_its_plan(self, connection: Connection, plan: Plan) -> None:
         connection.memory[:] = 7
-        expected = connection.memory.copy()
+        expected = connection.memory[:].copy()
         plan.apply(expected, pattern(connection.producer.seed))
         prepared = connection.transport.prepare(connection.peer, plan.spans)
         completion = connection.read(prepared, plan.local_blocks, plan.remote_blocks)
         assert completion.ok, completion.error
         assert completion.nbytes == sum(s.nbytes for s in plan.spans) * len(plan.local_blocks)
-        assert np.array_equal(connection.memory, expected)
+        assert np.array_equal(connection.memory[:], expected)
 
     def test_a_read_larger_than_any_batch_arrives_whole(self, connection: Connection) -> None:
         connection.memory[:] = 0
@@ -214,7 +223,7 @@ class TransportSuite:
             for region in range(NUM_REGIONS)
         ]
         assert connection.read(connection.prepare(*spans), [0], [0]).ok
-        assert np.array_equal(connection.memory, pattern(connection.producer.seed))
+        assert np.array_equal(connection.memory[:], pattern(connection.producer.seed))
 
     def test_a_read_of_more_blocks_than_any_call_takes_arrives_whole(self, connection: Connection) -> None:
         small = 512
@@ -341,7 +350,7 @@ class TransportSuite:
         called = threading.Semaphore(0)
         transport = rig.reader(on_completion=lambda: called.release())
         try:
-            connection = Connection(transport, producer)
+            connection = Connection(transport, producer, rig.place)
             prepared = connection.prepare()
             ops = [transport.post_read(prepared, [block], [block]) for block in range(5)]
             assert all(called.acquire(timeout=END_TIMEOUT_S) for _ in ops)
@@ -447,7 +456,7 @@ class TransportSuite:
     ) -> None:
         with nothing_left_behind():
             transport = rig.reader()
-            connection = Connection(transport, producer)
+            connection = Connection(transport, producer, rig.place)
             prepared = connection.prepare()
             ops = [transport.post_read(prepared, range(NUM_BLOCKS), range(NUM_BLOCKS)) for _ in range(10)]
             transport.close()

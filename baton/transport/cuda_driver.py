@@ -41,20 +41,22 @@ class DeviceMemory(Protocol):
     def close(self, address: int) -> None: ...
 
     def copy(self, copies: Copies, device: int) -> None:
-        """Returns when the bytes have arrived."""
+        """Returns when the bytes have arrived; raises when none of them writes any more."""
 
 
 class CudaDriver:
     """Raises TransferError where there is no driver or no device."""
 
-    def __init__(self) -> None:
+    def __init__(self, library: str = "libcuda.so.1") -> None:
         try:
-            self._cuda = ctypes.CDLL("libcuda.so.1")
+            self._cuda = ctypes.CDLL(library)
         except OSError as error:
             raise TransferError(f"there is no CUDA driver here: {error}") from error
         self._call("cuInit", ctypes.c_uint(0))
         self._contexts: dict[int, ctypes.c_void_p] = {}
-        self._opened: dict[int, int] = {}  # Devices by the addresses of what was opened on them.
+        # Devices, by the addresses of what was opened on them, once for each time: the driver opens the same
+        # handle again at the same address, and lets go when it has been closed as often.
+        self._opened: dict[int, list[int]] = {}
         self._lock = threading.Lock()
         self._streams = threading.local()  # One per thread and device: threads do not wait for each other.
 
@@ -99,29 +101,34 @@ class CudaDriver:
             ctypes.c_uint(_LAZY_PEER_ACCESS),
         )
         with self._lock:
-            self._opened[address.value] = device
+            self._opened.setdefault(address.value, []).append(device)
         return address.value
 
     def close(self, address: int) -> None:
         with self._lock:
-            device = self._opened.pop(address)
+            times = self._opened[address]
+            device = times.pop()
+            if not times:
+                del self._opened[address]
         self._enter(device)
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def copy(self, copies: Copies, device: int) -> None:
         self._enter(device)
         stream = self._stream(device)
-        for local, remote, nbytes in zip(
-            copies.local.tolist(), copies.remote.tolist(), copies.nbytes.tolist(), strict=True
-        ):
-            self._call(
-                "cuMemcpyDtoDAsync_v2",
-                ctypes.c_uint64(local),
-                ctypes.c_uint64(remote),
-                ctypes.c_size_t(nbytes),
-                stream,
-            )
-        self._call("cuStreamSynchronize", stream)
+        try:
+            for local, remote, nbytes in zip(
+                copies.local.tolist(), copies.remote.tolist(), copies.nbytes.tolist(), strict=True
+            ):
+                self._call(
+                    "cuMemcpyDtoDAsync_v2",
+                    ctypes.c_uint64(local),
+                    ctypes.c_uint64(remote),
+                    ctypes.c_size_t(nbytes),
+                    stream,
+                )
+        finally:  # Those before one that was refused are under way.
+            self._call("cuStreamSynchronize", stream)
 
     def _device(self, index: int) -> ctypes.c_int:
         device = ctypes.c_int()
