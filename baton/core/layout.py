@@ -12,11 +12,22 @@ which says head-major (HND) and token-major (NHD) blocks alike:
 
 Where heads come first, a tensor-parallel slice of them is one contiguous run. As a tensor each layer is
 `[num_blocks, num_kv_heads_of_rank, block_tokens, 2 * head_dim]`, with the strides of whichever order.
+
+Some engines keep no slots. *Packing* says what lies in the part of a block that belongs to one head:
+
+    slot     token 0: K V | token 1: K V | ...                    cut and read anywhere
+    planes   K of element 0: token 0, 1, ... | of element 1: ... | V of token 0 | V of token 1 | ...
+             whole blocks as they are, into blocks of the same size; else number by number
+    others   whole blocks as they are, between two of the same name; nothing else is known of them
 """
 
 from typing import NamedTuple
 
 import msgspec
+
+SLOT = "slot"
+PLANES = "planes"
+"""K transposed, `[head_dim, block_tokens]`, before V, `[block_tokens, head_dim]`: as vLLM on a CPU."""
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -53,6 +64,7 @@ class RankLayout(msgspec.Struct, frozen=True):
     pp_rank: int = 0
     pp_size: int = 1
     is_replicated: bool = False  # Every tensor-parallel rank holds all KV heads, as with MLA.
+    packing: str = SLOT  # Where it is no slots, the heads' parts are dense: token_stride says nothing more.
 
 
 class ModelFingerprint(msgspec.Struct, frozen=True):

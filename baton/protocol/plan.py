@@ -131,6 +131,7 @@ def plan_spans(local: RankLayout, remote: RankLayout) -> tuple[CopySpan, ...]:
     check_equal("num_kv_heads", local.num_kv_heads, remote.num_kv_heads)
     check_equal("block_tokens", local.block_tokens, remote.block_tokens)
     check_equal("dtype", local.dtype, remote.dtype)
+    check_equal("packing", local.packing, remote.packing)
     ours, theirs = ({layer.name for layer in side.layers} for side in (local, remote))
     if ours != theirs:
         raise PlanError(

@@ -1,7 +1,7 @@
 """Is a layout what memory can be? A layout from a peer is believed in nothing before it has passed here."""
 
 from baton.core.errors import PeerError
-from baton.core.layout import LayerLayout, RankLayout
+from baton.core.layout import SLOT, LayerLayout, RankLayout
 from baton.core.topology import kv_heads_of
 
 MAX_RANKS = 4096
@@ -29,6 +29,7 @@ def check_layout(layout: RankLayout) -> None:
     for region in layout.regions:
         _check_range("region address", region.address, 0, ADDRESS_SPACE - 1)
         _check_range("region nbytes", region.nbytes, 1, ADDRESS_SPACE - region.address)
+    _check_range("length of the packing's name", len(layout.packing), 1, MAX_NAME_CHARS)
     names = {layer.name for layer in layout.layers}
     if len(names) != len(layout.layers):
         raise PeerError("layout: two layers have one name")
@@ -68,6 +69,8 @@ def _check_layer(layer: LayerLayout, layout: RankLayout) -> None:
     slot_bytes, token_stride = slot_bytes_of(layer, layout), token_stride_of(layer, layout)
     _check_range(where + "token_stride", token_stride, slot_bytes, ADDRESS_SPACE)
     _check_range(where + "head_stride", layer.head_stride, slot_bytes, ADDRESS_SPACE)
+    if layout.packing != SLOT and token_stride != slot_bytes:
+        raise PeerError(f"layout: {where}packing {layout.packing!r} has no tokens apart from each other")
     num_heads = len(heads_of(layout))
     last_head = (num_heads - 1) * layer.head_stride
     last_token = (layout.block_tokens - 1) * token_stride

@@ -1,8 +1,9 @@
 """How a rank gets its share of a peer's cache: straight into its blocks, or through a staging buffer.
 
     straight   every run of bytes goes where it belongs: equal caches, other TP sizes, other block sizes
-    staged     P's blocks are read as they are, and moved on slot by slot: another dtype; another order of
-               heads and tokens with runs too short to be worth a copy each; blocks very unlike in size
+    staged     P's blocks are read as they are, and moved on slot by slot: another dtype, another packing;
+               another order of heads and tokens with runs too short to be worth a copy each; blocks very
+               unlike in size
 
 A staging buffer is described by a layout like any cache, so the same spans lead into it.
 """
@@ -11,6 +12,8 @@ from typing import NamedTuple
 
 from baton.core.layout import (
     FORMATS,
+    PLANES,
+    SLOT,
     CopySpan,
     LayerLayout,
     RankLayout,
@@ -29,13 +32,22 @@ SHAPES_MAX = 16  # Each is an operation of its own.
 class Way(NamedTuple):
     is_staged: bool
     loss: str  # What the conversion costs, in words; empty: nothing.
+    moves_whole_blocks: bool = False  # No slots to cut between: parts of blocks have to be staged.
+    can_be_staged: bool = True
 
 
 def plan_way(local: RankLayout, remote: RankLayout, share: Share, *, converts_dtype: bool = True) -> Way:
     """Raises PlanError where a copy would not mean the same here."""
     loss = _check_elements(local, remote, share, converts_dtype)
-    if local.dtype != remote.dtype:
+    can_be_staged = _is_known(local) and _is_known(remote)
+    if local.dtype != remote.dtype or local.packing != remote.packing:
+        _check_known(local, remote)
         return Way(True, loss)
+    if local.packing != SLOT:
+        if local.block_tokens != remote.block_tokens:
+            _check_known(local, remote)
+            return Way(True, "")
+        return Way(False, "", moves_whole_blocks=True, can_be_staged=can_be_staged)
     if num_shapes(local.block_tokens, remote.block_tokens) > SHAPES_MAX:
         return Way(True, "")
     ours, theirs = _by_name(local), _by_name(remote)
@@ -110,6 +122,7 @@ def plan_chunk(
         dtype=remote.dtype,
         regions=(),  # Known by number.
         layers=tuple(staged),
+        packing=remote.packing,
     )
     return StagedChunk(layout, layers)
 
@@ -151,6 +164,19 @@ def _is_better_staged(ours: _Order, theirs: _Order, num_heads: int) -> bool:
     if num_heads == 1 or (ours.has_dense_heads and theirs.has_dense_heads):
         return theirs.has_dense_tokens and ours.slot_bytes * num_heads < RUN_BYTES_MIN
     return ours.slot_bytes < RUN_BYTES_MIN and (theirs.has_dense_tokens or theirs.has_dense_heads)
+
+
+def _is_known(layout: RankLayout) -> bool:
+    """Can a number be told from its neighbours?"""
+    return layout.packing == SLOT or (layout.packing == PLANES and layout.dtype in FORMATS)
+
+
+def _check_known(local: RankLayout, remote: RankLayout) -> None:
+    if not (_is_known(local) and _is_known(remote)):
+        raise PlanError(
+            f"packing: ours {local.packing!r} in blocks of {local.block_tokens} {local.dtype}, "
+            f"theirs {remote.packing!r} in blocks of {remote.block_tokens} {remote.dtype}"
+        )
 
 
 def _check_elements(local: RankLayout, remote: RankLayout, share: Share, converts_dtype: bool) -> str:

@@ -22,7 +22,7 @@ from baton.connectors.pull.metadata import ReadBlocks, ReadEnd
 from baton.connectors.pull.staging import Staging
 from baton.contract import KVConnectorHandshakeMetadata
 from baton.core.errors import TransferError
-from baton.core.layout import FORMATS
+from baton.core.layout import FORMATS, PLANES, SLOT
 from baton.protocol.handshake import decode_ranks
 from tests.connectors.pull_world import engine_config, model_config
 from tests.connectors.topology_world import Engine, Memory, Reader, Shape, Wires
@@ -37,16 +37,18 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 @st.composite
 def engine_shapes(draw: st.DrawFn, num_heads: int) -> Shape:
     is_replicated = draw(st.booleans()) if num_heads == 1 else False
+    packing = draw(st.sampled_from([SLOT, PLANES]))
     return Shape(
         tp=draw(st.sampled_from([tp for tp in (1, 2, 4) if num_heads % tp == 0 or tp % num_heads == 0])),
         stages=draw(stages),
         block_tokens=draw(st.sampled_from([1, 2, 3, 4, 6, 8])),
-        is_token_major=draw(st.booleans()),
+        is_token_major=packing == SLOT and draw(st.booleans()),
         is_replicated=is_replicated,
+        packing=packing,
         dtype=draw(dtypes),
         num_heads=num_heads,
         num_layers=NUM_LAYERS,
-        num_elements=2,
+        num_elements=4,
         num_blocks=24,
     )
 
@@ -451,3 +453,38 @@ def test_a_producer_with_pipeline_stages_introduces_all_of_its_ranks_stage_by_st
     half.shutdown()
     for worker in workers:
         worker.shutdown()
+
+
+def test_equal_planes_go_straight_in_whole_blocks(pair: Callable[..., Pair]) -> None:
+    planes = Shape(packing=PLANES, num_elements=4)
+    moved = pair(planes, planes)
+    moved.read()
+    [end] = moved.wait_ended(1)
+    assert end.ok, end.error
+    assert moved.is_right
+    assert end.num_descriptors == 6 * planes.num_layers, "six blocks, each layer of a block in one piece"
+
+
+def test_blocks_of_an_unknown_packing_go_whole_or_not_at_all(pair: Callable[..., Pair]) -> None:
+    unknown = Shape(packing="tiles of another machine")
+    moved = pair(unknown, unknown)
+    moved.read()
+    [end] = moved.wait_ended(1)
+    assert end.ok, end.error
+    assert moved.is_right
+    refused = pair(unknown, Shape())
+    refused.read()
+    [end] = refused.wait_ended(1)
+    assert not end.ok
+    assert "packing: ours 'slot'" in end.error
+
+
+def test_a_part_of_a_block_of_an_unknown_packing_is_not_guessed_at(pair: Callable[..., Pair]) -> None:
+    unknown = Shape(packing="tiles of another machine")
+    moved = pair(unknown, unknown)
+    order = ReadBlocks(1, moved.p.address, moved.d.pairs(moved.p), 0, 6, moved.local, moved.remote)
+    moved.d.order(dataclasses.replace(order, is_last=False))
+    moved.d.order(dataclasses.replace(order, first_token=6, num_tokens=0))
+    [end] = moved.wait_ended(1)
+    assert not end.ok
+    assert "a part of a block cannot be read" in end.error

@@ -19,7 +19,7 @@ from baton.connectors.pull.metadata import ReadBlocks, ReadEnd
 from baton.connectors.pull.staged_reads import StagedReader
 from baton.connectors.pull.staging import Staging
 from baton.core.ids import Address, EngineId, Epoch, Pair
-from baton.core.layout import LayerLayout, RankLayout, Region
+from baton.core.layout import PLANES, SLOT, LayerLayout, RankLayout, Region
 from baton.core.topology import kv_heads_of
 from baton.protocol.handshake import RankCard, decode_ranks, encode_ranks
 from baton.protocol.plan import plan_pairs_of_layouts
@@ -39,6 +39,7 @@ class Shape:
     block_tokens: int = 4
     is_token_major: bool = False
     is_replicated: bool = False
+    packing: str = SLOT
     dtype: torch.dtype = torch.float32
     num_heads: int = 4
     num_layers: int = 3
@@ -126,13 +127,24 @@ class Rank:
             pp_rank=pp_rank,
             pp_size=len(shape.stage_layers),
             is_replicated=shape.is_replicated,
+            packing=shape.packing,
         )
+
+    def halves(self, storage: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Views `[layers, blocks, heads, tokens, elements]` that hold the elements one after the other."""
+        if self.shape.packing != PLANES:
+            return (storage.transpose(2, 3) if self.shape.is_token_major else storage,)
+        *outer, num_tokens, num_elements = storage.shape
+        assert num_elements % 2 == 0
+        k, v = storage.view(*outer, 2, num_tokens * num_elements // 2).unbind(-2)
+        k = k.unflatten(-1, (num_elements // 2, num_tokens)).transpose(-1, -2)
+        return k, v.unflatten(-1, (num_tokens, num_elements // 2))
 
     def numbers(self, tokens: range, blocks: Sequence[int]) -> dict[tuple[int, int, int], list[float]]:
         """By layer, head and token of the prompt."""
         found = {}
-        for layer in self.layers:
-            cache = self.caches[f"layer.{layer}"].float()
+        whole = torch.cat(self.halves(self.storage), dim=-1).float()
+        for layer, cache in zip(self.layers, whole, strict=True):
             for head_index, head in enumerate(self.heads):
                 for token in tokens:
                     block, offset = blocks[token // self.shape.block_tokens], token % self.shape.block_tokens
@@ -151,16 +163,18 @@ class Rank:
     def elsewhere(self, tokens: range, blocks: Sequence[int]) -> torch.Tensor:
         """The whole memory, but for these tokens."""
         copy = self.storage.clone()
-        by_head = copy.transpose(2, 3) if self.shape.is_token_major else copy
         for token in tokens:
-            by_head[:, blocks[token // self.shape.block_tokens], :, token % self.shape.block_tokens] = 0
+            for half in self.halves(copy):
+                half[:, blocks[token // self.shape.block_tokens], :, token % self.shape.block_tokens] = 0
         return copy
 
     def compute(self, tokens: range, blocks: Sequence[int]) -> None:
         for (layer, head, token), values in self.right_numbers(tokens).items():
             block, offset = blocks[token // self.shape.block_tokens], token % self.shape.block_tokens
-            cache = self.caches[f"layer.{layer}"]
-            cache[block, head - self.heads.start, offset] = torch.tensor(values).to(self.shape.dtype)
+            halves = self.halves(self.storage)
+            for half, part in zip(halves, torch.tensor(values).chunk(len(halves)), strict=True):
+                index = (layer - self.layers.start, block, head - self.heads.start, offset)
+                half[index] = part.to(self.shape.dtype)
 
 
 class Engine:

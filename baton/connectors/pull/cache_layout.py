@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from baton.connectors.pull.identity import EngineIdentity
 from baton.core.errors import ConfigError, PeerError
-from baton.core.layout import LayerLayout, RankLayout, Region
+from baton.core.layout import SLOT, LayerLayout, RankLayout, Region
 from baton.core.topology import kv_heads_of
 from baton.protocol.soundness import check_layout
 
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 FIELD = "kv_caches"
 
 
-def layout_of(kv_caches: dict[str, torch.Tensor], identity: EngineIdentity) -> RankLayout:
+def layout_of(
+    kv_caches: dict[str, torch.Tensor], identity: EngineIdentity, packing: str = SLOT
+) -> RankLayout:
     """Tensors `[num_blocks, kv_heads, block_tokens, content]`, in whichever order their strides say.
 
     Also `[num_blocks, block_tokens, content]`: one head. Those of one storage share a region. Raises
@@ -49,6 +51,7 @@ def layout_of(kv_caches: dict[str, torch.Tensor], identity: EngineIdentity) -> R
         pp_rank=identity.pp_rank,
         pp_size=identity.pp_size,
         is_replicated=identity.tp_size > 1 and first.shape[1] == num_kv_heads,
+        packing=packing,
     )
     try:
         check_layout(layout)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from baton.connectors.pull.cache_layout import with_heads
-from baton.core.layout import FORMATS, NumberFormat, RankLayout
+from baton.core.layout import FORMATS, PLANES, NumberFormat, RankLayout
 from baton.protocol.soundness import heads_of, slot_bytes_of, token_stride_of
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # By itemsize: dtypes that every operation knows.
@@ -49,11 +49,35 @@ class SlotMemory:
         offset = layer.offset + heads.start * layer.head_stride
         return self._regions[layer.region].as_strided(size, stride, offset)
 
-    def numbers(self, name: str, heads: range) -> torch.Tensor:
-        """The same in the layout's dtype; as bytes, if torch has none of that name."""
+    def numbers(self, name: str, heads: range, *, halves: bool = False) -> tuple[torch.Tensor, ...]:
+        """The same in the layout's dtype; as bytes, if torch has none of that name. `halves`: K, then V."""
+        if self.layout.packing == PLANES:
+            assert halves, "planes are apart"
+            return self._planes(name, heads)
         slots = self.slots(name, heads)
-        dtype = getattr(torch, self.layout.dtype, None) if self.layout.dtype in FORMATS else None
-        return slots.view(dtype) if dtype is not None else slots
+        numbers = slots.view(self._dtype) if self._dtype is not None else slots
+        return numbers.chunk(2, dim=-1) if halves else (numbers,)
+
+    @property
+    def _dtype(self) -> torch.dtype | None:
+        return getattr(torch, self.layout.dtype) if self.layout.dtype in FORMATS else None
+
+    def _planes(self, name: str, heads: range) -> tuple[torch.Tensor, torch.Tensor]:
+        layout, layer, dtype = self.layout, self._layers[name], self._dtype
+        assert dtype is not None, "numbers of a known size"
+        assert heads.stop <= len(heads_of(layout))
+        plane_bytes, num_tokens = layer.head_bytes // 2, layout.block_tokens
+        num_elements = plane_bytes // num_tokens // dtype.itemsize
+        offset = layer.offset + heads.start * layer.head_stride
+        region, per_head = self._regions[layer.region], (layer.block_stride, layer.head_stride)
+
+        def rows(count: int, nbytes: int, start: int) -> torch.Tensor:
+            size, stride = (layout.num_blocks, len(heads), count, nbytes), (*per_head, nbytes, 1)
+            return region.as_strided(size, stride, start).view(dtype)
+
+        k_BHET = rows(num_elements, num_tokens * dtype.itemsize, offset)
+        v_BHTE = rows(num_tokens, num_elements * dtype.itemsize, offset + plane_bytes)
+        return k_BHET.permute(0, 3, 1, 2), v_BHTE.permute(0, 2, 1, 3)
 
 
 def move_tokens(

@@ -31,6 +31,7 @@ from baton.core.layout import RankLayout
 from baton.protocol.handshake import RankCard
 from baton.protocol.pieces import Piece, period_shapes, plan_pieces
 from baton.protocol.plan import PlanError, Share, plan_shares
+from baton.protocol.slots import Shape
 from baton.protocol.ways import plan_way
 from baton.transport import choose_transport
 from baton.transport.base import Transport
@@ -177,8 +178,7 @@ class PeerLinks:
             self._end(read)
             return None
         if ready.way.is_staged:
-            read.is_staged = True
-            return partial(self._read_staged, link, ready, read, layers)
+            return self._begin_staged(link, ready, read, layers)
         try:
             pieces = plan_pieces(
                 order.first_token,
@@ -193,12 +193,24 @@ class PeerLinks:
             read.fail(str(error))
             self._end(read)
             return None
+        if ready.way.moves_whole_blocks and any(
+            piece.shape != Shape(0, 0, self._layout.block_tokens) for piece in pieces
+        ):
+            return self._begin_staged(link, ready, read, layers)
         spans = [ready.find(piece.shape, layers) for piece in pieces]
         found = [one for one in spans if one is not None]
         if len(found) == len(pieces):
             self._post(link, ready, read, pieces, found)
             return None
         return partial(self._prepare_and_post, link, ready, read, layers, pieces)
+
+    def _begin_staged(self, link: _Link, ready: Ready, read: Read, layers: tuple[str, ...]) -> Job | None:
+        if self._staged is None or not ready.way.can_be_staged:
+            read.fail("a part of a block cannot be read from caches that are packed like this")
+            self._end(read)
+            return None
+        read.is_staged = True
+        return partial(self._read_staged, link, ready, read, layers)
 
     def _layers_of(self, link: _Link, share: Share, order: ReadBlocks) -> tuple[str, ...]:
         """Those of the share that the part names: positions in P's order become names."""

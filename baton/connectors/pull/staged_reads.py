@@ -21,7 +21,7 @@ from baton.connectors.pull.conversion import SlotMemory, move_tokens
 from baton.connectors.pull.link_wire import StagedOrder
 from baton.connectors.pull.operations import Spans
 from baton.connectors.pull.staging import Staging
-from baton.core.layout import CopySpan, RankLayout, Region
+from baton.core.layout import PLANES, CopySpan, RankLayout, Region
 from baton.protocol.pieces import check_tables
 from baton.protocol.soundness import heads_of
 from baton.protocol.ways import StagedChunk, chunk_spans, plan_chunk, plan_groups
@@ -142,9 +142,12 @@ class StagedReader:
         staged = SlotMemory(flight.chunk.layout, {self._region: self._staging.memory})
         ours = order.share.heads.start - heads_of(self._cache.layout).start
         heads = range(ours, ours + len(order.share.heads))
+        halves = PLANES in (staged.layout.packing, self._cache.layout.packing)
         for name in flight.chunk.layers:
-            source = staged.numbers(name, range(len(heads)))[: len(flight.blocks)]
-            move_tokens(source, first - start, self._cache.numbers(name, heads), table, first, count)
+            sources = staged.numbers(name, range(len(heads)), halves=halves)
+            targets = self._cache.numbers(name, heads, halves=halves)
+            for source, target in zip(sources, targets, strict=True):
+                move_tokens(source[: len(flight.blocks)], first - start, target, table, first, count)
         if table.is_cuda:
             torch.cuda.current_stream(table.device).synchronize()
         flights.popleft()

@@ -30,7 +30,7 @@ from baton.connectors.pull.metadata import (
 from baton.connectors.pull.scheduler import new_epoch
 from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerHalf, host
 from baton.core.ids import Address, Epoch
-from baton.core.layout import RankLayout
+from baton.core.layout import SLOT, RankLayout
 from baton.protocol.handshake import RankCard
 from baton.transport import PREFERENCE, available_names, make_transports, register_all
 from baton.transport.base import Transport
@@ -67,7 +67,7 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._links is None, "registered once"
-        layout = layout_of(kv_caches, self._identity)
+        layout = layout_of(kv_caches, self._identity, self._packing_of(kv_caches))
         address = Address(self._identity.engine_id, self._epoch)
         order = self._identity.settings.transports or available_names(_kind_of_device(layout))
         make = self._given_transports or partial(self._make_transports, order)
@@ -138,6 +138,10 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         self._background.close(self._identity.settings.shutdown_timeout_s)
         for transport in self._transports.values():
             transport.close()
+
+    def _packing_of(self, kv_caches: dict[str, torch.Tensor]) -> str:
+        """How the host's attention packs a block (`baton.core.layout`)."""
+        return SLOT
 
     def _carry_out(self, order: Order) -> None:
         self._background.raise_if_dead()
