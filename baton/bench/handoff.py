@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.bench.handoff_goals import Goal, Lengthwise, Overheads, Results
-from baton.bench.handoff_measures import measure
+from baton.bench.handoff_measures import QUIET_CORES, measure
 from baton.bench.handoff_plots import plot
 from baton.bench.handoff_system import MODES
 from baton.bench.machine import machine_line
@@ -36,7 +36,7 @@ QUICK_MODES, QUICK_TOKENS, QUICK_REPEATS = ("pull", "push-layer"), (64, 512), 3
 WHOLE_TOKENS, WHOLE_REPEATS = (64, 512, 2000, 4000), 5
 FOLDER = Path("docs/benchmarks")
 RESULTS = "handoff.json"
-BUSY_CORES = 0.1  # Used by others: from here on a figure says as much about them.
+WHOLE_PATIENCE_S = 180.0
 
 
 class Book:
@@ -53,9 +53,8 @@ class Book:
 
     def enter(self, result: Lengthwise | Overheads) -> None:
         self.results.add(result)
-        verdicts = "; ".join(_verdict(goal) for goal in result.goals)
-        busy = f" (others used {result.others_cores:.1f} cores)" if result.others_cores > BUSY_CORES else ""
-        self._console.print(f"{verdicts}{busy}", soft_wrap=True)
+        busy = f" (others used {result.others_cores:.1f} cores)" if result.others_cores > QUIET_CORES else ""
+        self._console.print(f"{_verdicts(result.goals)}{busy}", soft_wrap=True)
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             unfinished = self._folder / f".{RESULTS}.{os.getpid()}"
@@ -84,18 +83,32 @@ def print_goals(results: Results, console: Console) -> None:
     console.print(f"{sum(goal.is_met for goal in goals)} of {len(goals)} goals are met")
 
 
-def _verdict(goal: Goal) -> str:
-    name = goal.name if goal.is_met else f"MISSED {goal.name}"
-    return f"{name} {goal.show(goal.measured)} (goal {goal.show(goal.limit)})"
+def _verdicts(goals: Sequence[Goal]) -> str:
+    """What it is of once, then each figure with its goal."""
+    of, _, _ = goals[0].name.partition(": ")
+    parts = [
+        f"{goal.name.partition(': ')[2]} {goal.show(goal.measured)} "
+        f"({'' if goal.is_met else 'MISSES '}{goal.show(goal.limit)})"
+        for goal in goals
+    ]
+    return f"{of}: {', '.join(parts)}"
 
 
-def run(modes: Iterable[str], tokens: Sequence[int], repeats: int, book: Book, console: Console) -> list[str]:
+def run(
+    modes: Iterable[str],
+    tokens: Sequence[int],
+    repeats: int,
+    book: Book,
+    console: Console,
+    *,
+    patience_s: float = 0.0,
+) -> list[str]:
     """The modes that could not be measured."""
     failed = []
     for mode in modes:
         console.print(f"{mode}: starting")
         try:
-            measure(mode, tokens, repeats, book.enter)
+            measure(mode, tokens, repeats, book.enter, patience_s=patience_s)
         except BatonError as error:
             console.print(f"{mode}: FAILED: {error}", markup=False)
             failed.append(mode)
@@ -108,6 +121,11 @@ def main(arguments: Sequence[str] = ()) -> int:
     parser.add_argument("--modes", help="of " + ", ".join(MODES))
     parser.add_argument("--tokens", help="prompt lengths")
     parser.add_argument("--repeats", type=int)
+    parser.add_argument(
+        "--patience-s",
+        type=float,
+        help="at each length, for how long to take turns again that other programs disturbed",
+    )
     parser.add_argument("--out", type=Path, help="folder for the figures and their pictures")
     given = parser.parse_args(list(arguments))
     modes = given.modes.split(",") if given.modes else list(MODES if given.whole else QUICK_MODES)
@@ -119,7 +137,10 @@ def main(arguments: Sequence[str] = ()) -> int:
     repeats = given.repeats or (WHOLE_REPEATS if given.whole else QUICK_REPEATS)
     console = Console(width=None if sys.stdout.isatty() else 120)
     book = Book(console, given.out or (FOLDER if given.whole else None), machine_line())
-    failed = run(modes, tokens, repeats, book, console)
+    patience_s = given.patience_s
+    if patience_s is None:
+        patience_s = WHOLE_PATIENCE_S if given.whole else 0.0
+    failed = run(modes, tokens, repeats, book, console, patience_s=patience_s)
     book.close()
     if failed:
         console.print(f"could not be measured: {', '.join(failed)}")

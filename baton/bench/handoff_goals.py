@@ -13,7 +13,7 @@ speed of a shared machine drifts; then their median.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 TTFT_SHARE, TTFT_EXTRA_S = 0.03, 0.005
@@ -53,6 +53,7 @@ class Turn:
     handoff_s: float  # To the first token.
     second_gap_s: float
     late_s: float  # To the first token that D makes.
+    others_cores: float  # What other programs used meanwhile.
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,12 @@ class Lengthwise:
     num_tokens: int
     turns: tuple[Turn, ...]
     copy_s: float  # Of one handoff, on the wire, as D counted it; mean.
-    others_cores: float  # What other programs used meanwhile.
+    num_disturbed: int  # Turns that were taken again because others were at work.
     date: str
+
+    @property
+    def others_cores(self) -> float:
+        return fmean(turn.others_cores for turn in self.turns)
 
     @property
     def single_s(self) -> float:

@@ -15,7 +15,7 @@ from baton.bench import handoff
 from baton.bench.asking import Answer, AskingError, ask, lend
 from baton.bench.handoff import Book, main, print_goals
 from baton.bench.handoff_goals import Lengthwise, Overheads, Results, Turn
-from baton.bench.handoff_measures import OnResult, _metric
+from baton.bench.handoff_measures import OnResult, _Bench, _metric
 from baton.bench.handoff_plots import plot
 from baton.bench.handoff_system import Neighbours, Prompts
 
@@ -31,10 +31,10 @@ def row(
 ) -> Lengthwise:
     """Of a machine whose speed drifts: what is compared lies within a turn."""
     turns = tuple(
-        Turn(speed, 0.045, speed + handoff_s - 1, second_gap_s, speed + late_s - 1)
+        Turn(speed, 0.045, speed + handoff_s - 1, second_gap_s, speed + late_s - 1, 0.3)
         for speed in (0.5, 1.0, 2.0)
     )
-    return Lengthwise(mode, num_tokens, turns, copy_s, 0.3, "2026-11-20T12:00:00+00:00")
+    return Lengthwise(mode, num_tokens, turns, copy_s, 0, "2026-11-20T12:00:00+00:00")
 
 
 OVERHEADS = Overheads("push-off", 0.012, 0.001, 0.03, 1.01, 0.0, "2026-11-20T12:00:00+00:00")
@@ -89,7 +89,7 @@ def test_what_is_measured_is_kept_at_once_and_replaces_what_was(tmp_path: Path) 
 def test_a_mode_that_fails_keeps_nobody_else_from_being_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure(mode: str, tokens: object, repeats: int, on_result: OnResult) -> None:
+    def measure(mode: str, tokens: object, repeats: int, on_result: OnResult, *, patience_s: float) -> None:
         on_result(row(mode))
         if mode == "pull":
             raise AskingError("no [room]")
@@ -192,3 +192,28 @@ def test_an_answer_that_lends_nothing_is_no_measurement(server: str, monkeypatch
     monkeypatch.setattr(Handler, "answer", b"{}")
     with httpx.Client(trust_env=False) as client, pytest.raises(AskingError, match="lent nothing"):
         lend(client, server, [1], "t")
+
+
+class Scripted(_Bench):
+    """Turns whose neighbours are written down, each as fast as they let it."""
+
+    def __init__(self, others_cores: list[float], *, repeats: int, patience_s: float) -> None:
+        self._repeats, self._patience_s = repeats, patience_s
+        self._others_cores = others_cores
+
+    def _turn(self, num_tokens: int) -> Turn:
+        others_cores = self._others_cores.pop(0)
+        return Turn(1 + others_cores, 0.03, 1.0, 0.04, 1.1, others_cores)
+
+
+def test_a_disturbed_turn_is_taken_again() -> None:
+    bench = Scripted([0.0, 1.5, 0.9, 0.05, 0.02, 1.0], repeats=3, patience_s=3600)
+    turns, num_disturbed = bench._turns(64)
+    assert [turn.others_cores for turn in turns] == [0.0, 0.02, 0.05]
+    assert num_disturbed == 2
+
+
+def test_a_machine_that_is_never_quiet_is_measured_all_the_same() -> None:
+    turns, num_disturbed = Scripted([1.5, 0.9, 0.4], repeats=3, patience_s=0)._turns(64)
+    assert [turn.others_cores for turn in turns] == [0.4, 0.9, 1.5]
+    assert num_disturbed == 0
