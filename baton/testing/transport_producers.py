@@ -85,12 +85,21 @@ def place_on_host(content: NDArray[np.uint8]) -> Placed:
     return Placed(memory, regions_of(memory))
 
 
+def place_on_cuda(content: NDArray[np.uint8]) -> Placed:
+    memory = TorchMemory(content, "cuda:0")
+    return Placed(memory, memory.regions)
+
+
 def make_local(address: Address, port: int) -> Transport:
     return LocalTransport(address)
 
 
 def make_cuda_ipc_on_host(address: Address, port: int) -> Transport:
     return CudaIpcTransport(address, driver=HostDevice())
+
+
+def make_cuda_ipc(address: Address, port: int) -> Transport:
+    return CudaIpcTransport(address)
 
 
 def make_nixl(address: Address, port: int) -> Transport:
@@ -101,6 +110,26 @@ def make_nixl(address: Address, port: int) -> Transport:
 
 def make_tcp(address: Address, port: int, secret: ClusterSecret | None = None) -> Transport:
     return TcpTransport(address, port=port, secret=secret)
+
+
+class TorchMemory:
+    """In one tensor on a device; every access copies all of it."""
+
+    def __init__(self, content: NDArray[np.uint8], device: str) -> None:
+        import torch  # Most producers need none, and start sooner.
+
+        self._to_tensor = torch.from_numpy
+        self._rows = torch.from_numpy(content.copy()).to(device)
+        self.regions = [Region(row.data_ptr(), row.nbytes, str(row.device)) for row in self._rows]
+
+    def __getitem__(self, key: Any) -> NDArray[np.uint8]:
+        found: NDArray[np.uint8] = self._rows.cpu().numpy()[key]
+        return found
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        content = self._rows.cpu().numpy().copy()
+        content[key] = value
+        self._rows.copy_(self._to_tensor(content))  # From pageable memory: it waits for the device.
 
 
 class HostDevice:

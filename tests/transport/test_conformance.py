@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from baton.core.config import ClusterSecret
 from baton.core.ids import Address
@@ -11,12 +12,16 @@ from baton.testing.transport_producers import (
     HostDevice,
     MakeTransport,
     MemoryProducer,
+    Place,
     ProcessProducer,
+    make_cuda_ipc,
     make_cuda_ipc_on_host,
     make_local,
     make_nixl,
     make_tcp,
     new_address,
+    place_on_cuda,
+    place_on_host,
 )
 from baton.testing.transport_suite import Producer, TransportRig, TransportSuite
 from baton.transport.base import Transport
@@ -42,15 +47,18 @@ class MemoryRig(TransportRig):
 
 
 class ProcessRig(TransportRig):
-    def __init__(self, make: MakeTransport, make_reader: Callable[..., Transport]) -> None:
+    def __init__(
+        self, make: MakeTransport, make_reader: Callable[..., Transport], place: Place = place_on_host
+    ) -> None:
         self._make = make
         self._make_reader = make_reader
+        self.place = place  # type: ignore[method-assign]
 
     def reader(self, on_completion: Callable[[], None] | None = None) -> Transport:
         return self._make_reader(new_address("reader"), on_completion=on_completion)
 
     def producer(self, seed: int) -> Producer:
-        return ProcessProducer(self._make, seed)
+        return ProcessProducer(self._make, seed, self.place)
 
 
 class TestMemory(TransportSuite):
@@ -99,3 +107,29 @@ class TestCudaIpcOnHost(TransportSuite):
             return CudaIpcTransport(address, driver=HostDevice(), on_completion=on_completion)
 
         return ProcessRig(make_cuda_ipc_on_host, reader)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+
+
+@pytest.mark.gpu
+@pytest.mark.processes
+@needs_gpu
+class TestCudaIpc(TransportSuite):
+    """Two processes on one GPU."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def rig(cls) -> TransportRig:
+        return ProcessRig(make_cuda_ipc, CudaIpcTransport, place_on_cuda)
+
+
+@pytest.mark.gpu
+@pytest.mark.processes
+@needs_gpu
+@pytest.mark.skipif(not is_installed(), reason="nixl is not installed: pip install 'kv-baton[nixl]'")
+class TestNixlOnCuda(TransportSuite):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def rig(cls) -> TransportRig:
+        return ProcessRig(make_nixl, NixlTransport, place_on_cuda)

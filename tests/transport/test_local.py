@@ -166,11 +166,15 @@ def test_a_bug_in_the_reader_thread_fails_what_is_posted_and_hangs_nobody(
     (completion,) = drain(reader, [reader.post_read(prepared, [0], [0])])
     assert completion.error is not None
     assert "ZeroDivisionError" in completion.error
-    with pytest.raises(TransferError, match="the reader thread died"):
-        # Between that end and the thread's own, what is posted is accepted, and fails as well.
+
+    def read_until_refused() -> None:
+        """Between that end and the thread's own, what is posted is accepted, and fails as well."""
         while True:
             (completion,) = drain(reader, [reader.post_read(prepared, [0], [0])])
             assert not completion.ok
+
+    with pytest.raises(TransferError, match="the reader thread died"):
+        read_until_refused()
 
 
 def test_a_reader_that_the_kernel_forbids_is_told_what_to_change(owner: Owner) -> None:
