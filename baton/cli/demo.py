@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from baton.cli.system import SystemPlan
 
 app = typer.Typer(help="Hand prompts over between two engines and compare with a single one.")
+
+Device = Literal["auto", "cpu", "cuda"]
 
 BLOCK_SIZE = 32  # So that the shortest prompt is below one block.
 NUM_BLOCKS = 1024
@@ -58,6 +60,8 @@ def demo(
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1, max=512)] = 24,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
     num_blocks: Annotated[int, typer.Option(help="KV blocks of each engine.", min=128)] = NUM_BLOCKS,
+    device: Annotated[Device, typer.Option(help="Of all engines. On cuda, all of them share a GPU.")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Where the small model is kept.")] = None,
     log_dir: Annotated[Path, typer.Option(help="Folder for the logs.")] = Path(".baton/logs"),
     keep: Annotated[bool, typer.Option("--keep", help="Leave the system running until Ctrl-C.")] = False,
@@ -83,7 +87,12 @@ def demo(
         with raising_on_stop_signals(), Fleet(log_dir, env=_own_environment()) as fleet:
             folder = model or _small_model(fleet, cache_dir or _cache_folder(), console)
             arguments = EngineArguments(
-                folder, tp=decode_tp or tp, block_size=block_size, num_blocks=num_blocks
+                folder,
+                tp=decode_tp or tp,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                dtype=dtype,
+                device=device,
             )
             plan = plan_system(
                 arguments,

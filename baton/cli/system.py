@@ -41,6 +41,7 @@ class EngineArguments:
     max_model_len: int | None = None
     dtype: str | None = None
     served_model_name: str | None = None
+    device: str | None = None
     extra: tuple[str, ...] = ()  # For `baton serve`, as they are.
 
     def command(self, port: int, transfer_config: dict[str, Any] | None) -> list[str]:
@@ -52,6 +53,7 @@ class EngineArguments:
             "--num-blocks": self.num_blocks,
             "--max-model-len": self.max_model_len,
             "--dtype": self.dtype,
+            "--device": self.device,
             "--served-model-name": self.served_model_name,
             "--kv-transfer-config": json.dumps(transfer_config) if transfer_config else None,
             "--drain-timeout-s": 0 if transfer_config else None,  # All end together: nobody comes for a loan.

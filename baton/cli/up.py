@@ -76,7 +76,7 @@ def up(
         max_model_len,
         dtype,
         served_model_name,
-        tuple(context.args),
+        extra=tuple(context.args),
     )
     try:
         handoff = HandoffArguments(mode, stream)

@@ -50,6 +50,14 @@ def test_prefill_engines_may_have_a_shape_of_their_own() -> None:
     assert json.loads(option(p, "--kv-transfer-config") or "")["kv_connector"] == "BatonPullConnector"
 
 
+def test_engines_are_told_their_device_and_the_users_own_options() -> None:
+    arguments = EngineArguments(MODEL, device="cuda", extra=("--max-num-seqs", "4"))
+    commands = [engine.command() for engine in plan_system(arguments, num_prefill=1, num_decode=1).engines]
+    assert [option(command, "--device") for command in commands] == ["cuda", "cuda"]
+    assert all(command[-2:] == ["--max-num-seqs", "4"] for command in commands)
+    assert option(EngineArguments(MODEL).command(1, None), "--device") is None
+
+
 @pytest.mark.parametrize(
     ("mode", "stream", "field"),
     [("shove", None, "mode"), ("push", "all", "stream"), ("pull", "layer", "stream")],

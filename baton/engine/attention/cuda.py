@@ -28,10 +28,15 @@ def why_unavailable() -> str | None:
     return None
 
 
-def build_cuda_backend(shape: AttentionShape) -> "CudaBackend":
+def require_cuda() -> None:
     """Raises UserError saying what is missing."""
     if (reason := why_unavailable()) is not None:
         raise UserError(f"cuda cannot be used: {reason}; use cpu", field="device_config.device")
+
+
+def build_cuda_backend(shape: AttentionShape) -> "CudaBackend":
+    """Raises UserError as `require_cuda` does."""
+    require_cuda()
     return CudaBackend(shape)
 
 
