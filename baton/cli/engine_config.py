@@ -51,6 +51,7 @@ def engine_config(resolved: Resolved) -> EngineConfig:
         kv_transfer_config=settings.kv_transfer_config,
         cluster_secret=resolved.secret,
         seed=settings.seed,
+        step_timeout_s=settings.step_timeout_s,
     )
 
 

@@ -66,6 +66,14 @@ def serve(
             _SERVER,
         ),
     ] = None,
+    step_timeout_s: Annotated[
+        float | None,
+        _option(
+            "--step-timeout-s",
+            "Longer than any step takes: an engine that has not moved for so long is ended (default 300).",
+            _SERVER,
+        ),
+    ] = None,
     block_size: Annotated[
         int | None, _option("--block-size", "Tokens in a block (default 16).", _CACHE)
     ] = None,

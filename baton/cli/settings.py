@@ -53,6 +53,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     shutdown_timeout_s: float = 5.0  # For requests in flight, once told to stop.
     drain_timeout_s: float | None = None  # Before that. None: DRAIN_S for a producer, else 0.
 
+    step_timeout_s: float = 300.0  # Of the longest step; an engine that moves no more is ended after it.
+
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_memory: str | None = None  # "512MiB", of one rank; instead of num_blocks.
@@ -79,6 +81,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ConfigError("must be positive", field=name)
         if not 0 <= self.shutdown_timeout_s <= 3600:
             raise ConfigError("must be in [0, 3600]", field="shutdown_timeout_s")
+        if not 0 < self.step_timeout_s <= 86_400:
+            raise ConfigError("must be in (0, 86400]", field="step_timeout_s")
         if self.drain_timeout_s is not None and not 0 <= self.drain_timeout_s <= 3600:
             raise ConfigError("must be in [0, 3600]", field="drain_timeout_s")
         if self.num_blocks is not None and self.kv_cache_memory is not None:
@@ -103,7 +107,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "model": ("model", "served_model_name", "dtype", "max_model_len", "seed"),
-    "server": ("host", "port", "log_level", "shutdown_timeout_s", "drain_timeout_s"),
+    "server": ("host", "port", "log_level", "shutdown_timeout_s", "drain_timeout_s", "step_timeout_s"),
     "cache": ("block_size", "num_blocks", "kv_cache_memory", "enable_prefix_caching"),
     "scheduler": ("max_num_batched_tokens", "max_num_seqs", "scheduling_policy", "enable_chunked_prefill"),
     "parallel": ("tensor_parallel_size", "device", "threads"),

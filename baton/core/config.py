@@ -189,9 +189,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         None  # None: loopback only, unsigned peers on this host are trusted.
     )
     seed: int = 0
+    step_timeout_s: float = 300.0  # Far above any step: what takes longer hangs, and the engine ends.
     enable_kv_events: bool = False
 
     def __post_init__(self) -> None:
+        if not 0 < self.step_timeout_s <= 86_400:
+            raise ConfigError("must be in (0, 86400] seconds", field="step_timeout_s")
         tp, heads = self.parallel_config.tensor_parallel_size, self.model_config.num_kv_heads
         if self.model_config.num_attention_heads % tp:
             raise ConfigError(

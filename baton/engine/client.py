@@ -5,7 +5,7 @@
     await client.close()
 
 Nothing waits for a core that is gone: its end closes the socket, every open `generate` raises EngineDeadError
-with the reason, and so does every later one.
+with the reason, and so does every later one. One that lives and does not move any more is ended (`pulse`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from baton.core.config import EngineConfig
 from baton.core.errors import BatonError, ConfigError, UserError
 from baton.engine.api import EngineOutput, EngineRequest, SchedulerStats
 from baton.engine.channel import FrameSplitter, frame
-from baton.engine.child import Child
+from baton.engine.child import KILL_WAIT_S, Child
 from baton.engine.core_messages import (
     Abort,
     AddRequest,
@@ -29,6 +29,8 @@ from baton.engine.core_messages import (
     Drained,
     FromCore,
     Outputs,
+    Ping,
+    Pong,
     Start,
     Started,
     StartFailed,
@@ -37,6 +39,7 @@ from baton.engine.core_messages import (
     TakeBack,
     ToCore,
 )
+from baton.engine.pulse import Pulse
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ _Answer = EngineOutput | EngineDeadError
 class EngineClient:
     """Made by `start`. Used from one event loop."""
 
-    def __init__(self, child: Child) -> None:
+    def __init__(self, child: Child, step_timeout_s: float) -> None:
         self.on_stats: Callable[[SchedulerStats], None] | None = None
         self._child = child
         self._splitter = FrameSplitter()
@@ -73,6 +76,8 @@ class EngineClient:
         self._death: EngineDeadError | None = None
         self._burial: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
+        self._step_timeout_s = step_timeout_s
+        self._pulse = Pulse(lambda: self._send(Ping()), self._hangs, step_timeout_s)
 
     @classmethod
     async def start(
@@ -89,7 +94,7 @@ class EngineClient:
             grace_s=PARENT_GRACE_S,
             environment={"OMP_NUM_THREADS": str(config.device_config.num_threads)},
         )
-        client = cls(child)
+        client = cls(child, config.step_timeout_s)
         try:
             client._transport, _ = await asyncio.get_running_loop().create_unix_connection(
                 lambda: _Connection(client), sock=child.socket
@@ -103,6 +108,7 @@ class EngineClient:
         except BaseException:
             await client._kill()
             raise
+        client._pulse.start()
         return client
 
     @property
@@ -175,6 +181,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """Ends the core's process. Idempotent; bounded by STOP_TIMEOUT_S, after which it is killed."""
+        self._pulse.stop()
         self._send(Stop())
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
@@ -182,7 +189,11 @@ class EngineClient:
         except TimeoutError:
             logger.warning("the engine core did not end within %.0f s; killing it", STOP_TIMEOUT_S)
             self._child.process.kill()
-            await self._buried.wait()
+            try:
+                async with asyncio.timeout(KILL_WAIT_S):
+                    await self._buried.wait()
+            except TimeoutError:  # It sits in a driver; nothing that we could do would end it.
+                logger.error("the engine core, process %d, cannot be ended", self.pid)
 
     async def _kill(self) -> None:
         self._child.process.kill()
@@ -205,6 +216,7 @@ class EngineClient:
     # --- What the connection tells ------------------------------------------------------------------
 
     def _receive(self, received: bytes) -> None:
+        self._pulse.felt()
         for payload in self._splitter.feed(received):
             match self._decoder.decode(payload):
                 case Outputs(outputs):
@@ -223,6 +235,8 @@ class EngineClient:
                 case Drained(is_whole):
                     if self._drained is not None and not self._drained.done():
                         self._drained.set_result(is_whole)
+                case Pong():
+                    pass  # Whatever it says shows that it moves.
                 case Stopped(reason):
                     self._last_words = reason
 
@@ -235,6 +249,12 @@ class EngineClient:
             if answers is not None:
                 answers.put_nowait(output)
 
+    def _hangs(self) -> None:
+        how = f"the engine core hangs: no step has ended for {self._step_timeout_s:g} s (step_timeout_s)"
+        logger.error("%s; killing it", how)
+        self._die(how)
+        self._child.process.kill()
+
     def _connection_lost(self) -> None:
         self._burial = asyncio.get_running_loop().create_task(self._bury())
 
@@ -242,6 +262,15 @@ class EngineClient:
         how = await asyncio.to_thread(self._child.describe_exit)
         if self._last_words is not None:
             how = f"the engine core ended: {self._last_words}"
+        self._die(how)
+        await asyncio.to_thread(self._child.stop, STOP_TIMEOUT_S)
+        self._buried.set()
+
+    def _die(self, how: str) -> None:
+        """From now on nothing will come; whoever waits hears why. The first reason stays."""
+        if self._death is not None:
+            return
+        self._pulse.stop()
         death = self._death = EngineDeadError(how)
         if not self._started.done():
             self._started.set_exception(EngineDeadError(f"{how}, before it was ready"))
@@ -252,8 +281,6 @@ class EngineClient:
             if answers is not None:
                 answers.put_nowait(death)
         self._dead.set()
-        await asyncio.to_thread(self._child.stop, STOP_TIMEOUT_S)
-        self._buried.set()
 
 
 class _Connection(asyncio.Protocol):

@@ -2,7 +2,7 @@
 
 front end --Start-----------------------> core     front end <--Started | StartFailed----- core
           --AddRequest, Abort, TakeBack --->                 <--Outputs-----------------
-          --Drain, Stop-------------------->                 <--Drained, Stopped--------
+          --Ping, Drain, Stop-------------->                 <--Pong, Drained, Stopped--
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ class TakeBack(msgspec.Struct, frozen=True, tag=True, array_like=True):
     kv_transfer_params: dict[str, Any]
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Say something, between two steps: do you move?"""
+
+
 class Drain(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Lend nothing more, and say when nothing is lent and nothing runs: by then at the latest."""
 
@@ -59,6 +63,10 @@ class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
     outputs: EngineOutputs
 
 
+class Pong(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The answer to Ping."""
+
+
 class Drained(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer to Drain."""
 
@@ -71,5 +79,5 @@ class Stopped(msgspec.Struct, frozen=True, tag=True, array_like=True):
     reason: str
 
 
-ToCore = Start | AddRequest | Abort | TakeBack | Drain | Stop
-FromCore = Started | StartFailed | Outputs | Drained | Stopped
+ToCore = Start | AddRequest | Abort | TakeBack | Ping | Drain | Stop
+FromCore = Started | StartFailed | Outputs | Pong | Drained | Stopped

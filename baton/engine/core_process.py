@@ -40,6 +40,8 @@ from baton.engine.core_messages import (
     Drained,
     FromCore,
     Outputs,
+    Ping,
+    Pong,
     Start,
     Started,
     StartFailed,
@@ -110,6 +112,8 @@ class CoreLoop:
                     self._core.abort(request_id)
                 case TakeBack(params):
                     self._core.take_back(params)
+                case Ping():
+                    self._send(Pong())
                 case Drain(timeout_s):
                     self._drained_by_s = time.monotonic() + timeout_s
                     self._core.drain(timeout_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +90,7 @@ class FakeWorkerHalf(KVConnectorWorkerHalf):
         self.raises: set[str] = set()
         self.results: list[KVConnectorTransferResults] = []
         self.kill_on_step: int | None = None
+        self.hang_on_step: int | None = None
         self._tp_rank = tp_rank
         self._num_layers = 0
 
@@ -108,6 +110,8 @@ class FakeWorkerHalf(KVConnectorWorkerHalf):
         assert isinstance(kv_connector_metadata, FakeMetadata)
         if kv_connector_metadata.step == self.kill_on_step:
             os.kill(os.getpid(), signal.SIGKILL)
+        if kv_connector_metadata.step == self.hang_on_step:
+            threading.Event().wait()  # As in a deadlock: for ever, with the process alive.
         self._note("handle_preemptions")
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -173,6 +177,7 @@ class FakeFactory:
             raise ConfigError(told["refuse"], field="kv_transfer_config")
         self.worker = FakeWorkerHalf(tp_rank)
         self.worker.raises = set(told.get("raises", ()))
+        self.worker.hang_on_step = told.get("hang_on_step")
         if told.get("kill_rank") == tp_rank:
             self.worker.kill_on_step = told["kill_on_step"]
         return self.worker

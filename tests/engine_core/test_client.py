@@ -190,6 +190,44 @@ def test_a_rank_that_dies_in_a_step_fails_the_request_clearly(make_config) -> No
     run(test)
 
 
+def test_a_core_that_hangs_in_a_step_is_ended_and_its_requests_fail(make_config) -> None:
+    async def test() -> None:
+        config = make_config(kv_transfer_config=transfer(hang_on_step=3), step_timeout_s=1.0)
+        async with engine(config, FACTORY) as client:
+            async with asyncio.timeout(BOUND_S):
+                with pytest.raises(EngineDeadError, match=r"hangs: no step has ended for 1 s"):
+                    await collect(client, request(max_tokens=50))
+                await client.wait_dead()
+            with pytest.raises(EngineDeadError, match="hangs"):
+                await collect(client, request())
+
+    run(test)
+
+
+def test_a_rank_that_hangs_is_named_by_the_core(make_config) -> None:
+    async def test() -> None:
+        told = transfer(hang_on_step=3)
+        config = make_config(parallel_config=TP2, kv_transfer_config=told, step_timeout_s=5.0)
+        async with engine(config, FACTORY) as client:
+            async with asyncio.timeout(BOUND_S):
+                with pytest.raises(EngineDeadError, match=r"ranks \[0, 1\] did not answer within 5 s"):
+                    await collect(client, request(max_tokens=50))
+
+    run(test)
+
+
+def test_a_core_that_is_stopped_while_idle_is_noticed_without_a_request(make_config) -> None:
+    async def test() -> None:
+        async with engine(make_config(step_timeout_s=1.0)) as client:
+            psutil.Process(client.pid).suspend()
+            async with asyncio.timeout(BOUND_S):
+                await client.wait_dead()
+            with pytest.raises(EngineDeadError, match="hangs"):
+                await collect(client, request())
+
+    run(test)
+
+
 FRONT_END = """
 import asyncio, sys
 import msgspec, psutil

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from baton.engine.step import SchedulerOutput
 
 START_TIMEOUT_S = 600.0  # Reading the weights of a large model from a slow disk.
-STEP_TIMEOUT_S = 300.0  # Far above any step: a rank that is silent for longer is stuck.
 STOP_TIMEOUT_S = 10.0  # For worker halves to end what they own.
 BROKEN_STOP_TIMEOUT_S = 2.0  # When a rank is gone, the others are stuck or about to end by themselves.
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -41,6 +40,7 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 class MultiprocessExecutor(Executor):
     def __init__(self, config: EngineConfig, connector_factory: str | None) -> None:
         self._size = config.parallel_config.tensor_parallel_size
+        self._step_timeout_s = config.step_timeout_s
         self._told_token_ids: list[int] = []
         self._is_broken = False
         self._ranks: list[Child] = []
@@ -88,7 +88,7 @@ class MultiprocessExecutor(Executor):
                 channel.send_nowait(step)
             except ChannelClosed as error:
                 raise self._died(rank) from error
-        outputs: list[ModelRunnerOutput] = self._gather(STEP_TIMEOUT_S)
+        outputs: list[ModelRunnerOutput] = self._gather(self._step_timeout_s)
         output = outputs[0]
         self._told_token_ids = [token for tokens in output.sampled_token_ids for token in tokens]
         output.kv_connector_output = self._aggregator.aggregate([o.kv_connector_output for o in outputs])

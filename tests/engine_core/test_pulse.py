@@ -1,0 +1,118 @@
+"""The watch over a core, without a core: what counts as a pulse, and whose time counts."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from baton.engine.pulse import ALLOWANCE, PINGS_PER_STEP, SLICES, Pulse
+
+STEP_S = 8.0
+EPSILON_S = 1e-3
+
+
+class Clockwork(asyncio.SelectorEventLoop):
+    """Its time passes when it sleeps, at once; and in jumps, when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 100.0
+        select = self._selector.select  # type: ignore[attr-defined]
+
+        def sleep(timeout_s: float | None) -> object:
+            self.now_s += timeout_s or 0.0
+            return select(0)
+
+        self._selector.select = sleep  # type: ignore[attr-defined]
+
+    def time(self) -> float:
+        return self.now_s
+
+
+class Core:
+    """Answers pings until it hangs."""
+
+    def __init__(self) -> None:
+        self.pings: list[float] = []
+        self.hung_at: list[float] = []
+        self.hangs = False
+        self.pulse = Pulse(self._ping, self._on_hang, STEP_S)
+
+    def _ping(self) -> None:
+        self.pings.append(asyncio.get_running_loop().time())
+        if not self.hangs:
+            asyncio.get_running_loop().call_later(0.1, self.pulse.felt)
+
+    def _on_hang(self) -> None:
+        self.hung_at.append(asyncio.get_running_loop().time())
+
+
+def run(test: Callable[[Core, Clockwork], Awaitable[None]]) -> None:
+    loop = Clockwork()
+
+    async def with_core() -> None:
+        core = Core()
+        core.pulse.start()
+        try:
+            await test(core, loop)
+        finally:
+            core.pulse.stop()
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(with_core())
+
+
+def test_a_core_that_answers_is_asked_now_and_then() -> None:
+    async def test(core: Core, loop: Clockwork) -> None:
+        await asyncio.sleep(10 * STEP_S)
+        assert core.hung_at == []
+        gaps = [later - earlier for earlier, later in zip(core.pings, core.pings[1:], strict=False)]
+        assert all(abs(gap - (0.1 + STEP_S / PINGS_PER_STEP)) < EPSILON_S for gap in gaps)
+
+    run(test)
+
+
+def test_one_that_does_not_is_given_the_time_of_a_long_step_and_told_of_once() -> None:
+    async def test(core: Core, loop: Clockwork) -> None:
+        core.hangs = True
+        await asyncio.sleep(0)
+        began_s = loop.time()
+        await asyncio.sleep(10 * STEP_S)
+        [hung_at] = core.hung_at
+        assert abs(hung_at - began_s - ALLOWANCE * STEP_S) < EPSILON_S
+        assert len(core.pings) == 1
+
+    run(test)
+
+
+def test_anything_that_it_says_shows_that_it_moves() -> None:
+    async def test(core: Core, loop: Clockwork) -> None:
+        core.hangs = True
+        for _ in range(20):
+            await asyncio.sleep(STEP_S)
+            core.pulse.felt()  # An output of a step, say.
+        assert core.hung_at == []
+
+    run(test)
+
+
+def test_time_in_which_we_were_stopped_ourselves_does_not_count() -> None:
+    async def test(core: Core, loop: Clockwork) -> None:
+        core.hangs = True
+        await asyncio.sleep(STEP_S / 2)
+        loop.now_s += 1000 * STEP_S  # Both are stopped, and go on.
+        await asyncio.sleep(STEP_S / SLICES)
+        assert core.hung_at == []
+        core.pulse.felt()
+        await asyncio.sleep(STEP_S / SLICES)
+        assert core.hung_at == []
+
+    run(test)
+
+
+def test_stopped_it_asks_nothing_more() -> None:
+    async def test(core: Core, loop: Clockwork) -> None:
+        core.pulse.stop()
+        core.pulse.stop()
+        await asyncio.sleep(10 * STEP_S)
+        assert core.pings == []
+
+    run(test)
