@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, ClassVar
 
 import vllm
@@ -27,7 +28,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.metadata import PullHandshake, PullMetadata, PullWorkerReport
 from baton.connectors.pull.settings import PullSettings
 from baton.connectors.push.settings import PushSettings
@@ -36,6 +36,8 @@ from baton.core.errors import ConfigError
 from baton.vllm_plugin import register
 from baton.vllm_plugin.containment import Containment
 from baton.vllm_plugin.identity import check_groups, identity_of
+from baton.vllm_plugin.log import share_log
+from baton.vllm_plugin.packing import find_packing
 from baton.vllm_plugin.scheduler_half import VllmPullSchedulerHalf, VllmPushSchedulerHalf
 from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_plugin.stats import BatonPromMetrics, BatonStats
@@ -49,6 +51,9 @@ KVConnectorMetadata.register(PullMetadata)
 KVConnectorHandshakeMetadata.register(PullHandshake)
 KVConnectorWorkerMetadata.register(PullWorkerReport)
 
+# Otherwise Python shows warnings only, and without saying which process they are of.
+share_log()
+
 # MultiConnector finds the statistics of its children by their names, registered ones.
 register()
 
@@ -57,6 +62,8 @@ class BatonPullConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # where types are checked, so that its base classes are Any there.
     _cache_hit_source = CacheHitSource.P2P
     _settings_kind: ClassVar[type[PullSettings]] = PullSettings
+    _scheduler_kind: ClassVar[type[VllmPullSchedulerHalf]] = VllmPullSchedulerHalf
+    _worker_kind: ClassVar[type[VllmPullWorkerHalf]] = VllmPullWorkerHalf
     _does_push: ClassVar[bool] = False
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -75,17 +82,9 @@ class BatonPullConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             vllm_config, self._settings_kind, os.environ, does_push=self._does_push, is_worker=is_worker
         )
         if is_worker:
-            self._worker_half = self._make_worker_half(identity)
+            self._worker_half = self._worker_kind(identity, find_packing=partial(find_packing, vllm_config))
         else:
-            self._scheduler_half = self._make_scheduler_half(identity)
-
-    @classmethod
-    def _make_scheduler_half(cls, identity: EngineIdentity) -> KVConnectorSchedulerHalf:
-        return VllmPullSchedulerHalf(identity)
-
-    @classmethod
-    def _make_worker_half(cls, identity: EngineIdentity) -> KVConnectorWorkerHalf:
-        return VllmPullWorkerHalf(identity)
+            self._scheduler_half = self._scheduler_kind(identity)
 
     @property
     def scheduler_half(self) -> KVConnectorSchedulerHalf:
@@ -376,15 +375,9 @@ class BatonPushConnector(BatonPullConnector):
     """Does all that pull does, and lets consumers read while a prompt is computed."""
 
     _settings_kind: ClassVar[type[PullSettings]] = PushSettings
+    _scheduler_kind: ClassVar[type[VllmPullSchedulerHalf]] = VllmPushSchedulerHalf
+    _worker_kind: ClassVar[type[VllmPullWorkerHalf]] = VllmPushWorkerHalf
     _does_push: ClassVar[bool] = True
-
-    @classmethod
-    def _make_scheduler_half(cls, identity: EngineIdentity) -> KVConnectorSchedulerHalf:
-        return VllmPushSchedulerHalf(identity)
-
-    @classmethod
-    def _make_worker_half(cls, identity: EngineIdentity) -> KVConnectorWorkerHalf:
-        return VllmPushWorkerHalf(identity)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

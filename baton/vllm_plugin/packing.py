@@ -1,0 +1,77 @@
+"""How vLLM's attention packs a block: found out, not believed.
+
+    GPU, backends whose source we have read   K beside V for each token: slots
+    CPU                                       what vLLM's own operation writes into a scratch cache, looked at
+    anything else                             a name of its own: whole blocks, between engines of that name
+
+A packing that is named wrongly gives wrong tokens, one that is merely unknown costs a recompute at worst.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+from baton.core.layout import FORMATS, PLANES, SLOT
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+SLOT_BACKENDS: Final = frozenset({"FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION"})
+"""These split a cache's last dimension into K and V (0.32 and 0.33)."""
+
+
+def find_packing(vllm_config: Any, kv_caches: dict[str, torch.Tensor]) -> str:
+    """Of an engine whose attention has been set up."""
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backend
+    from vllm.platforms import current_platform
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if model.use_mla:
+        return SLOT  # One latent vector of a token, whoever computes with it.
+    if current_platform.is_cpu():
+        first = next(iter(kv_caches.values()))
+        return packing_on_cpu(first, model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
+    name = str(get_current_attn_backend(vllm_config).get_name())
+    return SLOT if name in SLOT_BACKENDS else f"vllm {name} {cache.cache_dtype}"
+
+
+def packing_on_cpu(
+    like: torch.Tensor, dtype: torch.dtype, block_tokens: int, head_dim: int, cache_dtype: str
+) -> str:
+    """`like`: a layer's cache, `[blocks, heads, tokens, 2 * head_dim]`."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    isa = _get_attn_isa(dtype, block_tokens, head_dim, cache_dtype)
+    if like.dtype == dtype and str(dtype).removeprefix("torch.") in FORMATS and _has_planes(like, isa):
+        return PLANES
+    return f"vllm CPU_ATTN {isa} {cache_dtype}"
+
+
+def _has_planes(like: torch.Tensor, isa: str) -> bool:
+    """Every number where PLANES says it is?"""
+    import torch
+    from vllm import _custom_ops as ops
+
+    _, num_heads, num_tokens, content = like.shape
+    scratch = torch.zeros(2, num_heads, num_tokens, content, dtype=like.dtype)
+    keys, values = scratch.view(2, num_heads, num_tokens * 2, content // 2).chunk(2, dim=2)
+    # Positions in two passes, each of numbers small enough for any dtype to tell apart.
+    shape = (num_tokens, num_heads, content // 2)
+    for written in (
+        torch.arange(num_tokens).reshape(-1, 1, 1).expand(shape) % 127,
+        torch.arange(content // 2).reshape(1, 1, -1).expand(shape) % 127,
+        torch.arange(num_tokens).reshape(-1, 1, 1).expand(shape) // 127,
+        torch.arange(num_heads).reshape(1, -1, 1).expand(shape) % 127,
+    ):
+        key = (written + 1).to(like.dtype).contiguous()
+        value = (written + 128).to(like.dtype).contiguous()
+        ops.cpu_attn_reshape_and_cache(key, value, keys, values, num_tokens + torch.arange(num_tokens), isa)
+        k_HDT, v_HTD = scratch[1].view(num_heads, 2, -1).unbind(1)
+        if not torch.equal(k_HDT.view(num_heads, -1, num_tokens), key.permute(1, 2, 0)):
+            return False
+        if not torch.equal(v_HTD.view(num_heads, num_tokens, -1), value.transpose(0, 1)):
+            return False
+    return bool((scratch[0] == 0).all())
