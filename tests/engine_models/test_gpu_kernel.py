@@ -74,6 +74,16 @@ def reference_of(checkpoint_of: Callable[[str], Path]) -> Iterator[Callable[[str
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_warming_up_leaves_the_cache_alone(device: str, block_size: int) -> None:
+    shape = shape_of(device)
+    cache = torch.full((3, shape.num_kv_heads, block_size, 2 * shape.head_dim), torch.nan, device=device)
+    for window in (None, 5):
+        CudaBackend(shape).warm_up(cache, window)
+    assert cache.isnan().all()
+
+
+@pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_whole_models_give_the_tokens_of_transformers(

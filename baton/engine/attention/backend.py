@@ -42,6 +42,10 @@ class AttentionBackend(ABC):
         self.shape = shape
 
     @abstractmethod
+    def warm_up(self, cache_NHPC: torch.Tensor, window: int | None) -> None:
+        """At start: do what would hold up the first step, or fail it. Touches no slot of the cache."""
+
+    @abstractmethod
     def plan(self, metadata: AttentionMetadata, window: int | None) -> Any:
         """Everything that all layers of a step with this window share. Opaque to the caller.
 

@@ -11,7 +11,7 @@ import torch
 
 from baton.core.errors import UserError
 from baton.engine.attention.backend import AttentionBackend, AttentionShape
-from baton.engine.forward_context import AttentionMetadata, IntArray
+from baton.engine.forward_context import AttentionMetadata, IntArray, build_attention_metadata
 
 _TILE_ROWS = 64  # Query tokens times query heads per KV head in one program of the kernel.
 _DOT_ROWS_MIN = 16  # Tensor cores take no smaller matrix.
@@ -52,6 +52,16 @@ class _Plan:
 
 
 class CudaBackend(AttentionBackend):
+    def warm_up(self, cache_NHPC: torch.Tensor, window: int | None) -> None:
+        """Compiles the kernel, for tiles of one token and of several: some seconds, the first time ever."""
+        shape, block_size = self.shape, cache_NHPC.shape[2]
+        scratch = cache_NHPC.new_zeros(2, *cache_NHPC.shape[1:])
+        for num_tokens in (1, 2):
+            plan = self.plan(build_attention_metadata([0], [num_tokens], [[0, 1]], block_size), window)
+            k = cache_NHPC.new_zeros(num_tokens, shape.num_kv_heads, shape.head_dim)
+            self.write(k, k, scratch, plan)
+            self.attend(k.new_zeros(num_tokens, shape.num_heads, shape.head_dim), scratch, plan)
+
     def plan(self, metadata: AttentionMetadata, window: int | None) -> _Plan:
         device = self.shape.device
         tokens_per_tile = max(1, _TILE_ROWS // self.shape.group_size)

@@ -79,6 +79,9 @@ class SdpaBackend(AttentionBackend):
         # Gathered keys and values, reused by every layer: fresh memory of this size costs more than the copy.
         self._scratch = torch.empty(0, dtype=shape.dtype)
 
+    def warm_up(self, cache_NHPC: torch.Tensor, window: int | None) -> None:
+        return  # torch has everything built.
+
     # --- Once per step ---------------------------------------------------------------------------
 
     def plan(self, metadata: AttentionMetadata, window: int | None) -> _Plan:

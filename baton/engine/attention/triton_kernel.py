@@ -17,7 +17,8 @@ import triton.language as tl
 _KEYS = 32  # Keys per iteration.
 
 
-@triton.jit
+# Compiled once for all widths of tables and windows, and not once more for those that 16 divides.
+@triton.jit(do_not_specialize=["table_stride", "window"])
 def _kernel(
     q_pointer,
     cache_pointer,

@@ -77,9 +77,16 @@ class Decoder(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """Hidden states `[T, M]`. Writes the step's keys and values into `context.kv_caches`."""
-        metadata = context.attn_metadata
-        plans = {w: self.backend.plan(metadata, w) for w in self._windows} if metadata is not None else {}
+        """Hidden states `[T, M]`. Writes the step's keys and values into `context.kv_caches`.
+
+        A dummy run, without metadata, attends to nothing; it warms attention up instead.
+        """
+        metadata, plans = context.attn_metadata, {}
+        for window in self._windows:
+            if metadata is not None:
+                plans[window] = self.backend.plan(metadata, window)
+            else:
+                self.backend.warm_up(context.kv_caches[layer_name(0)], window)
         rotation = self.rotary(positions)
         hidden = F.embedding(input_ids, self.embedding)
         for layer in self.layers:
