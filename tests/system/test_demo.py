@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -31,6 +32,25 @@ def test_the_demo_hands_over_and_the_tokens_are_equal(
     assert "below one block" in ended.stdout
     assert "sent again" in ended.stdout
     assert "Next:" in ended.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.timeout(TIMEOUT_S + 30)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--mode", "push", "--stream", "chunk"], ["--mode", "push", "--stream", "layer"]],
+    ids=["pull", "chunk", "layer"],
+)
+def test_three_engines_share_a_gpu_and_the_tokens_are_equal(
+    small_model: Path, tmp_path: Path, options: list[str], dtype: str
+) -> None:
+    command = [sys.executable, "-m", "baton.cli", "demo", "--model", str(small_model), "--prompts", "6"]
+    command += ["--log-dir", str(tmp_path / "logs"), "--device", "cuda", "--dtype", dtype, *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "6 of 6 answers equal" in ended.stdout
 
 
 def test_a_demo_that_cannot_start_says_why_and_fails(tmp_path: Path) -> None:

@@ -144,7 +144,8 @@ class LayerReporter:
     def _wait_for_device(self, order: LayerReportOrder, kv_layer: torch.Tensor) -> None:
         import torch
 
-        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # Blocking: the thread that waits sleeps, rather than to spin on a core that launches kernels.
+        event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(kv_layer.device))
         if self._thread is None:
             self._thread = start_owned_thread(
