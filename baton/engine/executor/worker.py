@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from baton.contract.factory import ConnectorFactory, load_factory
 from baton.core.errors import UserError
+from baton.engine.attention.cuda import require_cuda
 from baton.engine.attention.kv_memory import allocate_kv_cache
 from baton.engine.channel import Channel
 from baton.engine.model_runner import ModelRunner
@@ -33,9 +34,8 @@ SEND_FAILURE_S = 5.0
 
 class Worker:
     def __init__(self, config: EngineConfig, factory: ConnectorFactory, group: TensorParallelGroup) -> None:
-        model_config, device = config.model_config, torch.device(config.device_config.device)
+        model_config, device = config.model_config, device_of(config, group)
         if device.type == "cuda":
-            device = torch.device("cuda", group.rank)
             torch.cuda.set_device(device)
         else:
             torch.set_num_threads(config.device_config.num_threads)
@@ -67,6 +67,19 @@ class Worker:
 
     def shutdown(self) -> None:
         self._half.shutdown()
+
+
+def device_of(config: EngineConfig, group: TensorParallelGroup) -> torch.device:
+    """Each rank has a GPU of its own. Raises UserError where there is none for it."""
+    if config.device_config.device != "cuda":
+        return torch.device(config.device_config.device)
+    require_cuda()
+    if (found := torch.cuda.device_count()) < group.size:
+        raise UserError(
+            f"{group.size} ranks need as many GPUs, and there are {found}",
+            field="parallel_config.tensor_parallel_size",
+        )
+    return torch.device("cuda", group.rank)
 
 
 # --- In a process of its own ---------------------------------------------------------------------------
