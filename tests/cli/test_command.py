@@ -36,6 +36,7 @@ SERVE_FLAGS = [
     "--served-model-name",
     "--show-config",
     "--shutdown-timeout-s",
+    "--step-timeout-s",
     "--tensor-parallel-size",
     "--threads",
     "-tp",
