@@ -6,6 +6,7 @@ The engine is told `"baton.assemble:connector_factory"` and knows nothing behind
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -13,6 +14,7 @@ import msgspec
 from baton.connectors.registry import connector_class
 from baton.contract import (
     KVConnectorBase_V1,
+    KVConnectorPromMetrics,
     KVConnectorRole,
     KVConnectorSchedulerHalf,
     KVConnectorWorkerHalf,
@@ -24,8 +26,11 @@ from baton.core.errors import BadTransferParams
 from baton.core.transfer_params import FIELD, parse_transfer_params
 from baton.transport import make_transports
 
-__all__ = ["Door", "connector_factory", "make_door", "make_transports"]
+__all__ = ["Door", "connector_factory", "make_connector_metrics", "make_door", "make_transports"]
 
+BuildConnectorMetrics: TypeAlias = Callable[
+    [dict[type[Any], Any], list[str], dict[int, list[object]]], KVConnectorPromMetrics | None
+]
 Door: TypeAlias = Callable[[Mapping[str, Any] | None], None]
 """Judges one request's `kv_transfer_params` before the engine sees it. Raises BadTransferParams."""
 
@@ -59,6 +64,12 @@ def make_door(config: EngineConfig) -> Door:
     # Ours, and any connector that wants to, judge more than types.
     make: Callable[[EngineConfig], Door] | None = getattr(connector, "make_door", None)
     return make(config) if make is not None else _check_types
+
+
+def make_connector_metrics(config: EngineConfig) -> BuildConnectorMetrics | None:
+    """What the connector publishes of itself to Prometheus; None without a connector."""
+    connector = _class_of(config)
+    return partial(connector.build_prom_metrics, config) if connector is not None else None
 
 
 def _class_of(config: EngineConfig) -> type[KVConnectorBase_V1] | None:

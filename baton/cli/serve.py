@@ -163,7 +163,7 @@ def _serve(resolved: "Resolved") -> int:
     import asyncio
     import logging
 
-    from baton.assemble import make_door
+    from baton.assemble import make_connector_metrics, make_door
     from baton.cli.engine_config import engine_config
     from baton.engine.client import EngineClient, EngineDeadError
     from baton.engine.tokenizer import Tokenizer
@@ -180,6 +180,7 @@ def _serve(resolved: "Resolved") -> int:
         start_engine=lambda: EngineClient.start(config, connector_factory=factory),
         load_tokenizer=lambda: Tokenizer.from_folder(config.model_config.model),
         door=make_door(config),
+        build_connector_metrics=make_connector_metrics(config),
     )
     try:
         return asyncio.run(run(config, options, parts, lambda url: _announce(config, url)))

@@ -14,24 +14,28 @@ from the exposition format.
                 request_time_per_output_token_seconds, e2e_request_latency_seconds,
                 request_prompt_tokens, request_generation_tokens, request_params_max_tokens
 
-Of the connector, from `SchedulerStats.kv_connector_stats` (see `TransferStats` for the dict's keys):
-
-    histograms  kv_transfer_seconds, kv_transfer_wire_seconds
-    counters    kv_transfer_bytes, kv_early_tokens, kv_transfer_failures{reason}, kv_tickets_refused{reason},
-                kv_loans, kv_loans_expired, kv_bad_frames
+What a connector counts it publishes itself, by its `build_prom_metrics`, from
+`SchedulerStats.kv_connector_stats`: the same names in vLLM and here. Those of Baton's connectors are in
+`baton.connectors.pull.stats`.
 """
 
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
-import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from baton.contract import KVConnectorPromMetrics
 from baton.engine.api import EngineRequest, SchedulerStats
 
 logger = logging.getLogger(__name__)
+
+BuildConnectorMetrics: TypeAlias = Callable[
+    [dict[type[Any], Any], list[str], dict[int, list[object]]], KVConnectorPromMetrics | None
+]
+"""A connector class's `build_prom_metrics`, of one configuration: types to use, names and values of labels."""
 
 _LABELS = ("model_name", "engine")
 _ENGINE = "0"
@@ -46,9 +50,6 @@ _BETWEEN_TOKENS_S = (
 _REQUEST_S = (
     0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0
 )  # fmt: skip
-_TRANSFER_S = (
-    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0
-)  # fmt: skip
 _TOKENS = tuple(float(2**exponent) for exponent in range(18))
 
 
@@ -58,6 +59,11 @@ class _Registry:
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._values = (model_name, _ENGINE)
+
+    def for_connector(self) -> tuple[dict[type[Any], Any], list[str], dict[int, list[object]]]:
+        """prometheus_client's types, with this registry in them; labels, and their values of engine 0."""
+        types = {kind: partial(kind, registry=self.registry) for kind in (Counter, Gauge, Histogram)}
+        return {**types}, list(_LABELS), {0: [*self._values]}
 
     def gauge(self, name: str, documentation: str) -> Gauge:
         return Gauge(f"baton:{name}", documentation, _LABELS, registry=self.registry).labels(*self._values)
@@ -96,6 +102,9 @@ class EngineMetrics:
         self._retired = make.gauge("kv_connector_retired", "1: the KV connector failed for good; restart.")
         self._connector_errors = make.counter("kv_connector_errors", "Exceptions of the KV connector.")
 
+    def count_connector_error(self) -> None:
+        self._connector_errors.inc()
+
     def observe(self, stats: SchedulerStats) -> None:
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
@@ -114,63 +123,23 @@ class EngineMetrics:
         self._connector_errors.inc(stats.num_kv_connector_errors)
 
 
-class TransferRecord(msgspec.Struct, frozen=True):
-    """One handoff that was delivered."""
+class ConnectorMetrics:
+    """The connector's own, as it builds them for vLLM; what goes wrong in them costs its numbers only."""
 
-    bytes: int = 0
-    ms: float = 0.0  # From the request's admission to the delivery.
-    wire_ms: float = 0.0  # Of it, the copy itself.
-    early_tokens: int = 0  # Whose KV was read while their prefill still ran.
-
-
-class TransferStats(msgspec.Struct, frozen=True):
-    """What we read of a connector's `KVConnectorStats.to_dict()`, of one step; its other keys are its own."""
-
-    transfers: tuple[TransferRecord, ...] = ()
-    failures: dict[str, int] = {}  # By reason: handoffs that were not delivered.
-    refused: dict[str, int] = {}  # By reason: tickets refused before anything was allocated.
-    num_loans: int = 0
-    num_bad_frames: int = 0  # Control messages dropped as malformed.
-    num_expired_loans: int = 0  # Lent, never released, taken back by time.
-
-
-class TransferMetrics:
-    """From the connector's own statistics."""
-
-    def __init__(self, make: _Registry) -> None:
-        self._bytes = make.counter("kv_transfer_bytes", "Bytes of KV received from other engines.")
-        self._early_tokens = make.counter(
-            "kv_early_tokens", "Tokens whose KV was read while their prefill still ran."
-        )
-        self._seconds = make.histogram("kv_transfer_seconds", "Duration of one KV handoff.", _TRANSFER_S)
-        self._wire_seconds = make.histogram(
-            "kv_transfer_wire_seconds", "Of it, the time that the copy took.", _TRANSFER_S
-        )
-        self._failures = make.counter_by("reason", "kv_transfer_failures", "KV handoffs that failed.")
-        self._refused = make.counter_by("reason", "kv_tickets_refused", "Tickets refused at once.")
-        self._loans = make.counter("kv_loans", "Prompts lent to a consumer.")
-        self._expired = make.counter("kv_loans_expired", "Loans that ended by time, not by release.")
-        self._bad_frames = make.counter("kv_bad_frames", "Malformed control messages, dropped.")
+    def __init__(
+        self, make: _Registry, build: BuildConnectorMetrics, count_error: Callable[[], None]
+    ) -> None:
+        self._metrics = build(*make.for_connector())
+        self._count_error = count_error
 
     def observe(self, raw: dict[str, Any]) -> None:
-        try:
-            stats = msgspec.convert(raw, TransferStats)
-        except msgspec.ValidationError as error:
-            # Somebody else's connector with another idea of these keys: its numbers are lost, not the server.
-            logger.warning("the connector's statistics are not counted: %s", error)
+        if self._metrics is None:
             return
-        for transfer in stats.transfers:
-            self._bytes.inc(max(0, transfer.bytes))
-            self._early_tokens.inc(max(0, transfer.early_tokens))
-            self._seconds.observe(transfer.ms / 1e3)
-            self._wire_seconds.observe(transfer.wire_ms / 1e3)
-        for reason, count in stats.failures.items():
-            self._failures(reason).inc(max(0, count))
-        for reason, count in stats.refused.items():
-            self._refused(reason).inc(max(0, count))
-        self._loans.inc(max(0, stats.num_loans))
-        self._expired.inc(max(0, stats.num_expired_loans))
-        self._bad_frames.inc(max(0, stats.num_bad_frames))
+        try:
+            self._metrics.observe(raw)
+        except Exception as error:  # The border to a connector, which may be anybody's.
+            self._count_error()
+            logger.warning("the connector's statistics are not counted: %r", error)
 
 
 class RequestMetrics:
@@ -239,19 +208,29 @@ class RequestObserver:
 class ServerMetrics:
     """All metrics of one server, in a registry of its own, so that two servers in one process do not meet."""
 
-    def __init__(self, model_name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        build_connector_metrics: BuildConnectorMetrics | None = None,
+    ) -> None:
         make = _Registry(model_name)
         self._registry = make.registry
         self._engine = EngineMetrics(make)
-        self._transfer = TransferMetrics(make)
+        self._connector = (
+            ConnectorMetrics(make, build_connector_metrics, self._engine.count_connector_error)
+            if build_connector_metrics is not None
+            else None
+        )
         self._requests = RequestMetrics(make)
         self._clock = clock
 
     def observe_stats(self, stats: SchedulerStats) -> None:
         """For `EngineClient.on_stats`."""
         self._engine.observe(stats)
-        if stats.kv_connector_stats:
-            self._transfer.observe(stats.kv_connector_stats)
+        if stats.kv_connector_stats and self._connector is not None:
+            self._connector.observe(stats.kv_connector_stats)
 
     def observe(self, request: EngineRequest) -> RequestObserver:
         return RequestObserver(self._requests, request, self._clock)

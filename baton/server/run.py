@@ -28,7 +28,7 @@ from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
 from baton.server.app import build_app
 from baton.server.introduction import introduce
-from baton.server.metrics import ServerMetrics
+from baton.server.metrics import BuildConnectorMetrics, ServerMetrics
 from baton.server.samples import Engine
 from baton.server.service import Door, Service
 from baton.server.tokens import PromptEncoder, Tokenizer
@@ -57,6 +57,7 @@ class Parts(NamedTuple):
     start_engine: Callable[[], Awaitable[Engine]]
     load_tokenizer: Callable[[], Tokenizer]
     door: Door
+    build_connector_metrics: BuildConnectorMetrics | None = None
 
 
 async def run(
@@ -77,7 +78,7 @@ async def run(
         async with _running_engine(parts.start_engine, stop) as engine:
             if engine is None:
                 return EXIT_STOPPED
-            service = await _make_service(config, engine, tokenizer, parts.door)
+            service = await _make_service(config, engine, tokenizer, parts)
             url = _url(options.host, listener)
             server = _Server(service, options.shutdown_timeout_s, lambda: on_ready(url))
             try:
@@ -178,15 +179,15 @@ class _Server(uvicorn.Server):
         self._on_started()
 
 
-async def _make_service(config: EngineConfig, engine: Engine, tokenizer: Tokenizer, door: Door) -> Service:
+async def _make_service(config: EngineConfig, engine: Engine, tokenizer: Tokenizer, parts: Parts) -> Service:
     model = config.model_config
     return Service(
         engine=engine,
         model_config=model,
         tokenizer=tokenizer,
         encoder=PromptEncoder(tokenizer, model),
-        metrics=ServerMetrics(model.served_model_name),
-        door=door,
+        metrics=ServerMetrics(model.served_model_name, build_connector_metrics=parts.build_connector_metrics),
+        door=parts.door,
         introduction=await introduce(config, engine),
     )
 

@@ -121,7 +121,7 @@ def test_prometheus_shows_what_was_counted() -> None:
     metrics.observe(some_stats().to_dict())
     labels = {"model_name": "toy", "engine": "0"}
     assert registry.get_sample_value("baton:kv_loans_total", labels) == 1
-    assert registry.get_sample_value("baton:kv_transfer_bytes_sum", labels) == 2_000_000
+    assert registry.get_sample_value("baton:kv_transfer_bytes_total", labels) == 2_000_000
     failed = {**labels, "reason": "read failed"}
     assert registry.get_sample_value("baton:kv_transfer_failures_total", failed) == 1
 

@@ -1,13 +1,18 @@
 """What `/metrics` shows, by the names that dashboards for vLLM know."""
 
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import Counter
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.assemble import make_connector_metrics
+from baton.contract import KVConnectorPromMetrics
 from baton.engine.api import EngineRequest, SamplingParams, SchedulerStats
-from baton.server.metrics import ServerMetrics
+from baton.server.metrics import BuildConnectorMetrics, ServerMetrics
+from tests.connectors.pull_world import engine_config
 from tests.server.fakes import LiveServer, ScriptedEngine
 
 
@@ -21,6 +26,11 @@ def values(exposition: str) -> dict[str, float]:
             if "le" not in sample.labels:
                 found[sample.name + "".join(f"/{value}" for value in labels.values())] = sample.value
     return found
+
+
+def with_connector(build: BuildConnectorMetrics | None = None) -> ServerMetrics:
+    ours = make_connector_metrics(engine_config("d"))
+    return ServerMetrics("toy", build_connector_metrics=build or ours)
 
 
 class Clock:
@@ -49,15 +59,6 @@ def test_the_names_are_frozen() -> None:
         "baton:kv_load_failures",
         "baton:kv_connector_retired",
         "baton:kv_connector_errors",
-        "baton:kv_transfer_bytes",
-        "baton:kv_early_tokens",
-        "baton:kv_transfer_seconds",
-        "baton:kv_transfer_failures",
-        "baton:kv_transfer_wire_seconds",
-        "baton:kv_tickets_refused",
-        "baton:kv_loans",
-        "baton:kv_loans_expired",
-        "baton:kv_bad_frames",
         "baton:request_success",
         "baton:time_to_first_token_seconds",
         "baton:inter_token_latency_seconds",
@@ -69,13 +70,36 @@ def test_the_names_are_frozen() -> None:
     } | _created(names)
 
 
+def test_the_connectors_names_are_frozen_too_and_documented() -> None:
+    before, after = (_names(metrics) for metrics in (ServerMetrics("toy"), with_connector()))
+    names = {
+        "baton:kv_transfer_seconds",
+        "baton:kv_transfer_wire_seconds",
+        "baton:kv_transfer_bytes",
+        "baton:kv_transfer_descriptors",
+        "baton:kv_early_tokens",
+        "baton:kv_transfer_failures",
+        "baton:kv_tickets_refused",
+        "baton:kv_loans",
+        "baton:kv_loans_expired",
+        "baton:kv_bad_frames",
+    }
+    assert after - before - _created(after) == names
+    told = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    assert [name for name in sorted(names) if f"`{name}" not in told] == []
+
+
+def _names(metrics: ServerMetrics) -> set[str]:
+    return {family.name for family in text_string_to_metric_families(metrics.exposition().decode())}
+
+
 def _created(names: set[str]) -> set[str]:
     """The client library's own companions of counters and histograms."""
     return {name for name in names if name.endswith("_created")}
 
 
 def test_steps_add_up_and_gauges_show_the_latest() -> None:
-    metrics = ServerMetrics("toy")
+    metrics = with_connector()
     for running in (3, 2):
         metrics.observe_stats(
             SchedulerStats(
@@ -88,8 +112,8 @@ def test_steps_add_up_and_gauges_show_the_latest() -> None:
                 num_prompt_tokens=5,
                 kv_connector_stats={
                     "transfers": [
-                        {"bytes": 60, "ms": 500.0, "wire_ms": 250.0, "tokens": 3},
-                        {"bytes": 40, "ms": 1500.0, "wire_ms": 250.0, "tokens": 3},
+                        {"bytes": 60, "ms": 500.0, "wire_ms": 250.0, "descriptors": 2, "early_tokens": 3},
+                        {"bytes": 40, "ms": 1500.0, "wire_ms": 250.0, "descriptors": 1, "early_tokens": 0},
                     ],
                     "failures": {"lease lapsed": 1},
                     "refused": {"another model": 1},
@@ -107,6 +131,8 @@ def test_steps_add_up_and_gauges_show_the_latest() -> None:
     assert found["baton:external_prefix_cache_hits_total"] == 16
     assert found["baton:prompt_tokens_total"] == 10
     assert found["baton:kv_transfer_bytes_total"] == 200
+    assert found["baton:kv_transfer_descriptors_total"] == 6
+    assert found["baton:kv_early_tokens_total"] == 6
     assert found["baton:kv_transfer_seconds_sum"] == 4
     assert found["baton:kv_transfer_wire_seconds_sum"] == 1
     assert found["baton:kv_tickets_refused_total/another model"] == 2
@@ -117,13 +143,36 @@ def test_steps_add_up_and_gauges_show_the_latest() -> None:
 
 
 @pytest.mark.parametrize(
-    "odd", [{"transfers": [{"bytes": "many"}]}, {"transfers": 3}, {"failures": ["x"]}, {"num_loans": -1}]
+    "odd", [{}, {"transfers": [{"bytes": "many"}]}, {"transfers": 3}, {"failures": ["x"]}, {"num_loans": -1}]
 )
 def test_a_strange_connectors_numbers_cost_nothing_but_themselves(odd: dict[str, Any]) -> None:
-    metrics = ServerMetrics("toy")
-    metrics.observe_stats(SchedulerStats(num_running=7, kv_connector_stats=odd))
+    metrics = with_connector()
+    metrics.observe_stats(SchedulerStats(num_running=7, kv_connector_stats={"odd": 1, **odd}))
     found = values(metrics.exposition().decode())
     assert (found["baton:num_requests_running"], found["baton:kv_loans_total"]) == (7, 0)
+    assert found["baton:kv_connector_errors_total"] == 1
+
+
+def test_a_connector_that_publishes_nothing_or_none_at_all_is_no_error() -> None:
+    for metrics in (ServerMetrics("toy"), with_connector(lambda *parts: None)):
+        metrics.observe_stats(SchedulerStats(num_running=7, kv_connector_stats={"its": "own"}))
+        assert values(metrics.exposition().decode())["baton:kv_connector_errors_total"] == 0
+
+
+def test_another_connectors_metrics_are_published_as_they_are() -> None:
+    class Own(KVConnectorPromMetrics):
+        def __init__(self, types: Any, labels: list[str], values: Any) -> None:
+            super().__init__(engine_config("d"), types, labels, values)
+            self._moved = self.make_per_engine(
+                types[Counter](name="own:moved", documentation="", labelnames=labels)
+            )
+
+        def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+            self._moved[engine_idx].inc(transfer_stats_data["moved"])
+
+    metrics = with_connector(Own)
+    metrics.observe_stats(SchedulerStats(kv_connector_stats={"moved": 3}))
+    assert values(metrics.exposition().decode())["own:moved_total"] == 3
 
 
 def test_a_request_is_timed_from_its_arrival() -> None:

@@ -1,6 +1,8 @@
 """What pull connectors count, and the names under which it is published.
 
-transfers               baton:kv_transfer_seconds, _bytes, _descriptors (histograms), baton:kv_early_tokens;
+transfers               baton:kv_transfer_seconds, baton:kv_transfer_wire_seconds (histograms),
+                        baton:kv_transfer_bytes_total, baton:kv_transfer_descriptors_total,
+                        baton:kv_early_tokens_total;
                         one record per delivered transfer: request_id, transfer_id, producer, tokens,
                         early_tokens (read while the prefill ran), blocks, bytes, ms (allocation to delivery),
                         wire_ms (slowest rank's copies), gb_per_s (on the wire), descriptors, transport
@@ -25,9 +27,9 @@ from baton.contract import KVConnectorPromMetrics, KVConnectorStats
 COUNTS = ("num_loans", "num_expired_loans", "num_bad_frames")
 COUNTS_BY_REASON = ("failures", "refused")
 
-_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-_BYTES = tuple(float(2**n) for n in range(12, 37, 2))
-_DESCRIPTORS = (10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4, 1e5)
+_SECONDS = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0
+)  # fmt: skip
 
 
 @dataclass
@@ -101,29 +103,31 @@ class PullPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         histogram, counter = metric_types[Histogram], metric_types[PromCounter]
         reasons = [*labelnames, "reason"]
-        self._seconds, self._bytes, self._descriptors = (
+        self._seconds, self._wire_seconds = (
             self.make_per_engine(
-                histogram(name=name, documentation=text, labelnames=labelnames, buckets=buckets)
+                histogram(name=name, documentation=text, labelnames=labelnames, buckets=_SECONDS)
             )
-            for name, text, buckets in (
-                ("baton:kv_transfer_seconds", "KV transfers, from claim to delivery.", _SECONDS),
-                ("baton:kv_transfer_bytes", "Bytes of a KV transfer, over all ranks.", _BYTES),
-                ("baton:kv_transfer_descriptors", "Descriptors of a KV transfer.", _DESCRIPTORS),
+            for name, text in (
+                ("baton:kv_transfer_seconds", "KV transfers, from allocation to delivery."),
+                ("baton:kv_transfer_wire_seconds", "Of it, the copies of the slowest rank."),
             )
         )
-        self._counts = {
-            key: self.make_per_engine(counter(name=name, documentation=text, labelnames=labelnames))
-            for key, name, text in (
-                ("num_loans", "baton:kv_loans", "Prompts lent to a consumer."),
-                ("num_expired_loans", "baton:kv_loans_expired", "Loans that nobody released."),
-                ("num_bad_frames", "baton:kv_bad_frames", "Malformed control messages."),
-            )
-        }
-        self._early_tokens = self.make_per_engine(
-            counter(
-                name="baton:kv_early_tokens",
-                documentation="Tokens whose KV was read while their prefill still ran.",
-                labelnames=labelnames,
+        self._of_transfers, self._counts = (
+            {
+                key: self.make_per_engine(counter(name=name, documentation=text, labelnames=labelnames))
+                for key, name, text in names
+            }
+            for names in (
+                (
+                    ("bytes", "baton:kv_transfer_bytes", "Bytes of KV received from other engines."),
+                    ("descriptors", "baton:kv_transfer_descriptors", "Pieces that they came in."),
+                    ("early_tokens", "baton:kv_early_tokens", "Tokens read while their prefill still ran."),
+                ),
+                (
+                    ("num_loans", "baton:kv_loans", "Prompts lent to a consumer."),
+                    ("num_expired_loans", "baton:kv_loans_expired", "Loans that nobody released."),
+                    ("num_bad_frames", "baton:kv_bad_frames", "Malformed control messages."),
+                ),
             )
         )
         self._by_reason = {
@@ -137,9 +141,9 @@ class PullPromMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for record in transfer_stats_data["transfers"]:
             self._seconds[engine_idx].observe(record["ms"] / 1e3)
-            self._bytes[engine_idx].observe(record["bytes"])
-            self._descriptors[engine_idx].observe(record["descriptors"])
-            self._early_tokens[engine_idx].inc(record["early_tokens"])
+            self._wire_seconds[engine_idx].observe(record["wire_ms"] / 1e3)
+            for key, children in self._of_transfers.items():
+                children[engine_idx].inc(record[key])
         for key, children in self._counts.items():
             children[engine_idx].inc(transfer_stats_data[key])
         for key, metric in self._by_reason.items():
