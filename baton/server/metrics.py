@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 BuildConnectorMetrics: TypeAlias = Callable[
     [dict[type[Any], Any], list[str], dict[int, list[object]]], KVConnectorPromMetrics | None
 ]
-"""A connector class's `build_prom_metrics`, of one configuration: types to use, names and values of labels."""
+"""A connector class's `build_prom_metrics`, of one configuration: types to use, labels, and their values."""
 
 _LABELS = ("model_name", "engine")
 _ENGINE = "0"
