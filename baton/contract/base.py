@@ -160,6 +160,13 @@ class KVConnectorSchedulerHalf(ABC):
         """
         return False
 
+    def bind_only_rank(self, rank: KVConnectorWorkerHalf) -> None:
+        """The engine has one rank, and it lives in this process: `rank` is its worker half.
+
+        Baton's addition, called at most once, after the handshake. Halves that agree on it need not wait for
+        a step to tell each other something. Hosts that plan a step while another one runs must not call it.
+        """
+
     def take_events(self) -> Iterable[KVCacheEvent]:
         """KV events since the last call."""
         return ()

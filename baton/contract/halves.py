@@ -125,6 +125,9 @@ class TwoHalves(KVConnectorBase_V1):
     def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
         self.scheduler_half.take_back(kv_transfer_params)
 
+    def bind_only_rank(self, rank: KVConnectorWorkerHalf) -> None:
+        self.scheduler_half.bind_only_rank(rank.worker_half if isinstance(rank, TwoHalves) else rank)
+
     def take_events(self) -> Iterable[KVCacheEvent]:
         return self.scheduler_half.take_events()
 

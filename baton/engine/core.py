@@ -64,6 +64,8 @@ class EngineCore:
                 half.set_xfer_handshake_metadata_pp_aware(
                     {(0, tp_rank): metadata for tp_rank, metadata in handshake.items()}
                 )
+            if (only_half := self.executor.only_half()) is not None:
+                half.bind_only_rank(only_half)
         except BaseException:
             half.shutdown()
             self.executor.shutdown()

@@ -364,6 +364,12 @@ class PullBorrower:
         orders, self._orders = tuple(self._orders), []
         return orders
 
+    def take_urgent_orders(self) -> tuple[Order, ...]:
+        """Those that need not wait for a step; the others stay."""
+        urgent = tuple(order for order in self._orders if not isinstance(order, FailedLoad))
+        self._orders = [order for order in self._orders if isinstance(order, FailedLoad)]
+        return urgent
+
     @property
     def has_orders(self) -> bool:
         return bool(self._orders)

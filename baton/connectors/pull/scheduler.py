@@ -2,7 +2,9 @@
 
     host's hooks --> PullLender, PullBorrower --> PullAgent <-- control channel
                           |                          |
-                          +------- absorb <----------+      on the engine's thread, once or twice a step
+                          +------- absorb <----------+      on the engine's thread, once or twice a step; and
+                                                            on the control thread, if the only rank is here:
+                                                            then reads begin in the middle of a step
 
 What goes wrong in a hook concerns one request only. A refused ticket is raised as a UserError if the policy
 is "fail" and the host makes that the request's error (`raises_user_errors`); else the engine computes the
@@ -16,7 +18,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from baton.connectors.pull.agent import PullAgent
 from baton.connectors.pull.borrower import PullBorrower
@@ -24,7 +26,7 @@ from baton.connectors.pull.control_thread import ControlThread
 from baton.connectors.pull.door import Borrow, Follow, Resume, Seek
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.lender import BlockHolder, PullLender
-from baton.connectors.pull.metadata import PullHandshake, PullMetadata, PullWorkerReport
+from baton.connectors.pull.metadata import Order, PullHandshake, PullMetadata, PullWorkerReport
 from baton.connectors.pull.pairing import transfer_of_request
 from baton.connectors.pull.stats import PullStats
 from baton.contract import (
@@ -32,6 +34,7 @@ from baton.contract import (
     KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorSchedulerHalf,
+    KVConnectorWorkerHalf,
     RankCombiner,
     host,
 )
@@ -67,6 +70,13 @@ class ControlPort(Protocol):
     def close(self, timeout_s: float) -> None: ...
 
 
+@runtime_checkable
+class TakesOrders(Protocol):
+    """A worker half that need not be given its orders by a step."""
+
+    def take_order(self, order: Order) -> None: ...
+
+
 class PullSchedulerHalf(KVConnectorSchedulerHalf):
     def __init__(
         self,
@@ -85,6 +95,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
         self._clock = clock
         self._lock = threading.Lock()
         self._wake: Callable[[], None] | None = None  # The host, if it can be woken.
+        self._rank: TakesOrders | None = None  # The only one, if it can be spoken to between steps.
         self._stats = PullStats()
         self._reports = RankCombiner(PullWorkerReport, identity.num_ranks)
         address = Address(identity.engine_id, epoch if epoch is not None else new_epoch())
@@ -100,6 +111,10 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
     def bind_wake(self, wake: Callable[[], None]) -> bool:
         self._wake = wake
         return self._control_wakes
+
+    def bind_only_rank(self, rank: KVConnectorWorkerHalf) -> None:
+        with self._lock:
+            self._rank = rank if isinstance(rank, TakesOrders) else None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -284,7 +299,19 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
             secret=self._identity.secret,
             advertise_host=settings.advertise_host,
         )
-        return ControlThread(agent, lock, channel, self._clock, on_effects=self._wake_host)
+        return ControlThread(agent, lock, channel, self._clock, on_effects=self._heard)
+
+    def _heard(self) -> None:
+        """On the control thread: a peer, or the time, has changed something."""
+        with self._lock:
+            if self._rank is not None:
+                try:
+                    self._absorb()
+                except Exception:
+                    # One effect is lost, and what waits for it ends by its deadline.
+                    logger.exception("could not act on what was heard; the engine goes on")
+                    self._stats.count_reason("failures", "internal error")
+        self._wake_host()
 
     def _wake_host(self) -> None:
         """From any thread: a step would find something to carry out."""
@@ -324,7 +351,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
         return self._lender.has_freed or self._borrower.has_received
 
     def _absorb(self) -> None:
-        """Carry out what the machines have decided since. With the lock held, on the engine's thread."""
+        """Carry out what the machines have decided since. With the lock held."""
         for effect in self._agent.take_effects():
             match effect:
                 case FreeLoan():
@@ -333,3 +360,6 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
                     raise AssertionError("the agent keeps what is to be sent")
                 case _:
                     self._borrower.absorb(effect, self._clock())
+        if self._rank is not None:
+            for order in self._borrower.take_urgent_orders():
+                self._rank.take_order(order)

@@ -1,7 +1,8 @@
 """The worker half of pull: moves bytes into this rank's blocks, and reports how each read ended.
 
 It knows blocks, claims and peers' ranks; of requests only the ids that it is told to report. Reads are posted
-as soon as a step's metadata is bound, before the model runs. Connecting happens in the background, and what
+as soon as a step's metadata is bound, before the model runs, or, by a scheduler half in the same process, at
+any time. Connecting happens in the background, and what
 has completed is collected at the end of each step.
 """
 
@@ -91,6 +92,19 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
     def bind_wake(self, wake: Callable[[], None]) -> bool:
         self._wake = wake
         return self._given_transports is None  # Others' may not say when a read has ended.
+
+    def take_order(self, order: Order) -> None:
+        """An order that need not wait for a step: any but a FailedLoad. From any thread, one at a time.
+
+        Never blocks, and whatever goes wrong costs this claim only: whoever ordered hears of its end.
+        """
+        assert not isinstance(order, FailedLoad), "it is for a step to report"
+        try:
+            self._carry_out(order)
+        except Exception as error:
+            logger.exception("could not carry out %s", type(order).__name__)
+            if isinstance(order, ReadBlocks) and self._links is not None:
+                self._links.fail(order, f"{type(error).__name__}: {error}")
 
     # --- Step ----------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from baton.core.errors import BatonError
 
 if TYPE_CHECKING:
-    from baton.contract import KVConnectorHandshakeMetadata
+    from baton.contract import KVConnectorHandshakeMetadata, KVConnectorWorkerHalf
     from baton.core.config import EngineConfig
     from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
@@ -38,6 +38,10 @@ class Executor(ABC):
     def bind_wake(self, wake: Callable[[], None]) -> bool:
         """See `KVConnectorWorkerHalf.bind_wake`. False: somebody has to look for what ranks have to say."""
         return False
+
+    def only_half(self) -> KVConnectorWorkerHalf | None:
+        """The worker half of the only rank, if that lives in this process."""
+        return None
 
     @abstractmethod
     def expect_reports(self, expected_count: int | None) -> None:

@@ -12,7 +12,7 @@ from baton.engine.executor.worker import Worker
 from baton.engine.models.parallel import SingleRank
 
 if TYPE_CHECKING:
-    from baton.contract import KVConnectorHandshakeMetadata
+    from baton.contract import KVConnectorHandshakeMetadata, KVConnectorWorkerHalf
     from baton.core.config import EngineConfig
     from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
@@ -34,6 +34,9 @@ class InProcessExecutor(Executor):
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
         return self._worker.bind_wake(wake)
+
+    def only_half(self) -> KVConnectorWorkerHalf:
+        return self._worker.half
 
     def expect_reports(self, expected_count: int | None) -> None:
         self._aggregator = KVOutputAggregator(expected_count or 1, 1)

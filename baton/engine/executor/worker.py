@@ -41,32 +41,32 @@ class Worker:
             torch.set_num_threads(config.device_config.num_threads)
         model = build_model(model_config, group.rank, group.size, device)
         load_weights(model, model_config.model)
-        self._half = factory.worker_half(config, group.rank)
+        self.half = factory.worker_half(config, group.rank)
         try:
-            with self._half.get_mem_pool_context() or nullcontext():
+            with self.half.get_mem_pool_context() or nullcontext():
                 kv_caches = allocate_kv_cache(
                     model_config, config.cache_config, group.rank, group.size, device
                 )
-            self._half.register_kv_caches(kv_caches)
+            self.half.register_kv_caches(kv_caches)
             self._runner = ModelRunner(
-                config, model, kv_caches, self._half, device=device, is_driver=group.rank == 0
+                config, model, kv_caches, self.half, device=device, is_driver=group.rank == 0
             )
             self._runner.warm_up()
         except BaseException:
-            self._half.shutdown()
+            self.half.shutdown()
             raise
 
     def handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._half.get_handshake_metadata()
+        return self.half.get_handshake_metadata()
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
-        return self._half.bind_wake(wake)
+        return self.half.bind_wake(wake)
 
     def execute(self, scheduler_output: SchedulerOutput, told_token_ids: list[int]) -> ModelRunnerOutput:
         return self._runner.execute(scheduler_output, told_token_ids)
 
     def shutdown(self) -> None:
-        self._half.shutdown()
+        self.half.shutdown()
 
 
 def device_of(config: EngineConfig, group: TensorParallelGroup) -> torch.device:

@@ -1,0 +1,158 @@
+"""With its only rank in the same process, a consumer reads as soon as it hears, in the middle of a step."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from baton.connectors.pull.metadata import EndReads, ReadBlocks
+from baton.contract import KVConnectorMetadata
+from baton.core.config import EngineConfig
+from tests.connectors.pull_world import FakeBlocks, FakeRequest, engine_config
+from tests.connectors.test_pull_over_real_wires import PATIENCE_S, Engine, lend
+
+OURS = [1, 2, 3, 8, 7, 6, 5, 4]
+
+
+class Busy(Engine):
+    """In one long step: its connector hears of everything and is asked nothing."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.woken = threading.Event()
+        self.scheduler.bind_wake(self.woken.set)
+        self.worker.bind_wake(self.woken.set)
+        self.scheduler.bind_only_rank(self.worker)
+
+    def wait_for(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            assert self.woken.wait(PATIENCE_S), "nothing happened between steps"
+            self.woken.clear()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[EngineConfig], Busy]]:
+    engines: list[Busy] = []
+
+    def start_engine(config: EngineConfig) -> Busy:
+        engines.append(Busy(config))
+        return engines[-1]
+
+    yield start_engine
+    for engine in engines:
+        engine.shutdown()
+
+
+def ask(d: Engine, params: dict[str, object], request_id: str = "r") -> FakeRequest:
+    request = FakeRequest(request_id, list(range(30)), params)
+    d.scheduler.on_new_request(request)
+    assert d.scheduler.get_num_new_matched_tokens(request, 0) == (30, True)
+    d.scheduler.update_state_after_alloc(request, FakeBlocks(OURS), 30)
+    return request
+
+
+@pytest.mark.parametrize("transport", ["local", "tcp"])
+def test_a_prompt_arrives_in_the_middle_of_a_step(
+    start: Callable[[EngineConfig], Busy], transport: str
+) -> None:
+    p, d = (start(engine_config(name, extra={"transports": [transport]})) for name in ("p", "d"))
+    params, theirs = lend(p, "r")
+    ask(d, params)
+    d.wait_for(lambda: torch.equal(d.cache[:, OURS], p.cache[:, theirs]))
+    # Only a step makes it the request's.
+    output = d.step_until(lambda output: bool(output.finished_recving))
+    assert (output.finished_recving, output.invalid_block_ids) == ({"r"}, set())
+
+
+def test_a_failure_is_still_a_steps_to_report(start: Callable[[EngineConfig], Busy]) -> None:
+    timers = {"round_trip_max_s": 0.05, "ttl_s": 2.0, "deadline_s": 1.0, "loan_max_s": 10.0}
+    extra = {"transports": ["local"], "timers": timers}
+    p, d = (start(engine_config(name, extra=extra)) for name in ("p", "d"))
+    params, _ = lend(p, "r")
+    p.shutdown()
+    ask(d, params)
+    output = d.step_until(lambda output: bool(output.finished_recving))
+    assert (output.finished_recving, output.invalid_block_ids) == ({"r"}, set(OURS))
+
+
+def test_an_order_that_cannot_be_carried_out_ends_its_own_claim(
+    start: Callable[[EngineConfig], Busy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the control thread, which has to live for all the others."""
+    p, d = (start(engine_config(name, extra={"transports": ["local"]})) for name in ("p", "d"))
+    links = d.worker.worker_half._links  # type: ignore[attr-defined]
+    read = links.read
+
+    def break_once(order: ReadBlocks) -> None:
+        monkeypatch.setattr(links, "read", read)
+        raise RuntimeError("a bug of ours")
+
+    monkeypatch.setattr(links, "read", break_once)
+    params, _ = lend(p, "r")
+    request = ask(d, params)
+    output = d.step_until(lambda output: bool(output.finished_recving))
+    assert output.invalid_block_ids == set(OURS)
+    d.scheduler.request_finished(request, [])
+
+    params, theirs = lend(p, "again")
+    ask(d, params, "again")
+    output = d.step_until(lambda output: bool(output.finished_recving))
+    assert (output.finished_recving, output.invalid_block_ids) == ({"again"}, set())
+    assert torch.equal(d.cache[:, OURS], p.cache[:, theirs])
+
+
+def test_what_cannot_be_acted_on_is_counted_and_kills_nobody(
+    start: Callable[[EngineConfig], Busy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = (start(engine_config(name, extra={"transports": ["local"]})) for name in ("p", "d"))
+    half = d.scheduler.scheduler_half  # type: ignore[attr-defined]
+    borrower, absorb = half._borrower, half._borrower.absorb
+
+    def break_once(effect: object, now: float) -> None:
+        monkeypatch.setattr(borrower, "absorb", absorb)
+        raise RuntimeError("a bug of ours")
+
+    monkeypatch.setattr(borrower, "absorb", break_once)
+    params, _ = lend(p, "r")
+    request = ask(d, params)
+    d.wait_for(lambda: borrower.absorb == absorb)
+    stats = d.scheduler.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.to_dict()["failures"] == {"internal error": 1}
+    d.scheduler.request_finished(request, [])
+
+    params, theirs = lend(p, "again")
+    ask(d, params, "again")
+    d.step_until(lambda output: "again" in (output.finished_recving or ()))
+    assert torch.equal(d.cache[:, OURS], p.cache[:, theirs])
+
+
+def test_without_the_rank_orders_go_with_the_step(start: Callable[[EngineConfig], Busy]) -> None:
+    """As in hosts that plan one step while another one runs."""
+    p = start(engine_config("p", extra={"transports": ["local"]}))
+    d = Engine(engine_config("d", extra={"transports": ["local"]}))
+    try:
+        params, _ = lend(p, "r")
+        request = ask(d, params)
+        seen: list[object] = []
+
+        def build() -> KVConnectorMetadata:
+            metadata = d.scheduler.build_connector_meta(None)  # type: ignore[arg-type]
+            seen.extend(metadata.orders)  # type: ignore[attr-defined]
+            return metadata
+
+        pause = threading.Event()
+        for _ in range(int(PATIENCE_S / 0.01)):
+            build()
+            if any(isinstance(order, ReadBlocks) for order in seen):
+                break
+            pause.wait(0.01)
+        d.scheduler.request_finished(request, [])
+        build()
+        assert [type(order) for order in seen if isinstance(order, ReadBlocks | EndReads)] == [
+            ReadBlocks,
+            EndReads,
+        ]
+    finally:
+        d.shutdown()
