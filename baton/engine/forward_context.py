@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -78,53 +77,45 @@ def build_attention_metadata(
     block_ids: Sequence[BlockIds],
     block_size: int,
 ) -> AttentionMetadata:
-    """One entry per request in each argument; `block_ids[i]` is request i's whole table, or more.
-
-    Tables that are int arrays (rows of a table kept from step to step) cost a tenth of lists of ints.
-    """
+    """One entry per request in each argument; `block_ids[i]` is request i's whole table, or more."""
     computed = np.asarray(num_computed, dtype=np.int64)
     scheduled = np.asarray(num_scheduled, dtype=np.int64)
+    assert len(computed) == len(scheduled) == len(block_ids) > 0
+    counts = (-(-(computed + scheduled) // block_size)).tolist()
+    assert all(len(ids) >= count for ids, count in zip(block_ids, counts, strict=True)), (
+        "a request has tokens beyond its blocks"
+    )
+    block_table = np.zeros((len(counts), max(counts)), dtype=np.int64)
+    for row, (ids, count) in enumerate(zip(block_ids, counts, strict=True)):
+        block_table[row, :count] = ids[:count]
+    return metadata_of_tables(computed, scheduled, block_table, block_size)
+
+
+def metadata_of_tables(
+    computed: IntArray, scheduled: IntArray, block_table: IntArray, block_size: int
+) -> AttentionMetadata:
+    """`computed`, `scheduled` [R]; `block_table` [R, blocks of the longest], which becomes the metadata's."""
     num_reqs = len(computed)
-    assert num_reqs == len(scheduled) == len(block_ids) > 0
     seq_lens = computed + scheduled
-    query_start_loc = np.zeros(num_reqs + 1, dtype=np.int64)
+    block_table[np.arange(block_table.shape[1]) >= (-(-seq_lens // block_size))[:, None]] = 0
+    query_start_loc = np.zeros(num_reqs + 1, np.int64)
     np.cumsum(scheduled, out=query_start_loc[1:])
     num_tokens = int(query_start_loc[-1])
-    max_query_len = int(scheduled.max())
-    block_table = _block_table(block_ids, -(-seq_lens // block_size))
-    if max_query_len == 1 and num_tokens == num_reqs:
-        positions, rows = computed.copy(), np.arange(num_reqs, dtype=np.int64)
+    if num_tokens == num_reqs:  # A token of each: the step of decoding, which has to be quick.
+        positions, request_of_token = computed, np.arange(num_reqs)
     else:
-        positions = np.arange(num_tokens, dtype=np.int64)
-        positions += np.repeat(computed - query_start_loc[:-1], scheduled)
-        rows = np.repeat(np.arange(num_reqs, dtype=np.int64), scheduled)
+        positions = np.arange(num_tokens) + np.repeat(computed - query_start_loc[:-1], scheduled)
+        request_of_token = np.repeat(np.arange(num_reqs), scheduled)
     block_index, offset = np.divmod(positions, block_size)
-    slot_mapping = block_table[rows, block_index]
-    slot_mapping *= block_size
-    slot_mapping += offset
     return AttentionMetadata(
         num_actual_tokens=num_tokens,
         num_reqs=num_reqs,
-        max_query_len=max_query_len,
+        max_query_len=int(scheduled.max()),
         max_seq_len=int(seq_lens.max()),
         block_size=block_size,
         query_start_loc_np=query_start_loc,
         seq_lens_np=seq_lens,
-        slot_mapping_np=slot_mapping,
+        slot_mapping_np=block_table[request_of_token, block_index] * block_size + offset,
         block_table_np=block_table,
         positions_np=positions,
     )
-
-
-def _block_table(block_ids: Sequence[BlockIds], num_blocks: IntArray) -> IntArray:
-    counts = num_blocks.tolist()
-    used = [ids if len(ids) == count else ids[:count] for ids, count in zip(block_ids, counts, strict=True)]
-    assert list(map(len, used)) == counts, "a request has tokens beyond its blocks"
-    if all(isinstance(ids, np.ndarray) for ids in used):
-        flat = np.concatenate(used)
-    else:
-        flat = np.fromiter(chain.from_iterable(used), dtype=np.int64, count=sum(counts))
-    width = max(counts)
-    table = np.zeros((len(used), width), dtype=np.int64)
-    table[np.arange(width) < num_blocks[:, None]] = flat
-    return table

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.core.config import EngineConfig
-from baton.engine.forward_context import AttentionMetadata
+from baton.engine.forward_context import AttentionMetadata, metadata_of_tables
 from baton.engine.sampler import SamplingRow
 from baton.engine.step import NewRequestData, SchedulerOutput
 
@@ -163,33 +163,10 @@ class InputBatch:
     def _attention_metadata(
         self, rows: IntArray, computed: IntArray, scheduled: IntArray, seq_lens: IntArray
     ) -> AttentionMetadata:
-        num_reqs, block_size = len(rows), self._block_size
-        num_blocks = -(-seq_lens // block_size)
+        num_blocks = -(-seq_lens // self._block_size)
         assert (num_blocks <= self._num_blocks[rows]).all(), "a request has tokens beyond its blocks"
-        width = int(num_blocks.max())
-        block_table = self._blocks[rows, :width].astype(np.int64)
-        block_table[np.arange(width) >= num_blocks[:, None]] = 0
-        query_start_loc = np.zeros(num_reqs + 1, np.int64)
-        np.cumsum(scheduled, out=query_start_loc[1:])
-        num_tokens = int(query_start_loc[-1])
-        if num_tokens == num_reqs:
-            positions, request_of_token = computed, np.arange(num_reqs)
-        else:
-            positions = np.arange(num_tokens) + np.repeat(computed - query_start_loc[:-1], scheduled)
-            request_of_token = np.repeat(np.arange(num_reqs), scheduled)
-        block_index, offset = np.divmod(positions, block_size)
-        return AttentionMetadata(
-            num_actual_tokens=num_tokens,
-            num_reqs=num_reqs,
-            max_query_len=int(scheduled.max()),
-            max_seq_len=int(seq_lens.max()),
-            block_size=block_size,
-            query_start_loc_np=query_start_loc,
-            seq_lens_np=seq_lens,
-            slot_mapping_np=block_table[request_of_token, block_index] * block_size + offset,
-            block_table_np=block_table,
-            positions_np=positions,
-        )
+        block_table = self._blocks[rows, : int(num_blocks.max())].astype(np.int64)
+        return metadata_of_tables(computed, scheduled, block_table, self._block_size)
 
     def sampling_rows(self, rows: IntArray) -> list[SamplingRow]:
         states = [self._sampling[row] for row in rows.tolist()]
