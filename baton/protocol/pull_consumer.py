@@ -39,6 +39,7 @@ class _Fetch:
     is_void: bool = False  # They do not count, and end before any other may begin.
     to_start: tuple[Pair, ...] | None = None  # Then.
     completed_at: float | None = None
+    is_only_unproved: bool = False  # `give_up_at` is for that; before the deadline.
     held_until: float = -NEVER
     draining: bool = False
     sent_at: dict[int, float] = field(default_factory=dict)  # By sequence, until answered.
@@ -242,6 +243,10 @@ class PullConsumer:
             fetch.next_renew = min(fetch.next_renew, fetch.renewed_at + self._renew_every_s(fetch))
             if now >= fetch.next_renew:
                 effects.append(self._renew(fetch, now))
+            # A producer that lives answers one of so many questions; computing here is always right.
+            if now + self._timers.silence_s < fetch.give_up_at:
+                fetch.give_up_at = now + self._timers.silence_s
+                fetch.is_only_unproved = True
         return effects
 
     def _settle(self, fetch: _Fetch) -> list[ConsumerEffect]:
@@ -257,6 +262,8 @@ class PullConsumer:
         return completed_at < fetch.held_until
 
     def _overdue(self, fetch: _Fetch) -> str:
+        if fetch.is_only_unproved:
+            return f"the producer has not answered for {self._timers.silence_s:g} s"
         if fetch.early:
             waited_for = "reads of an older run"
         elif fetch.reading is None:
