@@ -288,7 +288,8 @@ def _floor(
     device = logits_RV.device
     best_RW = logits_RV.topk(width, dim=-1).values
     is_limited_R = torch.tensor([k < V for k in top_k], device=device)
-    kth_R = best_RW[torch.arange(R, device=device), torch.tensor([min(k, width) - 1 for k in top_k])]
+    kth = torch.tensor([min(k, width) - 1 for k in top_k], device=device)
+    kth_R = best_RW[torch.arange(R, device=device), kth]
     floor_R = torch.where(is_limited_R, torch.maximum(floor_R, kth_R), floor_R)
     if all(p >= 1 for p in top_p):
         return floor_R

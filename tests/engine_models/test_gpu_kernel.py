@@ -5,7 +5,8 @@
     whole models             on it         on the CPU                        skipped
     compiles for GPUs        yes           skipped (nothing is compiled)     yes
 
-All of it needs the triton package, which CPU builds of torch leave out.
+All of that needs the triton package, which CPU builds of torch leave out. What runs everywhere: that a step
+leaves nothing on another device.
 """
 
 import os
@@ -18,6 +19,7 @@ import torch
 
 from baton.engine.attention.cuda import CudaBackend, why_unavailable
 from baton.engine.checkpoint import load_model_config
+from baton.engine.forward_context import ForwardContext
 from baton.engine.models import decoder
 from tests.engine_models.attention_check import check_backend, shape_of
 
@@ -111,6 +113,33 @@ def test_whole_models_give_the_tokens_of_transformers(
         expected = reference(torch.tensor([prompt], device=device)).logits[0]
     torch.testing.assert_close(model.step([(prompt, 0, shuffled_blocks)]), expected, atol=1e-3, rtol=0)
     assert model.greedy(prompt, NUM_GREEDY, shuffled_blocks) == answer[0, len(prompt) :].tolist()
+
+
+class NoKernel(CudaBackend):
+    """All of it but the kernel, on torch's device without memory: it refuses to mix devices as a GPU does."""
+
+    def attend(self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: Any) -> torch.Tensor:
+        used = (q_TQD, cache_NHPC, plan.write_rows, plan.block_table, plan.tiles)
+        assert {tensor.device.type for tensor in used} == {"meta"}
+        return torch.empty_like(q_TQD).view(len(q_TQD), -1)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_nothing_of_a_step_is_left_on_another_device(
+    family: str,
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoint_of: Callable[[str], Path],
+    paged_model_type: Any,
+) -> None:
+    monkeypatch.setattr(decoder, "build_backend", NoKernel)
+    model = paged_model_type(load_model_config(checkpoint_of(family)), device="meta")
+    logits = model.step([([5] * 20, 0, [4, 9, 1]), ([7], 9, [2, 3])])
+    assert (logits.device.type, logits.shape) == ("meta", (21, 768))
+    warming_up = ForwardContext(kv_caches=model.kv_caches)
+    hidden = model.model(
+        torch.zeros(8, dtype=torch.int64, device="meta"), torch.arange(8, device="meta"), warming_up
+    )
+    assert hidden.device.type == "meta"
 
 
 @pytest.mark.slow
