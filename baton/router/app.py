@@ -30,6 +30,7 @@ from baton.router.fleet import Fleet, Prober, ProberDied
 from baton.router.incoming import Incoming
 from baton.router.introductions import Introducer
 from baton.router.legs import parse_body
+from baton.router.loans import LoanReturns
 from baton.router.metrics import RouterMetrics
 from baton.router.proxy import Proxy
 from baton.router.settings import RouterSettings
@@ -63,7 +64,8 @@ class Router:
         self._metrics = RouterMetrics(self.fleet)
         upstream = Upstream(self._client, self.fleet, self._metrics, settings)
         introducer = Introducer(self._client, settings.probe.timeout_s, pushes=settings.mode == "push")
-        self._proxy = Proxy(Dispatch(settings, self.fleet, upstream, self._metrics, introducer))
+        self._loans = LoanReturns(self._client, settings.probe.timeout_s)
+        self._proxy = Proxy(Dispatch(settings, self.fleet, upstream, self._metrics, introducer, self._loans))
         uses_introductions = settings.mode == "push" or settings.first_token
         self._prober = Prober(
             self.fleet, self._client, settings.probe, introducer.hear_healthy if uses_introductions else None
@@ -99,6 +101,7 @@ class Router:
             watch.cancel()
             with suppress(asyncio.CancelledError, ExceptionGroup):  # Heard of already, see `_hear_prober`.
                 await watch
+            await self._loans.close()
             await self._client.aclose()
 
     def _hear_prober(self, watch: asyncio.Task[None]) -> None:

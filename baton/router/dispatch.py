@@ -9,6 +9,7 @@ from baton.router.errors import LegFailure, RouterError
 from baton.router.fleet import Engine, Fleet
 from baton.router.incoming import Incoming
 from baton.router.introductions import Introducer
+from baton.router.loans import LoanReturns
 from baton.router.metrics import RouterMetrics
 from baton.router.policies import RoutedRequest
 from baton.router.settings import Role, RouterSettings
@@ -24,12 +25,14 @@ class Dispatch:
         upstream: Upstream,
         metrics: RouterMetrics,
         introducer: Introducer,
+        loans: LoanReturns,
     ) -> None:
         self.settings = settings
         self.fleet = fleet
         self.upstream = upstream
         self.metrics = metrics
         self.introducer = introducer
+        self.loans = loans
         self.turns = TurnTable()
         self._turn = 0
 

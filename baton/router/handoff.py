@@ -82,6 +82,7 @@ class Handoff:
         self._prefilled: Prefilled | None = None
         self._failures: dict[str, LegFailure] = {}  # The last one of each role.
         self._legs: list[PrefillLeg | DecodeLeg] = []
+        self._lent: tuple[Engine, Mapping[str, Any]] | None = None  # In pull; until a D has come for it.
 
     async def run(self) -> int:
         """Returns the status that the client got; raises RouterError if nothing was sent yet."""
@@ -98,6 +99,7 @@ class Handoff:
             await self._client.fail(error.message)
             return self._client.status
         finally:
+            self._give_back()
             await self._close_legs()
 
     async def _attempt(self, consumer: Engine) -> int | None:
@@ -137,6 +139,7 @@ class Handoff:
             return None
         if self._prefilled.ticket is not None and blames_params(answer):
             self._log_refusal(engine, "ticket", answer)
+            self._give_back()
             self._set_prefilled(Prefilled("local", "ticket_refused"))
             self._tried.remove(engine)  # Happens once: there is no ticket to refuse any more.
             return None
@@ -189,7 +192,9 @@ class Handoff:
             return None
         while (producer := self._choose_producer()) is not None:
             prefill = self._start_prefill(producer, new_transfer_id())
-            status = await self._take_prefill(prefill, await prefill.outcome)
+            outcome = await prefill.outcome
+            self._note_lent(producer, outcome)
+            status = await self._take_prefill(prefill, outcome)
             if status is not None or self._prefilled is not None:
                 return status
         if self._settings.on_prefill_failure == "fail":
@@ -243,6 +248,8 @@ class Handoff:
             self._prefilled = None
             return None
         assert self._prefilled is not None
+        if answer.status == 200:
+            self._lent = None  # This D has come for it.
         where = self._prefilled.where
         if answer.chunks is None:
             if self._client.has_started:
@@ -310,6 +317,20 @@ class Handoff:
         leg = DecodeLeg(self._dispatch.upstream, engine, request)
         self._legs.append(leg)
         return leg
+
+    def _note_lent(self, producer: Engine, outcome: PrefillOutcome | LegFailure) -> None:
+        self._give_back()
+        match outcome:
+            case Prefilled(ticket=ticket) if ticket is not None:
+                self._lent = (producer, ticket)
+            case FirstSaid(first=first) if first.params:
+                self._lent = (producer, first.params)
+
+    def _give_back(self) -> None:
+        """No D will come any more; of one that has come all the same, P takes nothing away."""
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            self._dispatch.loans.give_back(*lent)
 
     def _set_prefilled(self, prefilled: Prefilled) -> None:
         self._prefilled = prefilled

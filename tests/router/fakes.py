@@ -133,6 +133,8 @@ class FakeEngine:
     calls: list[Received] = field(default_factory=list)
     saw_disconnect: asyncio.Event = field(default_factory=asyncio.Event)
     was_called: asyncio.Event = field(default_factory=asyncio.Event)
+    taken_back: list[Any] = field(default_factory=list)
+    heard_of_loan: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -152,6 +154,11 @@ class FakeEngine:
             text = f"signed {self.num_introductions}" if self.can_push else None
             card = {"engine_id": self.introduces_as, "introduction": text, "kv_role": "kv_both"}
             await (call.answer(200, card) if self.introduces_as else call.answer(404, {}))
+            return
+        if scope["path"] == "/baton/take_back":
+            self.taken_back.append(call.received.body)
+            self.heard_of_loan.set()
+            await call.answer(202, {})
             return
         if scope["path"] == "/v1/models" and "x-request-id" not in headers:  # The router itself asks.
             cards = {"data": [{"id": "m", "owned_by": "vllm", "max_model_len": self.is_vllm_of}]}

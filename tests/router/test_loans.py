@@ -1,0 +1,104 @@
+"""What P has lent and nobody will come for: P hears of it, and only of that."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from baton.router.fleet import Engine
+from baton.router.loans import RETURNS_MAX, LoanReturns
+from tests.router.baton_fakes import baton, introduced, stream
+from tests.router.fakes import FakeEngine, answers, dead_url, dies, hangs, lends, responds, run, system
+
+TICKET = [{"baton_ticket": "signed"}]
+REFUSAL = {"error": {"message": "no", "param": "kv_transfer_params.baton_ticket"}}
+
+
+def lender() -> FakeEngine:
+    return FakeEngine(lends, introduces_as="p")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_that_leaves_before_d_has_answered(is_stream: bool) -> None:
+    async def main() -> None:
+        p, d = baton("p"), FakeEngine(hangs, introduces_as="d")
+        async with system([p], [d]) as s:
+            await introduced(s)
+            asking = asyncio.create_task(s.complete(stream=is_stream, max_tokens=3))
+            await d.was_called.wait()
+            asking.cancel()
+            await p.heard_of_loan.wait()
+            await d.saw_disconnect.wait()
+        assert p.taken_back == TICKET
+
+    run(main())
+
+
+def test_a_decode_engine_that_is_killed() -> None:
+    async def main() -> None:
+        p = lender()
+        async with system([p], [FakeEngine(dies)]) as s:
+            await introduced(s)
+            assert (await s.complete()).status_code == 502
+            await p.heard_of_loan.wait()
+        assert p.taken_back == TICKET
+
+    run(main())
+
+
+def test_a_ticket_that_d_refuses() -> None:
+    async def main() -> None:
+        async def refuses_tickets(call: Any) -> None:
+            await (responds(400, REFUSAL) if "kv_transfer_params" in call.received.body else answers)(call)
+
+        p, d = lender(), FakeEngine(refuses_tickets, introduces_as="d")
+        async with system([p], [d], first_token=True) as s:
+            await introduced(s)
+            assert (await s.complete()).status_code == 200
+            await p.heard_of_loan.wait()
+        assert p.taken_back == TICKET
+
+    run(main())
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_what_d_has_come_for_stays_lent(mode: str) -> None:
+    async def main() -> None:
+        p, d = baton("p"), baton("d")
+        async with system([p], [d], mode=mode) as s:
+            await introduced(s)
+            for is_stream in (True, False):
+                if is_stream:
+                    assert (await stream(s)).error is None
+                else:
+                    assert (await s.complete(max_tokens=3)).status_code == 200
+        assert p.taken_back == []
+
+    run(main())
+
+
+def test_an_engine_of_others_is_not_asked_for_what_it_does_not_know() -> None:
+    async def main() -> None:
+        p = FakeEngine(lends)
+        async with system([p], [FakeEngine(dies)]) as s:
+            await introduced(s)
+            assert (await s.complete()).status_code == 502
+        assert p.taken_back == []
+
+    run(main())
+
+
+def test_engines_that_do_not_listen_hold_nobody_up() -> None:
+    async def main() -> None:
+        async with httpx.AsyncClient(trust_env=False, verify=False) as client:
+            returns = LoanReturns(client, 30.0)
+            gone = Engine(dead_url(), "prefill", kind="baton")
+            for _ in range(2 * RETURNS_MAX):
+                returns.give_back(gone, {"baton_ticket": "signed"})
+            assert len(returns._under_way) == RETURNS_MAX
+            returns.give_back(gone, {})
+            await returns.close()
+            assert not returns._under_way
+
+    run(main())
