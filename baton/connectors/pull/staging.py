@@ -6,7 +6,8 @@
 One peer's reads have a few parts at most between them, so that a peer which hangs holds up nobody else's.
 
 Registered with the transports beside the cache, once, behind its regions. The operating system gives it pages
-when something is first written into it, so an engine whose peers look like itself pays with addresses only.
+when something is first written into it, so an engine whose peers look like itself pays with addresses only;
+on a GPU it pays with memory.
 """
 
 from __future__ import annotations
