@@ -1,15 +1,17 @@
 """With its only rank in the same process, a consumer reads as soon as it hears, in the middle of a step."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from baton.connectors.pull.metadata import EndReads, ReadBlocks
+from baton.connectors.pull.scheduler import boot_clock
 from baton.contract import KVConnectorMetadata
 from baton.core.config import EngineConfig
-from tests.connectors.pull_world import FakeBlocks, FakeRequest, engine_config
+from tests.connectors.pull_world import FakeBlocks, FakeRequest, Status, engine_config
 from tests.connectors.test_pull_over_real_wires import PATIENCE_S, Engine, lend
 
 OURS = [1, 2, 3, 8, 7, 6, 5, 4]
@@ -63,6 +65,30 @@ def test_a_prompt_arrives_in_the_middle_of_a_step(
     # Only a step makes it the request's.
     output = d.step_until(lambda output: bool(output.finished_recving))
     assert (output.finished_recving, output.invalid_block_ids) == ({"r"}, set())
+
+
+def test_the_lease_is_asked_for_in_the_middle_of_a_step_too(start: Callable[[EngineConfig], Busy]) -> None:
+    """In time only if what an effect leads to is sent at once: the next renewal is a minute away."""
+    timers = {"ttl_s": 300.0, "loan_max_s": 600.0}
+    extra = {"transports": ["local"], "timers": timers, "stream": "off"}
+    p, d = (start(engine_config(name, extra=extra, connector="BatonPushConnector")) for name in ("p", "d"))
+    introduction = p.scheduler.introduction()
+    params: dict[str, object] = {
+        "do_remote_prefill": True,
+        "remote_engine_id": "p",
+        "transfer_id": "t",
+        "baton_introduction": introduction,
+    }
+    prefill = FakeRequest("r", list(range(30)), {"do_remote_decode": True, "transfer_id": "t"})
+    p.scheduler.on_new_request(prefill)
+    ask(d, params)
+    prefill.num_computed_tokens, prefill.status = 30, Status.FINISHED_LENGTH_CAPPED
+    p.scheduler.request_finished(prefill, [9, 3, 4, 5, 0, 11, 12, 7])
+    consumer = d.scheduler.scheduler_half._agent._consumer  # type: ignore[attr-defined]
+    pause, patience = threading.Event(), time.monotonic() + PATIENCE_S
+    while not consumer.is_held(1, boot_clock()):
+        assert time.monotonic() < patience, "nobody asked for the lease"
+        pause.wait(0.01)
 
 
 def test_a_failure_is_still_a_steps_to_report(start: Callable[[EngineConfig], Busy]) -> None:

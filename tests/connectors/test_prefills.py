@@ -38,9 +38,6 @@ class FakeAgent:
     def prefill_failed(self, transfer_id: TransferId, reason: str, now: float) -> None:
         self.told.append(reason)
 
-    def is_wanted(self, transfer_id: TransferId) -> bool:
-        return True
-
 
 @pytest.fixture
 def agent() -> FakeAgent:
@@ -126,7 +123,6 @@ def test_lost_blocks_begin_a_new_run(prefills: Prefills, agent: FakeAgent, is_sa
 
 def test_a_layer_is_told_of_when_the_slowest_rank_has_it(prefills: Prefills, agent: FakeAgent) -> None:
     prefills.scheduled(1, first(4, 8, 3), 0.0)
-    assert prefills.are_wanted(1)
     prefills.layers_done(0, 1, 1, 0.0)
     prefills.layers_done(0, 1, 2, 0.0)
     assert agent.told == [4]

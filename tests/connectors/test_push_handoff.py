@@ -117,6 +117,30 @@ def test_each_layer_is_read_while_the_next_one_computes(world: PushWorld) -> Non
     world.assert_whole()
 
 
+def test_a_consumer_that_asks_when_the_only_step_has_begun_reads_along_too(world: PushWorld) -> None:
+    """Both legs leave the router at once, and one step computes all of a prompt that fits into it."""
+    p, d = pair(world, stream="layer")
+    tokens = tokens_of(2 * BLOCK)
+    d.follow("warm", tokens_of(BLOCK, 50), p, "warm")  # Introductions are over.
+    world.settle()
+    reads: list[int] = []
+
+    def read_along(layer: int) -> None:
+        if layer == 0:
+            d.admit(d.follow("r", tokens, p))
+        for _ in range(3):
+            world.wire.deliver()
+            d.step()
+        reads.append(world.network.reads)
+
+    p.on_layer = read_along
+    p.begin("r", tokens)
+    p.prefill_in_chunks("r", 2 * BLOCK)
+    assert reads == [1, 2], "a layer was not read before the next one"
+    assert_delivered(world, d, "r", tokens)
+    assert early_tokens(d) == [2 * BLOCK]
+
+
 def test_what_p_had_cached_is_read_before_it_computes_anything(world: PushWorld) -> None:
     p, d = pair(world)
     tokens = tokens_of(5 * BLOCK)

@@ -202,9 +202,6 @@ class PullAgent:
     def prefill_failed(self, transfer_id: TransferId, reason: str, now: float) -> None:
         self._carry_out(self._prefills.failed(transfer_id, reason, now), now)
 
-    def is_wanted(self, transfer_id: TransferId) -> bool:
-        return self._prefills.is_wanted(transfer_id)
-
     @property
     def num_open_loans(self) -> int:
         return self._producer.num_open

@@ -88,14 +88,15 @@ class ControlThread:
     def _run(self) -> None:
         while not self._closing:
             with self._lock:
+                self._agent.wake(self._clock())
+                has_effects = self._agent.has_effects
+            if has_effects:
+                self._on_effects()  # Which may have something to send, and soon.
+            with self._lock:
                 now = self._clock()
-                self._agent.wake(now)
                 outgoing = [(e, self._routes.get(e.target)) for e in self._agent.take_envelopes()]
                 self._sleeps_until = min(self._agent.next_deadline, now + SLEEP_MAX_S)
                 sleep_s = max(0.0, self._sleeps_until - now)
-                has_effects = self._agent.has_effects
-            if has_effects:
-                self._on_effects()
             for envelope, route in outgoing:
                 self._send(envelope, route)
             for received in self._channel.poll(sleep_s):

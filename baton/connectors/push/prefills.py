@@ -117,10 +117,6 @@ class Prefills:
             self._tell(prefill, self._num_filled(prefill, num_computed), now)
         return True
 
-    def are_wanted(self, step: int) -> bool:
-        """Somebody waits for a prompt that computes in this step."""
-        return any(self._agent.is_wanted(prefill.transfer_id) for _, prefill, _ in self._steps[step].reaches)
-
     def step_done(self, step: int, now: float) -> None:
         """Every rank has reported it."""
         if not self._steps:

@@ -106,15 +106,15 @@ class PushSchedulerHalf(PullSchedulerHalf):
             return metadata
         self._num_steps += 1
         step = self._num_steps
-        has_readers = False
         with self._streaming():
             if not self._prefills.scheduled(step, scheduler_output, self._clock()):
                 return metadata
-            has_readers = self._prefills.are_wanted(step)
         order = None
         if self._layer_reports is not None:
+            # Whether or not somebody waits for it yet: both legs of a request leave the router at once, and a
+            # step that computes a whole prompt has often begun when the consumer says what it wants.
             self._layer_reports.raise_if_dead()
-            order = self._layer_reports.order(step) if has_readers else None
+            order = self._layer_reports.order(step)
         return PushMetadata(metadata.orders, wants_report=True, step=step, layer_reports=order)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
