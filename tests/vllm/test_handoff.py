@@ -1,0 +1,103 @@
+"""One prefills, the other decodes, `baton route` is in front: the tokens are those of one vLLM engine."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.vllm.engines import Server, Site, completion
+from tests.vllm.prompts import NUM_TOKENS, Prompt, Single, chat_body, prompts
+
+MODES = ("pull", "push")
+CONCURRENCY = 16
+
+
+@pytest.fixture(scope="module", params=MODES)
+def router(request: pytest.FixtureRequest, site: Site, plain_pair: tuple[Server, Server]) -> Iterator[Server]:
+    with site.router(*plain_pair, request.param) as router:
+        yield router
+
+
+def test_every_prompt_is_answered_as_by_one_engine(
+    router: Server, plain_pair: tuple[Server, Server], single: Single
+) -> None:
+    """Whole answers; prefix hits and prompts that are sent again among them."""
+    asked = prompts()
+    _, d = plain_pair
+    num_transfers = d.metric("baton:kv_transfer_seconds_count")
+    for prompt in asked:
+        salt = {"cache_salt": router.name}  # The caches are full of what another mode has asked for.
+        assert router.tokens(prompt, **salt) == single.tokens(prompt), f"a prompt of {len(prompt)} tokens"
+    assert router.metric("baton:router_prefills_total", where="remote") == len(asked)
+    assert router.metric("baton:router_prefills_total", where="local") == 0
+    # Nor has D computed them in silence; but of some it had all there is.
+    d.wait_metric("baton:kv_transfer_seconds_count", lambda num: num >= num_transfers + 0.8 * len(asked))
+
+
+def test_streams_begin_with_the_first_token_of_p_and_are_one_engines(router: Server, single: Single) -> None:
+    asked = [prompt for prompt in prompts() if len(prompt) in (8, 129, 513, 1000, 3900)]
+    for prompt in asked:
+        body = completion(
+            prompt,
+            max_tokens=NUM_TOKENS,
+            cache_salt=f"{router.name} streams",
+            stream_options={"include_usage": True},
+        )
+        got = router.stream(body)
+        assert got.is_done
+        assert got.token_ids == single.tokens(prompt, NUM_TOKENS)
+        assert got.text == single.texts[prompt]
+        assert got.usage == single.usage[prompt]
+    # Not in push when D was quicker than P's answer; nobody disagrees.
+    said = {label: router.metric("baton:router_first_tokens_total", agreed=label) for label in AGREED}
+    assert said["no"] == 0
+    if router.client.get(f"{router.url}/fleet").json()["mode"] == "pull":
+        assert said["unasked"] == len(asked)
+
+
+AGREED = ("yes", "no", "unasked")
+
+
+def test_many_at_once_are_answered_as_by_one_engine(router: Server, single: Single) -> None:
+    asked = [prompt for prompt in prompts() if len(prompt) <= 1500]
+
+    def ask(prompt: Prompt) -> list[int]:
+        got = router.stream(completion(prompt, cache_salt=f"{router.name} at once"))
+        assert got.is_done, got
+        return got.token_ids
+
+    with ThreadPoolExecutor(CONCURRENCY) as threads:
+        answers = list(threads.map(ask, asked))
+    assert answers == [single.tokens(prompt) for prompt in asked]
+
+
+def test_a_chat_is_one_engines(router: Server, single: Single) -> None:
+    for fields in ({}, {"cache_salt": router.name}):
+        got = router.stream(chat_body(**fields), "/v1/chat/completions")
+        assert got.is_done
+        assert got.text == single.chat
+        roles = [c["delta"]["role"] for e in got.events for c in e["choices"] if c["delta"].get("role")]
+        assert roles == ["assistant"]
+
+
+def test_requests_that_need_one_engines_eye_are_left_to_d(router: Server, single: Single) -> None:
+    """Stop strings, seeds, logprobs: exact, without a first token from P."""
+    prompt = prompts()[11]
+    text = single.texts[prompt]
+    stop = text[len(text) // 2 :][:5]
+    before = [router.metric("baton:router_first_tokens_total", agreed=label) for label in AGREED]
+    stopped = router.stream(completion(prompt, max_tokens=NUM_TOKENS, stop=[stop]))
+    assert stopped.text == text[: text.index(stop)]
+    logprobs = router.stream(completion(prompt, logprobs=1))
+    assert logprobs.token_ids == single.tokens(prompt)
+    seeded = [router.stream(completion(prompt, temperature=0.8, seed=5)).token_ids for _ in range(2)]
+    assert seeded[0] == seeded[1]
+    assert before == [router.metric("baton:router_first_tokens_total", agreed=label) for label in AGREED]
+
+
+def test_what_clients_may_not_send_is_refused_by_the_router(router: Server) -> None:
+    """vLLM's connectors cannot refuse with a 4xx; the router in front of them does."""
+    for params in ({"do_remote_prefill": True}, {"baton_ticket": "x"}, [], "x"):
+        answer = router.complete(prompts()[0], params)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "kv_transfer_params"

@@ -1,0 +1,103 @@
+"""kill -9 of either engine amid handoffs: nobody waits for ever, no token is wrong, the other lives."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.vllm.engines import Server, Site, Streamed, VllmPlan, completion, transfer
+from tests.vllm.prompts import NUM_TOKENS, Prompt, Single, prompts
+
+P = VllmPlan("p-killed", transfer("BatonPushConnector", "kv_producer", "p-killed"), cores="0")
+D = VllmPlan("d-killed", transfer("BatonPushConnector", "kv_consumer", "d-killed"), cores="1")
+ASKED = [prompt for prompt in prompts() if 500 <= len(prompt) <= 3000]
+CONCURRENCY = 8
+ENDS_S = 120.0  # Every request has ended by then: twice the longest deadline, and the computing.
+
+
+def kill(server: Server) -> None:
+    """The whole engine at once, as the kernel does when a machine goes."""
+    os.killpg(server.child.pid, signal.SIGKILL)
+
+
+def ask_all(router: Server, salt: str, on_first: Callable[[], None]) -> dict[Prompt, Streamed]:
+    """All of ASKED; `on_first` runs once, when the second answer has said its first token."""
+    begun = threading.Semaphore(0)
+
+    def ask(prompt: Prompt) -> Streamed:
+        is_first = True
+
+        def tell(said: object) -> None:
+            nonlocal is_first
+            if is_first:
+                is_first = False
+                begun.release()
+
+        body = completion(prompt, max_tokens=NUM_TOKENS, cache_salt=salt)
+        return router.stream(body, on_event=tell)
+
+    with ThreadPoolExecutor(CONCURRENCY) as threads:
+        asked = {prompt: threads.submit(ask, prompt) for prompt in ASKED}
+        for _ in range(2):
+            assert begun.acquire(timeout=ENDS_S)
+        on_first()
+        return {prompt: future.result(timeout=ENDS_S) for prompt, future in asked.items()}
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_killed_prefill_engine_costs_no_answer(site: Site, single: Single, mode: str) -> None:
+    servers = site.cast("restarts", P, D)
+    p, d = servers[P.name], servers[D.name]
+    with site.router(p, d, mode) as router:
+        answers = ask_all(router, f"P dies in {mode}", lambda: kill(p))
+        for prompt, got in answers.items():
+            assert got.is_done
+            assert got.error is None, f"a prompt of {len(prompt)} tokens: {got.error}"
+            assert got.token_ids == single.tokens(prompt, NUM_TOKENS), f"a prompt of {len(prompt)} tokens"
+        assert router.metric("baton:router_prefills_total", where="local") > 0
+        assert d.is_healthy()
+        assert router.tokens(ASKED[0], cache_salt="alone") == single.tokens(ASKED[0])
+    site.dismiss(P.name)
+
+
+def test_a_prefill_engine_that_is_back_is_read_from_again(site: Site, single: Single) -> None:
+    """Under its name; D has known its predecessor. And tickets of that are good for nothing."""
+    servers = site.cast("restarts", P, D)
+    p, d = servers[P.name], servers[D.name]
+    before = d.metric("baton:kv_transfer_seconds_count")
+    for mode in ("pull", "push"):
+        with site.router(p, d, mode) as router:
+            for prompt in ASKED[:3]:
+                assert router.tokens(prompt, cache_salt=f"back in {mode}") == single.tokens(prompt)
+            assert router.metric("baton:router_prefills_total", where="local") == 0
+    d.wait_metric("baton:kv_transfer_seconds_count", lambda count: count >= before + 6)
+
+
+def test_a_killed_decode_engine_ends_its_answers_clearly_and_p_lives(site: Site, single: Single) -> None:
+    servers = site.cast("restarts", P, D)
+    p, d = servers[P.name], servers[D.name]
+    with site.router(p, d, "push") as router:
+        answers = ask_all(router, "D dies", lambda: kill(d))
+        num_failed = 0
+        for prompt, got in answers.items():
+            expected = single.tokens(prompt, NUM_TOKENS)
+            assert got.token_ids == expected[: len(got.token_ids)], "what was said before is right"
+            assert got.broke is None
+            if got.error is None:
+                assert got.token_ids == expected
+            else:
+                num_failed += 1
+                assert got.error["type"] in ("upstream_error", "unavailable_error", "timeout_error")
+        assert num_failed > 0
+        refused = router.complete(ASKED[0])
+        assert refused.status_code in (502, 503)
+    assert p.is_healthy()
+    # Nobody renews what was lent to the dead: it comes back by itself.
+    p.wait_metric("vllm:kv_cache_usage_perc", lambda usage: usage < 0.01)
+    assert p.tokens(ASKED[0], cache_salt="after") == single.tokens(ASKED[0])
+    site.dismiss(D.name)
+    d = site.cast("restarts", P, D)[D.name]
+    assert d.tokens(ASKED[1], p.prefill(ASKED[1])) == single.tokens(ASKED[1])
