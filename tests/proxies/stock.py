@@ -18,7 +18,7 @@ from tests.proxies.upstream import StockProxies
 START_S = 60.0
 WAIT_S = 60.0
 
-Answer = Callable[[list[int]], list[int]]  # A single engine's tokens for a prompt.
+Answer = Callable[[Sequence[int]], list[int]]  # A single engine's tokens for a prompt.
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,16 @@ class ProxyStarter:
         return Proxy(url, self._client)
 
 
-def check_tokens(proxy: Proxy, prompts: Sequence[list[int]], answer: Answer) -> None:
+def check_tokens(proxy: Proxy, prompts: Sequence[Sequence[int]], answer: Answer, **fields: Any) -> None:
     """One after the other: the tokens are a single engine's."""
     for prompt in prompts:
-        assert proxy.complete(prompt) == answer(prompt), f"a prompt of {len(prompt)} tokens"
+        assert proxy.complete(prompt, **fields) == answer(prompt), f"a prompt of {len(prompt)} tokens"
 
 
-def check_tokens_of_many(proxy: Proxy, prompts: Sequence[list[int]], answer: Answer) -> None:
+def check_tokens_of_many(
+    proxy: Proxy, prompts: Sequence[Sequence[int]], answer: Answer, **fields: Any
+) -> None:
     """... and all at once."""
     expected = [answer(prompt) for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as threads:
-        assert list(threads.map(proxy.complete, prompts)) == expected
+        assert list(threads.map(lambda prompt: proxy.complete(prompt, **fields), prompts)) == expected

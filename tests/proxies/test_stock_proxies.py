@@ -1,7 +1,7 @@
 """vLLM's stock proxies, unmodified, in front of `baton serve`: the tokens are those of a single engine."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -50,9 +50,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answer(model: Path) -> Iterator[Answer]:
     with LLM(EngineConfig(model_config=load_model_config(model))) as llm:
 
-        def answer_of(prompt: list[int]) -> list[int]:
+        def answer_of(prompt: Sequence[int]) -> list[int]:
             params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-            return llm.generate([prompt], params)[0].token_ids
+            return llm.generate([list(prompt)], params)[0].token_ids
 
         yield answer_of
 
