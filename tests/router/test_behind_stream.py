@@ -1,0 +1,133 @@
+"""D's stream behind a token that P has said: right however the bytes are cut."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.router.behind_stream import BehindSieve, OverlapReader
+from baton.router.said_token import SaidToken, read_said
+from baton.router.sse import EventCutter
+from tests.router.baton_fakes import event
+
+OPENING = event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+DONE = b"data: [DONE]\n\n"
+USAGE = {"prompt_tokens": 6, "completion_tokens": 2, "total_tokens": 8}
+
+
+def said(text: str = "Hi", *, is_chat: bool = False) -> SaidToken:
+    return SaidToken({}, is_chat, text, 7, [1, 2], None, None)
+
+
+def text_event(text: str, finish: str | None = None, **fields: Any) -> bytes:
+    return event({"choices": [{"index": 0, "text": text, "finish_reason": finish, **fields}]})
+
+
+def chat_event(text: str | None, finish: str | None = None) -> bytes:
+    return event({"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish}]})
+
+
+def overlap(stream: bytes, *, cut: int = 0, is_chat: bool = False) -> tuple[bool | None, bytes]:
+    reader = OverlapReader(said(is_chat=is_chat))
+    pieces = [stream[:cut], stream[cut:]]
+    for number, piece in enumerate(pieces):
+        agrees = reader.push(piece)
+        if agrees is not None:
+            return agrees, reader.rest + b"".join(pieces[number + 1 :])
+    return None, b""
+
+
+@given(cut=st.integers(0, 200))
+def test_what_both_have_said_is_said_once_wherever_the_stream_is_cut(cut: int) -> None:
+    rest = text_event("!", "length") + DONE
+    assert overlap(b": hello\n\n" + text_event("Hi") + rest, cut=cut) == (True, rest)
+    chat_rest = chat_event("!", "length") + DONE
+    assert overlap(OPENING + chat_event("Hi") + chat_rest, cut=cut, is_chat=True) == (True, chat_rest)
+
+
+def test_a_text_that_comes_in_parts_or_together_with_the_next_is_one_text() -> None:
+    rest = text_event("!", "length") + DONE
+    assert overlap(text_event("") + text_event("H") + text_event("i") + rest) == (True, rest)
+    agrees, left = overlap(text_event("Hi!", token_ids=[7, 8], prompt_token_ids=[1, 2]) + rest)
+    assert agrees
+    assert msgspec.json.decode(left.split(b"\n\n")[0].removeprefix(b"data: "))["choices"] == [
+        {"index": 0, "text": "!", "finish_reason": None, "token_ids": [8]}
+    ]
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        text_event("Ho"),
+        text_event("H") + text_event("o"),
+        text_event("Hi", "stop"),  # D ends where P goes on.
+        text_event("H", "stop"),
+        text_event("Hi", token_ids=[8]),  # The same text, another token.
+        DONE,
+        event({"error": {"message": "no"}}),
+        event({"choices": []}),
+        event({"choices": [{"text": 5}]}),
+        event([]),
+        b"data: {\n\n",
+    ],
+)
+def test_whatever_else_d_says_is_another_answer(stream: bytes) -> None:
+    assert overlap(stream + text_event("!") + DONE)[0] is False
+
+
+def test_an_end_in_the_event_of_the_second_token_is_passed_on() -> None:
+    agrees, left = overlap(text_event("Hi!", "stop") + DONE)
+    assert agrees
+    assert b'"stop"' in left
+    assert left.endswith(DONE)
+
+
+@given(cuts=st.lists(st.integers(0, 400), max_size=4))
+def test_the_rest_of_a_chat_has_no_second_opening_and_the_counts_of_one_answer(cuts: list[int]) -> None:
+    stream = (
+        OPENING + chat_event("!") + chat_event("", "length") + event({"choices": [], "usage": USAGE}) + DONE
+    )
+    sieve, cutter, told = BehindSieve(), EventCutter(), b""
+    for begin, end in zip([0, *sorted(cuts)], [*sorted(cuts), len(stream)], strict=True):
+        told += sieve.events(cutter.push(stream[begin:end]))
+    assert b"assistant" not in told
+    events = [part.removeprefix(b"data: ") for part in told.split(b"\n\n") if part]
+    assert events[-1] == b"[DONE]"
+    assert msgspec.json.decode(events[-2])["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 3,
+        "total_tokens": 8,
+    }
+    assert [msgspec.json.decode(e)["choices"][0]["delta"]["content"] for e in events[:2]] == ["!", ""]
+
+
+def test_text_about_usage_is_text() -> None:
+    sieve = BehindSieve()
+    told = sieve.events(text_event('the "usage" of it') + DONE)
+    assert told == sieve.events(text_event('the "usage" of it') + DONE) or b"usage" in told
+    assert b'the \\"usage\\" of it' in told
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"choices": []},
+        {"choices": [{"text": "a"}, {"text": "b"}]},
+        {"choices": [{"text": "a", "token_ids": [1, 2], "prompt_token_ids": [1]}]},
+        {"choices": [{"text": "a", "token_ids": [True], "prompt_token_ids": [1]}]},
+        {"choices": [{"text": "a", "token_ids": ["1"], "prompt_token_ids": [1]}]},
+        {"choices": [{"text": "a", "token_ids": [1], "prompt_token_ids": []}]},
+        {"choices": [{"text": "a", "token_ids": [1], "prompt_token_ids": [-1]}]},
+        {"choices": [{"text": None, "token_ids": [1], "prompt_token_ids": [1]}]},
+        {"choices": [{"text": "a", "token_ids": [1], "prompt_token_ids": [1], "finish_reason": "abort"}]},
+        {"choices": [{"text": "a", "token_ids": [1], "prompt_token_ids": [1], "finish_reason": None}]},
+    ],
+    ids=str,
+)
+def test_an_answer_of_p_that_does_not_hold_one_token_is_not_gone_behind(change: dict[str, Any]) -> None:
+    body = {"prompt": "x", "stream": True, "max_tokens": 4}
+    good = {"text": "a", "token_ids": [1], "prompt_token_ids": [1], "finish_reason": "length"}
+    assert read_said({"choices": [good]}, body, is_chat=False, max_model_len=9) is not None
+    assert read_said(change, body, is_chat=False, max_model_len=9) is None
