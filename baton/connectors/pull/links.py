@@ -136,6 +136,13 @@ class PeerLinks:
             return ended
 
     @property
+    def num_moving(self) -> int:
+        """Operations that move bytes at this moment. Never blocks."""
+        with self._changed:
+            self._operations.collect()
+            return self._operations.num_running
+
+    @property
     def num_open(self) -> int:
         """Reads whose end has not been taken."""
         with self._changed:

@@ -50,6 +50,11 @@ class Operations:
         read.num_running += 1
         return op
 
+    @property
+    def num_running(self) -> int:
+        """That have been posted, and whose end has not been seen."""
+        return len(self._running)
+
     def collect(self) -> None:
         for name, transport in self._transports.items():
             if name not in self._watched:
