@@ -45,8 +45,12 @@ def ask(
     *,
     max_tokens: int,
     kv_transfer_params: dict[str, Any] | None = None,
+    timeout_s: float | None = None,
 ) -> Answer:
-    """Greedy, and never ended by a stop token. Raises AskingError."""
+    """Greedy, and never ended by a stop token. Raises AskingError.
+
+    `timeout_s`: for each piece of the answer; None: as the client has it.
+    """
     body: dict[str, Any] = {
         "prompt": list(prompt),
         "max_tokens": max_tokens,
@@ -61,7 +65,8 @@ def ask(
     arrived_s: list[float] = []
     sent_at = time.monotonic()
     try:
-        with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+        timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else httpx.Timeout(timeout_s)
+        with client.stream("POST", f"{url}/v1/completions", json=body, timeout=timeout) as response:
             if response.status_code != 200:
                 raise AskingError(f"{url} answered {response.status_code}: {response.read().decode()[:500]}")
             for event in _events(response):

@@ -19,6 +19,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -59,6 +60,7 @@ class Row:
     gb_per_s: float
     limit: str
     limit_gb_per_s: float
+    cpu_s_per_gb: float = 0.0  # Of both processes; the kernel counts in steps of 10 ms.
 
     @property
     def ratio(self) -> float:
@@ -101,7 +103,7 @@ def run(total_bytes: int = TOTAL_BYTES, repeats: int = REPEATS) -> list[Row]:
     our_cpu, their_cpu = cpus[0], cpus[-1]
     os.sched_setaffinity(0, {our_cpu})
     try:
-        with _producer(total_bytes, their_cpu) as pipe, contextlib.ExitStack() as opened:
+        with _producer(total_bytes, their_cpu) as (pipe, pid), contextlib.ExitStack() as opened:
             endpoints, stream_port = pipe.recv()
             memory = np.zeros(total_bytes, dtype=np.uint8)
             limits = {
@@ -116,9 +118,9 @@ def run(total_bytes: int = TOTAL_BYTES, repeats: int = REPEATS) -> list[Row]:
             rows: list[Row] = []
             for block_bytes in BLOCK_SIZES:
                 moves = {**limits, **{name: read(block_bytes) for name, read in readers.items()}}
-                speeds = _median_gb_per_s(moves, memory.nbytes, repeats)
+                speeds, costs = _measure(moves, memory.nbytes, repeats, pid)
                 rows += [
-                    Row(name, block_bytes, speeds[name], LIMITS[name], speeds[LIMITS[name]])
+                    Row(name, block_bytes, speeds[name], LIMITS[name], speeds[LIMITS[name]], costs[name])
                     for name in readers
                 ]
             return sorted(rows, key=lambda row: list(LIMITS).index(row.transport))
@@ -218,27 +220,43 @@ def _stream(port: int, memory: NDArray[np.uint8]) -> Iterator[Callable[[], None]
         yield receive
 
 
-def _median_gb_per_s(moves: dict[str, Callable[[], None]], nbytes: int, repeats: int) -> dict[str, float]:
+def _measure(
+    moves: dict[str, Callable[[], None]], nbytes: int, repeats: int, producer_pid: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """By name: GB/s (median), and CPU seconds of both processes per GB (mean)."""
+    producer = psutil.Process(producer_pid)
+
+    def cpu_s() -> float:
+        return float(time.process_time() + sum(producer.cpu_times()[:2]))
+
     for move in moves.values():
         move()  # Warm: pages, caches, connections.
     speeds: dict[str, list[float]] = {name: [] for name in moves}
+    costs = dict.fromkeys(moves, 0.0)
     for _ in range(repeats):
         for name, move in moves.items():
-            start = time.perf_counter()
+            cpu_before_s, start = cpu_s(), time.perf_counter()
             move()
             speeds[name].append(nbytes / (time.perf_counter() - start) / 1e9)
-    return {name: statistics.median(measured) for name, measured in speeds.items()}
+            costs[name] += cpu_s() - cpu_before_s
+    gigabytes = repeats * nbytes / 1e9
+    return (
+        {name: statistics.median(measured) for name, measured in speeds.items()},
+        {name: cost / gigabytes for name, cost in costs.items()},
+    )
 
 
 @contextmanager
-def _producer(total_bytes: int, cpu: int) -> Iterator[Connection]:
+def _producer(total_bytes: int, cpu: int) -> Iterator[tuple[Connection, int]]:
+    """The pipe to it, and its process id."""
     spawn = get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=_produce, args=(theirs, total_bytes, cpu), daemon=True)
     process.start()
     theirs.close()
     try:
-        yield ours
+        assert process.pid is not None
+        yield ours, process.pid
         ours.send("done")
         process.join(TIMEOUT_S)
     finally:

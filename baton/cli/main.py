@@ -22,6 +22,7 @@ COMMANDS = {
     "doctor": "baton.cli.doctor",
     "model": "baton.cli.model",
     "sim": "baton.cli.sim",
+    "bench": "baton.bench.command",  # By name only: benchmarks are above the commands.
 }
 
 _COMPLETION_OPTIONS = ("install_completion", "show_completion")

