@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 PATH = "/baton/introduction"
 MODELS_PATH = "/v1/models"
-ASKING = {"prompt": [1], "max_tokens": 1, "temperature": 0, PARAMS: {"baton_introduce": True}}
+ASKING = {"prompt": [1], "max_tokens": 1, "temperature": 0}  # A vLLM's connector is reached by requests only.
 
 
 class _Model(msgspec.Struct):
@@ -94,7 +94,8 @@ class Introducer:
         engine.introduction = introduction
 
     async def _ask_connector(self, engine: Engine) -> Introduction | None:
-        answer = await self._client.post(f"{engine.url}/v1/completions", json=ASKING, timeout=None)
+        asking = {**ASKING, PARAMS: {"baton_introduce": True}}
+        answer = await self._client.post(f"{engine.url}/v1/completions", json=asking, timeout=None)
         said = _decode(answer, _Answer) if answer.status_code == 200 else None
         params = said.kv_transfer_params if said is not None else None
         if params is None or params.remote_engine_id is None or params.baton_introduction is None:

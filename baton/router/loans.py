@@ -1,7 +1,8 @@
 """Tells a prefill engine that nobody will come for what it has lent: its client has gone, say.
 
 Best effort, beside the requests: an engine that does not hear of it takes its blocks back when their time is
-up, and one whose blocks have been claimed meanwhile lends them on. Only engines of Baton are told.
+up, and one whose blocks have been claimed meanwhile lends them on. A vLLM, whose server has no page of ours,
+is told by a request of one token.
 """
 
 import asyncio
@@ -13,10 +14,13 @@ import httpx
 import msgspec
 
 from baton.router.fleet import Engine
+from baton.router.introductions import ASKING
+from baton.router.legs import PARAMS
 
 logger = logging.getLogger(__name__)
 
 PATH = "/baton/take_back"
+VLLM_PATH = "/v1/completions"
 RETURNS_MAX = 256  # At once; beyond that time does it.
 
 
@@ -30,7 +34,7 @@ class LoanReturns:
 
     def give_back(self, engine: Engine, params: Mapping[str, Any]) -> None:
         """Returns at once. `params`: the `kv_transfer_params` of the engine's answer."""
-        if engine.kind != "baton" or "baton_ticket" not in params or len(self._under_way) >= RETURNS_MAX:
+        if engine.kind is None or "baton_ticket" not in params or len(self._under_way) >= RETURNS_MAX:
             return
         task = asyncio.create_task(
             self._tell(engine, params["baton_ticket"]), name=f"loan back to {engine.url}"
@@ -44,11 +48,14 @@ class LoanReturns:
         await asyncio.gather(*self._under_way, return_exceptions=True)
 
     async def _tell(self, engine: Engine, ticket: Any) -> None:
+        path, body = PATH, {"baton_ticket": ticket}
+        if engine.kind == "vllm":
+            path, body = VLLM_PATH, {**ASKING, PARAMS: {"baton_take_back": ticket}}
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._client.post(
-                    engine.url + PATH,
-                    content=msgspec.json.encode({"baton_ticket": ticket}),
+                    engine.url + path,
+                    content=msgspec.json.encode(body),
                     headers={"content-type": "application/json"},
                     timeout=None,  # Ours, over all of it.
                 )

@@ -3,9 +3,10 @@
 lent blocks     held by references of our own (`lent_blocks`), not by keeping the request alive
 received ids    only those that vLLM waits for: it takes an unknown one for its own fault, and ends
 a dead thread   ends what is under way, one request after the other; prompts are computed here from then on
-introductions   asked for by a request: vLLM's server has no other way to its scheduler
+routers         ask by a request: vLLM's server has no other way to its scheduler
 
 {"baton_introduce": true} --> {"baton_introduction": "..."}     kv_transfer_params of request and answer
+{"baton_take_back": "the ticket of a loan that nobody will come for"}
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from baton.connectors.pull.metadata import PullMetadata
 from baton.connectors.pull.scheduler import ControlPort, PullSchedulerHalf, boot_clock
 from baton.connectors.push.scheduler import PushSchedulerHalf
 from baton.contract import ConnectorDead, KVConnectorMetadata, KVConnectorOutput, host
+from baton.core.errors import BadTransferParams
 from baton.core.ids import Epoch
 from baton.vllm_plugin.lent_blocks import LentBlocks
 
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 INTRODUCE = "baton_introduce"
 INTRODUCTION = "baton_introduction"
+TAKE_BACK = "baton_take_back"
 
 
 class VllmPullSchedulerHalf(PullSchedulerHalf):
@@ -75,6 +78,8 @@ class VllmPullSchedulerHalf(PullSchedulerHalf):
             if introduction is not None:
                 engine_id = self._identity.engine_id
                 params = {"remote_engine_id": engine_id, INTRODUCTION: introduction}
+        if isinstance(wanted, dict) and (ticket := wanted.get(TAKE_BACK)) is not None:
+            self._take_back(ticket)
         return False, params
 
     # --- Step ----------------------------------------------------------------------------------
@@ -105,6 +110,12 @@ class VllmPullSchedulerHalf(PullSchedulerHalf):
         return super().has_pending_block_frees() or self._lent_blocks.num_released > num_released
 
     # --- Parts ---------------------------------------------------------------------------------
+
+    def _take_back(self, ticket: Any) -> None:
+        try:
+            self.take_back({"baton_ticket": ticket})
+        except BadTransferParams as error:
+            logger.warning("a loan was not taken back: %s", error)
 
     def _retire(self, error: ConnectorDead) -> None:
         """Nobody renews leases or hears of peers any more: end what depends on it."""

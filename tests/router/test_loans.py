@@ -10,6 +10,7 @@ from baton.router.fleet import Engine
 from baton.router.loans import RETURNS_MAX, LoanReturns
 from tests.router.baton_fakes import baton, introduced, stream
 from tests.router.fakes import FakeEngine, answers, dead_url, dies, hangs, lends, responds, run, system
+from tests.router.vllm_fakes import vllm
 
 TICKET = [{"baton_ticket": "signed"}]
 REFUSAL = {"error": {"message": "no", "param": "kv_transfer_params.baton_ticket"}}
@@ -85,6 +86,26 @@ def test_an_engine_of_others_is_not_asked_for_what_it_does_not_know() -> None:
             await introduced(s)
             assert (await s.complete()).status_code == 502
         assert p.taken_back == []
+
+    run(main())
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_vllm_is_told_by_a_request(stops: bool) -> None:
+    """When no D answers, and when P's token turns out to be the last."""
+
+    async def main() -> None:
+        p = vllm(tokens=(), stops=True, lends_always=True) if stops else vllm()
+        d = vllm()
+        if not stops:
+            d.respond = dies
+        async with system([p], [d]) as s:
+            await introduced(s)
+            got = await stream(s)
+            assert (got.error is None) is stops
+            while not p.taken_back:
+                await s.client.get("/fleet")
+        assert p.taken_back == ["signed"]
 
     run(main())
 

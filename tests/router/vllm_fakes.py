@@ -22,6 +22,7 @@ class VllmSpeaker:
     tokens: Sequence[int] = TOKENS
     stops: bool = False  # Behind the last of them, by itself.
     lends: bool = True
+    lends_always: bool = False  # Even if the first token ends the answer.
     introduces: bool = False  # Asked by the router, once for each process.
     gate: asyncio.Event | None = None  # Before it says anything.
     rest_gate: asyncio.Event | None = None  # Behind its own first token.
@@ -38,6 +39,10 @@ class VllmSpeaker:
         if "baton_introduce" in params:
             card = {"remote_engine_id": "v", "baton_introduction": f"signed {len(self.legs)}"}
             await call.answer(200, {"choices": [], "kv_transfer_params": card if self.introduces else None})
+            return
+        if (ticket := params.get("baton_take_back")) is not None:
+            call.engine.taken_back.append(ticket)
+            await call.answer(200, {"choices": []})
             return
         self.legs.append(body)
         if self.gate is not None and not await opened(self.gate, call):
@@ -76,7 +81,8 @@ class VllmSpeaker:
             choice |= {"text": text, "prompt_token_ids": ids if wants_ids else None}
         choice["token_ids"] = said if wants_ids else None
         params = body.get("kv_transfer_params") or {}
-        lent = TICKET if params.get("do_remote_decode") and self.lends and reason == "length" else None
+        lends = self.lends and (reason == "length" or self.lends_always)
+        lent = TICKET if params.get("do_remote_decode") and lends else None
         await call.answer(200, {**answer, "choices": [choice], "kv_transfer_params": lent})
 
     async def _stream(
