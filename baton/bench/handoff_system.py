@@ -13,7 +13,7 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,10 @@ class Neighbours:
         """CPU seconds since boot: (of everybody, idling too; of others, working)."""
         times = psutil.cpu_times()
         all_s = sum(times) - times.guest - times.guest_nice  # Those are in `user` and `nice` as well.
-        ours_s = sum(sum(process.cpu_times()[:2]) for process in self._tree)
+        ours_s = 0.0
+        for process in self._tree:
+            with suppress(psutil.NoSuchProcess):  # Whoever asks it for something will find out.
+                ours_s += sum(process.cpu_times()[:2])
         return all_s, all_s - times.idle - times.iowait - ours_s
 
 
