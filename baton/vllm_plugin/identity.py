@@ -15,6 +15,9 @@ from baton.core.layout import ModelFingerprint
 from baton.vllm_plugin.fingerprint import fingerprint_of, kv_dtype
 from baton.vllm_plugin.settings import PluginSettings
 
+_KEEP_PART = frozenset({"RSWASpec", "HiddenStateCacheSpec"})
+"""Kinds of caches that vLLM derives from whole ones, and that are none."""
+
 
 def identity_of(
     vllm_config: Any,
@@ -134,3 +137,13 @@ def check_groups(kv_cache_config: Any) -> None:
             "impossible (layers that keep a state instead of a cache)",
             field="scheduler_config.disable_hybrid_kv_cache_manager",
         )
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        for of_layer in getattr(spec, "kv_cache_specs", {"": spec}).values():
+            kinds = {kind.__name__ for kind in type(of_layer).__mro__}
+            if "FullAttentionSpec" not in kinds or kinds & _KEEP_PART:
+                raise ConfigError(
+                    f"vLLM keeps no whole prompt for its layers ({type(of_layer).__name__}): blocks that "
+                    "have left a window are given away, and states are no cache of tokens",
+                    field="model",
+                )

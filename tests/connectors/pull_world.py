@@ -302,6 +302,9 @@ class Engine:
         taken, self.free_blocks = self.free_blocks[:count], self.free_blocks[count:]
         return taken
 
+    def give_back(self, block_ids: Sequence[int]) -> None:
+        self.free_blocks += block_ids
+
     def compute(self, tokens: Sequence[int], block_ids: Sequence[int]) -> None:
         """Write the KV of these tokens, the same on whatever engine."""
         for rank, worker in enumerate(self.workers):
@@ -344,7 +347,7 @@ class Engine:
         if delay_free:
             self.lent[request_id] = block_ids
         else:
-            self.free_blocks += block_ids
+            self.give_back(block_ids)
         return answer
 
     # --- D -------------------------------------------------------------------------------------
@@ -396,7 +399,7 @@ class Engine:
         self.half.update_state_after_alloc(request, FakeBlocks(block_ids), 0)  # Scheduled after its load.
         request.status = Status.FINISHED_STOPPED
         assert self.half.request_finished(request, block_ids) == (False, None)
-        self.free_blocks += block_ids
+        self.give_back(block_ids)
 
     def read_out(self, request: FakeRequest) -> Outcome:
         """How the load ended; the request ends with it."""
@@ -447,14 +450,14 @@ class Engine:
         self.half.update_connector_output(output)
         for request_id in output.finished_recving or ():
             if request_id in self.held:
-                self.free_blocks += self.held.pop(request_id)
+                self.give_back(self.held.pop(request_id))
                 continue
             parked = self.parked.pop(request_id)  # Unknown ids kill a real host: so they do here.
             bad = [index for index, block_id in enumerate(parked.block_ids) if block_id in invalid]
             valid = min(bad) * BLOCK if bad else parked.num_local + parked.num_external
             self.outcomes[request_id] = Outcome(parked.block_ids, valid)
         for request_id in output.finished_sending or ():
-            self.free_blocks += self.lent.pop(request_id)
+            self.give_back(self.lent.pop(request_id))
 
     # --- Ends ----------------------------------------------------------------------------------
 

@@ -1,0 +1,139 @@
+"""What vLLM's own ways ask of the scheduler half, beyond what every host does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from baton.contract import ConnectorDead, KVConnectorOutput
+from baton.core.errors import ConfigError
+from baton.core.ids import Epoch, LoanId
+from baton.vllm_plugin.lent_blocks import LentBlocks
+from baton.vllm_plugin.scheduler_half import INTRODUCE
+from tests.connectors.pull_world import FakeBlocks, FakeRequest, Status
+from tests.vllm_plugin.world import VllmEngine, VllmWorld
+
+TOKENS = list(range(10, 21))
+
+
+@pytest.fixture
+def world() -> Iterator[VllmWorld]:
+    world = VllmWorld()
+    yield world
+    world.close()
+
+
+def engine(world: VllmWorld, name: str) -> VllmEngine:
+    made = world.engine(name)
+    assert isinstance(made, VllmEngine)
+    return made
+
+
+# --- Lent blocks -------------------------------------------------------------------------------------
+
+
+def test_a_lent_request_ends_at_once_and_its_blocks_stay(world: VllmWorld) -> None:
+    p = engine(world, "p")
+    p.prefill("r", TOKENS)
+    [held] = p.lent.values()
+    assert [p.pool.blocks[block_id].ref_cnt for block_id in held] == [1] * len(held)
+    assert not set(held) & set(p.free_blocks)
+    assert not p.half.has_pending_push_work(), "an engine that only lends has nothing to step for"
+
+
+def test_two_requests_of_one_name_are_lent_apart(world: VllmWorld) -> None:
+    p, d = engine(world, "p"), engine(world, "d")
+    first, second = p.prefill("r", TOKENS), p.prefill("r", TOKENS[::-1])
+    request = d.fetch("x", TOKENS[::-1], second)
+    world.settle()
+    assert d.holds(TOKENS[::-1], d.read_out(request).block_ids)
+    assert p.half.num_open_loans == 1
+    request = d.fetch("y", TOKENS, first)
+    world.settle()
+    assert d.holds(TOKENS, d.read_out(request).block_ids)
+    world.assert_whole()
+
+
+def test_an_allocation_that_fails_finds_the_blocks_of_loans_that_have_ended(world: VllmWorld) -> None:
+    p = engine(world, "p")
+    p.prefill("r", TOKENS)
+    assert not p.half.has_pending_block_frees()
+    world.now += 100
+    p.half._agent.wake(world.now)  # As the control thread does.
+    num_free = len(p.free_blocks)
+    assert p.half.has_pending_block_frees()
+    assert len(p.free_blocks) > num_free
+    assert not p.half.has_pending_block_frees(), "or vLLM would wait for ever instead of preempting"
+
+
+def test_blocks_that_were_never_held_are_not_given_back() -> None:
+    lent = LentBlocks()
+    lent.release(LoanId(Epoch(1), 1))
+    assert len(lent) == 0
+
+
+def test_a_pool_that_we_do_not_know_is_refused_at_start() -> None:
+    with pytest.raises(ConfigError, match="has no blocks, touch, free_blocks"):
+        LentBlocks().bind(object())  # type: ignore[arg-type]
+
+
+# --- Reports -----------------------------------------------------------------------------------------
+
+
+def test_only_loads_that_vllm_waits_for_are_reported(
+    world: VllmWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    d = engine(world, "d")
+    d.half._borrower._received.add("nobody")
+    output = KVConnectorOutput(finished_recving={"of another connector"})
+    d.half.update_connector_output(output)
+    assert output.finished_recving == {"of another connector"}
+    assert "did not report the loads of ['nobody']" in caplog.text
+
+
+# --- A dead control thread ---------------------------------------------------------------------------
+
+
+def test_without_its_control_thread_everything_is_computed_here(world: VllmWorld) -> None:
+    p, d = engine(world, "p"), engine(world, "d")
+    params, lent_here = p.prefill("r", TOKENS), d.prefill("lent by d", TOKENS)
+    world.wire.drop = [object]  # Nothing arrives any more, so the load hangs.
+    request = d.fetch("r", TOKENS, params)
+
+    def raise_if_dead() -> None:
+        raise ConnectorDead("the control thread died")
+
+    d.half._control.raise_if_dead = raise_if_dead  # type: ignore[method-assign]
+    world.settle()
+    assert d.read_out(request).valid_tokens == 0
+    assert not d.admit(d.submit("next", TOKENS, params)), "no promises any more"
+    assert d.finish_prefill("not lent", TOKENS) is None
+    assert lent_here is not None
+    world.pass_time(200)
+    assert d.half.num_open_loans == 0, "loans end by time, which the engine's thread tells"
+    assert not d.lent
+
+
+# --- Introductions -----------------------------------------------------------------------------------
+
+
+def finish(half: Any, params: dict[str, Any]) -> dict[str, Any] | None:
+    request = FakeRequest("r", TOKENS, params)
+    half.on_new_request(request)
+    half.update_state_after_alloc(request, FakeBlocks([1, 2, 3]), 0)
+    request.status = Status.FINISHED_LENGTH_CAPPED
+    keeps, answer = half.request_finished(request, [1, 2, 3])
+    assert not keeps
+    return answer  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("wish", [False, "yes", 1, None])
+def test_nobody_is_introduced_who_is_not_asked_to(world: VllmWorld, wish: Any) -> None:
+    assert finish(engine(world, "p").half, {INTRODUCE: wish}) is None
+
+
+def test_a_connector_without_push_has_no_introduction(world: VllmWorld) -> None:
+    answer = finish(engine(world, "p").half, {INTRODUCE: True})
+    assert not (answer or {}).get("baton_introduction")

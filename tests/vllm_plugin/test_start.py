@@ -1,0 +1,253 @@
+"""What vLLM's configuration means to a handoff, and which ones do not start. With fakes of its shapes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from baton.connectors.pull.settings import PullSettings
+from baton.connectors.push.settings import PushSettings
+from baton.core.errors import ConfigError
+from baton.engine.checkpoint import load_model_config
+from baton.engine.new_model import write_checkpoint
+from baton.vllm_plugin.fingerprint import fingerprint_of
+from baton.vllm_plugin.identity import check_groups, find_folder, identity_of
+from baton.vllm_plugin.settings import PluginSettings
+from baton.vllm_plugin.versions import check_version, release_of
+
+SECRET = "0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_checkpoint(folder, hidden=32, layers=2, heads=4, kv_heads=2, vocab=512)
+    return folder
+
+
+def model_config(folder: Path, **changes: Any) -> Any:
+    config = load_model_config(folder)
+    return SimpleNamespace(
+        **{
+            "model": str(folder),
+            "revision": None,
+            "seed": 0,
+            "dtype": "torch.float32",
+            "use_mla": False,
+            "hf_overrides": {},
+            "quantization": None,
+            "hf_config": SimpleNamespace(to_dict=lambda: json.loads((folder / "config.json").read_text())),
+            "get_total_num_hidden_layers": lambda: config.num_hidden_layers,
+            "get_total_num_kv_heads": lambda: config.num_kv_heads,
+            "get_head_size": lambda: config.head_dim,
+            **changes,
+        }
+    )
+
+
+def vllm_config(folder: Path, extra: dict[str, Any] | None = None, **changes: Any) -> Any:
+    parallel = {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "rank": 3,
+        "data_parallel_index": 1,
+        "prefill_context_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+    } | changes.pop("parallel", {})
+    return SimpleNamespace(
+        **{
+            "model_config": model_config(folder),
+            "load_config": SimpleNamespace(load_format="auto", download_dir=None),
+            "cache_config": SimpleNamespace(block_size=128, cache_dtype="auto"),
+            "scheduler_config": SimpleNamespace(async_scheduling=True),
+            "parallel_config": SimpleNamespace(**parallel),
+            "kv_transfer_config": SimpleNamespace(
+                engine_id="e",
+                is_kv_producer=True,
+                is_kv_consumer=False,
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config=extra or {},
+                enable_permute_local_kv=False,
+            ),
+            **changes,
+        }
+    )
+
+
+def identify(config: Any, *, is_worker: bool = False, environment: dict[str, str] | None = None) -> Any:
+    return identity_of(config, PushSettings, environment or {}, does_push=True, is_worker=is_worker)
+
+
+# --- Identity ----------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_to_vllm_what_it_is_to_the_embedded_engine(folder: Path) -> None:
+    config = load_model_config(folder, dtype="float32")
+    ours = config.fingerprint("baton-1")
+    assert identify(vllm_config(folder)).fingerprint == ours
+
+
+def test_who_an_engine_is(folder: Path) -> None:
+    identity = identify(vllm_config(folder, {"port": 14600, "stream": "layer"}))
+    assert (identity.engine_id, identity.tp_size, identity.pp_size) == ("e", 2, 2)
+    assert (identity.block_tokens, identity.settings.port) == (128, 14601)
+    assert identity.is_producer
+    assert not identity.is_consumer
+    assert identity.recomputes_failed_loads
+    assert not identity.raises_user_errors, "vLLM ends with what a hook raises"
+    assert identity.schedules_ahead
+
+
+def test_a_worker_is_one_rank_and_digests_no_weights(folder: Path) -> None:
+    identity = identify(vllm_config(folder), is_worker=True)
+    assert (identity.tp_rank, identity.pp_rank, identity.rank) == (1, 1, 3)
+    assert identity.fingerprint.revision == ""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quantization": "fp8"},
+        {"hf_overrides": {"rope_theta": 7.0}},
+        {"hf_overrides": print},
+        {"dtype": "torch.bfloat16"},
+    ],
+)
+def test_what_vllm_changes_of_a_model_makes_it_another(folder: Path, changes: dict[str, Any]) -> None:
+    plain = fingerprint_of(model_config(folder), "auto", folder, revision=None)
+    assert fingerprint_of(model_config(folder, **changes), "auto", folder, revision=None) != plain
+
+
+def test_a_family_that_we_do_not_know_only_has_to_be_equal(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["Strange"]}
+    digests = []
+    for noise in ({"transformers_version": "1"}, {"transformers_version": "2"}, {"hidden_size": 33}):
+        (tmp_path / "config.json").write_text(json.dumps(config | noise))
+        digests.append(fingerprint_of(model_config(folder), "auto", tmp_path, revision="r").model)
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_weights_are_named_or_digested_or_refused(folder: Path, tmp_path: Path) -> None:
+    model = model_config(folder)
+
+    def revision(folder: Path | None, **how: Any) -> str:
+        return fingerprint_of(model, "auto", folder, **({"revision": None} | how)).revision
+
+    assert revision(None, revision="mine") == "named mine"
+    assert revision(folder, load_format="dummy") == "dummy weights of seed 0"
+    (tmp_path / "pytorch_model.bin").write_bytes(b"weights")
+    assert revision(tmp_path).startswith("files ")
+    with pytest.raises(ConfigError, match="not on this machine"):
+        revision(None)
+    with pytest.raises(ConfigError, match="no file of weights"):
+        revision(tmp_path.parent / "nothing")
+
+
+def test_scales_beside_a_cache_are_part_of_its_dtype(folder: Path) -> None:
+    assert fingerprint_of(model_config(folder), "fp8", folder, revision="r").dtype == "fp8"
+
+
+def test_a_model_that_is_nowhere_has_no_folder(folder: Path) -> None:
+    load = SimpleNamespace(download_dir=None)
+    assert find_folder(SimpleNamespace(model=str(folder), revision=None), load) == folder
+
+
+# --- Refusals at start -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parallel", "extra", "field"),
+    [
+        ({"decode_context_parallel_size": 2}, {}, "decode_context_parallel_size"),
+        ({"prefill_context_parallel_size": 2}, {}, "prefill_context_parallel_size"),
+        ({}, {"no such key": 1}, "no such key"),
+        ({}, {"revision": ""}, "revision"),
+        ({}, {"allow_untested_vllm": "yes"}, "allow_untested_vllm"),
+        ({}, {"host": "0.0.0.0", "advertise_host": "10.0.0.1"}, "host"),
+        ({}, {"secret_file": "/nowhere/at/all"}, "secret_file"),
+    ],
+)
+def test_what_cannot_work_does_not_start(
+    folder: Path, parallel: dict[str, Any], extra: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ConfigError, match=field):
+        identify(vllm_config(folder, extra, parallel=parallel))
+
+
+class FullAttentionSpec:
+    """Of the same name as vLLM's, by which it is known."""
+
+
+class MLAAttentionSpec(FullAttentionSpec): ...
+
+
+class RSWASpec(FullAttentionSpec): ...
+
+
+class SlidingWindowSpec: ...
+
+
+def groups(*specs: Any) -> Any:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+
+
+def test_several_block_tables_are_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match="--disable-hybrid-kv-cache-manager"):
+        check_groups(groups(FullAttentionSpec(), FullAttentionSpec()))
+
+
+def test_only_caches_that_keep_whole_prompts_are_lent() -> None:
+    check_groups(groups(MLAAttentionSpec()))
+    check_groups(groups(SimpleNamespace(kv_cache_specs={"a": FullAttentionSpec()})))
+    for spec in (RSWASpec(), SlidingWindowSpec(), SimpleNamespace(kv_cache_specs={"a": SlidingWindowSpec()})):
+        with pytest.raises(ConfigError, match="keeps no whole prompt"):
+            check_groups(groups(spec))
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.33.1"])
+def test_versions_that_were_tried_start_silently(version: str) -> None:
+    assert check_version(version, allow_untested=False) is None
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0", "dev"])
+def test_others_start_only_when_told_to(version: str) -> None:
+    with pytest.raises(ConfigError, match="allow_untested_vllm"):
+        check_version(version, allow_untested=False)
+    warning = check_version(version, allow_untested=True)
+    assert warning is not None
+    assert version in warning
+    assert release_of("0.320.1") == "0.320"
+
+
+# --- The secret --------------------------------------------------------------------------------------
+
+
+def test_the_secret_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("another secret of the file\n")
+    environment = {"BATON_SECRET": SECRET}
+    from_file = PluginSettings(secret_file=str(file)).find_secret(environment)
+    assert from_file is not None
+    assert from_file.key == b"another secret of the file"
+    from_environment = PluginSettings().find_secret(environment)
+    assert from_environment is not None
+    assert from_environment.key == SECRET.encode()
+    assert PluginSettings().find_secret({}) is None
+
+
+@pytest.mark.parametrize("content", ["short", "x" * 5000])
+def test_a_secret_file_is_checked(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "secret"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match="bytes"):
+        PluginSettings(secret_file=str(file)).find_secret({})
+
+
+def test_what_is_not_ours_goes_to_the_connector() -> None:
+    ours, theirs = PluginSettings.split({"port": 5, "revision": "r", "transports": ["tcp"]})
+    assert ours == PluginSettings(revision="r")
+    assert PullSettings.parse(theirs, has_secret=False).port == 5

@@ -1,0 +1,87 @@
+"""`tests.connectors.pull_world` with the halves that run in vLLM, over a pool that counts references."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.connectors.pull import EngineIdentity
+from baton.core.config import EngineConfig
+from baton.core.ids import Epoch
+from baton.core.layout import SLOT
+from baton.vllm_plugin.scheduler_half import VllmPullSchedulerHalf
+from baton.vllm_plugin.worker_half import VllmPullWorkerHalf
+from tests.connectors import pull_world
+
+
+@dataclass
+class Block:
+    block_id: int
+    ref_cnt: int = 0
+
+
+class Pool:
+    """A block that nobody refers to is free."""
+
+    def __init__(self, engine: VllmEngine, num_blocks: int) -> None:
+        self.num_gpu_blocks = num_blocks
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self._engine = engine
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            assert block.ref_cnt > 0, "a free block"
+            block.ref_cnt += 1
+
+    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
+        for block in ordered_blocks:
+            assert block.ref_cnt > 0, "given back twice"
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                self._engine.free_blocks.append(block.block_id)
+
+
+class VllmEngine(pull_world.Engine):
+    half: VllmPullSchedulerHalf
+
+    def __init__(self, world: pull_world.World, config: EngineConfig, url: str, epoch: Epoch) -> None:
+        super().__init__(world, config, url, epoch)
+        self.pool = Pool(self, config.cache_config.num_gpu_blocks)
+        self.half.bind_gpu_block_pool(self.pool)
+
+    @property
+    def lent(self) -> dict[str, list[int]]:
+        """By request id: what the half holds. The host keeps nothing."""
+        names, held = self.half._lender._lent, self.half._lent_blocks._held
+        return {names[loan_id]: [block.block_id for block in blocks] for loan_id, blocks in held.items()}
+
+    @lent.setter
+    def lent(self, empty: dict[str, list[int]]) -> None:
+        assert not empty
+
+    def make_half(self, config: EngineConfig, url: str, epoch: Epoch) -> VllmPullSchedulerHalf:
+        return VllmPullSchedulerHalf(
+            EngineIdentity.of_engine(config),
+            epoch=epoch,
+            clock=lambda: self.world.now,
+            control=lambda agent, lock: pull_world.Station(self.world, url, agent),
+        )
+
+    def make_worker(self, config: EngineConfig, epoch: Epoch, **parts: Any) -> VllmPullWorkerHalf:
+        return VllmPullWorkerHalf(
+            EngineIdentity.of_engine(config), find_packing=lambda caches: SLOT, epoch=epoch, **parts
+        )
+
+    def allocate(self, num_tokens: int) -> list[int]:
+        block_ids = super().allocate(num_tokens)
+        for block_id in block_ids:
+            self.pool.blocks[block_id].ref_cnt = 1
+        return block_ids
+
+    def give_back(self, block_ids: Sequence[int]) -> None:
+        self.pool.free_blocks(self.pool.blocks[block_id] for block_id in block_ids)
+
+
+class VllmWorld(pull_world.World):
+    engine_kind = VllmEngine
