@@ -33,6 +33,7 @@ from baton.protocol.messages import (
 )
 
 NEVER = float("inf")
+WITHDRAWN = "it was withdrawn"
 WANTS_MAX = 4096  # Held at once; a peer that asks for more hears Failed.
 WANTS_PER_CONSUMER_MAX = 1024  # So that one that asks for everything leaves room for others.
 
@@ -128,6 +129,11 @@ class PushProducer:
         want = self._wants.get(transfer_id)
         return want is not None and not want.over
 
+    def is_forsaken(self, transfer_id: TransferId) -> bool:
+        """Whoever waited for this prefill has withdrawn, and nobody else has come since."""
+        want = self._wants.get(transfer_id)
+        return want is not None and want.over == WITHDRAWN
+
     # --- Messages and time ------------------------------------------------------------------------
 
     def receive(self, sender: Address, message: Message, now: float) -> list[Send]:
@@ -213,7 +219,7 @@ class PushProducer:
         want = self._wants.get(transfer_id)
         if want is None or (want.consumer, want.number) != (sender, number):
             return
-        want.over = "it was withdrawn"
+        want.over = WITHDRAWN
         prefill = self._prefills.get(transfer_id)
         if prefill is not None and prefill.ended_at < NEVER:
             del self._prefills[transfer_id]  # Nobody else may have it; the loan lives on without.

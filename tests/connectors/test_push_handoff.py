@@ -526,3 +526,37 @@ def test_an_altered_introduction_is_refused(world: PushWorld) -> None:
     params["baton_introduction"] = params["baton_introduction"][:-8] + "AAAAAAA="
     with pytest.raises(BadTransferParams, match="baton_introduction"):
         d.submit("r", tokens_of(9), params)
+
+
+def test_a_prefill_whose_consumer_has_gone_leaves_no_loan(world: PushWorld) -> None:
+    """The client left, and its proxy ended the one leg and not the other."""
+    p, d = pair(world)
+    tokens = tokens_of(2 * BLOCK + 1)
+    request = d.follow("r", tokens, p)
+    d.admit(request)
+    p.begin("r", tokens)
+    p.prefill_in_chunks("r", BLOCK)
+    d.abort(request)
+    world.settle()
+    p.prefill_in_chunks("r", BLOCK + 1)
+    assert p.finished["r"] is not None
+    world.assert_whole()
+
+
+def test_one_that_waits_in_its_place_is_served(world: PushWorld) -> None:
+    p, d = pair(world)
+    tokens = tokens_of(2 * BLOCK + 1)
+    first = d.follow("r", tokens, p)
+    d.admit(first)
+    p.begin("r", tokens)
+    p.prefill_in_chunks("r", BLOCK)
+    d.abort(first)
+    world.settle()
+    second = d.follow("s", tokens, p)
+    d.admit(second)
+    world.settle()
+    p.prefill_in_chunks("r", BLOCK + 1)
+    assert_delivered(world, d, "s", tokens)
+    d.read_out(second)
+    world.settle()
+    world.assert_whole()

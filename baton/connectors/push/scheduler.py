@@ -153,6 +153,8 @@ class PushSchedulerHalf(PullSchedulerHalf):
     ) -> None:
         now = self._clock()
         if params is not None:
+            if self._agent.is_forsaken(transfer_id):  # Its consumer has gone; nobody will come for the loan.
+                self._lender.take_back(params, now)
             self._agent.prefill_finished(transfer_id, params["baton_ticket"], now)
         else:
             self._agent.prefill_failed(transfer_id, f"the prefill ended as {request.status.name}", now)
