@@ -49,13 +49,15 @@ TICKET = sign_ticket(
     None,
 )
 
+ALLOWED = ("127.0.0.1", 14600)  # Where a client may send the engine.
+
 scalars = (
     st.none()
     | st.booleans()
     | st.integers(-(2**70), 2**70)
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=30)
-    | st.sampled_from(["p", "t", TICKET, TICKET[:-9], "\x00", "🙂\u202e"])
+    | st.sampled_from(["p", "t", TICKET, TICKET[:-9], "\x00", "🙂\u202e", ALLOWED[0], ALLOWED[1]])
 )
 trees = st.recursive(
     scalars,
@@ -76,15 +78,17 @@ def server() -> Iterator[LiveServer]:
             server.stop()
 
 
-@pytest.fixture(scope="module", params=["kv_producer", "kv_consumer", "kv_both", None])
+@pytest.fixture(scope="module", params=["kv_producer", "kv_consumer", "kv_both", "kv_both push", None])
 def client(server: LiveServer, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     transfer = None
     if request.param is not None:
+        role, _, does_push = request.param.partition(" ")
+        peers = {"allowed_peers": ["{}:{}".format(*ALLOWED)]} if does_push else {}
         transfer = KVTransferConfig(
-            kv_connector="BatonPullConnector",
-            kv_role=request.param,
+            kv_connector="BatonPushConnector" if does_push else "BatonPullConnector",
+            kv_role=role,
             kv_load_failure_policy="fail",
-            kv_connector_extra_config={"transports": ["memory"]},
+            kv_connector_extra_config={"transports": ["memory"], **peers},
         )
     config = EngineConfig(
         model_config=model_config(),
@@ -102,6 +106,15 @@ def client(server: LiveServer, request: pytest.FixtureRequest) -> Iterator[httpx
 @example(raw={"do_remote_prefill": True, "remote_engine_id": "p", "baton_ticket": TICKET}, is_stream=False)
 @example(raw={"do_remote_decode": True, "transfer_id": "🙂" * 256}, is_stream=True)
 @example(raw={"do_remote_decode": True, "transfer_id": ""}, is_stream=True)
+@example(
+    raw={
+        "do_remote_prefill": True,
+        "remote_engine_id": "p",
+        "remote_host": ALLOWED[0],
+        "remote_port": ALLOWED[1],
+    },
+    is_stream=False,
+)
 @example(raw=[], is_stream=False)
 @example(
     raw={"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[1], 2]}, is_stream=False
