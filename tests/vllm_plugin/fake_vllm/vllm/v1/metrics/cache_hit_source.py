@@ -1,0 +1,5 @@
+from enum import Enum
+
+
+class CacheHitSource(str, Enum):  # noqa: UP042  As vLLM has it.
+    P2P = "p2p"

@@ -1,0 +1,283 @@
+"""The class that vLLM makes: forwards each method, and lets nothing that is raised reach vLLM."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import prometheus_client
+import pytest
+import torch
+
+from baton.connectors.pull.metadata import PullHandshake, PullMetadata, PullWorkerReport
+from baton.connectors.pull.stats import PullStats
+from baton.core.errors import ConfigError
+from tests.connectors.pull_world import FakeBlocks, FakeRequest, Status
+from tests.vllm_plugin.test_start import FullAttentionSpec, folder, groups, vllm_config
+
+__all__ = ["folder"]  # A fixture.
+
+FAKE = Path(__file__).with_name("fake_vllm")
+OURS = ("baton.vllm_plugin.connector", "baton.vllm_plugin.stats")
+
+
+def _is_loaded_here(name: str) -> bool:
+    return name in OURS or name == "vllm" or name.startswith("vllm.")
+
+
+@pytest.fixture(scope="module")
+def plugin() -> Iterator[Any]:
+    """`baton.vllm_plugin`, for as long as these tests run over a vLLM of names only."""
+    import baton.vllm_plugin
+
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_loaded_here(name)}
+    sys.path.insert(0, str(FAKE))
+    yield baton.vllm_plugin
+    sys.path.remove(str(FAKE))
+    for name in [name for name in sys.modules if _is_loaded_here(name)]:
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+def roles() -> Any:
+    return sys.modules["vllm.distributed.kv_transfer.kv_connector.v1.base"].KVConnectorRole  # type: ignore[attr-defined]
+
+
+PARALLEL = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "rank": 0, "data_parallel_index": 0}
+GROUPS = groups(FullAttentionSpec())
+
+
+@pytest.fixture
+def scheduler(plugin: Any, folder: Path) -> Iterator[Any]:
+    kind = plugin.BatonPullConnector
+    connector = kind(vllm_config(folder, parallel=PARALLEL), roles().SCHEDULER, GROUPS)
+    yield connector
+    connector.shutdown()
+
+
+@pytest.fixture
+def worker(plugin: Any, folder: Path) -> Iterator[Any]:
+    kind = plugin.BatonPushConnector
+    connector = kind(vllm_config(folder, parallel=PARALLEL), roles().WORKER, GROUPS)
+    yield connector
+    connector.shutdown()
+
+
+# --- Being found -------------------------------------------------------------------------------------
+
+
+def test_both_names_are_registered_once_however_often_the_plugin_is_loaded(plugin: Any) -> None:
+    plugin.register()
+    plugin.register()
+    factory = sys.modules["vllm.distributed.kv_transfer.kv_connector.factory"].KVConnectorFactory  # type: ignore[attr-defined]
+    assert set(factory._registry) == {"BatonPullConnector", "BatonPushConnector"}
+    for module, name in factory._registry.values():
+        assert module == "baton.vllm_plugin.connector"
+        assert getattr(plugin, name).__name__ == name, "and by kv_connector_module_path"
+    with pytest.raises(AttributeError, match="BatonOtherConnector"):
+        plugin.BatonOtherConnector  # noqa: B018
+
+
+def test_the_entry_point_names_the_registration() -> None:
+    import tomllib
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["vllm.general_plugins"] == {"baton": "baton.vllm_plugin:register"}
+
+
+def test_an_untested_vllm_is_refused_unless_told(
+    plugin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = plugin.BatonPullConnector
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.40.0")
+    with pytest.raises(ConfigError, match="allow_untested_vllm"):
+        kind(vllm_config(folder, parallel=PARALLEL), roles().SCHEDULER, GROUPS)
+    allowed = vllm_config(folder, {"allow_untested_vllm": True}, parallel=PARALLEL)
+    kind(allowed, roles().SCHEDULER, GROUPS).shutdown()
+
+
+def test_what_passes_between_processes_is_of_vllms_kinds(scheduler: Any) -> None:
+    base: Any = sys.modules["vllm.distributed.kv_transfer.kv_connector.v1.base"]
+    assert issubclass(PullMetadata, base.KVConnectorMetadata)
+    assert issubclass(PullHandshake, base.KVConnectorHandshakeMetadata)
+    assert issubclass(PullWorkerReport, base.KVConnectorWorkerMetadata)
+    assert isinstance(scheduler, base.SupportsHMA)
+
+
+def test_layouts_and_graphs_that_a_connector_asks_for(plugin: Any, folder: Path) -> None:
+    pull, push = plugin.BatonPullConnector, plugin.BatonPushConnector
+    config = vllm_config(folder)
+    assert pull.get_required_kvcache_layout(config) == "LBHNC"
+    config.model_config.use_mla = True
+    assert pull.get_required_kvcache_layout(config) is None
+    assert not pull.requires_piecewise_for_cudagraph({"stream": "layer"})
+    assert push.requires_piecewise_for_cudagraph({"stream": "layer"})
+    assert not push.requires_piecewise_for_cudagraph({})
+    assert not push.supports_sleep_mode(None)
+
+
+# --- Containment -------------------------------------------------------------------------------------
+
+
+class Broken:
+    """A half of which every method raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        def raise_(*arguments: Any, **keywords: Any) -> Any:
+            raise RuntimeError(f"{name} is broken")
+
+        return raise_
+
+
+REQUEST = FakeRequest("r", [1, 2, 3], {"do_remote_prefill": True})
+
+
+@pytest.mark.parametrize(
+    ("hook", "arguments", "answer"),
+    [
+        ("on_new_request", (REQUEST,), None),
+        ("get_num_new_matched_tokens", (REQUEST, 0), (0, False)),
+        ("update_state_after_alloc", (REQUEST, FakeBlocks([1]), 3), None),
+        ("build_connector_meta", (None,), PullMetadata()),
+        ("update_connector_output", (None,), None),
+        ("request_finished", (REQUEST, [1]), (False, None)),
+        ("request_finished_all_groups", (REQUEST, ([1],)), (False, None)),
+        ("take_events", (), ()),
+        ("has_pending_block_frees", (), False),
+        ("has_pending_push_work", (), False),
+        ("reset_cache", (), None),
+        ("shutdown", (), None),
+    ],
+)
+def test_a_broken_scheduler_half_costs_a_prompt_that_is_computed_here(
+    scheduler: Any, hook: str, arguments: tuple[Any, ...], answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "_scheduler_half", Broken())
+    assert getattr(scheduler, hook)(*arguments) == answer
+    stats = scheduler.get_kv_connector_stats()
+    assert stats.data["failures"] == {"internal error": 2}, "the hook, and the statistics themselves"
+
+
+@pytest.mark.parametrize(
+    ("hook", "arguments", "answer"),
+    [
+        ("handle_preemptions", (None,), None),
+        ("bind_connector_metadata", (PullMetadata(),), None),
+        ("start_load_kv", (None,), None),
+        ("wait_for_layer_load", ("layer",), None),
+        ("save_kv_layer", ("layer", None, None), None),
+        ("wait_for_save", (), None),
+        ("finish_forward", (), None),
+        ("get_finished", (set(),), (None, None)),
+        ("get_block_ids_with_load_errors", (), set()),
+        ("get_kv_connector_kv_cache_events", (), None),
+        ("build_connector_worker_meta", (), None),
+        ("clear_connector_metadata", (), None),
+    ],
+)
+def test_a_broken_worker_half_does_not_end_the_worker(
+    worker: Any, hook: str, arguments: tuple[Any, ...], answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_worker_half", Broken())
+    assert getattr(worker, hook)(*arguments) == answer
+    assert worker.get_kv_connector_stats().data["failures"]["internal error"] == 2
+
+
+def test_a_hook_that_always_fails_does_not_fill_the_log(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(scheduler, "_scheduler_half", Broken())
+    monkeypatch.setattr(sys.modules["baton.vllm_plugin.containment"].logger, "propagate", True)
+    for _ in range(100):
+        scheduler.build_connector_meta(None)
+    assert len([r for r in caplog.records if "build_connector_meta" in r.getMessage()]) == 7
+
+
+# --- Forwarding --------------------------------------------------------------------------------------
+
+
+def test_a_bare_wish_is_computed_here(scheduler: Any) -> None:
+    scheduler.on_new_request(REQUEST)
+    assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (0, False)
+    assert scheduler.get_kv_connector_stats().data["refused"] == {"params": 1}
+
+
+def test_the_handshake_of_another_connector_is_refused_with_the_way_out(scheduler: Any) -> None:
+    with pytest.raises(ConfigError, match="has to stand first"):
+        scheduler.set_xfer_handshake_metadata({0: object()})
+
+
+def test_groups_and_sources_are_what_vllm_counts(scheduler: Any) -> None:
+    assert scheduler.get_loaded_kv_cache_group_ids(REQUEST) == (0,)
+    [(source, count)] = scheduler.get_external_cache_hit_sources(REQUEST, 7).items()
+    assert (source.value, count) == ("p2p", 7)
+    assert scheduler.get_external_cache_hit_sources(REQUEST, 0) == {}
+    assert not scheduler.register_finished_partial_tail(REQUEST, ([1],), [])
+
+
+def test_a_prompt_is_lent_by_reference(scheduler: Any, worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = [SimpleNamespace(block_id=i, ref_cnt=1) for i in range(4)]
+
+    def touch(touched: Any) -> None:
+        for block in touched:
+            block.ref_cnt += 1
+
+    pool = SimpleNamespace(blocks=blocks, touch=touch, free_blocks=lambda ordered: None, num_gpu_blocks=4)
+    scheduler.bind_kv_cache_manager(SimpleNamespace(block_pool=pool))
+    monkeypatch.setattr(worker.worker_half, "_find_packing", lambda caches: "slot")
+    heads, content = 2, 2 * 8
+    worker.register_kv_caches({f"l{i}": torch.zeros(4, heads, 128, content) for i in range(2)})
+    scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+    request = FakeRequest("r", list(range(130)), {"do_remote_decode": True}, num_computed_tokens=130)
+    scheduler.on_new_request(request)
+    request.status = Status.FINISHED_LENGTH_CAPPED
+    delay_free, params = scheduler.request_finished_all_groups(request, ([3, 1],))
+    assert not delay_free
+    assert params["remote_block_ids"] == [[3, 1]]
+    assert [block.ref_cnt for block in blocks] == [1, 2, 1, 2]
+    assert not scheduler.has_pending_push_work()
+
+
+def test_results_are_sets_for_vllms_multiconnector(worker: Any) -> None:
+    results = worker.get_transfer_results(set())
+    assert (results.finished_sending, results.finished_recving, results.failed_recving) == (
+        set(),
+        set(),
+        set(),
+    )
+
+
+# --- Statistics --------------------------------------------------------------------------------------
+
+
+def test_statistics_cross_processes_as_dicts_and_add_up(plugin: Any) -> None:
+    one = PullStats()
+    one.count("num_loans")
+    kind = plugin.BatonPullConnector
+    rebuilt = kind.build_kv_connector_stats(one.to_dict())
+    rebuilt.aggregate(kind.build_kv_connector_stats(one.to_dict() | {"transfers": []}))
+    assert rebuilt.reduce()["loans"] == 2
+    assert not rebuilt.is_empty()
+    rebuilt.reset()
+    assert rebuilt.is_empty()
+    assert kind.build_kv_connector_stats().is_empty()
+
+
+def test_metrics_are_made_of_the_classes_that_vllm_gives(plugin: Any) -> None:
+    registry = prometheus_client.CollectorRegistry()
+
+    def of(kind: type[Any]) -> Any:
+        return lambda **arguments: kind(**arguments, registry=registry)
+
+    types: Any = {kind: of(kind) for kind in (prometheus_client.Counter, prometheus_client.Histogram)}
+    types[prometheus_client.Gauge] = of(prometheus_client.Gauge)
+    metrics = plugin.BatonPullConnector.build_prom_metrics(
+        SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"]}
+    )
+    stats = PullStats()
+    stats.count("num_loans")
+    metrics.observe(stats.to_dict(), 0)
+    assert registry.get_sample_value("baton:kv_loans_total", {"engine": "0"}) == 1
