@@ -1,8 +1,5 @@
 """Whoever reaches vLLM's own HTTP may put anything into `kv_transfer_params`: the engine lives, and answers
 with a 4xx or with the right tokens, which it then computes by itself.
-
-With vLLM's own NIXL connector the first of these dicts ends the engine, and a replayed one gives another
-prompt's answer.
 """
 
 import base64
