@@ -31,7 +31,7 @@ EXTENDED: Final = (
 )
 USED: Final[Mapping[str, tuple[str, ...]]] = {
     "distributed/kv_transfer/kv_connector/factory.py:KVConnectorFactory": ("_registry", "register_connector"),
-    "v1/core/block_pool.py:BlockPool": ("touch", "free_blocks"),
+    "v1/core/block_pool.py:BlockPool": ("touch", "free_blocks", "get_num_free_blocks"),
     "v1/core/sched/output.py:NewRequestData": (
         "req_id",
         "prompt_token_ids",

@@ -24,6 +24,10 @@ class BlockPool(Protocol):
     def blocks(self) -> Sequence[Any]: ...
     def touch(self, blocks: Sequence[Any]) -> None: ...
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
+    def get_num_free_blocks(self) -> int: ...
+
+
+_NEEDED = ("blocks", "touch", "free_blocks", "get_num_free_blocks")
 
 
 class LentBlocks:
@@ -36,7 +40,7 @@ class LentBlocks:
 
     def bind(self, pool: BlockPool) -> None:
         """Raises ConfigError for a pool that does not count references as we know it."""
-        missing = [name for name in ("blocks", "touch", "free_blocks") if not hasattr(pool, name)]
+        missing = [name for name in _NEEDED if not hasattr(pool, name)]
         if missing:
             raise ConfigError(f"this vLLM's block pool has no {', '.join(missing)}", field="vllm")
         self._pool = pool
@@ -55,6 +59,12 @@ class LentBlocks:
         assert self._pool is not None
         self._pool.free_blocks(reversed(blocks))  # The end of a prompt is evicted before its beginning.
         self.num_released += len(blocks)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks of the pool that nobody refers to."""
+        assert self._pool is not None
+        return self._pool.get_num_free_blocks()
 
     def __len__(self) -> int:
         """Loans whose blocks are held."""

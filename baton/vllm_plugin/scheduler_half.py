@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.connectors.pull.agent import PullAgent
+from baton.connectors.pull.door import num_blocks
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.lender import BlockHolder
 from baton.connectors.pull.metadata import PullMetadata
@@ -59,6 +60,13 @@ class VllmPullSchedulerHalf(PullSchedulerHalf):
     def on_new_request(self, request: host.Request) -> None:
         if not self._is_retired:
             super().on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: host.Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        block_tokens = self._identity.block_tokens
+        self._make_room(num_blocks(request.num_tokens, block_tokens) - num_computed_tokens // block_tokens)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
@@ -105,11 +113,26 @@ class VllmPullSchedulerHalf(PullSchedulerHalf):
         self._awaited -= received
 
     def has_pending_block_frees(self) -> bool:
-        """Blocks that are released here are free for the allocation that vLLM tries next."""
+        """Asked when an allocation has failed: what is released here is free for the next one."""
         num_released = self._lent_blocks.num_released
-        return super().has_pending_block_frees() or self._lent_blocks.num_released > num_released
+        if super().has_pending_block_frees() or self._lent_blocks.num_released > num_released:
+            return True
+        with self._lock:
+            return self._give_up_oldest()
 
     # --- Parts ---------------------------------------------------------------------------------
+
+    def _make_room(self, num_wanted: int) -> None:
+        """What is kept for turns that may never come gives way to a prompt that is here."""
+        with self._lock:
+            while self._lent_blocks.num_free < num_wanted and self._give_up_oldest():
+                pass
+
+    def _give_up_oldest(self) -> bool:
+        if not self._lender.give_up_oldest(self._clock()):
+            return False
+        self._absorb()
+        return True
 
     def _take_back(self, ticket: Any) -> None:
         try:

@@ -225,7 +225,13 @@ def test_a_prompt_is_lent_by_reference(scheduler: Any, worker: Any, monkeypatch:
         for block in touched:
             block.ref_cnt += 1
 
-    pool = SimpleNamespace(blocks=blocks, touch=touch, free_blocks=lambda ordered: None, num_gpu_blocks=4)
+    pool = SimpleNamespace(
+        blocks=blocks,
+        touch=touch,
+        free_blocks=lambda ordered: None,
+        get_num_free_blocks=lambda: 0,
+        num_gpu_blocks=4,
+    )
     scheduler.bind_kv_cache_manager(SimpleNamespace(block_pool=pool))
     monkeypatch.setattr(worker.worker_half, "_find_packing", lambda caches: "slot")
     heads, content = 2, 2 * 8

@@ -75,8 +75,39 @@ def test_blocks_that_were_never_held_are_not_given_back() -> None:
 
 
 def test_a_pool_that_we_do_not_know_is_refused_at_start() -> None:
-    with pytest.raises(ConfigError, match="has no blocks, touch, free_blocks"):
+    with pytest.raises(ConfigError, match="has no blocks, touch, free_blocks, get_num_free"):
         LentBlocks().bind(object())  # type: ignore[arg-type]
+
+
+def keep(d: VllmEngine, name: str, tokens: list[int]) -> None:
+    """What was decoded here, for a next turn that may never come."""
+    request = FakeRequest(name, tokens, {"do_remote_prefill": True})
+    d.half.on_new_request(request)  # Refused, so computed here; what is kept is the answer's all the same.
+    request.kv_transfer_params = None
+    with d.half._lock:
+        loan_id = d.half._agent.keep(d.world.now, 480.0)
+    assert loan_id is not None
+    block_ids = d.allocate(len(tokens))
+    d.half._lent_blocks.hold(loan_id, block_ids)
+    d.half._lender._lent[loan_id] = name
+    d.half._lender._kept[loan_id] = len(block_ids)
+    d.give_back(block_ids)
+
+
+def test_what_is_kept_for_a_next_turn_gives_way_to_a_prompt_that_is_here(world: VllmWorld) -> None:
+    d = engine(world, "d")
+    num_blocks = len(d.free_blocks)
+    for name in ("oldest", "newer", "newest"):
+        keep(d, name, TOKENS)
+    assert len(d.free_blocks) == num_blocks - 9
+    request = FakeRequest("r", list(range((num_blocks - 8) * 4)))
+    d.half.get_num_new_matched_tokens(request, 0)
+    assert sorted(d.lent) == ["newer", "newest"], "one was enough"
+    assert d.half.has_pending_block_frees(), "an allocation has failed"
+    assert sorted(d.lent) == ["newest"]
+    assert d.half.has_pending_block_frees()
+    assert not d.half.has_pending_block_frees(), "nothing is left to wait for"
+    world.assert_whole()
 
 
 # --- Reports -----------------------------------------------------------------------------------------

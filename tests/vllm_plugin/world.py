@@ -41,6 +41,9 @@ class Pool:
             if block.ref_cnt == 0:
                 self._engine.free_blocks.append(block.block_id)
 
+    def get_num_free_blocks(self) -> int:
+        return len(self._engine.free_blocks)
+
 
 class VllmEngine(pull_world.Engine):
     half: VllmPullSchedulerHalf

@@ -164,6 +164,14 @@ class PullLender:
             raise BadTransferParams("is of another engine", field=TICKET_FIELD)
         self._agent.give_up(ticket.loan_id, now)
 
+    def give_up_oldest(self, now: float) -> bool:
+        """Of what is kept for a next turn and claimed by nobody; its blocks are needed. False: nothing is."""
+        for loan_id in list(self._kept):
+            if self._agent.give_up(loan_id, now):
+                del self._kept[loan_id]
+                return True
+        return False
+
     def absorb(self, effect: FreeLoan) -> None:
         if self._holder is not None:
             self._holder.release(effect.loan_id)
