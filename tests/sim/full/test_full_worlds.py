@@ -23,8 +23,8 @@ SEEDS = {
     ("push", "fence"): 66,
     ("push", "ticket_hash"): 96,
     ("push", "bound_reads"): 27,
-    ("push", "run"): 115,
-    ("push", "preempted"): 115,
+    ("push", "run"): 37,
+    ("push", "preempted"): 37,
 }
 
 EVERYWHERE = {
