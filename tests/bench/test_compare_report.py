@@ -48,6 +48,7 @@ def journal_with_everything(path: Path) -> None:
             counts = {"requests": 6, "right": 5, "wrong": 0, "errors": 1, "hung": 0}
             note("faults", "kill -9 of P", "vllm baton pull local", **counts, restart_s=30.0, again_s=0.5)
             note("start", "to ready", "vllm", start_s=31.5)
+            note("machine", "c", "all", load_1min=number)
         journal.skipped("raw", "Mooncake", "not | here")
 
 
@@ -60,6 +61,7 @@ def test_a_page_has_every_table(tmp_path: Path) -> None:
     assert "| 64 tokens, 1 at once | vllm nixl pull | 500.0 | 500.0 | 1.00 (1.00 to 1.00) |" in text
     assert "| kill -9 of P | vllm baton pull local | 12 | 10 | 0 | 2 | 0 | never | 30.0 | 0.5 |" in text
     assert "* raw: Mooncake: not | here" in text
+    assert "* load average while c was measured: 1.5, at most 2.0" in text
     assert all(len(row.split("|")) == len(text.splitlines()[i - 1].split("|"))
                for i, row in enumerate(text.splitlines()) if row.startswith("|---"))  # fmt: skip
 

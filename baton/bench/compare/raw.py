@@ -50,6 +50,7 @@ def measure(
         if index and time.monotonic() > end_s:
             return
         number = journal.next_round()
+        journal.samples("machine", "raw", "all", "load_1min", number, [os.getloadavg()[0]])
         for name, run in list(ways.items()):
             try:
                 measured = run()

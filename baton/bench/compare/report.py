@@ -35,7 +35,7 @@ def page_of(findings: Findings, pictures: Sequence[Path] = ()) -> str:
     parts = [
         "# Baton beside its peers",
         INTRODUCTION,
-        "\n".join(_session_lines(findings)),
+        "\n".join((*_session_lines(findings), *_load_lines(findings))),
     ]
     if verdicts:
         parts += [f"## Goals: {num_missed(verdicts)} missed", _goals_table(verdicts)]
@@ -69,6 +69,14 @@ def _session_lines(findings: Findings) -> Iterator[str]:
         machine = f"{session['machine']}, {session['memory_gib']} GiB"
         yield f"* {session['date']}, commit {session['commit']}: {machine}"
         yield f"  * {versions}; options {session['options']}"
+
+
+def _load_lines(findings: Findings) -> Iterator[str]:
+    """One system at a time keeps about two processes busy; what is beyond is others' doing."""
+    for part in findings.settings("machine"):
+        loads = findings.values("machine", part, "all", "load_1min")
+        median, most = percentile(loads, 0.5), max(loads)
+        yield f"* load average while {part} was measured: {median:.1f}, at most {most:.1f}"
 
 
 def _goals_table(verdicts: Sequence[Verdict]) -> str:

@@ -34,7 +34,7 @@ from baton.bench.compare.systems import (
 from baton.cli.processes import Child, Fleet, free_ports
 from baton.core.errors import BatonError
 
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0  # Against hanging; a vLLM takes half a minute where it is alone.
 FRONT_TIMEOUT_S = 60.0
 KILL_TIMEOUT_S = 10.0
 SPARE_GIB = 1.0  # Left for everything else on the machine.

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -25,7 +26,7 @@ from baton.bench.compare.prompts import FreshPrompts, shared_share, slice_of_tra
 from baton.bench.compare.running import CannotRun, Ground, RunningSystem, fits, running
 from baton.bench.compare.systems import MAX_MODEL_LEN, SYSTEMS, Role
 from baton.bench.compare.turns import Setting, Target, Turns
-from baton.cli.processes import ChildDied, Fleet, StartTimeout
+from baton.cli.processes import Fleet, Stopped
 from baton.core.errors import BatonError
 
 TRACE_ANSWER_TOKENS_MAX = 64
@@ -110,30 +111,24 @@ class Session:
         self._client = client
         self._fleet = fleet
         self._say = say
+        self._end_s = time.monotonic() + 60 * plan.minutes
         self._turns = Turns(client, journal, FreshPrompts(int(time.time()) << 8), say)
         self._leg_prompts = second_leg.Prompts(random.Random(time.time_ns()), vocab_size(ground.model))
 
     def run(self) -> None:
-        wanted = self._plan.parts
-        if "raw" in wanted:
-            with self._contained("raw", "raw transports"):
-                self._raw()
-        if "d" in wanted:
-            with self._contained("d", "single engines"):
-                self._singles()
-        if {"a", "b", "c"} & set(wanted):
-            for group in self._plan.groups:
-                for part_of_group in self._affordable(group):
-                    with self._contained("a, b, c", " | ".join(part_of_group)):
-                        self._group(part_of_group)
-        if "faults" in wanted:
-            for name in self._plan.fault_systems:
-                with self._contained("faults", name):
-                    self._faults(name)
-        if "trace" in wanted:
-            for part_of_group in self._affordable(self._plan.trace_group):
-                with self._contained("trace", " | ".join(part_of_group)):
-                    self._trace(part_of_group)
+        plan = self._plan
+        if "raw" in plan.parts:
+            self._attempt("raw", "raw transports", self._raw)
+        if "d" in plan.parts:
+            self._attempt("d", "single engines", self._singles)
+        if {"a", "b", "c"} & set(plan.parts):
+            for group in plan.groups:
+                self._in_affordable_groups("a, b, c", group, self._group)
+        if "faults" in plan.parts:
+            for name in plan.fault_systems:
+                self._attempt("faults", name, partial(self._faults, name))
+        if "trace" in plan.parts:
+            self._in_affordable_groups("trace", plan.trace_group, self._trace)
 
     # --- Parts -------------------------------------------------------------------------------------------
 
@@ -268,12 +263,16 @@ class Session:
 
     # --- Around them -------------------------------------------------------------------------------------
 
-    def _affordable(self, names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    def _in_affordable_groups(
+        self, part: str, names: tuple[str, ...], measure: Callable[[tuple[str, ...]], None]
+    ) -> None:
         """The group; or its first with each of the others, where there is no memory for all at once."""
         systems = [SYSTEMS[name] for name in names]
-        if len(names) <= 2 or (fits(systems) and not self._plan.one_pair_at_a_time):
-            return [names]
-        return [(names[0], name) for name in names[1:]]
+        groups = [names]
+        if len(names) > 2 and (self._plan.one_pair_at_a_time or not fits(systems)):
+            groups = [(names[0], name) for name in names[1:]]
+        for group in groups:
+            self._attempt(part, " | ".join(group), partial(measure, group))
 
     @contextmanager
     def _running(self, names: tuple[str, ...], *, confined: bool = False) -> Iterator[list[RunningSystem]]:
@@ -300,12 +299,16 @@ class Session:
                 "start", "to ready", one.system.name, "start_s", number, one.ready_after_s.values()
             )
 
-    @contextmanager
-    def _contained(self, part: str, what: str) -> Iterator[None]:
+    def _attempt(self, part: str, what: str, measure: Callable[[], None]) -> None:
         """The border: a part that fails is noted with its reason, and the next one begins."""
+        if time.monotonic() > self._end_s:
+            self._skip(part, what, "the session's time was over")
+            return
         try:
-            yield
-        except (ChildDied, StartTimeout, BatonError, OSError) as error:
+            measure()
+        except Stopped:
+            raise
+        except (BatonError, OSError) as error:
             self._skip(part, what, str(error))
 
     def _skip(self, part: str, what: str, reason: str) -> None:

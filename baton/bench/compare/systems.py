@@ -11,6 +11,7 @@ engine is `confined`: then all of it has to do with its one core.
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -116,6 +117,15 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     ("vllm", "vllm baton pull nixl"),
     ("baton", "baton pull", "baton push chunk"),
 )
+
+
+def chosen_groups(names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Of each group its single engine and those of `names`; all groups if there are no names."""
+    if not names:
+        return GROUPS
+    cut = ((group[0], *(name for name in group[1:] if name in names)) for group in GROUPS)
+    return tuple(group for group in cut if len(group) > 1)
+
 
 FAULT_SYSTEMS = ("vllm nixl pull", "vllm baton pull local", "baton pull")
 TRACE_GROUP = ("vllm", "vllm nixl pull", "vllm baton pull local")

@@ -6,6 +6,7 @@ round 2    nixl   baton  vllm           the order rotates, so that nobody is alw
 """
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -137,6 +138,7 @@ class Turns:
     ) -> None:
         """To each target in `order`. One whose load fails is noted and left out."""
         results: dict[str, LoadResult] = {}
+        self._journal.samples("machine", part, "all", "load_1min", number, [os.getloadavg()[0]])
         for target in order:
             with turn_of(target.system):
                 before_s = target.system.cpu_s()
