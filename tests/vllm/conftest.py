@@ -36,7 +36,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with Fleet(tmp_path_factory.mktemp("logs"), env={**os.environ, **ENVIRONMENT}) as fleet:
-        yield Site(fleet, model)
+        site = Site(fleet, model)
+        yield site
+        site.dismiss()  # Their clients too: an open socket at the end is an error.
 
 
 @pytest.fixture(scope="session")
