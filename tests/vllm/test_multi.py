@@ -15,6 +15,7 @@ ASKED = [prompt for prompt in prompts() if len(prompt) in (64, 129, 300, 513, 15
 def multi(role: str, engine_id: str, folder: Path) -> dict[str, Any]:
     """Ours is asked first: it has what only a peer has."""
     ours = transfer("BatonPullConnector", role, engine_id)
+    del ours["engine_id"]  # vLLM gives each of them the outer one.
     disk = {"shared_storage_path": str(folder / engine_id)}
     store = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": disk}
     return {
