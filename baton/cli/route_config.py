@@ -13,8 +13,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from baton.cli.settings import MAX_CONFIG_BYTES, read_limited
+from baton.cli.settings import MAX_CONFIG_BYTES
 from baton.core.errors import ConfigError
+from baton.core.limited_file import read_limited
 
 TABLE = "route"
 

@@ -12,7 +12,6 @@ nowhere else, and is never shown. What is in the environment is read here and no
 """
 
 import ipaddress
-import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ import msgspec
 
 from baton.core.config import ClusterSecret, KVTransferConfig
 from baton.core.errors import ConfigError
+from baton.core.limited_file import read_limited
 
 ENV_PREFIX = "BATON_"
 SECRET_ENV = "BATON_SECRET"
@@ -234,17 +234,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False  # A name that may resolve to anything.
-
-
-def read_limited(path: Path, max_bytes: int, *, field: str) -> bytes:
-    try:
-        with path.open("rb") as file:
-            content = file.read(max_bytes + 1)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {os.strerror(error.errno or 0)}", field=field) from error
-    if len(content) > max_bytes:
-        raise ConfigError(f"{path} has more than {max_bytes} bytes", field=field)
-    return content
 
 
 _SIZE = re.compile(r"(?P<count>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]i?b?|b)?", re.IGNORECASE | re.ASCII)

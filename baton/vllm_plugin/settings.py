@@ -8,7 +8,6 @@ machine. It comes from the file that `secret_file` names, or from BATON_SECRET i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +17,7 @@ import msgspec
 from baton.connectors.pull.settings import FIELD
 from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError
+from baton.core.limited_file import read_limited
 
 SECRET_ENV = "BATON_SECRET"
 SECRET_BYTES_MAX = 4096
@@ -47,21 +47,10 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True):
     def find_secret(self, environment: Mapping[str, str]) -> ClusterSecret | None:
         """Raises ConfigError for a file that cannot be read, and for a key that is too short."""
         if self.secret_file is not None:
-            return _secret(_content_of(Path(self.secret_file)).strip(), f"{FIELD}.secret_file")
+            field = f"{FIELD}.secret_file"
+            return _secret(read_limited(Path(self.secret_file), SECRET_BYTES_MAX, field=field).strip(), field)
         key = environment.get(SECRET_ENV, "").strip()
         return _secret(key.encode(), SECRET_ENV) if key else None
-
-
-def _content_of(path: Path) -> bytes:
-    field = f"{FIELD}.secret_file"
-    try:
-        with path.open("rb") as file:
-            content = file.read(SECRET_BYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {os.strerror(error.errno or 0)}", field=field) from error
-    if len(content) > SECRET_BYTES_MAX:
-        raise ConfigError(f"{path} has more than {SECRET_BYTES_MAX} bytes", field=field)
-    return content
 
 
 def _secret(key: bytes, field: str) -> ClusterSecret:
