@@ -16,12 +16,18 @@ from tests.vllm.prompts import Single, ask_single
 
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
+OTHER_CASTS = frozenset({"test_multi", "test_ranks"})  # Last: each ends the engines that the others share.
 ENVIRONMENT = {
     "BATON_SECRET": SECRET,
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB.
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
+
+
+@pytest.hookimpl(trylast=True)  # Behind the grouping by parameters, which it leaves as it is.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem in OTHER_CASTS)
 
 
 @pytest.fixture(scope="session")

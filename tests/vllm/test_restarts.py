@@ -9,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.vllm.engines import Server, Site, Streamed, VllmPlan, completion, transfer
+from tests.vllm.engines import Server, Site, Streamed, completion
+from tests.vllm.plain import PLAIN, D, P
 from tests.vllm.prompts import NUM_TOKENS, Prompt, Single, prompts
 
-P = VllmPlan("p-killed", transfer("BatonPushConnector", "kv_producer", "p-killed"), cores="0")
-D = VllmPlan("d-killed", transfer("BatonPushConnector", "kv_consumer", "d-killed"), cores="1")
 ASKED = [prompt for prompt in prompts() if 500 <= len(prompt) <= 3000]
 CONCURRENCY = 8
 ENDS_S = 120.0  # Every request has ended by then: twice the longest deadline, and the computing.
@@ -50,7 +49,7 @@ def ask_all(router: Server, salt: str, on_first: Callable[[], None]) -> dict[Pro
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_a_killed_prefill_engine_costs_no_answer(site: Site, single: Single, mode: str) -> None:
-    servers = site.cast("restarts", P, D)
+    servers = site.cast(PLAIN, P, D)
     p, d = servers[P.name], servers[D.name]
     with site.router(p, d, mode) as router:
         answers = ask_all(router, f"P dies in {mode}", lambda: kill(p))
@@ -66,7 +65,7 @@ def test_a_killed_prefill_engine_costs_no_answer(site: Site, single: Single, mod
 
 def test_a_prefill_engine_that_is_back_is_read_from_again(site: Site, single: Single) -> None:
     """Under its name; D has known its predecessor. And tickets of that are good for nothing."""
-    servers = site.cast("restarts", P, D)
+    servers = site.cast(PLAIN, P, D)
     p, d = servers[P.name], servers[D.name]
     before = d.metric("baton:kv_transfer_seconds_count")
     for mode in ("pull", "push"):
@@ -78,7 +77,7 @@ def test_a_prefill_engine_that_is_back_is_read_from_again(site: Site, single: Si
 
 
 def test_a_killed_decode_engine_ends_its_answers_clearly_and_p_lives(site: Site, single: Single) -> None:
-    servers = site.cast("restarts", P, D)
+    servers = site.cast(PLAIN, P, D)
     p, d = servers[P.name], servers[D.name]
     with site.router(p, d, "push") as router:
         answers = ask_all(router, "D dies", lambda: kill(d))
@@ -102,5 +101,5 @@ def test_a_killed_decode_engine_ends_its_answers_clearly_and_p_lives(site: Site,
         assert time.monotonic() < deadline_s
         assert p.tokens(ASKED[0], cache_salt="after") == single.tokens(ASKED[0])
     site.dismiss(D.name)
-    d = site.cast("restarts", P, D)[D.name]
+    d = site.cast(PLAIN, P, D)[D.name]
     assert d.tokens(ASKED[1], p.prefill(ASKED[1])) == single.tokens(ASKED[1])
