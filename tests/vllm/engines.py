@@ -220,9 +220,9 @@ class Site:
         for name in names or list(self._servers):
             server = self._servers.pop(name)
             server.client.close()
-            self._end(server.child)
+            self.end(server.child)
 
-    def _end(self, child: Child) -> None:
+    def end(self, child: Child) -> None:
         """As the fleet does with all of them."""
         child.send_signal(signal.SIGTERM)
         select.select([child], [], [], STOP_GRACE_S)
@@ -246,7 +246,7 @@ class Site:
             yield server
         finally:
             server.client.close()
-            self._end(child)
+            self.end(child)
 
 
 def wait_introduced(router: Server, *, of_prefill: bool) -> None:

