@@ -62,6 +62,9 @@ class ForwardContext:
     attn_metadata: AttentionMetadata | None = None
     kv_caches: dict[str, torch.Tensor] = field(default_factory=dict)
     worker_half: KVConnectorWorkerHalf | None = None
+    # Indices into T of the hidden states that anybody wants: of a prompt, the last one's at most. None: all.
+    # A model may leave out the others once all keys and values are written.
+    wanted_tokens: torch.Tensor | None = None
 
     @property
     def watcher(self) -> KVConnectorWorkerHalf | None:

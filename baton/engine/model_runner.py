@@ -36,7 +36,7 @@ class Model(Protocol):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """Hidden states [T, H]."""
+        """Hidden states [T, H], or only those of `context.wanted_tokens`."""
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[B, V], float32."""
@@ -97,22 +97,24 @@ class ModelRunner:
         context.attn_metadata = step_input.attn_metadata
         input_ids = torch.from_numpy(step_input.token_ids).to(self._device)
         positions = step_input.attn_metadata.positions.to(self._device)
-        hidden_TH = self._model.forward(input_ids, positions, context)
+        last_tokens = step_input.attn_metadata.query_start_loc_np[1:][step_input.sampled_index] - 1
+        if len(last_tokens) < step_input.attn_metadata.num_actual_tokens:
+            context.wanted_tokens = torch.from_numpy(last_tokens).to(self._device)
+        hidden = self._model.forward(input_ids, positions, context)
+        if context.wanted_tokens is not None and len(hidden) > len(last_tokens):
+            hidden = hidden[context.wanted_tokens]
         if self._is_driver:
-            self._sample(hidden_TH, step_input, result)
+            self._sample(hidden, step_input, result)
         else:
             self._untold_rows = step_input.sampled_rows
 
-    def _sample(self, hidden_TH: torch.Tensor, step_input: StepInput, result: ModelRunnerOutput) -> None:
+    def _sample(self, hidden_BH: torch.Tensor, step_input: StepInput, result: ModelRunnerOutput) -> None:
         result.req_ids = step_input.req_ids
         index = step_input.sampled_index
         if not len(index):
             result.sampled_token_ids = [[] for _ in step_input.req_ids]
             return
-        last_tokens = step_input.attn_metadata.query_start_loc_np[1:][index] - 1
-        if len(last_tokens) < len(hidden_TH):
-            hidden_TH = hidden_TH[torch.from_numpy(last_tokens).to(self._device)]
-        logits_BV = self._model.compute_logits(hidden_TH)
+        logits_BV = self._model.compute_logits(hidden_BH)
         rows: list[SamplingRow] = self._batch.sampling_rows(step_input.sampled_rows)
         sampled = self._sampler.sample(logits_BV, rows, step_input.sampled_positions)
         self._batch.append(step_input.sampled_rows, sampled.token_ids)

@@ -121,6 +121,27 @@ def test_a_wrong_block_of_keys_changes_the_answer(
     assert wrong != right
 
 
+@pytest.mark.parametrize("wanted", [[], [4], [0, 4, 6]])
+def test_what_nobody_wants_is_left_out_and_the_rest_is_the_same(
+    wanted: list[int], paged_model_of: Callable[[str], Any], prompt_of: Prompts, block_size: int
+) -> None:
+    paged, ids = paged_model_of("qwen3"), torch.tensor([*prompt_of(1, 5), *prompt_of(2, 2)])
+    metadata = build_attention_metadata([0, 0], [5, 2], [[0], [1]], block_size)
+
+    def run(wanted_tokens: torch.Tensor | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        for cache in paged.kv_caches.values():
+            cache.zero_()
+        context = ForwardContext(metadata, paged.kv_caches, wanted_tokens=wanted_tokens)
+        with torch.inference_mode():
+            hidden = paged.model(ids, metadata.positions, context)
+        return hidden, [cache.clone() for cache in paged.kv_caches.values()]
+
+    everything, caches = run(None)
+    some, same_caches = run(torch.tensor(wanted, dtype=torch.int64))
+    torch.testing.assert_close(some, everything[wanted])
+    assert all(one.equal(other) for one, other in zip(caches, same_caches, strict=True))
+
+
 class RecordingHalf(NullWorkerHalf):
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []

@@ -77,8 +77,10 @@ class Decoder(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """Hidden states `[T, M]`. Writes the step's keys and values into `context.kv_caches`.
+        """Hidden states `[T, M]`, or those that the context wants.
 
+        Writes all of the step's keys and values into `context.kv_caches`. Behind the last layer's attention
+        only wanted tokens are of any use; of a long prompt, leaving out the others saves most of a layer.
         A dummy run, without metadata, attends to nothing; it warms attention up instead.
         """
         metadata, plans = context.attn_metadata, {}
@@ -89,8 +91,9 @@ class Decoder(nn.Module):
                 self.backend.warm_up(context.kv_caches[layer_name(0)], window)
         rotation = self.rotary(positions)
         hidden = F.embedding(input_ids, self.embedding)
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             hidden = layer(hidden, rotation, context, plans)
+        hidden = self.layers[-1](hidden, rotation, context, plans, context.wanted_tokens)
         return self.norm(hidden)  # type: ignore[no-any-return]  # nn.Module.__call__ is untyped.
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -111,9 +114,20 @@ class DecoderLayer(nn.Module):
         self.mlp = Mlp(a, group, dtype, device)
 
     def forward(
-        self, hidden: torch.Tensor, rotation: Rotation, context: ForwardContext, plans: dict[int | None, Any]
+        self,
+        hidden: torch.Tensor,
+        rotation: Rotation,
+        context: ForwardContext,
+        plans: dict[int | None, Any],
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        hidden = hidden + self.attention(self.input_norm(hidden), rotation, context, plans)
+        """Of the `wanted` tokens, or of all."""
+        attended = self.attention(self.input_norm(hidden), rotation, context, plans)
+        if wanted is not None:
+            hidden, attended = hidden[wanted], attended[wanted]
+            if not len(wanted):
+                return hidden
+        hidden = hidden + self.attention.output(attended)
         return hidden + self.mlp(self.post_norm(hidden))  # type: ignore[no-any-return]
 
     def seal(self) -> None:
@@ -122,7 +136,10 @@ class DecoderLayer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections, rotation and the connector's hooks around the paged attention of one layer."""
+    """Projections, rotation and the connector's hooks around the paged attention of one layer.
+
+    What it gives is still to go through `output`, which is the layer's to call: perhaps not for every token.
+    """
 
     def __init__(
         self, a: DecoderArchitecture, index: int, backend: AttentionBackend, group: TensorParallelGroup
@@ -160,7 +177,7 @@ class Attention(nn.Module):
         qk = rotate(qk, *rotation)
         q_TQD, k_THD = qk[:, : shape.num_heads], qk[:, shape.num_heads :]
         if context.attn_metadata is None:
-            return self.output(torch.zeros_like(q_TQD).reshape(len(hidden), -1))  # type: ignore[no-any-return]
+            return torch.zeros_like(q_TQD).reshape(len(hidden), -1)
         cache_NHPC = context.kv_caches[self._name]
         plan = plans[self._window]
         watcher = context.watcher
@@ -170,7 +187,7 @@ class Attention(nn.Module):
         attended = self._backend.attend(q_TQD.contiguous(), cache_NHPC, plan)
         if watcher is not None:
             watcher.save_kv_layer(self._name, cache_NHPC, context.attn_metadata)
-        return self.output(attended)  # type: ignore[no-any-return]
+        return attended
 
 
 class Mlp(nn.Module):
