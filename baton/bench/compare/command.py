@@ -114,7 +114,13 @@ def _run(
     from baton.bench.compare.load import LoadClient, client_environment
     from baton.bench.compare.running import Ground
     from baton.bench.compare.session import FULL, QUICK, Plan, Session
-    from baton.bench.compare.systems import FAULT_SYSTEMS, SYSTEMS, TRACE_GROUP, chosen_groups
+    from baton.bench.compare.systems import (
+        FAULT_SYSTEMS,
+        QUICK_FAULT_SYSTEMS,
+        SYSTEMS,
+        TRACE_GROUP,
+        chosen_groups,
+    )
     from baton.bench.handoff_system import model_folder
     from baton.cli.processes import Fleet, Stopped, raising_on_stop_signals
 
@@ -143,12 +149,12 @@ def _run(
     env = client_environment()
     plan = Plan(
         parts=parts,
-        groups=groups[:2] if quick and not systems else groups,
+        groups=groups[:1] if quick and not systems else groups,
         size=QUICK if quick else FULL,
         minutes=minutes,
         trace_path=trace,
         trace_group=(single_of(pairs[0]), *pairs) if pairs else TRACE_GROUP,
-        fault_systems=pairs or (FAULT_SYSTEMS[:2] if quick else FAULT_SYSTEMS),
+        fault_systems=pairs or (QUICK_FAULT_SYSTEMS if quick else FAULT_SYSTEMS),
         one_pair_at_a_time=one_pair,
     )
     shutil.rmtree(logs, ignore_errors=True)

@@ -32,6 +32,7 @@ from baton.core.errors import BatonError
 TRACE_ANSWER_TOKENS_MAX = 64
 TRACE_ANSWER_SHARE = 0.1  # Of the trace's answers, which are hundreds of tokens long.
 LEG_TIMEOUT_S = 90.0  # Without a byte from the server: a peer that hangs is noted, not waited for.
+STARTING_SHARE = 0.4  # Of a session, in which twenty engines are started.
 SHARES = {"a": 0.12, "b": 0.08, "c": 0.30, "d": 0.10, "raw": 0.06, "faults": 0.14, "trace": 0.20}
 
 
@@ -66,9 +67,9 @@ class Plan:
     one_pair_at_a_time: bool
 
     def budget_s(self, part: str) -> float:
-        """Its share of the time, less what starting takes (about a third), when only some parts are run."""
+        """Its share of what is left of the time beside starting systems."""
         total = sum(SHARES[name] for name in self.parts)
-        return self.minutes * 60 * 0.67 * SHARES[part] / total
+        return self.minutes * 60 * (1 - STARTING_SHARE) * SHARES[part] / total
 
 
 FULL = Size(

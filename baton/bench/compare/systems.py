@@ -128,6 +128,7 @@ def chosen_groups(names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
 
 
 FAULT_SYSTEMS = ("vllm nixl pull", "vllm baton pull local", "baton pull")
+QUICK_FAULT_SYSTEMS = ("vllm baton pull local",)
 TRACE_GROUP = ("vllm", "vllm nixl pull", "vllm baton pull local")
 
 # Ours, and the peer that it must not be worse than.
