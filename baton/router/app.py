@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 REQUEST_ID = "x-request-id"
 _GOOD_REQUEST_ID = re.compile(r"[!-~]{1,256}")
 LAST_PROBES_S = 0.5  # For probes in flight when the router is told to stop.
+CLOSING_S = 5.0  # For legs to be closed, once the client has its answer.
 CLIENT_CLOSED_REQUEST = 499  # nginx's; for the metrics only, nobody receives it.
 
 
@@ -185,8 +186,8 @@ class Router:
             received_at_s=time.monotonic(),
         )
         if is_handoff:
-            return await _or_disconnect(self._proxy.complete(incoming, parse_body(raw), wire), receive)
-        return await _or_disconnect(self._proxy.forward(incoming, wire), receive)
+            return await _or_disconnect(self._proxy.complete(incoming, parse_body(raw), wire), receive, wire)
+        return await _or_disconnect(self._proxy.forward(incoming, wire), receive, wire)
 
     async def _read_body(self, receive: Receive) -> bytes:
         limit = self._settings.max_body_bytes
@@ -218,15 +219,17 @@ class _Endpoint:
 
 
 class _Wire:
-    """`send`, remembering whether the answer has begun."""
+    """`send`, remembering whether the answer has begun, and whether all of it has been sent."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.has_started = False
+        self.has_ended = False
 
     async def __call__(self, message: Message) -> None:
         self.has_started = True
         await self._send(message)
+        self.has_ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
 async def _refuse(wire: _Wire, error: RouterError, request_id: str) -> int:
@@ -252,12 +255,15 @@ async def _refuse(wire: _Wire, error: RouterError, request_id: str) -> int:
     return error.status
 
 
-async def _or_disconnect(work: Coroutine[Any, Any, int], receive: Receive) -> int:
+async def _or_disconnect(work: Coroutine[Any, Any, int], receive: Receive, wire: _Wire) -> int:
     """The work's result, unless the client goes away first: then the work is cancelled, to its end."""
     working = asyncio.create_task(work)
     listening = asyncio.create_task(_wait_disconnect(receive))
     try:
         await asyncio.wait({working, listening}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done() and wire.has_ended:
+            # A server calls that a disconnect too. What is left of the work is to close its legs.
+            await asyncio.wait({working}, timeout=CLOSING_S)
         if not working.done():
             raise ClientGone("closed its connection")
         return working.result()

@@ -346,7 +346,9 @@ class Handoff:
     async def _close_legs(self) -> None:
         legs, self._legs = self._legs, []
         for leg in legs:
-            await leg.close()
+            leg.cancel()  # All of them before anything is waited for: the wait may be cancelled itself.
+        for leg in legs:
+            await leg.wait_closed()
 
 
 def _is_answered(leg: DecodeLeg) -> bool:

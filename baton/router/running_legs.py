@@ -4,7 +4,7 @@
     PrefillLeg   outcome: what P's answer means, in a stream as soon as its first token is there
                  rest: what P's stream said behind it, which is little, and wanted only if P said it all
 
-`close` ends a leg in whatever state, towards the engine too. Futures never hold exceptions: a failure is a
+`cancel` ends a leg in whatever state, towards the engine too. Futures never hold exceptions: a failure is a
 result like any other, and a leg that nobody waits for any more leaves no complaint behind.
 """
 
@@ -35,10 +35,14 @@ class _Leg:
         self._request = request
         self._task: asyncio.Task[Any] | None = None
 
-    async def close(self) -> None:
+    def cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def wait_closed(self) -> None:
+        """After `cancel`: until the engine has been left, too."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
 
 
 class DecodeLeg(_Leg):
