@@ -17,7 +17,7 @@ from baton.core.errors import TransferError
 
 TOTAL_BYTES = 64 << 20
 REPEATS = 5
-MOONCAKE_TIMEOUT_S = 120.0
+MOONCAKE_TIMEOUT_S = 180.0
 NIXL_WAYS = {
     "NIXL": (None, True),
     "NIXL, no reader thread": (None, False),

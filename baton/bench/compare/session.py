@@ -31,6 +31,7 @@ from baton.core.errors import BatonError
 
 TRACE_ANSWER_TOKENS_MAX = 64
 TRACE_ANSWER_SHARE = 0.1  # Of the trace's answers, which are hundreds of tokens long.
+LEG_ROUNDS_MIN = 3
 LEG_TIMEOUT_S = 90.0  # Without a byte from the server: a peer that hangs is noted, not waited for.
 STARTING_SHARE = 0.4  # Of a session, in which twenty engines are started.
 SHARES = {"a": 0.12, "b": 0.08, "c": 0.30, "d": 0.10, "raw": 0.06, "faults": 0.14, "trace": 0.20}
@@ -184,7 +185,7 @@ class Session:
         pulls = [one for one in pairs if one.system.connector and not one.system.connector.is_push]
         with httpx.Client(timeout=LEG_TIMEOUT_S, trust_env=False) as client:
             for index in range(2 * self._plan.size.rounds_max):
-                if index and time.monotonic() > end_s:
+                if index >= LEG_ROUNDS_MIN and time.monotonic() > end_s:
                     return
                 number = self._journal.next_round()
                 for one in list(pulls):

@@ -2,7 +2,7 @@
 
 round 1    vllm   nixl   baton
 round 2    nixl   baton  vllm           the order rotates, so that nobody is always first
-...                                     as many rounds as the time allows, at least one
+...                                     as many rounds as the time allows, at least two
 """
 
 import itertools
@@ -16,6 +16,7 @@ from baton.bench.compare.load import LoadClient, LoadError, LoadResult
 from baton.bench.compare.prompts import CHUNK_TOKENS, FreshPrompts, Prompt, offset_chunks
 from baton.bench.compare.running import RunningSystem, turn_of
 
+ROUNDS_MIN = 2  # One says nothing of noise.
 WARM_UP_TOKENS = (64, 700)
 REPLAY_EXTRA_S = 300.0  # For what a slow system still has to do when the last request has come.
 LOAD_TIMEOUT_S = 240.0  # Bounds a load that hangs; a good one takes seconds.
@@ -45,7 +46,7 @@ class Target:
 
 
 class Deadline:
-    """Of a part: it begins no round that would probably end behind it, but the first."""
+    """Of a part: it begins no round that would probably end behind it, but the first two."""
 
     def __init__(self, budget_s: float) -> None:
         self._end_s = time.monotonic() + budget_s
@@ -57,7 +58,7 @@ class Deadline:
         if self._began_s is not None:
             self._longest_s = max(self._longest_s, now_s - self._began_s)
         self._began_s = now_s
-        if number == 0:
+        if number < ROUNDS_MIN:
             return True
         return number < rounds_max and now_s + self._longest_s <= self._end_s
 
