@@ -23,6 +23,7 @@ SEEDS = {
     ("push", "fence"): 66,
     ("push", "ticket_hash"): 96,
     ("push", "bound_reads"): 27,
+    ("push", "drain_early_reads"): 88,
     ("push", "run"): 37,
     ("push", "preempted"): 37,
 }
