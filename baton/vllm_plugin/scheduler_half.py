@@ -4,6 +4,7 @@ lent blocks     held by references of our own (`lent_blocks`), not by keeping th
 received ids    only those that vLLM waits for: it takes an unknown one for its own fault, and ends
 a dead thread   ends what is under way, one request after the other; prompts are computed here from then on
 routers         ask by a request: vLLM's server has no other way to its scheduler
+empty steps     rest while all that is awaited is a producer's word (`rest`)
 
 {"baton_introduce": true} --> {"baton_introduction": "..."}     kv_transfer_params of request and answer
 {"baton_take_back": "the ticket of a loan that nobody will come for"}
@@ -27,6 +28,7 @@ from baton.contract import ConnectorDead, KVConnectorMetadata, KVConnectorOutput
 from baton.core.errors import BadTransferParams
 from baton.core.ids import Epoch
 from baton.vllm_plugin.lent_blocks import LentBlocks
+from baton.vllm_plugin.rest import Rest
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,8 @@ class VllmPullSchedulerHalf(PullSchedulerHalf):
         self._awaited: set[str] = set()  # Requests that vLLM has parked until their load is reported.
         self._is_retired = False
         super().__init__(identity, epoch=epoch, clock=clock, control=control, holder=self._lent_blocks)
+        self._rest = Rest()
+        self._hears_of_peers = self.bind_wake(self._rest.end)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._lent_blocks.bind(gpu_block_pool)
@@ -93,6 +97,8 @@ class VllmPullSchedulerHalf(PullSchedulerHalf):
     # --- Step ----------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
+        if self._hears_of_peers and not scheduler_output.total_num_scheduled_tokens and self._only_waits:
+            self._rest.take()
         try:
             return super().build_connector_meta(scheduler_output)
         except ConnectorDead as error:
@@ -121,6 +127,15 @@ class VllmPullSchedulerHalf(PullSchedulerHalf):
             return self._give_up_oldest()
 
     # --- Parts ---------------------------------------------------------------------------------
+
+    @property
+    def _only_waits(self) -> bool:
+        """For producers that compute. A copy, or the proof of one, is a matter of less than a rest."""
+        with self._lock:
+            self._absorb()
+            num_streams = self._agent.num_open_streams
+            is_moving = self._agent.num_open_fetches > num_streams
+            return num_streams > 0 and not (is_moving or self._has_news or self._borrower.has_orders)
 
     def _make_room(self, num_wanted: int) -> None:
         """What is kept for turns that may never come gives way to a prompt that is here."""

@@ -102,7 +102,7 @@ def _never_worse(findings: Findings) -> Iterator[Verdict]:
     found = list(_comparisons(findings))
     worse = [(what, spread) for what, spread in found if is_worse(spread)]
     for what, spread in worse:
-        yield Verdict("e", what, f"{_times(spread)} of the peer's", "not worse in every round", False)
+        yield Verdict("e", what, f"worse by a factor of {_times(spread)}", "not worse in every round", False)
     if found:
         what = f"{len(found) - len(worse)} of {len(found)} comparisons with a peer"
         yield Verdict("e", what, "not worse by more than noise", "all", not worse)

@@ -213,6 +213,11 @@ class PullAgent:
     def num_open_fetches(self) -> int:
         return self._consumer.num_open + self._streams.num_open
 
+    @property
+    def num_open_streams(self) -> int:
+        """Those of the fetches whose prefill has not ended, as far as we know."""
+        return self._streams.num_open
+
     def _carry_out(self, effects: Iterable[Effect | StreamEffect], now: float) -> None:
         for effect in effects:
             match effect:

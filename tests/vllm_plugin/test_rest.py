@@ -1,0 +1,130 @@
+"""An empty step rests while a producer computes, and only then."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from baton.connectors.pull import EngineIdentity
+from baton.connectors.push import PushSettings
+from baton.core.config import EngineConfig
+from baton.core.ids import Epoch
+from baton.engine.step import SchedulerOutput
+from baton.vllm_plugin.rest import Rest
+from baton.vllm_plugin.scheduler_half import VllmPushSchedulerHalf
+from tests.connectors.pull_world import Station, World
+from tests.connectors.push_world import PushEngine, PushWorld
+from tests.vllm_plugin.world import Block, Pool
+
+TOKENS = list(range(10, 21))
+
+
+class Rested(Rest):
+    """Counts the rests instead of taking them."""
+
+    count = 0
+
+    def take(self) -> None:
+        self.count += 1
+
+
+class VllmPushEngine(PushEngine):
+    def __init__(self, world: World, config: EngineConfig, url: str, epoch: Epoch) -> None:
+        super().__init__(world, config, url, epoch)
+        self.rest = Rested()
+        self.pool = Pool(self, config.cache_config.num_gpu_blocks)  # type: ignore[arg-type]
+        self.half.bind_gpu_block_pool(self.pool)
+
+    def make_half(self, config: EngineConfig, url: str, epoch: Epoch) -> VllmPushSchedulerHalf:
+        return VllmPushSchedulerHalf(
+            EngineIdentity.of_engine(config, PushSettings, does_push=True),
+            epoch=epoch,
+            clock=lambda: self.world.now,
+            control=lambda agent, lock: Station(self.world, url, agent),
+        )
+
+    def allocate(self, num_tokens: int) -> list[int]:
+        block_ids = super().allocate(num_tokens)
+        self.pool.blocks = [
+            Block(block.block_id, 1 if block.block_id in block_ids else block.ref_cnt)
+            for block in self.pool.blocks
+        ]
+        return block_ids
+
+    def give_back(self, block_ids: list[int]) -> None:  # type: ignore[override]
+        self.pool.free_blocks(self.pool.blocks[block_id] for block_id in block_ids)
+
+
+class VllmPushWorld(PushWorld):
+    engine_kind = VllmPushEngine
+
+
+@pytest.fixture
+def world() -> Iterator[VllmPushWorld]:
+    world = VllmPushWorld()
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def d(world: VllmPushWorld) -> VllmPushEngine:
+    engine = world.engine("d")
+    assert isinstance(engine, VllmPushEngine)
+    assert isinstance(engine.half, VllmPushSchedulerHalf)
+    engine.half._rest = engine.rest
+    engine.half._hears_of_peers = True  # As with a control thread of its own.
+    return engine
+
+
+def test_an_engine_that_waits_for_nobody_does_not_rest(d: VllmPushEngine) -> None:
+    d.half.build_connector_meta(SchedulerOutput())
+    assert d.rest.count == 0
+
+
+def test_an_engine_that_waits_for_a_prefill_rests_in_empty_steps_only(
+    world: VllmPushWorld, d: VllmPushEngine
+) -> None:
+    p = world.engine("p")
+    d.admit(d.follow("r", TOKENS, p))
+    world.settle()
+    rested = d.rest.count
+    assert rested > 0
+    d.half.build_connector_meta(
+        SchedulerOutput(num_scheduled_tokens={"other": 1}, total_num_scheduled_tokens=1)
+    )
+    assert d.rest.count == rested
+    d.half.build_connector_meta(SchedulerOutput())
+    assert d.rest.count == rested + 1
+
+
+def test_an_engine_whose_reads_run_does_not_rest(world: VllmPushWorld, d: VllmPushEngine) -> None:
+    p = world.engine("p")
+    request = d.follow("r", TOKENS, p)
+    d.admit(request)
+    d.admit(d.follow("waits", TOKENS[::-1], p, "another"))
+    world.settle()
+    p.begin("r", TOKENS)
+    p.prefill_in_chunks("r", len(TOKENS))
+    world.wire.deliver()
+    d.rest.count = 0
+    while not d.outcomes:
+        assert d.half._agent.num_open_streams == 1
+        world.wire.deliver()
+        d.step()
+    assert d.rest.count == 0
+    d.read_out(request)
+
+
+def test_what_is_heard_ends_a_rest_also_before_it_has_begun() -> None:
+    rest = Rest()
+    rest.end()
+    assert rest._has_news.is_set()
+    rest.take()
+    assert not rest._has_news.is_set()
+    resting = threading.Thread(target=rest.take)
+    resting.start()
+    rest.end()
+    resting.join(10)
+    assert not resting.is_alive()
