@@ -20,6 +20,7 @@ from baton.core.errors import UserError
 from baton.engine.attention.cuda import require_cuda
 from baton.engine.attention.kv_memory import allocate_kv_cache
 from baton.engine.channel import Channel
+from baton.engine.freed_memory import keep_freed_memory
 from baton.engine.model_runner import ModelRunner
 from baton.engine.models import build_model, load_weights
 from baton.engine.models.parallel import ProcessGroup, SingleRank, TensorParallelGroup
@@ -39,6 +40,7 @@ class Worker:
             torch.cuda.set_device(device)
         else:
             torch.set_num_threads(config.device_config.num_threads)
+            keep_freed_memory()
         model = build_model(model_config, group.rank, group.size, device)
         load_weights(model, model_config.model)
         self.half = factory.worker_half(config, group.rank)

@@ -20,7 +20,7 @@ from baton.engine.attention import AttentionBackend, AttentionShape, build_backe
 from baton.engine.attention.kv_memory import layer_name
 from baton.engine.forward_context import ForwardContext
 from baton.engine.models.layers import PackedLinear, RMSNorm, RowParallelLinear, empty_parameter, rms_norm
-from baton.engine.models.matmul import Matmul
+from baton.engine.models.matmul import Matmul, is_packable
 from baton.engine.models.parallel import TensorParallelGroup
 from baton.engine.models.rotary import Rotary, rotate
 
@@ -127,12 +127,12 @@ class DecoderLayer(nn.Module):
             hidden, attended = hidden[wanted], attended[wanted]
             if not len(wanted):
                 return hidden
-        hidden = hidden + self.attention.output(attended)
-        return hidden + self.mlp(self.post_norm(hidden))  # type: ignore[no-any-return]
+        hidden = self.attention.output(attended).add_(hidden)
+        return self.mlp(self.post_norm(hidden)).add_(hidden)  # type: ignore[no-any-return]
 
     def seal(self) -> None:
-        for linear in (self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.down):
-            linear.seal()
+        for part in (self.attention.qkv, self.attention.output, self.mlp):
+            part.seal()
 
 
 class Attention(nn.Module):
@@ -202,10 +202,23 @@ class Mlp(nn.Module):
         self.down = RowParallelLinear(
             wide, a.hidden_size, bias=a.mlp_bias, group=group, dtype=dtype, device=device
         )
+        self._apart: tuple[Matmul, ...] | None = None  # Gate, with its activation, and up.
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._apart is not None:
+            gate_matmul, up_matmul = self._apart
+            return self.down(up_matmul(hidden).mul_(gate_matmul(hidden)))  # type: ignore[no-any-return]
         gate, up = self.gate_up(hidden).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+
+    def seal(self) -> None:
+        """Once, after loading."""
+        # The packed kernel applies SiLU to what it has just computed; of a plain matrix, one product is best.
+        if is_packable(self.gate_up.weight):
+            self._apart = self.gate_up.seal_apart(("silu", None))
+        else:
+            self.gate_up.seal()
+        self.down.seal()
 
 
 def attention_shape(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from baton.engine.models.matmul import Matmul
+from baton.engine.models.matmul import Activation, Matmul
 from baton.engine.models.parallel import TensorParallelGroup
 
 
@@ -65,6 +65,15 @@ class PackedLinear(nn.Module):
     def seal(self) -> None:
         """Once, after loading."""
         self._matmul = _sealed(self.weight, self.bias)
+
+    def seal_apart(self, activations: Sequence[Activation | None]) -> tuple[Matmul, ...]:
+        """Once, instead of `seal`: a matrix for each projection, with what follows it in the same kernel."""
+        biases = self.bias_parts() if self.bias is not None else (None,) * len(activations)
+        parts = zip(self.weight_parts(), biases, activations, strict=True)
+        matmuls = tuple(Matmul(weight, bias, activation=activation) for weight, bias, activation in parts)
+        if all(matmul.is_packed for matmul in matmuls):
+            self.weight.data = torch.empty(0, dtype=self.weight.dtype)
+        return matmuls
 
     def weight_parts(self) -> tuple[torch.Tensor, ...]:
         return torch.split_with_sizes(self.weight, self.part_sizes)
