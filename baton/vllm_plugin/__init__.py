@@ -12,30 +12,32 @@ processes. Without an installation, `"kv_connector_module_path": "baton.vllm_plu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from baton.vllm_plugin.connector import BatonPullConnector, BatonPushConnector
 
-__all__ = ["BatonPullConnector", "BatonPushConnector", "register"]
+__all__ = ["CONNECTORS", "BatonPullConnector", "BatonPushConnector", "register"]
 
-_CONNECTORS = ("BatonPullConnector", "BatonPushConnector")
-_MODULE = "baton.vllm_plugin.connector"
+CONNECTORS: Final = {
+    "BatonPullConnector": "baton.vllm_plugin.connector",
+    "BatonPushConnector": "baton.vllm_plugin.connector",
+}
+"""Names that vLLM's configuration may use, and the modules that have the classes."""
 
 
 def register() -> None:
     """Tell vLLM's factory our names. Harmless when called again: vLLM loads its plug-ins per process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    for name in _CONNECTORS:
+    for name, module in CONNECTORS.items():
         if name not in KVConnectorFactory._registry:
-            KVConnectorFactory.register_connector(name, _MODULE, name)
+            KVConnectorFactory.register_connector(name, module, name)
 
 
 def __getattr__(name: str) -> Any:
     """For `kv_connector_module_path`: the classes, without importing vllm before it is there."""
-    if name not in _CONNECTORS:
+    if name not in CONNECTORS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from baton.vllm_plugin import connector
-
-    return getattr(connector, name)
+    return getattr(import_module(CONNECTORS[name]), name)

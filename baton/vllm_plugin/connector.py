@@ -1,102 +1,65 @@
-"""`BatonPullConnector` and `BatonPushConnector` for vLLM: real subclasses of its base class.
-
-vLLM makes one instance beside its scheduler and one in each worker. An instance holds one half of ours, by
-`role`, and forwards each method by name; nothing is inherited silently, so that a method that vLLM adds shows
-up in the drift test. Requests, scheduler outputs and blocks go through as they are.
-
-What our half raises is contained here (`containment`); only start-up may raise.
-"""
+"""`BatonPullConnector` and `BatonPushConnector` for vLLM. See `forwarding` for what they share."""
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar
 
-import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
-    SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.metadata import PullHandshake, PullMetadata, PullWorkerReport
 from baton.connectors.pull.settings import PullSettings
 from baton.connectors.push.settings import PushSettings
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.core.errors import ConfigError
-from baton.vllm_plugin import register
-from baton.vllm_plugin.containment import Containment
-from baton.vllm_plugin.identity import check_groups, identity_of
-from baton.vllm_plugin.log import share_log
+from baton.vllm_plugin.forwarding import ForwardingConnector
+from baton.vllm_plugin.identity import identity_of
 from baton.vllm_plugin.packing import find_packing
 from baton.vllm_plugin.scheduler_half import VllmPullSchedulerHalf, VllmPushSchedulerHalf
-from baton.vllm_plugin.settings import PluginSettings
-from baton.vllm_plugin.stats import BatonPromMetrics, BatonStats
-from baton.vllm_plugin.versions import check_version
+from baton.vllm_plugin.stats import PullVllmPromMetrics, PullVllmStats
 from baton.vllm_plugin.worker_half import VllmPullWorkerHalf, VllmPushWorkerHalf
-
-logger = logging.getLogger(__name__)
 
 # vLLM asserts that what passes between its processes is of its kinds. They are empty, so ours are.
 KVConnectorMetadata.register(PullMetadata)
 KVConnectorHandshakeMetadata.register(PullHandshake)
 KVConnectorWorkerMetadata.register(PullWorkerReport)
 
-# Otherwise Python shows warnings only, and without saying which process they are of.
-share_log()
 
-# MultiConnector finds the statistics of its children by their names, registered ones.
-register()
-
-
-class BatonPullConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not installed
-    # where types are checked, so that its base classes are Any there.
+class BatonPullConnector(ForwardingConnector):
     _cache_hit_source = CacheHitSource.P2P
+    _empty_metadata = PullMetadata()
+    _stats_kind = PullVllmStats
+    _prom_kind = PullVllmPromMetrics
     _settings_kind: ClassVar[type[PullSettings]] = PullSettings
     _scheduler_kind: ClassVar[type[VllmPullSchedulerHalf]] = VllmPullSchedulerHalf
     _worker_kind: ClassVar[type[VllmPullWorkerHalf]] = VllmPullWorkerHalf
     _does_push: ClassVar[bool] = False
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Raises ConfigError for a version, or a configuration, in which no handoff could work."""
-        super().__init__(vllm_config, role, kv_cache_config)
-        ours, _ = PluginSettings.split(self._kv_transfer_config.kv_connector_extra_config)
-        if warning := check_version(vllm.__version__, allow_untested=ours.allow_untested_vllm):
-            logger.warning(warning)
-        check_groups(kv_cache_config)
-        self._contained = Containment()
-        self._num_contained_counted = 0
-        self._scheduler_half: KVConnectorSchedulerHalf | None = None
-        self._worker_half: KVConnectorWorkerHalf | None = None
-        is_worker = role is KVConnectorRole.WORKER
-        identity = identity_of(
-            vllm_config, self._settings_kind, os.environ, does_push=self._does_push, is_worker=is_worker
+    @classmethod
+    def make_scheduler_half(
+        cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
+    ) -> KVConnectorSchedulerHalf:
+        return cls._scheduler_kind(cls._identity_of(vllm_config, is_worker=False))
+
+    @classmethod
+    def make_worker_half(
+        cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
+    ) -> KVConnectorWorkerHalf:
+        identity = cls._identity_of(vllm_config, is_worker=True)
+        return cls._worker_kind(identity, find_packing=partial(find_packing, vllm_config))
+
+    @classmethod
+    def _identity_of(cls, vllm_config: Any, *, is_worker: bool) -> EngineIdentity:
+        return identity_of(
+            vllm_config, cls._settings_kind, os.environ, does_push=cls._does_push, is_worker=is_worker
         )
-        if is_worker:
-            self._worker_half = self._worker_kind(identity, find_packing=partial(find_packing, vllm_config))
-        else:
-            self._scheduler_half = self._scheduler_kind(identity)
-
-    @property
-    def scheduler_half(self) -> KVConnectorSchedulerHalf:
-        assert self._scheduler_half is not None, "this instance has the worker role"
-        return self._scheduler_half
-
-    @property
-    def worker_half(self) -> KVConnectorWorkerHalf:
-        assert self._worker_half is not None, "this instance has the scheduler role"
-        return self._worker_half
-
-    # --- Class level, at configuration time ------------------------------------------------------
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -108,46 +71,8 @@ class BatonPullConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None if model is None or model.use_mla else "LBHNC"
 
     @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return False
-
-    @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         return False  # Peers hold on to the memory that a sleeping engine gives away.
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BatonStats | None:
-        return BatonStats(data if data is not None else {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: dict[type[Any], type[Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> BatonPromMetrics | None:
-        return BatonPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    # --- Scheduler half ------------------------------------------------------------------------
-
-    @property
-    def supports_divergent_local_hybrid_hits(self) -> bool:
-        return False
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return bool(self._kv_transfer_config.is_kv_producer)
-
-    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        self._kv_cache_manager = kv_cache_manager
-        self.bind_gpu_block_pool(kv_cache_manager.block_pool)
-
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self.scheduler_half.bind_gpu_block_pool(gpu_block_pool)
-
-    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        self.set_xfer_handshake_metadata_pp_aware({(0, rank): value for rank, value in metadata.items()})
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Raises ConfigError if what the workers gave is another connector's."""
@@ -158,217 +83,7 @@ class BatonPullConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                     f"first one that any of its connectors has, so {type(self).__name__} has to stand first",
                     field="kv_transfer_config.kv_connector_extra_config.connectors",
                 )
-        self.scheduler_half.set_xfer_handshake_metadata_pp_aware(metadata)
-
-    def on_new_request(self, request: Any) -> None:
-        self._contained.call(
-            "on_new_request", lambda: self.scheduler_half.on_new_request(request), otherwise=None
-        )
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._contained.call(
-            "get_num_new_matched_tokens",
-            lambda: self.scheduler_half.get_num_new_matched_tokens(request, num_computed_tokens),
-            otherwise=(0, False),
-        )
-
-    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._contained.call(
-            "update_state_after_alloc",
-            lambda: self.scheduler_half.update_state_after_alloc(request, blocks, num_external_tokens),
-            otherwise=None,
-        )
-
-    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        return {CacheHitSource.P2P: num_external_tokens} if num_external_tokens else {}
-
-    def build_connector_meta(self, scheduler_output: Any) -> Any:
-        return self._contained.call(
-            "build_connector_meta",
-            lambda: self.scheduler_half.build_connector_meta(scheduler_output),
-            otherwise=PullMetadata(),
-        )
-
-    def update_connector_output(self, connector_output: Any) -> None:
-        self._contained.call(
-            "update_connector_output",
-            lambda: self.scheduler_half.update_connector_output(connector_output),
-            otherwise=None,
-        )
-
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._contained.call(
-            "request_finished",
-            lambda: self.scheduler_half.request_finished(request, block_ids),
-            otherwise=(False, None),
-        )
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])  # There is one: `check_groups`.
-
-    def register_finished_partial_tail(
-        self,
-        request: Any,
-        block_ids: tuple[list[int], ...],
-        partial_tail_offloads: list[tuple[int, int, int]],
-    ) -> bool:
-        return False  # Of models that keep a state, which `check_groups` refuses.
-
-    def take_events(self) -> Iterable[Any]:
-        return self._contained.call("take_events", lambda: self.scheduler_half.take_events(), otherwise=())
-
-    def has_pending_block_frees(self) -> bool:
-        return self._contained.call(
-            "has_pending_block_frees", lambda: self.scheduler_half.has_pending_block_frees(), otherwise=False
-        )
-
-    def has_pending_push_work(self) -> bool:
-        return self._contained.call(
-            "has_pending_push_work", lambda: self.scheduler_half.has_pending_push_work(), otherwise=False
-        )
-
-    def get_finished_count(self) -> int | None:
-        return self.scheduler_half.get_finished_count()
-
-    def reset_cache(self) -> bool | None:
-        return self._contained.call("reset_cache", lambda: self.scheduler_half.reset_cache(), otherwise=None)
-
-    # --- Worker half ---------------------------------------------------------------------------
-
-    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        return self.worker_half.get_mem_pool_context()
-
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self.worker_half.register_kv_caches(kv_caches)
-
-    def unregister_kv_caches(self) -> None:
-        self.worker_half.unregister_kv_caches()
-
-    def restore_kv_caches(self) -> None:
-        self.worker_half.restore_kv_caches()
-
-    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
-        self.worker_half.set_host_xfer_buffer_ops(copy_operation)
-
-    def get_handshake_metadata(self) -> Any:
-        return self.worker_half.get_handshake_metadata()
-
-    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        self._contained.call(
-            "handle_preemptions",
-            lambda: self.worker_half.handle_preemptions(kv_connector_metadata),
-            otherwise=None,
-        )
-
-    def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        self._contained.call(
-            "bind_connector_metadata",
-            lambda: self.worker_half.bind_connector_metadata(connector_metadata),
-            otherwise=None,
-        )
-
-    def clear_connector_metadata(self) -> None:
-        self._contained.call(
-            "clear_connector_metadata",
-            lambda: self.worker_half.clear_connector_metadata(),
-            otherwise=None,
-        )
-
-    def _get_connector_metadata(self) -> Any:
-        return self.worker_half._get_connector_metadata()
-
-    def has_connector_metadata(self) -> bool:
-        return self.worker_half.has_connector_metadata()
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._contained.call(
-            "start_load_kv",
-            lambda: self.worker_half.start_load_kv(forward_context, **kwargs),
-            otherwise=None,
-        )
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        self._contained.call(
-            "wait_for_layer_load", lambda: self.worker_half.wait_for_layer_load(layer_name), otherwise=None
-        )
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        self._contained.call(
-            "save_kv_layer",
-            lambda: self.worker_half.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs),
-            otherwise=None,
-        )
-
-    def wait_for_save(self) -> None:
-        self._contained.call("wait_for_save", lambda: self.worker_half.wait_for_save(), otherwise=None)
-
-    def finish_forward(self) -> None:
-        self._contained.call("finish_forward", lambda: self.worker_half.finish_forward(), otherwise=None)
-
-    def reset_capture_state(self) -> None:
-        self.worker_half.reset_capture_state()
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending or None, results.finished_recving or None
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        sending, recving = self._contained.call(
-            "get_finished", lambda: self.worker_half.get_finished(finished_req_ids), otherwise=(None, None)
-        )
-        # Sets, where our contract has None for nothing: MultiConnector iterates over them.
-        return KVConnectorTransferResults(
-            finished_sending=set(sending or ()), finished_recving=set(recving or ()), failed_recving=set()
-        )
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._contained.call(
-            "get_block_ids_with_load_errors",
-            lambda: self.worker_half.get_block_ids_with_load_errors(),
-            otherwise=set[int](),
-        )
-
-    def get_kv_connector_kv_cache_events(self) -> Any:
-        return self._contained.call(
-            "get_kv_connector_kv_cache_events",
-            lambda: self.worker_half.get_kv_connector_kv_cache_events(),
-            otherwise=None,
-        )
-
-    def build_connector_worker_meta(self) -> Any:
-        return self._contained.call(
-            "build_connector_worker_meta",
-            lambda: self.worker_half.build_connector_worker_meta(),
-            otherwise=None,
-        )
-
-    # --- Both ----------------------------------------------------------------------------------
-
-    def get_kv_connector_stats(self) -> BatonStats | None:
-        half = self._scheduler_half or self._worker_half
-        assert half is not None
-        taken = self._contained.call(
-            "get_kv_connector_stats", lambda: half.get_kv_connector_stats(), otherwise=None
-        )
-        num_new = self._contained.num_contained - self._num_contained_counted
-        if taken is None and num_new == 0:
-            return None
-        stats = BatonStats(taken.data if taken is not None else {})
-        if num_new:
-            self._num_contained_counted += num_new
-            failures = stats.data["failures"]
-            failures["internal error"] = failures.get("internal error", 0) + num_new
-        return stats
-
-    def shutdown(self) -> None:
-        half = self._scheduler_half or self._worker_half
-        if half is not None:
-            self._contained.call("shutdown", lambda: half.shutdown(), otherwise=None)
+        super().set_xfer_handshake_metadata_pp_aware(metadata)
 
 
 class BatonPushConnector(BatonPullConnector):

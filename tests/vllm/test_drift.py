@@ -24,11 +24,11 @@ def test_the_installed_vllm_is_the_one_that_was_recorded(package: Path) -> None:
 def test_the_connector_that_vllm_makes_defines_whatever_vllm_calls(package: Path) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    from baton.vllm_plugin import BatonPullConnector
+    from baton.vllm_plugin.forwarding import ForwardingConnector
 
     inherited = {
         name
         for name in vars(KVConnectorBase_V1)
         if not name.startswith("__") and callable(getattr(KVConnectorBase_V1, name))
-    } - {name for name in vars(BatonPullConnector)}
+    } - {name for name in vars(ForwardingConnector)}
     assert inherited == set(), "methods that nobody here has thought about"

@@ -21,7 +21,7 @@ from tests.vllm_plugin.test_start import FullAttentionSpec, folder, groups, vllm
 __all__ = ["folder"]  # A fixture.
 
 FAKE = Path(__file__).with_name("fake_vllm")
-OURS = ("baton.vllm_plugin.connector", "baton.vllm_plugin.stats")
+OURS = tuple(f"baton.vllm_plugin.{name}" for name in ("connector", "forwarding", "stats"))
 
 
 def _is_loaded_here(name: str) -> bool:
@@ -69,13 +69,12 @@ def worker(plugin: Any, folder: Path) -> Iterator[Any]:
 # --- Being found -------------------------------------------------------------------------------------
 
 
-def test_both_names_are_registered_once_however_often_the_plugin_is_loaded(plugin: Any) -> None:
+def test_all_names_are_registered_once_however_often_the_plugin_is_loaded(plugin: Any) -> None:
     plugin.register()
     plugin.register()
     factory = sys.modules["vllm.distributed.kv_transfer.kv_connector.factory"].KVConnectorFactory  # type: ignore[attr-defined]
-    assert set(factory._registry) == {"BatonPullConnector", "BatonPushConnector"}
-    for module, name in factory._registry.values():
-        assert module == "baton.vllm_plugin.connector"
+    assert {name: module for module, name in factory._registry.values()} == plugin.CONNECTORS
+    for name in plugin.CONNECTORS:
         assert getattr(plugin, name).__name__ == name, "and by kv_connector_module_path"
     with pytest.raises(AttributeError, match="BatonOtherConnector"):
         plugin.BatonOtherConnector  # noqa: B018

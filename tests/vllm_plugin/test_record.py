@@ -16,11 +16,11 @@ OURS_ALONE = {"role"}  # Of the base class, which knows it as well as we do.
 
 @pytest.fixture(scope="module")
 def forwarded() -> dict[str, str]:
-    source = Path(baton.vllm_plugin.__file__).with_name("connector.py").read_text()
+    source = Path(baton.vllm_plugin.__file__).with_name("forwarding.py").read_text()
     [connector] = [
         node
         for node in ast.parse(source).body
-        if isinstance(node, ast.ClassDef) and node.name == "BatonPullConnector"
+        if isinstance(node, ast.ClassDef) and node.name == "ForwardingConnector"
     ]
     return members_of(connector)
 
