@@ -215,10 +215,25 @@ class KVConnectorSchedulerHalf(ABC):
 class KVConnectorWorkerHalf(ABC):
     """The half beside the model, one per rank. Metadata is bound only within a step."""
 
-    prefer_cross_layer_blocks: ClassVar[bool] = False
     _connector_metadata: KVConnectorMetadata | None = None
 
     # --- Start ---------------------------------------------------------------------------------
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """Asked before the cache is allocated. True: one contiguous unit per block, over all layers."""
+        return False
+
+    @property
+    def graph_capturable(self) -> bool:
+        """True: `wait_for_layer_load` and `save_kv_layer` may be captured into a full CUDA graph.
+
+        Baton's addition. They then run once for each captured batch size, before the first step, with
+        metadata that the scheduler half built of an empty scheduler output; what they launch runs in each
+        replay, what they do in Python does not. Without it a connector that needs its layer hooks
+        (`requires_piecewise_for_cudagraph`) has them called between pieces, in every step and in no capture.
+        """
+        return False
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         """A context in which to allocate the KV cache, if this connector needs special memory."""
@@ -228,7 +243,11 @@ class KVConnectorWorkerHalf(ABC):
         """Once, before the first step. Each `[num_blocks, kv_heads, block_tokens, 2 * head_dim]`."""
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
-        """Instead of the above, if `prefer_cross_layer_blocks` and the host has one tensor for all layers."""
+        """Instead of the above, if `prefer_cross_layer_blocks` and the host has one tensor for all layers.
+
+        `[num_blocks, layers, kv_heads, block_tokens, 2 * head_dim]`, contiguous in this order. Baton's hosts
+        name the layers in `attn_backend.layer_names`.
+        """
 
     def unregister_kv_caches(self) -> None:
         """Before the host gives the cache's memory away (sleep). Idempotent; transfers are drained."""

@@ -156,6 +156,14 @@ class TwoHalves(KVConnectorBase_V1):
 
     # --- Worker half ---------------------------------------------------------------------------
 
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        return self.worker_half.prefer_cross_layer_blocks
+
+    @property
+    def graph_capturable(self) -> bool:
+        return self.worker_half.graph_capturable
+
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         return self.worker_half.get_mem_pool_context()
 

@@ -43,6 +43,7 @@ def engine_shapes(draw: st.DrawFn, num_heads: int) -> Shape:
         stages=draw(stages),
         block_tokens=draw(st.sampled_from([1, 2, 3, 4, 6, 8])),
         is_token_major=packing == SLOT and draw(st.booleans()),
+        has_cross_layer_blocks=draw(st.booleans()),
         is_replicated=is_replicated,
         packing=packing,
         dtype=draw(dtypes),

@@ -38,6 +38,7 @@ class Shape:
     stages: tuple[int, ...] = ()  # Layers of each pipeline stage; empty: one stage.
     block_tokens: int = 4
     is_token_major: bool = False
+    has_cross_layer_blocks: bool = False  # A block holds all layers of the stage.
     is_replicated: bool = False
     packing: str = SLOT
     dtype: torch.dtype = torch.float32
@@ -90,9 +91,11 @@ class Rank:
             if shape.is_token_major
             else (len(self.heads), shape.block_tokens)
         )
-        self.storage = torch.full(
-            (len(self.layers), shape.num_blocks, *inner, shape.num_elements), UNTOUCHED
-        ).to(shape.dtype)
+        outer = (len(self.layers), shape.num_blocks)
+        if shape.has_cross_layer_blocks:
+            outer = outer[::-1]
+        memory = torch.full((*outer, *inner, shape.num_elements), UNTOUCHED).to(shape.dtype)
+        self.storage = memory.transpose(0, 1) if shape.has_cross_layer_blocks else memory
         views = self.storage.transpose(2, 3) if shape.is_token_major else self.storage
         self.caches = {f"layer.{layer}": views[i] for i, layer in enumerate(self.layers)}
         self.layout = self._layout(pp_rank, tp_rank)

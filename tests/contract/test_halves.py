@@ -22,6 +22,11 @@ CONFIG_TIME = {
     if isinstance(value, classmethod) and not name.startswith("__")
 }
 OF_THE_FACADE = {"role"}
+PROPERTIES = {
+    "requires_kv_delivery": KVConnectorRole.SCHEDULER,
+    "prefer_cross_layer_blocks": KVConnectorRole.WORKER,
+    "graph_capturable": KVConnectorRole.WORKER,
+}
 
 
 class Config:
@@ -42,7 +47,7 @@ class Recorder:
     """Answers every method with its name."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "requires_kv_delivery":
+        if name in PROPERTIES:
             return name
         return lambda *args, **kwargs: (name, args, kwargs)
 
@@ -90,7 +95,8 @@ def test_nothing_of_the_base_is_forgotten() -> None:
 
 
 def test_properties_are_forwarded_too() -> None:
-    assert joined(KVConnectorRole.SCHEDULER).requires_kv_delivery == "requires_kv_delivery"
+    for name, role in PROPERTIES.items():
+        assert getattr(joined(role), name) == name
 
 
 def test_the_other_half_is_not_there() -> None:

@@ -41,9 +41,17 @@ def attend_by_definition(
 
 
 def check_backend(
-    backend: AttentionBackend, requests: Sequence[tuple[int, int]], window: int | None, seed: int
+    backend: AttentionBackend,
+    requests: Sequence[tuple[int, int]],
+    window: int | None,
+    seed: int,
+    *,
+    num_layers: int = 1,
 ) -> None:
-    """Random keys and values for requests of (computed, scheduled) tokens; the other slots are NaN."""
+    """Random keys and values for requests of (computed, scheduled) tokens; the other slots are NaN.
+
+    `num_layers` above 1: the cache is the second layer of blocks that hold all layers.
+    """
     shape = backend.shape
     device, head_dim, kv_heads = shape.device, shape.head_dim, shape.num_kv_heads
     generator = torch.Generator().manual_seed(seed)
@@ -53,7 +61,10 @@ def check_backend(
 
     free = iter(torch.randperm(NUM_BLOCKS, generator=generator).tolist())
     blocks = [[next(free) for _ in range(-(-(c + s) // BLOCK_SIZE))] for c, s in requests]
-    cache = torch.full((NUM_BLOCKS, kv_heads, BLOCK_SIZE, 2 * head_dim), torch.nan, dtype=shape.dtype)
+    size = (NUM_BLOCKS, num_layers, kv_heads, BLOCK_SIZE, 2 * head_dim)
+    storage = torch.full(size, torch.nan, dtype=shape.dtype)
+    layer = min(1, num_layers - 1)
+    cache = storage[:, layer]
     histories = [random(c + s, kv_heads, 2 * head_dim) for c, s in requests]
     for (computed, _), table, history in zip(requests, blocks, histories, strict=True):
         for position in range(computed):
@@ -63,8 +74,8 @@ def check_backend(
     new = torch.cat([history[c:] for (c, _), history in zip(requests, histories, strict=True)])
 
     metadata = build_attention_metadata([c for c, _ in requests], scheduled, blocks, BLOCK_SIZE)
-    plan = backend.plan(metadata, window)
-    cache, q, new = cache.to(device), q.to(device), new.to(device)
+    cache, q, new = storage.to(device)[:, layer], q.to(device), new.to(device)
+    plan = backend.plan(metadata, window, cache)
     backend.write(new[..., :head_dim], new[..., head_dim:], cache, plan)
     answer = backend.attend(q, cache, plan).cpu()
     q, cache = q.cpu(), cache.cpu()

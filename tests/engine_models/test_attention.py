@@ -19,21 +19,30 @@ windows = st.sampled_from([None, 1, 5, 16, 100])
 
 
 @settings(deadline=None, max_examples=40)
-@given(requests=batches, window=windows, seed=st.integers(0, 1000))
+@given(
+    requests=batches,
+    window=windows,
+    seed=st.integers(0, 1000),
+    num_layers=st.sampled_from([1, 3]),
+)
 def test_any_batch_agrees_with_the_definition(
-    requests: list[tuple[int, int]], window: int | None, seed: int
+    requests: list[tuple[int, int]], window: int | None, seed: int, num_layers: int
 ) -> None:
-    check_backend(SdpaBackend(shape_of()), requests, window, seed)
+    check_backend(SdpaBackend(shape_of()), requests, window, seed, num_layers=num_layers)
 
 
 @settings(deadline=None, max_examples=40)
 @given(
-    lengths=st.lists(st.integers(0, 20), min_size=2, max_size=8), window=windows, seed=st.integers(0, 1000)
+    lengths=st.lists(st.integers(0, 20), min_size=2, max_size=8),
+    window=windows,
+    seed=st.integers(0, 1000),
+    num_layers=st.sampled_from([1, 3]),
 )
 def test_decoding_together_agrees_with_the_definition(
-    lengths: list[int], window: int | None, seed: int
+    lengths: list[int], window: int | None, seed: int, num_layers: int
 ) -> None:
-    check_backend(SdpaBackend(shape_of()), [(length, 1) for length in lengths], window, seed)
+    requests = [(length, 1) for length in lengths]
+    check_backend(SdpaBackend(shape_of()), requests, window, seed, num_layers=num_layers)
 
 
 @pytest.mark.parametrize("window", [None, 7])

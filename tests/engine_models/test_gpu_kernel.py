@@ -39,12 +39,13 @@ def device() -> str:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize("window", [None, 1, 7])
 @pytest.mark.parametrize("requests", [[(9, 21), (0, 1), (0, 17), (30, 1)], [(5, 1), (0, 1), (30, 1)]])
 def test_it_agrees_with_the_definition(
-    device: str, requests: list[tuple[int, int]], window: int | None
+    device: str, requests: list[tuple[int, int]], window: int | None, num_layers: int
 ) -> None:
-    check_backend(CudaBackend(shape_of(device)), requests, window, seed=2)
+    check_backend(CudaBackend(shape_of(device)), requests, window, seed=2, num_layers=num_layers)
 
 
 @pytest.mark.gpu

@@ -44,6 +44,8 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
     checksum: bool = True  # Verify what crosses a wire through our own processes (tcp).
     convert_dtype: bool = True  # Read caches of another dtype, with a declared loss; false: refuse them.
     timers: Timers = Timers()
+    # Let the host keep a block of all layers in one piece, where it can: fewer and longer runs to read.
+    cross_layer_blocks: bool = False
     turns: TurnSettings | None = None  # None: nothing is kept for a next turn.
     shutdown_timeout_s: float = 5.0  # What `shutdown` of a half waits for its threads.
     raises_user_errors: bool | None = None  # None: as the host can bear (see PullSchedulerHalf).

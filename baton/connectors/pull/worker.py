@@ -86,6 +86,14 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
             converts_dtype=self._identity.settings.convert_dtype,
         )
 
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        return self._identity.settings.cross_layer_blocks
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
+        """Layers are told apart all the same, so that peers may have theirs apart: they share one region."""
+        self.register_kv_caches(dict(zip(attn_backend.layer_names, kv_cache.unbind(1), strict=True)))
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return PullHandshake(self._card) if self._card is not None else None
 

@@ -5,6 +5,9 @@ Legend of shape suffixes, here and in the backends:
     T  tokens of the step          B  requests of a group        H  KV heads of this rank
     Q  query heads of this rank    G  query heads per KV head    D  head size
     L  keys, padded to blocks      C  2 * D: K in front of V     N  blocks of the pool,  P  slots of a block
+
+A cache `[N, H, P, C]` has the slots of one block and head in one run, and its heads one behind the other.
+What lies between two of its blocks is nothing (a tensor per layer) or the same block of the other layers.
 """
 
 from abc import ABC, abstractmethod
@@ -46,10 +49,11 @@ class AttentionBackend(ABC):
         """At start: do what would hold up the first step, or fail it. Touches no slot of the cache."""
 
     @abstractmethod
-    def plan(self, metadata: AttentionMetadata, window: int | None) -> Any:
+    def plan(self, metadata: AttentionMetadata, window: int | None, cache_NHPC: torch.Tensor) -> Any:
         """Everything that all layers of a step with this window share. Opaque to the caller.
 
-        `window`: keys that a query sees, itself included; None: all.
+        `window`: keys that a query sees, itself included; None: all. `cache_NHPC`: any layer's; all have its
+        strides.
         """
 
     @abstractmethod
@@ -59,3 +63,27 @@ class AttentionBackend(ABC):
     @abstractmethod
     def attend(self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: Any) -> torch.Tensor:
         """`[T, Q * D]`, after `write` of the same step and layer."""
+
+
+def head_rows(cache_NHPC: torch.Tensor) -> torch.Tensor:
+    """The cache as rows `[rows, P * C]`, one for each block and head; block b begins at b * `block_rows`."""
+    num_blocks, heads, block_size, width = cache_NHPC.shape
+    num_rows = (num_blocks - 1) * block_rows(cache_NHPC) + heads
+    return cache_NHPC.as_strided((num_rows, block_size * width), (block_size * width, 1))
+
+
+def slot_rows(cache_NHPC: torch.Tensor) -> torch.Tensor:
+    """The same as rows `[rows * P, C]`, a row for each slot."""
+    num_blocks, heads, block_size, width = cache_NHPC.shape
+    num_rows = (num_blocks - 1) * block_rows(cache_NHPC) + heads
+    return cache_NHPC.as_strided((num_rows * block_size, width), (width, 1))
+
+
+def block_rows(cache_NHPC: torch.Tensor) -> int:
+    """From one block to the next, in rows of one head: H, or the heads of all layers together."""
+    _, heads, block_size, width = cache_NHPC.shape
+    row = block_size * width
+    stride = cache_NHPC.stride(0)
+    assert heads == 1 or cache_NHPC.stride(1) == row, "the heads of a block lie one behind the other"
+    assert stride % row == 0, "blocks are whole rows apart"
+    return stride // row

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from baton.core.errors import UserError
-from baton.engine.attention.backend import AttentionBackend, AttentionShape
+from baton.engine.attention.backend import AttentionBackend, AttentionShape, block_rows, slot_rows
 from baton.engine.forward_context import AttentionMetadata, IntArray, build_attention_metadata
 
 _TILE_ROWS = 64  # Query tokens times query heads per KV head in one program of the kernel.
@@ -44,7 +44,7 @@ def build_cuda_backend(shape: AttentionShape) -> "CudaBackend":
 class _Plan:
     """On the device. One entry per tile in the `tile_*` tensors, which are the columns of `tiles`."""
 
-    write_rows: torch.Tensor  # [T * H], indices into the cache seen as [N * H * P, C].
+    write_rows: torch.Tensor  # [T * H], indices into `slot_rows` of the cache.
     block_table: torch.Tensor  # [R, blocks], int32
     tiles: torch.Tensor  # [tiles, 4], int32: request, first token, number of tokens, position of the first.
     rows_per_tile: int
@@ -57,12 +57,13 @@ class CudaBackend(AttentionBackend):
         shape, block_size = self.shape, cache_NHPC.shape[2]
         scratch = cache_NHPC.new_zeros(2, *cache_NHPC.shape[1:])
         for num_tokens in (1, 2):
-            plan = self.plan(build_attention_metadata([0], [num_tokens], [[0, 1]], block_size), window)
+            metadata = build_attention_metadata([0], [num_tokens], [[0, 1]], block_size)
+            plan = self.plan(metadata, window, scratch)
             k = cache_NHPC.new_zeros(num_tokens, shape.num_kv_heads, shape.head_dim)
             self.write(k, k, scratch, plan)
             self.attend(k.new_zeros(num_tokens, shape.num_heads, shape.head_dim), scratch, plan)
 
-    def plan(self, metadata: AttentionMetadata, window: int | None) -> _Plan:
+    def plan(self, metadata: AttentionMetadata, window: int | None, cache_NHPC: torch.Tensor) -> _Plan:
         device = self.shape.device
         tokens_per_tile = max(1, _TILE_ROWS // self.shape.group_size)
         if metadata.max_query_len == 1:
@@ -70,23 +71,23 @@ class CudaBackend(AttentionBackend):
         tiles = cut_tiles(metadata.query_start_loc_np, metadata.seq_lens_np, tokens_per_tile)
         rows = tokens_per_tile * self.shape.group_size
         return _Plan(
-            write_rows=_to_device(self._write_rows(metadata), device),
+            write_rows=_to_device(self._write_rows(metadata, block_rows(cache_NHPC)), device),
             block_table=_to_device(metadata.block_table_np.astype(np.int32), device),
             tiles=_to_device(tiles.astype(np.int32), device),
             rows_per_tile=max(_DOT_ROWS_MIN, 1 << (rows - 1).bit_length()),
             window=0 if window is None else window,
         )
 
-    def _write_rows(self, metadata: AttentionMetadata) -> IntArray:
+    def _write_rows(self, metadata: AttentionMetadata, block_rows: int) -> IntArray:
         block_ids, offsets = np.divmod(metadata.slot_mapping_np, metadata.block_size)
         heads = np.arange(self.shape.num_kv_heads, dtype=np.int64)
-        rows = (block_ids[:, None] * len(heads) + heads) * metadata.block_size + offsets[:, None]
+        rows = (block_ids[:, None] * block_rows + heads) * metadata.block_size + offsets[:, None]
         return rows.reshape(-1)
 
     def write(self, k_THD: torch.Tensor, v_THD: torch.Tensor, cache_NHPC: torch.Tensor, plan: _Plan) -> None:
         width = cache_NHPC.shape[-1]
         rows = torch.cat((k_THD, v_THD), dim=-1).view(-1, width)
-        cache_NHPC.view(-1, width).index_copy_(0, plan.write_rows, rows)
+        slot_rows(cache_NHPC).index_copy_(0, plan.write_rows, rows)
 
     def attend(self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: _Plan) -> torch.Tensor:
         from baton.engine.attention.triton_kernel import paged_attention

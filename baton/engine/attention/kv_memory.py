@@ -3,8 +3,17 @@
     |<----------------------------- one storage ------------------------------>|
     | layer 0: block 0, block 1, ...          | layer 1: block 0, ...          | ...
 
-Each layer is a view `[num_blocks, num_kv_heads_of_rank, block_size, 2 * head_dim]`, K in front of V.
+or, for a connector that prefers to move a block of all layers at once (cross-layer blocks):
+
+    |<----------------------------- one storage ------------------------------>|
+    | block 0: layer 0, layer 1, ...          | block 1: layer 0, ...          | ...
+
+In either, each layer is a view `[num_blocks, num_kv_heads_of_rank, block_size, 2 * head_dim]`, K before V.
+Behind the blocks of the pool there may be scratch blocks, which belong to no request and which no connector
+sees (see `baton.engine.graphs`).
 """
+
+from dataclasses import dataclass
 
 import torch
 
@@ -32,19 +41,45 @@ def allocate_kv_cache(
     tp_rank: int,
     tp_size: int,
     device: str | torch.device,
+    *,
+    has_cross_layer_blocks: bool = False,
+    num_scratch_blocks: int = 0,
 ) -> dict[str, torch.Tensor]:
     """Layer name to cache, in layer order. Every page is written: first touch costs ten copies."""
     heads = kv_heads_of(tp_rank, tp_size=tp_size, num_kv_heads=model_config.num_kv_heads)
-    shape = (
-        model_config.num_hidden_layers,
-        cache_config.num_gpu_blocks,
-        len(heads),
-        cache_config.block_size,
-        2 * model_config.head_dim,
-    )
+    num_layers = model_config.num_hidden_layers
+    num_blocks = cache_config.num_gpu_blocks + num_scratch_blocks
+    outer = (num_blocks, num_layers) if has_cross_layer_blocks else (num_layers, num_blocks)
+    shape = (*outer, len(heads), cache_config.block_size, 2 * model_config.head_dim)
     # Not torch.zeros: it maps zero pages lazily and touches nothing.
     storage = torch.empty(shape, dtype=torch_dtype(model_config.dtype), device=device).zero_()
-    return {layer_name(layer): storage[layer] for layer in range(model_config.num_hidden_layers)}
+    layers = storage.unbind(1 if has_cross_layer_blocks else 0)
+    return {layer_name(layer): cache for layer, cache in enumerate(layers)}
+
+
+def blocks_of_pool(kv_caches: dict[str, torch.Tensor], num_blocks: int) -> dict[str, torch.Tensor]:
+    """Without the scratch blocks."""
+    return {name: cache[:num_blocks] for name, cache in kv_caches.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class CrossLayerBackend:
+    """What `register_cross_layers_kv_cache` is told of the attention that computes with the cache."""
+
+    layer_names: tuple[str, ...]  # Of the second dimension, in order.
+
+    def get_name(self) -> str:
+        return "BATON_PAGED"
+
+
+def cross_layer_cache(kv_caches: dict[str, torch.Tensor]) -> torch.Tensor:
+    """All layers of a cache with cross-layer blocks, as one contiguous tensor `[N, layers, H, P, C]`."""
+    first, num_layers = next(iter(kv_caches.values())), len(kv_caches)
+    num_blocks, *of_layer = first.shape
+    of_layer_stride = torch.Size(of_layer).numel()
+    assert first.stride(0) == num_layers * of_layer_stride, "the cache has cross-layer blocks"
+    strides = (first.stride(0), of_layer_stride, *first.stride()[1:])
+    return first.as_strided((num_blocks, num_layers, *of_layer), strides)
 
 
 def describe(

@@ -21,7 +21,13 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from baton.engine.attention.backend import AttentionBackend, AttentionShape
+from baton.engine.attention.backend import (
+    AttentionBackend,
+    AttentionShape,
+    block_rows,
+    head_rows,
+    slot_rows,
+)
 from baton.engine.forward_context import AttentionMetadata, IntArray
 
 _TILE_ROWS = 256  # Rows of one prefill tile at most: query tokens times query heads per KV head.
@@ -36,7 +42,7 @@ class _DecodeGroup:
     """Requests with one query each."""
 
     tokens: torch.Tensor | None  # [B], indices into T; None: all of the step's tokens, in order.
-    rows: torch.Tensor  # [B * H * blocks], indices into the cache seen as [N * H, P * C].
+    rows: torch.Tensor  # [B * H * blocks], indices into `head_rows` of the cache.
     num_reqs: int
     first_key: int  # Gathered keys to skip.
     num_keys: int
@@ -65,7 +71,7 @@ class _Prefill:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    write_rows: torch.Tensor  # [T * H], indices into the cache seen as [N * H * P, C].
+    write_rows: torch.Tensor  # [T * H], indices into `slot_rows` of the cache.
     decodes: list[_DecodeGroup]
     prefills: list[_Prefill]
 
@@ -78,13 +84,15 @@ class SdpaBackend(AttentionBackend):
         self._heads = np.arange(shape.num_kv_heads, dtype=np.int64)
         # Gathered keys and values, reused by every layer: fresh memory of this size costs more than the copy.
         self._scratch = torch.empty(0, dtype=shape.dtype)
+        self._block_rows = shape.num_kv_heads  # Of the cache that is planned for.
 
     def warm_up(self, cache_NHPC: torch.Tensor, window: int | None) -> None:
         return  # torch has everything built.
 
     # --- Once per step ---------------------------------------------------------------------------
 
-    def plan(self, metadata: AttentionMetadata, window: int | None) -> _Plan:
+    def plan(self, metadata: AttentionMetadata, window: int | None, cache_NHPC: torch.Tensor) -> _Plan:
+        self._block_rows = block_rows(cache_NHPC)
         query_lens = np.diff(metadata.query_start_loc_np)
         (decoding,) = np.nonzero(query_lens == 1)
         (prefilling,) = np.nonzero(query_lens > 1)
@@ -96,14 +104,14 @@ class SdpaBackend(AttentionBackend):
 
     def _write_rows(self, metadata: AttentionMetadata) -> torch.Tensor:
         block_ids, offsets = np.divmod(metadata.slot_mapping_np, metadata.block_size)
-        rows = block_ids[:, None] * len(self._heads) + self._heads
+        rows = block_ids[:, None] * self._block_rows + self._heads
         rows *= metadata.block_size
         rows += offsets[:, None]
         return torch.from_numpy(rows.reshape(-1))
 
     def _gather_rows(self, block_ids: IntArray) -> torch.Tensor:
         """Block ids `[..., blocks]` to cache rows, in the order `[..., H, blocks]`."""
-        rows = block_ids[..., None, :] * len(self._heads) + self._heads[:, None]
+        rows = block_ids[..., None, :] * self._block_rows + self._heads[:, None]
         return torch.from_numpy(rows.reshape(-1))
 
     def _plan_decodes(
@@ -225,7 +233,7 @@ class SdpaBackend(AttentionBackend):
     def write(self, k_THD: torch.Tensor, v_THD: torch.Tensor, cache_NHPC: torch.Tensor, plan: _Plan) -> None:
         width = cache_NHPC.shape[-1]
         rows = torch.cat((k_THD, v_THD), dim=-1).view(-1, width)
-        cache_NHPC.view(-1, width).index_copy_(0, plan.write_rows, rows)
+        slot_rows(cache_NHPC).index_copy_(0, plan.write_rows, rows)
 
     def attend(self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: _Plan) -> torch.Tensor:
         out_TQD = torch.empty_like(q_TQD)
@@ -278,13 +286,13 @@ class SdpaBackend(AttentionBackend):
 
     def _gather(self, cache_NHPC: torch.Tensor, rows: torch.Tensor, num_reqs: int) -> torch.Tensor:
         """The rows' blocks, in scratch memory: valid until the next gather."""
-        num_blocks, heads, block_size, width = cache_NHPC.shape
+        _, heads, block_size, width = cache_NHPC.shape
         size = len(rows) * block_size * width
         if self._scratch.numel() < size:
             with torch.inference_mode(False):  # Or no later pass outside of it could write here.
                 self._scratch = torch.empty(size, dtype=cache_NHPC.dtype)
         gathered = self._scratch[:size].view(len(rows), block_size * width)
-        torch.index_select(cache_NHPC.view(num_blocks * heads, -1), 0, rows, out=gathered)
+        torch.index_select(head_rows(cache_NHPC), 0, rows, out=gathered)
         return gathered.view(num_reqs, heads, -1, width)
 
 

@@ -1,6 +1,6 @@
 """One rank: its slice of the model, KV cache, worker half and runner. Built the same by every executor.
 
-connector half -> KV cache (in the memory that the half asks for) -> register_kv_caches -> warm-up
+connector half -> KV cache (as the half asks for it) -> register_kv_caches -> warm-up
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import pickle
 import socket
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from baton.contract.factory import ConnectorFactory, load_factory
 from baton.core.errors import UserError
 from baton.engine.attention.cuda import require_cuda
-from baton.engine.attention.kv_memory import allocate_kv_cache
+from baton.engine.cache_setup import allocate_for, register
 from baton.engine.channel import Channel
 from baton.engine.freed_memory import keep_freed_memory
 from baton.engine.model_runner import ModelRunner
@@ -45,11 +44,8 @@ class Worker:
         load_weights(model, model_config.model)
         self.half = factory.worker_half(config, group.rank)
         try:
-            with self.half.get_mem_pool_context() or nullcontext():
-                kv_caches = allocate_kv_cache(
-                    model_config, config.cache_config, group.rank, group.size, device
-                )
-            self.half.register_kv_caches(kv_caches)
+            kv_caches = allocate_for(self.half, config, group, device)
+            register(self.half, kv_caches, config.cache_config.num_gpu_blocks)
             self._runner = ModelRunner(
                 config, model, kv_caches, self.half, device=device, is_driver=group.rank == 0
             )

@@ -86,7 +86,7 @@ class Decoder(nn.Module):
         metadata, plans = context.attn_metadata, {}
         for window in self._windows:
             if metadata is not None:
-                plans[window] = self.backend.plan(metadata, window)
+                plans[window] = self.backend.plan(metadata, window, context.kv_caches[layer_name(0)])
             else:
                 self.backend.warm_up(context.kv_caches[layer_name(0)], window)
         rotation = self.rotary(positions)

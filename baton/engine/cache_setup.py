@@ -1,0 +1,117 @@
+"""The KV cache as a rank's connector wants it: laid out, allocated in its memory, registered.
+
+    get_required_kvcache_layout, prefer_cross_layer_blocks -> get_mem_pool_context -> allocate
+    -> register_kv_caches | register_cross_layers_kv_cache -> set_host_xfer_buffer_ops
+
+Layouts have the names of vLLM, old and new (`vllm/v1/kv_cache_layout.py`): the order of layers, blocks,
+heads, tokens (N) and content in memory.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from baton.contract.base import KVConnectorBase_V1, KVConnectorWorkerHalf
+from baton.core.errors import ConfigError
+from baton.engine.attention.kv_memory import (
+    CrossLayerBackend,
+    allocate_kv_cache,
+    blocks_of_pool,
+    cross_layer_cache,
+)
+
+if TYPE_CHECKING:
+    from baton.core.config import EngineConfig
+    from baton.engine.models.parallel import TensorParallelGroup
+
+PER_LAYER, CROSS_LAYER = "LBHNC", "BLHNC"
+_EITHER = "HND"  # Says only that heads come before tokens.
+FIELD = "kv_transfer_config.kv_connector"
+
+
+def allocate_for(
+    half: KVConnectorWorkerHalf,
+    config: EngineConfig,
+    group: TensorParallelGroup,
+    device: torch.device,
+    *,
+    num_scratch_blocks: int = 0,
+) -> dict[str, torch.Tensor]:
+    """Layer name to cache, scratch blocks behind the pool's. Raises ConfigError as `is_cross_layer`."""
+    has_cross_layer_blocks = is_cross_layer(half, config)
+    with half.get_mem_pool_context() or nullcontext():
+        return allocate_kv_cache(
+            config.model_config,
+            config.cache_config,
+            group.rank,
+            group.size,
+            device,
+            has_cross_layer_blocks=has_cross_layer_blocks,
+            num_scratch_blocks=num_scratch_blocks,
+        )
+
+
+def is_cross_layer(half: KVConnectorWorkerHalf, config: EngineConfig) -> bool:
+    """Whether a block holds all layers. Raises ConfigError for a layout that this engine does not have."""
+    required = None
+    if isinstance(half, KVConnectorBase_V1):
+        required = type(half).get_required_kvcache_layout(config)
+    match required:
+        case None | "HND":
+            return half.prefer_cross_layer_blocks
+        case "BLHNC":
+            return True
+        case "LBHNC" if not half.prefer_cross_layer_blocks:
+            return False
+        case "LBHNC":
+            raise ConfigError(
+                f"{type(half).__name__} requires the KV cache layout {PER_LAYER} and prefers cross-layer "
+                f"blocks, which are {CROSS_LAYER}",
+                field=FIELD,
+            )
+        case _:
+            raise ConfigError(
+                f"{type(half).__name__} requires the KV cache layout {required!r}, this engine has "
+                f"{_EITHER} ({PER_LAYER}, {CROSS_LAYER})",
+                field=FIELD,
+            )
+
+
+def register(half: KVConnectorWorkerHalf, kv_caches: dict[str, torch.Tensor], num_blocks: int) -> None:
+    """Show the half the blocks of the pool, in the form that it prefers."""
+    shared = blocks_of_pool(kv_caches, num_blocks)
+    if half.prefer_cross_layer_blocks:
+        half.register_cross_layers_kv_cache(cross_layer_cache(shared), CrossLayerBackend(tuple(shared)))
+    else:
+        half.register_kv_caches(shared)
+    half.set_host_xfer_buffer_ops(copy_blocks)
+
+
+def copy_blocks(
+    source_caches: dict[str, torch.Tensor],
+    destination_caches: dict[str, torch.Tensor],
+    source_blocks: list[int],
+    destination_blocks: list[int],
+    direction: Literal["h2d", "d2h"],
+) -> None:
+    """The `CopyBlocksOp` of this engine. Caches `[num_blocks, ...]`, equal behind the first dimension.
+
+    Returns when the copies have been made. Blocks are packed on the source's device and cross to the other in
+    one copy per layer.
+    """
+    assert len(source_blocks) == len(destination_blocks), "a source for each destination"
+    assert source_caches.keys() == destination_caches.keys(), "the same layers on both sides"
+    if not source_blocks:
+        return
+    first, last = next(iter(source_caches.values())), next(iter(destination_caches.values()))
+    taken = torch.tensor(source_blocks, dtype=torch.int64, device=first.device)
+    placed = torch.tensor(destination_blocks, dtype=torch.int64, device=last.device)
+    for name, source in source_caches.items():
+        packed = source.index_select(0, taken).to(last.device)
+        destination_caches[name].index_copy_(0, placed, packed)
+    for device in {first.device, last.device}:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()

@@ -1,0 +1,251 @@
+"""Blocks that hold all layers: moved as one run, read by and from engines that keep their layers apart.
+
+That every number ends in its place, whatever either side looks like, `test_topologies` shows.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from baton.connectors.pull import EngineIdentity, PullWorkerHalf
+from baton.connectors.pull.metadata import ReadBlocks
+from baton.contract import KVConnectorBase_V1, KVConnectorRole, NullWorkerHalf, TwoHalves
+from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig, ModelConfig, ParallelConfig
+from baton.core.errors import ConfigError
+from baton.core.ids import Address
+from baton.engine.api import SamplingParams
+from baton.engine.attention.kv_memory import allocate_kv_cache, cross_layer_cache, describe
+from baton.engine.cache_setup import CROSS_LAYER, allocate_for, register
+from baton.engine.checkpoint import load_model_config
+from baton.engine.llm import LLM
+from baton.engine.models import SingleRank
+from baton.engine.new_model import write_checkpoint
+from baton.transport.base import Transport
+from baton.transport.memory import MemoryNetwork, MemoryTransport
+from tests.connectors.pull_world import engine_config
+from tests.connectors.topology_world import Engine, Memory, Reader, Shape
+
+# --- What moves -----------------------------------------------------------------------------------------
+
+
+def descriptors(theirs: Shape, ours: Shape) -> int:
+    """Of a read of four blocks that do not adjoin."""
+    network = Memory()
+    p, d = Engine("p", theirs, network), Reader("d", ours, network)
+    d.meet(p)
+    d.order(ReadBlocks(1, p.address, d.pairs(p), 0, 16, (1, 3, 5, 7), (2, 4, 6, 8)))
+    ends = d.take_ended()
+    assert all(end.ok for end in ends), ends
+    p.close()
+    d.close()
+    return sum(end.num_descriptors for end in ends)
+
+
+def test_a_block_of_all_layers_is_one_run_where_both_sides_keep_it_so() -> None:
+    apart = Shape()
+    together = dataclasses.replace(apart, has_cross_layer_blocks=True)
+    assert descriptors(together, together) == 4
+    for theirs, ours in ((apart, apart), (together, apart), (apart, together)):
+        assert descriptors(theirs, ours) == 4 * apart.num_layers
+    # Half of our heads from each of two ranks: a run for each layer again.
+    assert descriptors(dataclasses.replace(together, tp=2), together) == 2 * 4 * apart.num_layers
+
+
+# --- What an engine gives -------------------------------------------------------------------------------
+
+
+def test_its_layers_are_views_of_one_contiguous_tensor() -> None:
+    config = engine_config("e")
+    model, cache = config.model_config, config.cache_config
+    caches = allocate_kv_cache(model, cache, 0, 1, "cpu", has_cross_layer_blocks=True)
+    whole = cross_layer_cache(caches)
+    assert whole.shape[:2] == (cache.num_gpu_blocks, model.num_hidden_layers)
+    assert whole.is_contiguous()
+    for index, layer in enumerate(caches.values()):
+        layer.fill_(index + 1)
+        assert (whole[:, index] == index + 1).all()
+    layout = describe(caches, tp_rank=0, tp_size=1, num_kv_heads=model.num_kv_heads)
+    (region,) = layout.regions
+    block_bytes = whole[0].numel() * whole.element_size()
+    assert region.nbytes == whole.numel() * whole.element_size()
+    assert [layer.block_stride for layer in layout.layers] == [block_bytes] * len(caches)
+    assert [layer.offset for layer in layout.layers] == [
+        index * block_bytes // len(caches) for index in range(len(caches))
+    ]
+
+
+class Wishing(TwoHalves):
+    """Registers whatever it is given, in whatever layout it says that it needs."""
+
+    layout: str | None = None
+    prefers = False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return cls.layout
+
+    @classmethod
+    def make_scheduler_half(cls, vllm_config: Any, kv_cache_config: Any) -> Any:
+        raise AssertionError("nobody asks")
+
+    @classmethod
+    def make_worker_half(cls, vllm_config: Any, kv_cache_config: Any) -> "WishingHalf":
+        return WishingHalf(cls.prefers)
+
+
+class WishingHalf(NullWorkerHalf):
+    def __init__(self, prefers: bool) -> None:
+        self._prefers = prefers
+        self.layers: dict[str, torch.Tensor] | None = None
+        self.whole: tuple[torch.Tensor, Any] | None = None
+        self.copy_operation: Any = None
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        return self._prefers
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.layers = kv_caches
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
+        self.whole = kv_cache, attn_backend
+
+    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
+        self.copy_operation = copy_operation
+
+
+def given(layout: str | None, *, prefers: bool = False) -> WishingHalf:
+    config = engine_config("e")
+    kind = type("Wishing", (Wishing,), {"layout": layout, "prefers": prefers})
+    connector: KVConnectorBase_V1 = kind(config, KVConnectorRole.WORKER, None)
+    caches = allocate_for(connector, config, SingleRank(), torch.device("cpu"), num_scratch_blocks=1)
+    register(connector, caches, config.cache_config.num_gpu_blocks)
+    half = connector.worker_half  # type: ignore[attr-defined]
+    assert isinstance(half, WishingHalf)
+    return half
+
+
+@pytest.mark.parametrize("layout", [None, "HND", "LBHNC", "BLHNC"])
+def test_a_layout_that_it_has_is_what_the_connector_gets(layout: str | None) -> None:
+    half = given(layout)
+    assert half.whole is None
+    assert half.layers is not None
+    for cache in half.layers.values():
+        assert cache.shape[0] == engine_config("e").cache_config.num_gpu_blocks, "no scratch block is shown"
+        assert cache.is_contiguous() is (layout != CROSS_LAYER)
+
+
+@pytest.mark.parametrize("layout", [None, "HND", "BLHNC"])
+def test_who_prefers_cross_layer_blocks_gets_one_tensor_and_the_names_of_its_layers(
+    layout: str | None,
+) -> None:
+    half = given(layout, prefers=True)
+    assert half.layers is None
+    assert half.whole is not None
+    whole, backend = half.whole
+    assert whole.is_contiguous()
+    assert whole.shape[:2] == (engine_config("e").cache_config.num_gpu_blocks, len(backend.layer_names))
+    assert backend.layer_names[0] == "model.layers.0.self_attn.attn"
+
+
+@pytest.mark.parametrize(("layout", "prefers"), [("NHD", False), ("LBNHC", True), ("LBHNC", True)])
+def test_a_layout_that_it_has_not_is_refused_with_both_names(layout: str, prefers: bool) -> None:
+    with pytest.raises(ConfigError, match=rf"Wishing requires the KV cache layout '?{layout}'?.*BLHNC"):
+        given(layout, prefers=prefers)
+
+
+def test_the_pull_connector_describes_both_kinds_to_its_peers() -> None:
+    def network(address: Address) -> dict[str, Transport]:
+        return {"memory": MemoryTransport(address, MemoryNetwork())}
+
+    for is_together in (False, True):
+        config = engine_config("e", extra={"cross_layer_blocks": is_together})
+        half = PullWorkerHalf(EngineIdentity.of_engine(config), transports=network)
+        caches = allocate_for(half, config, SingleRank(), torch.device("cpu"))
+        register(half, caches, config.cache_config.num_gpu_blocks)
+        handshake: Any = half.get_handshake_metadata()
+        assert handshake.card.layout == describe(
+            caches, tp_rank=0, tp_size=1, num_kv_heads=config.model_config.num_kv_heads
+        )
+        half.shutdown()
+
+
+# --- Engines --------------------------------------------------------------------------------------------
+
+Start = Callable[..., LLM]
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
+PROMPTS = [[(7 * i) % 500 + 5 for i in range(50)], [(11 * i) % 500 + 5 for i in range(31)]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("model")
+    write_checkpoint(folder, hidden=64, layers=3, heads=4, kv_heads=2, vocab=512)
+    return load_model_config(folder, max_model_len=256)
+
+
+@pytest.fixture(scope="module")
+def start(model: ModelConfig) -> Iterator[Start]:
+    with ExitStack() as stack:
+
+        def start_engine(
+            engine_id: str | None = None, *, is_together: bool = False, tp: int = 1, kind: str = "Pull"
+        ) -> LLM:
+            transfer = None
+            if engine_id is not None:
+                transfer = KVTransferConfig(
+                    kv_connector=f"Baton{kind}Connector",
+                    kv_role="kv_both",
+                    engine_id=engine_id,
+                    kv_connector_extra_config={"cross_layer_blocks": is_together},
+                )
+            config = EngineConfig(
+                model_config=model,
+                cache_config=CacheConfig(num_gpu_blocks=96, block_size=4),
+                parallel_config=ParallelConfig(
+                    tensor_parallel_size=tp, executor="inprocess" if tp == 1 else "multiprocess"
+                ),
+                kv_transfer_config=transfer,
+            )
+            return stack.enter_context(LLM(config, "baton.assemble:connector_factory"))
+
+        yield start_engine
+
+
+@pytest.fixture(scope="module")
+def expected(start: Start) -> list[list[int]]:
+    return [completion.token_ids for completion in start().generate(PROMPTS, GREEDY)]
+
+
+def hand_over(p: LLM, d: LLM) -> list[list[int]]:
+    asked = [{"do_remote_decode": True}] * len(PROMPTS)
+    prefilled = p.generate(PROMPTS, ONE_TOKEN, kv_transfer_params=asked)
+    decoded = d.generate(PROMPTS, GREEDY, kv_transfer_params=[one.kv_transfer_params for one in prefilled])
+    assert all(completion.num_transferred_tokens for completion in decoded)
+    return [completion.token_ids for completion in decoded]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Pull", "Push"])
+def test_engines_of_either_kind_hand_over_to_either(
+    start: Start, expected: list[list[int]], kind: str
+) -> None:
+    for theirs in (True, False):
+        for ours in (True, False):
+            if theirs or ours:
+                p = start(f"p-{kind}-{theirs}-{ours}", is_together=theirs, kind=kind)
+                d = start(f"d-{kind}-{theirs}-{ours}", is_together=ours, kind=kind)
+                assert hand_over(p, d) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_two_ranks_hand_over_to_one(start: Start, expected: list[list[int]]) -> None:
+    p = start("p-two", is_together=True, tp=2)
+    for is_together in (True, False):
+        assert hand_over(p, start(f"d-one-{is_together}", is_together=is_together)) == expected
