@@ -9,6 +9,10 @@ app = typer.Typer(help="Route requests between prefill and decode engines.")
 
 ENV_PREFIX = "BATON_ROUTE"
 
+# Longer than clients and balancers keep an idle connection (aiohttp 15 s, nginx 60 s): whoever closes first
+# must not be us, or a request that is sent at that moment meets a reset.
+KEEP_ALIVE_S = 75
+
 
 def _use_config(context: typer.Context, path: Path | None) -> Path | None:
     """Before the other options are looked at: the file's values become their defaults."""
@@ -33,6 +37,13 @@ def route(
     mode: Annotated[
         str, typer.Option(help="pull: one leg after the other; push: both at once, KV moves early.")
     ] = "pull",
+    decode_leg: Annotated[
+        str,
+        typer.Option(
+            help="In push: at_once; late, when the prompt is computed or shortly before; "
+            "auto: late for a vLLM on its prefill engine's host."
+        ),
+    ] = "auto",
     first_token: Annotated[
         bool,
         typer.Option(
@@ -79,6 +90,7 @@ def route(
         "prefill_urls": [url.rstrip("/") for url in prefill],
         "decode_urls": [url.rstrip("/") for url in decode],
         "mode": mode,
+        "decode_leg": decode_leg,
         "first_token": first_token,
         "policy": policy,
         "on_prefill_failure": on_prefill_failure,
@@ -103,6 +115,7 @@ def route(
         log_level=log_level,
         log_config=_log_config(log_level),
         access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
         # Streams in flight get this long to end once we are told to stop.
         timeout_graceful_shutdown=5,
     )

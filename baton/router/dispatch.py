@@ -9,6 +9,7 @@ from baton.router.errors import LegFailure, RouterError
 from baton.router.fleet import Engine, Fleet
 from baton.router.incoming import Incoming
 from baton.router.introductions import Introducer
+from baton.router.late_leg import LateLegs
 from baton.router.loans import LoanReturns
 from baton.router.metrics import RouterMetrics
 from baton.router.policies import RoutedRequest
@@ -33,6 +34,7 @@ class Dispatch:
         self.metrics = metrics
         self.introducer = introducer
         self.loans = loans
+        self.late_legs = LateLegs(settings.decode_leg)
         self.turns = TurnTable()
         self._turn = 0
 

@@ -11,7 +11,8 @@ push    client --> prefill leg on P and decode leg on D, at once, under one tran
     D failed before its first byte:   both legs again, with a new transfer id
     D failed in a stream:             an error event and [DONE]
 
-In push a leg that fails takes the other one with it. Nothing is said to the client before D's first byte, but
+In push a leg that fails takes the other one with it, and D's leg may be held back (`late_leg`): if P has
+answered meanwhile, the rest goes as in pull. Nothing is said to the client before D's first byte, but
 for the first token, and nothing is retried after it.
 
 The first token of a stream comes from P, at once, where the two engines know a way to do that (`ways`). It
@@ -65,6 +66,7 @@ class Handoff:
         self._client = client
         shape = shape_of(body)
         self._routed = dispatch.route(shape.prefix_key)
+        self._num_prompt_tokens = shape.num_prompt_tokens
         self._local_reason = shape.direct_reason
         if self._local_reason is None and shape.num_prompt_tokens < self._settings.min_prefill_tokens:
             self._local_reason = "short_prompt"
@@ -149,12 +151,18 @@ class Handoff:
         self, producer: Engine, engine: Engine, producer_id: str, introduction: str
     ) -> int | None:
         transfer_id = new_transfer_id()
+        hold_s = self._dispatch.late_legs.hold_s(producer, engine, self._num_prompt_tokens)
         prefill = self._start_prefill(producer, transfer_id)
+        if hold_s != 0.0:
+            await asyncio.wait({prefill.outcome}, timeout=hold_s)
+            if prefill.outcome.done():
+                return await self._pull_behind(prefill, engine)
         params = push_params(transfer_id, engine_id=producer_id, introduction=introduction)
         decode = self._start_decode(engine, params, is_pushed=True)
         either: set[asyncio.Future[Any]] = {prefill.outcome, decode.opened}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if prefill.outcome.done() and not _is_answered(decode):
+            self._note_lent(producer, prefill.outcome.result())
             status = await self._take_prefill(prefill, prefill.outcome.result())
             if status is not None or self._prefilled is None:
                 self._tried.remove(engine)  # It was not at fault.
@@ -166,14 +174,26 @@ class Handoff:
         answer = await decode.opened
         if isinstance(answer, LegFailure):
             self._note_decode_failure(answer)
+            self._give_back()
             self._prefilled = None
             return None
         if blames_params(answer):
             self._log_refusal(engine, "introduction", answer)
+            self._give_back()
             await self._replace_introduction(producer)
             self._tried.remove(engine)
             return None
         return await self._take_answer(engine, answer)
+
+    async def _pull_behind(self, prefill: PrefillLeg, engine: Engine) -> int | None:
+        """P has answered before D was asked."""
+        outcome = prefill.outcome.result()
+        self._note_lent(prefill.engine, outcome)
+        status = await self._take_prefill(prefill, outcome)
+        if status is not None or self._prefilled is None:
+            return status
+        self._telling.choose(prefill.engine, engine, is_push=False)
+        return await self._pull()
 
     async def _replace_introduction(self, producer: Engine) -> None:
         self._prefilled = None
@@ -204,7 +224,10 @@ class Handoff:
         return None
 
     async def _take_prefill(self, leg: PrefillLeg, outcome: PrefillOutcome | LegFailure) -> int | None:
-        self._metrics.prefill_seconds.observe(time.monotonic() - leg.started_at_s)
+        duration_s = time.monotonic() - leg.started_at_s
+        self._metrics.prefill_seconds.observe(duration_s)
+        if leg.was_alone and isinstance(outcome, Prefilled | FirstSaid | Complete):
+            self._dispatch.late_legs.note(leg.engine, self._num_prompt_tokens, duration_s)
         match outcome:
             case LegFailure():
                 logger.warning("%s: prefill leg: %s", self._incoming.request_id, outcome)

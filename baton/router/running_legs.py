@@ -31,6 +31,7 @@ class _Leg:
     def __init__(self, upstream: Upstream, engine: Engine, request: LegRequest) -> None:
         self.engine = engine
         self.started_at_s = time.monotonic()
+        self.was_alone = not engine.in_flight  # At its start.
         self._upstream = upstream
         self._request = request
         self._task: asyncio.Task[Any] | None = None

@@ -9,6 +9,8 @@ from baton.core.errors import ConfigError
 
 Role = Literal["prefill", "decode"]
 Mode = Literal["pull", "push"]  # push: both legs start at once, and KV moves while it is computed.
+# Of a push. late: when P has answered, or shortly before; auto: late for a vLLM on its producer's host.
+DecodeLegStart = Literal["auto", "at_once", "late"]
 PolicyName = Literal["least_in_flight", "round_robin", "prefix_affinity"]
 
 
@@ -50,6 +52,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     prefill_urls: tuple[str, ...]
     decode_urls: tuple[str, ...]
     mode: Mode = "pull"
+    decode_leg: DecodeLegStart = "auto"
     first_token: bool = True  # From the prefill engine at once, where all engines concerned are Baton's.
     policy: PolicyName = "least_in_flight"
     on_prefill_failure: Literal["local", "fail"] = "local"  # local: the decode engine prefills by itself.

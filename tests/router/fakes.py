@@ -247,6 +247,7 @@ async def system(
                 urls.append(engine.url)
             else:
                 urls.append(engine)
+        settings.setdefault("decode_leg", "at_once")  # All fakes share a host.
         settings.setdefault("probe", ProbeSettings(every_s=3600, backoff_first_s=3600, backoff_max_s=3600))
         router = Router(
             RouterSettings(

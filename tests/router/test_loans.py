@@ -63,6 +63,52 @@ def test_a_ticket_that_d_refuses() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("answer", ["refuses", "dies"])
+def test_a_push_that_d_will_not_have(answer: str) -> None:
+    """After P has lent: an earlier end takes P's leg with it."""
+
+    async def main() -> None:
+        p_has_said = asyncio.Event()
+        p, d = baton("p"), baton("d")
+        saying = d.respond
+
+        async def unwilling(call: Any) -> None:
+            if not (call.received.body.get("kv_transfer_params") or {}).get("baton_introduction"):
+                return await saying(call)
+            await p_has_said.wait()
+            await (responds(400, REFUSAL) if answer == "refuses" else dies)(call)
+
+        d.respond = unwilling
+        async with system([p], [d], mode="push", decode_attempts=1) as s:
+            await introduced(s)
+            asking = asyncio.create_task(stream(s))
+            while s.router._metrics.prefill_seconds._sum.get() == 0:
+                await s.client.get("/fleet")
+            p_has_said.set()
+            await p.heard_of_loan.wait()
+            got = await asking
+        assert p.taken_back[0] == TICKET[0]
+        assert (got.error is None) is (answer == "refuses")
+
+    run(main())
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_a_client_that_leaves_when_its_prompt_is_lent(mode: str) -> None:
+    async def main() -> None:
+        p, d = baton("p"), FakeEngine(hangs, introduces_as="d")
+        async with system([p], [d], mode=mode) as s:
+            await introduced(s)
+            asking = asyncio.create_task(s.complete(stream=True, max_tokens=3))
+            while s.router._metrics.prefill_seconds._sum.get() == 0:
+                await s.client.get("/fleet")
+            asking.cancel()
+            await p.heard_of_loan.wait()
+        assert p.taken_back == TICKET
+
+    run(main())
+
+
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_what_d_has_come_for_stays_lent(mode: str) -> None:
     async def main() -> None:

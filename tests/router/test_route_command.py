@@ -27,6 +27,7 @@ def test_the_router_needs_no_torch() -> None:
         ([*URLS, "--on-prefill-failure", "retry"], "on_prefill_failure"),
         ([*URLS, "--mode", "shove"], "mode"),
         ([*URLS, "--idle-timeout-s", "0"], "timeouts.idle_s"),
+        ([*URLS, "--decode-leg", "never"], "decode_leg"),
         (["--prefill", "http://p:1"], "--decode"),
     ],
 )
@@ -88,3 +89,13 @@ def test_a_file_that_cannot_be_meant_is_refused(tmp_path: Path, text: str, compl
     result = CliRunner().invoke(app, ["--config", str(config), *URLS], env={"COLUMNS": "300", "TERM": "dumb"})
     assert result.exit_code == 2
     assert complaint in result.output
+
+
+def test_idle_connections_are_closed_by_whoever_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a request sent when we close meets a reset; aiohttp keeps them for 15 s, nginx for 60."""
+    import uvicorn
+
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(uvicorn, "run", lambda app, **options: seen.update(options))
+    assert CliRunner().invoke(app, URLS).exit_code == 0
+    assert seen["timeout_keep_alive"] > 60
