@@ -16,7 +16,7 @@ def _group() -> None:
 @app.command()
 def new(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; made if it is missing.")],
-    family: Annotated[str, typer.Option(help="llama, mistral, qwen2 or qwen3.")] = "qwen3",
+    family: Annotated[str, typer.Option(help="llama, mistral, qwen2, qwen3, gemma3 or gpt_oss.")] = "qwen3",
     hidden: Annotated[int, typer.Option(help="Hidden size.")] = 256,
     layers: Annotated[int, typer.Option(help="Decoder layers.")] = 4,
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 8,
@@ -34,7 +34,7 @@ def new(
     sliding_window: Annotated[
         int | None, typer.Option(help="Attention window of families that have one.", show_default=False)
     ] = None,
-    rope_scaling: Annotated[str, typer.Option(help="none, linear or llama3.")] = "none",
+    rope_scaling: Annotated[str, typer.Option(help="none, linear, llama3 or yarn.")] = "none",
     tie_word_embeddings: Annotated[bool, typer.Option(help="One matrix for both ends of the model.")] = False,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     seed: Annotated[int, typer.Option(help="Equal arguments make equal bytes.")] = 0,

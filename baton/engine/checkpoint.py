@@ -128,8 +128,8 @@ def _choose_max_model_len(
         raise UserError(
             f"must be a positive integer, is {limit!r}", field="config.json: max_position_embeddings"
         )
-    if architecture.rope_scaling.kind == "linear":
-        # Unlike llama3's, a linear factor is not yet contained in max_position_embeddings.
+    if architecture.rope_scaling.kind == "linear" and architecture.family != "gemma3":
+        # Unlike the others, this factor is not yet contained in max_position_embeddings.
         limit = int(limit * architecture.rope_scaling.factor)
     if wanted is None:
         return limit

@@ -15,16 +15,21 @@ import torch
 from safetensors.torch import save_file
 
 from baton.core.errors import UserError
-from baton.engine.architecture import FAMILIES, DecoderArchitecture, Family, parse_architecture
+from baton.engine.architecture import FAMILIES, HYBRIDS, DecoderArchitecture, Family, parse_architecture
 from baton.engine.checkpoint import DTYPES, INDEX_FILE, SINGLE_FILE
 from baton.engine.new_tokenizer import WrittenTokenizer, write_tokenizer
 
-RopeScalingName = Literal["none", "linear", "llama3"]
+RopeScalingName = Literal["none", "linear", "llama3", "yarn"]
 
 _QK_GAIN = 1.8  # Scores of standard deviation 1.8**2: a query looks at a handful of keys.
 _DOWN_GAIN = 2.0  # Makes up for what the gate takes away.
 _LOGIT_STD = 3.0
 _BIAS_STD = 0.3
+_SINK_STD = 1.0
+_ROUTER_GAIN = 2.0  # Sure of its choice, so that experts matter and rounding does not choose others.
+_NUM_EXPERTS, _EXPERTS_PER_TOKEN = 8, 2
+_LAYERS_PER_GLOBAL = 3  # Of a small Gemma 3: two layers with a window, one without.
+_DEFAULT_WINDOW = 128  # Of the families that cannot be without one.
 _MUTE_SCALE = 1e-3  # Logits of tokens that are never to be chosen lie at zero, far below the largest.
 _SHARD_BYTES = 512 << 20
 
@@ -83,7 +88,10 @@ def write_checkpoint(
     for old in [*root.glob("*.safetensors"), root / INDEX_FILE]:
         old.unlink(missing_ok=True)
     tokenizer = write_tokenizer(
-        root, vocab=vocab, with_bos=architecture.family in ("llama", "mistral"), max_position=max_position
+        root,
+        vocab=vocab,
+        with_bos=architecture.family in ("llama", "mistral", "gemma3"),
+        max_position=max_position,
     )
     ids = {
         "bos_token_id": tokenizer.bos_token_id,
@@ -135,10 +143,10 @@ def _config_json(
     if dtype not in DTYPES:
         raise UserError(f"must be one of {', '.join(DTYPES)}, is {dtype!r}", field="dtype")
     if sliding_window is not None and family == "llama":
-        raise UserError("the llama family has none; choose mistral, qwen2 or qwen3", field="sliding_window")
+        raise UserError("the llama family has none; choose another one", field="sliding_window")
     config: dict[str, Any] = {
         "architectures": [next(name for name, kind in FAMILIES.items() if kind == family)],
-        "model_type": family,
+        "model_type": "gemma3_text" if family == "gemma3" else family,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -164,11 +172,34 @@ def _config_json(
         config["max_window_layers"] = (
             layers // 2
         )  # The upper half slides, so that both kinds are in one model.
-    if family in ("llama", "qwen3"):
+    if family in ("llama", "qwen3", "gemma3"):
         config["attention_bias"] = False
     if family == "llama":
         config["mlp_bias"] = False
+    if family in HYBRIDS:
+        config["sliding_window"] = sliding_window if sliding_window is not None else _DEFAULT_WINDOW
+    if family == "gemma3":
+        del config["hidden_act"]
+        config |= {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": head_dim,
+            "rope_local_base_freq": 10000.0,
+            "sliding_window_pattern": _LAYERS_PER_GLOBAL,
+            "layer_types": _layer_types(layers, _LAYERS_PER_GLOBAL),
+        }
+    if family == "gpt_oss":
+        config |= {
+            "attention_bias": True,
+            "rope_scaling": config.get("rope_scaling", {"rope_type": "default"}),
+            "num_local_experts": _NUM_EXPERTS,
+            "num_experts_per_tok": _EXPERTS_PER_TOKEN,
+            "layer_types": _layer_types(layers, 2),
+        }
     return config
+
+
+def _layer_types(layers: int, per_global: int) -> list[str]:
+    return ["sliding_attention" if (layer + 1) % per_global else "full_attention" for layer in range(layers)]
 
 
 def _rope_scaling(name: str, max_position: int) -> dict[str, Any] | None:
@@ -185,6 +216,15 @@ def _rope_scaling(name: str, max_position: int) -> dict[str, Any] | None:
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": max(1, max_position // 8),
             }
+        case "yarn":
+            return {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": max(1, max_position // 8),
+            }
         case _:
             raise UserError(
                 f"must be {', '.join(get_args(RopeScalingName))}, is {name!r}", field="rope_scaling"
@@ -194,29 +234,60 @@ def _rope_scaling(name: str, max_position: int) -> dict[str, Any] | None:
 def _tensors(architecture: DecoderArchitecture) -> Iterator[_Tensor]:
     """Every tensor but the embedding and the head, in the order of the checkpoint."""
     a = architecture
-    query, key, wide = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.intermediate_size
-    into, out_of, down = a.hidden_size**-0.5, query**-0.5, _DOWN_GAIN * wide**-0.5
-    sharp = into if a.qk_norm else into * _QK_GAIN
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if a.sandwich_norms:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     for layer in range(a.num_layers):
         prefix = f"model.layers.{layer}"
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        yield _Tensor(f"{prefix}.input_layernorm.weight", (a.hidden_size,), 0.1, 1.0)
-        yield _Tensor(f"{attention}.q_proj.weight", (query, a.hidden_size), sharp)
-        yield _Tensor(f"{attention}.k_proj.weight", (key, a.hidden_size), sharp)
-        yield _Tensor(f"{attention}.v_proj.weight", (key, a.hidden_size), into)
-        yield _Tensor(f"{attention}.o_proj.weight", (a.hidden_size, query), out_of)
-        if a.qkv_bias:
-            yield _Tensor(f"{attention}.q_proj.bias", (query,), _BIAS_STD)
-            yield _Tensor(f"{attention}.k_proj.bias", (key,), _BIAS_STD)
-            yield _Tensor(f"{attention}.v_proj.bias", (key,), _BIAS_STD)
-        if a.qk_norm:
-            yield _Tensor(f"{attention}.q_norm.weight", (a.head_dim,), 0.1, _QK_GAIN)
-            yield _Tensor(f"{attention}.k_norm.weight", (a.head_dim,), 0.1, _QK_GAIN)
-        yield _Tensor(f"{prefix}.post_attention_layernorm.weight", (a.hidden_size,), 0.1, 1.0)
-        yield _Tensor(f"{mlp}.gate_proj.weight", (wide, a.hidden_size), into)
-        yield _Tensor(f"{mlp}.up_proj.weight", (wide, a.hidden_size), into)
-        yield _Tensor(f"{mlp}.down_proj.weight", (a.hidden_size, wide), down)
-    yield _Tensor("model.norm.weight", (a.hidden_size,), 0.1, 1.0)
+        yield _norm(a, f"{prefix}.{norms[0]}", 1.0)
+        yield from _attention_tensors(a, f"{prefix}.self_attn")
+        for name in norms[1:]:
+            yield _norm(a, f"{prefix}.{name}", 1.0)
+        yield from _mlp_tensors(a, f"{prefix}.mlp")
+    # Tied, a scaled embedding is that much fainter, which the head has to make up for.
+    yield _norm(a, "model.norm", a.embedding_scale if a.tie_word_embeddings else 1.0)
+
+
+def _norm(a: DecoderArchitecture, name: str, gain: float, size: int | None = None) -> _Tensor:
+    return _Tensor(f"{name}.weight", (size or a.hidden_size,), 0.1, gain - a.norm_offset)
+
+
+def _attention_tensors(a: DecoderArchitecture, prefix: str) -> Iterator[_Tensor]:
+    query, key = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    into, out_of = a.hidden_size**-0.5, query**-0.5
+    sharp = into if a.qk_norm else into * _QK_GAIN
+    yield _Tensor(f"{prefix}.q_proj.weight", (query, a.hidden_size), sharp)
+    yield _Tensor(f"{prefix}.k_proj.weight", (key, a.hidden_size), sharp)
+    yield _Tensor(f"{prefix}.v_proj.weight", (key, a.hidden_size), into)
+    yield _Tensor(f"{prefix}.o_proj.weight", (a.hidden_size, query), out_of)
+    if a.qkv_bias:
+        yield _Tensor(f"{prefix}.q_proj.bias", (query,), _BIAS_STD)
+        yield _Tensor(f"{prefix}.k_proj.bias", (key,), _BIAS_STD)
+        yield _Tensor(f"{prefix}.v_proj.bias", (key,), _BIAS_STD)
+    if a.output_bias:
+        yield _Tensor(f"{prefix}.o_proj.bias", (a.hidden_size,), _BIAS_STD)
+    if a.sinks:
+        yield _Tensor(f"{prefix}.sinks", (a.num_heads,), _SINK_STD)
+    if a.qk_norm:
+        yield _norm(a, f"{prefix}.q_norm", _QK_GAIN, a.head_dim)
+        yield _norm(a, f"{prefix}.k_norm", _QK_GAIN, a.head_dim)
+
+
+def _mlp_tensors(a: DecoderArchitecture, prefix: str) -> Iterator[_Tensor]:
+    wide = a.intermediate_size
+    into, down = a.hidden_size**-0.5, _DOWN_GAIN * wide**-0.5
+    if a.experts is None:
+        yield _Tensor(f"{prefix}.gate_proj.weight", (wide, a.hidden_size), into)
+        yield _Tensor(f"{prefix}.up_proj.weight", (wide, a.hidden_size), into)
+        yield _Tensor(f"{prefix}.down_proj.weight", (a.hidden_size, wide), down)
+        return
+    num = a.experts.num_experts
+    yield _Tensor(f"{prefix}.router.weight", (num, a.hidden_size), into * _ROUTER_GAIN)
+    yield _Tensor(f"{prefix}.router.bias", (num,), _BIAS_STD)
+    yield _Tensor(f"{prefix}.experts.gate_up_proj", (num, a.hidden_size, 2 * wide), into)
+    yield _Tensor(f"{prefix}.experts.gate_up_proj_bias", (num, 2 * wide), _BIAS_STD)
+    yield _Tensor(f"{prefix}.experts.down_proj", (num, wide, a.hidden_size), down)
+    yield _Tensor(f"{prefix}.experts.down_proj_bias", (num, a.hidden_size), _BIAS_STD)
 
 
 def _write_weights(
@@ -241,7 +312,7 @@ def _write_weights(
         return rows
 
     def drawn() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "model.embed_tokens.weight", draw_vocabulary()
+        yield "model.embed_tokens.weight", draw_vocabulary().div_(architecture.embedding_scale)
         for tensor in _tensors(architecture):
             yield tensor.name, draw(tensor.shape, tensor.std, tensor.mean)
         if not architecture.tie_word_embeddings:

@@ -29,14 +29,21 @@ def attend_by_definition(
     values: torch.Tensor,
     position: int,
     window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`q [Q, D]` of one token at `position`; `keys` and `values [positions, H, D]` of its request."""
+    """`q [Q, D]` of one token at `position`; `keys` and `values [positions, H, D]` of its request.
+
+    `sinks [Q]`: scores of one more key, whose value is zero.
+    """
     first = 0 if window is None else max(0, position - window + 1)
     answers = []
     for head in range(shape.num_heads):
         kv_head = head // shape.group_size
         scores = keys[first : position + 1, kv_head] @ q[head] * shape.scale
-        answers.append(torch.softmax(scores, 0) @ values[first : position + 1, kv_head])
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[head : head + 1]))
+        weights = torch.softmax(scores, 0)[: position + 1 - first]
+        answers.append(weights @ values[first : position + 1, kv_head])
     return torch.cat(answers)
 
 
@@ -47,6 +54,7 @@ def check_backend(
     seed: int,
     *,
     num_layers: int = 1,
+    has_sinks: bool = False,
 ) -> None:
     """Random keys and values for requests of (computed, scheduled) tokens; the other slots are NaN.
 
@@ -77,7 +85,8 @@ def check_backend(
     cache, q, new = storage.to(device)[:, layer], q.to(device), new.to(device)
     plan = backend.plan(metadata, window, cache)
     backend.write(new[..., :head_dim], new[..., head_dim:], cache, plan)
-    answer = backend.attend(q, cache, plan).cpu()
+    sinks = random(shape.num_heads) if has_sinks else None
+    answer = backend.attend(q, cache, plan, None if sinks is None else sinks.to(device)).cpu()
     q, cache = q.cpu(), cache.cpu()
 
     token, tolerance = 0, TOLERANCE[shape.dtype]
@@ -85,6 +94,14 @@ def check_backend(
         keys, values = history[..., :head_dim].float(), history[..., head_dim:].float()
         for position in range(computed, computed + count):
             assert cache[table[position // BLOCK_SIZE], :, position % BLOCK_SIZE].equal(history[position])
-            expected = attend_by_definition(shape, q[token].float(), keys, values, position, window)
+            expected = attend_by_definition(
+                shape,
+                q[token].float(),
+                keys,
+                values,
+                position,
+                window,
+                None if sinks is None else sinks.float(),
+            )
             torch.testing.assert_close(answer[token].float(), expected, atol=tolerance, rtol=tolerance)
             token += 1

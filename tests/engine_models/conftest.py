@@ -23,6 +23,8 @@ FAMILIES: dict[str, dict[str, object]] = {
     "mistral": {"family": "mistral", "sliding_window": 24},
     "qwen2": {"family": "qwen2", "sliding_window": 24, "tie_word_embeddings": True},
     "qwen3": {"family": "qwen3", "head_dim": 24, "rope_scaling": "linear"},
+    "gemma3": {"family": "gemma3", "sliding_window": 24, "tie_word_embeddings": True},
+    "gpt_oss": {"family": "gpt_oss", "sliding_window": 24, "rope_scaling": "yarn"},
 }
 
 

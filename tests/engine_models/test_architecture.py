@@ -24,6 +24,15 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 16, "hidden_activation": None}
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "sliding_window": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_scaling": YARN,
+}
 
 
 def with_fields(**fields: Any) -> dict[str, Any]:
@@ -47,7 +56,8 @@ def with_fields(**fields: Any) -> dict[str, Any]:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"attention_bias": "yes"}, "attention_bias"),
         ({"rms_norm_eps": -1}, "rms_norm_eps"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_scaling.rope_type"),
+        ({"rope_scaling": {**YARN, "mscale": 1.0}}, "rope_scaling.mscale"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
         ({"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 4.0}}, "rope_scaling.high_freq_factor"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.rope_type"),
@@ -60,6 +70,17 @@ def with_fields(**fields: Any) -> dict[str, Any]:
             },
             "layer_types",
         ),
+        ({**GEMMA3, "sliding_window": None}, "sliding_window"),
+        ({**GEMMA3, "hidden_activation": "relu"}, "hidden_activation"),
+        ({**GEMMA3, "final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (
+            {**GEMMA3, "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_parameters.sliding_attention.rope_type",
+        ),
+        ({**GPT_OSS, "num_local_experts": None}, "num_local_experts"),
+        ({**GPT_OSS, "num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ({**GPT_OSS, "rope_scaling": None}, "rope_scaling"),
     ],
 )
 def test_what_cannot_be_run_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
@@ -100,6 +121,30 @@ def test_windows_follow_the_family() -> None:
     assert windows(**qwen) == (None,) * 4
     assert windows(**qwen, use_sliding_window=True, max_window_layers=3) == (None, None, None, 16)
     assert windows(**qwen, use_sliding_window=True, layer_types=kinds) == (16, None, 16, None)
+
+
+def test_the_layers_of_hybrid_families_alternate() -> None:
+    def windows(fields: dict[str, Any], **more: Any) -> tuple[int | None, ...]:
+        return parse_architecture(with_fields(**fields, **more)).windows
+
+    assert windows(GEMMA3) == (16,) * 4
+    assert windows(GEMMA3, num_hidden_layers=7) == (16,) * 5 + (None, 16)
+    assert windows(GEMMA3, sliding_window_pattern=2) == (16, None) * 2
+    assert windows(GPT_OSS) == (16, None) * 2
+    assert windows(GPT_OSS, layer_types=["full_attention", "sliding_attention"] * 2) == (None, 16) * 2
+
+
+def test_gemma3_has_a_rope_for_each_kind_of_layer_in_either_spelling() -> None:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    old = parse_architecture(
+        with_fields(**GEMMA3, rope_theta=5e5, rope_local_base_freq=2e4, rope_scaling=linear)
+    )
+    kinds = {
+        "full_attention": {**linear, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    assert parse_architecture(with_fields(**GEMMA3, rope_parameters=kinds)) == old
+    assert (old.rope_theta, old.local_rope_theta, old.rope_scaling.kind) == (5e5, 2e4, "linear")
 
 
 @pytest.mark.parametrize(

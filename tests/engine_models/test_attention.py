@@ -24,11 +24,13 @@ windows = st.sampled_from([None, 1, 5, 16, 100])
     window=windows,
     seed=st.integers(0, 1000),
     num_layers=st.sampled_from([1, 3]),
+    has_sinks=st.booleans(),
 )
 def test_any_batch_agrees_with_the_definition(
-    requests: list[tuple[int, int]], window: int | None, seed: int, num_layers: int
+    requests: list[tuple[int, int]], window: int | None, seed: int, num_layers: int, has_sinks: bool
 ) -> None:
-    check_backend(SdpaBackend(shape_of()), requests, window, seed, num_layers=num_layers)
+    backend = SdpaBackend(shape_of())
+    check_backend(backend, requests, window, seed, num_layers=num_layers, has_sinks=has_sinks)
 
 
 @settings(deadline=None, max_examples=40)

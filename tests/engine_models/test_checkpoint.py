@@ -127,7 +127,7 @@ def test_shards_hold_what_one_file_holds(folder: Path, tmp_path: Path) -> None:
         ({"dtype": "int8"}, "dtype"),
         ({"vocab": 100}, "vocab"),
         ({"layers": 0}, "layers"),
-        ({"rope_scaling": "yarn"}, "rope_scaling"),
+        ({"rope_scaling": "longrope"}, "rope_scaling"),
         ({"family": "llama", "sliding_window": 8}, "sliding_window"),
         ({"heads": 3, "kv_heads": 2}, "config.json: num_key_value_heads"),
     ],

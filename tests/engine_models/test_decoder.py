@@ -10,7 +10,7 @@ import torch
 from baton.contract import NullConnectorMetadata, NullWorkerHalf
 from baton.engine.forward_context import ForwardContext, build_attention_metadata
 
-ALL_FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
+ALL_FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt_oss"]
 Prompts = Callable[[int, int], list[int]]
 
 

@@ -45,7 +45,9 @@ def device() -> str:
 def test_it_agrees_with_the_definition(
     device: str, requests: list[tuple[int, int]], window: int | None, num_layers: int
 ) -> None:
-    check_backend(CudaBackend(shape_of(device)), requests, window, seed=2, num_layers=num_layers)
+    for has_sinks in (False, True):
+        backend = CudaBackend(shape_of(device))
+        check_backend(backend, requests, window, seed=2, num_layers=num_layers, has_sinks=has_sinks)
 
 
 @pytest.mark.gpu
@@ -88,7 +90,7 @@ def test_warming_up_leaves_the_cache_alone(device: str, block_size: int) -> None
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt_oss"])
 def test_whole_models_give_the_tokens_of_transformers(
     device: str,
     family: str,
@@ -119,13 +121,16 @@ def test_whole_models_give_the_tokens_of_transformers(
 class NoKernel(CudaBackend):
     """All of it but the kernel, on torch's device without memory: it refuses to mix devices as a GPU does."""
 
-    def attend(self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: Any) -> torch.Tensor:
+    def attend(
+        self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: Any, sinks_Q: torch.Tensor | None = None
+    ) -> torch.Tensor:
         used = (q_TQD, cache_NHPC, plan.write_rows, plan.block_table, plan.tiles)
         assert {tensor.device.type for tensor in used} == {"meta"}
         return torch.empty_like(q_TQD).view(len(q_TQD), -1)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+# Not gpt_oss: which experts a token goes to has to be looked at.
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3"])
 def test_nothing_of_a_step_is_left_on_another_device(
     family: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -147,9 +152,11 @@ def test_nothing_of_a_step_is_left_on_another_device(
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # Of the compiler's own defaults.
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize(("head_dim", "group_size", "rows"), [(64, 7, 64), (128, 4, 16)])
+@pytest.mark.parametrize(
+    ("head_dim", "group_size", "rows", "has_sinks"), [(64, 7, 64, True), (128, 4, 16, False)]
+)
 def test_it_compiles_for_gpus_that_are_not_here(
-    capability: int, dtype: str, head_dim: int, group_size: int, rows: int
+    capability: int, dtype: str, head_dim: int, group_size: int, rows: int, has_sinks: bool
 ) -> None:
     """Down to machine code. What only the interpreter accepts fails here, not at somebody's first request."""
     pytest.importorskip("triton")
@@ -168,9 +175,10 @@ def test_it_compiles_for_gpus_that_are_not_here(
         "BLOCK_SIZE": 16,
         "ROWS": rows,
         "KEYS": _KEYS,
+        "HAS_SINKS": has_sinks,
     }
     types = {"table_pointer": "*i32", "tiles_pointer": "*i32", "scale": "fp32"}
-    types |= {name: f"*{dtype}" for name in ("q_pointer", "cache_pointer", "out_pointer")}
+    types |= {name: f"*{dtype}" for name in ("q_pointer", "cache_pointer", "out_pointer", "sinks_pointer")}
     types |= dict.fromkeys(constants, "constexpr")
     names = _kernel.arg_names
     source = ASTSource(

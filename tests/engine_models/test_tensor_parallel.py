@@ -49,7 +49,16 @@ class ThreadGroup(TensorParallelGroup):
 
 @pytest.mark.parametrize(
     ("family", "tp_size"),
-    [("llama", 2), ("mistral", 2), ("qwen2", 2), ("qwen3", 2), ("qwen3", 4), ("qwen2", 4)],
+    [
+        ("llama", 2),
+        ("mistral", 2),
+        ("qwen2", 2),
+        ("qwen3", 2),
+        ("qwen3", 4),
+        ("qwen2", 4),
+        ("gemma3", 2),
+        ("gpt_oss", 4),
+    ],
 )
 def test_ranks_together_give_the_logits_of_one(
     family: str,

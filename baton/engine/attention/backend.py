@@ -28,6 +28,7 @@ class AttentionShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    softmax_scale: float | None = None  # Of the scores; None: head_dim ** -0.5.
 
     @property
     def group_size(self) -> int:
@@ -35,7 +36,7 @@ class AttentionShape:
 
     @property
     def scale(self) -> float:
-        return float(self.head_dim**-0.5)
+        return float(self.head_dim**-0.5) if self.softmax_scale is None else self.softmax_scale
 
 
 class AttentionBackend(ABC):
@@ -61,8 +62,13 @@ class AttentionBackend(ABC):
         """Put the step's keys and values into their slots."""
 
     @abstractmethod
-    def attend(self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: Any) -> torch.Tensor:
-        """`[T, Q * D]`, after `write` of the same step and layer."""
+    def attend(
+        self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: Any, sinks_Q: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`[T, Q * D]`, after `write` of the same step and layer.
+
+        `sinks_Q`: a score of each head that is in the softmax of every query and has no value.
+        """
 
 
 def head_rows(cache_NHPC: torch.Tensor) -> torch.Tensor:

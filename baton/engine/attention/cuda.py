@@ -89,7 +89,9 @@ class CudaBackend(AttentionBackend):
         rows = torch.cat((k_THD, v_THD), dim=-1).view(-1, width)
         slot_rows(cache_NHPC).index_copy_(0, plan.write_rows, rows)
 
-    def attend(self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: _Plan) -> torch.Tensor:
+    def attend(
+        self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: _Plan, sinks_Q: torch.Tensor | None = None
+    ) -> torch.Tensor:
         from baton.engine.attention.triton_kernel import paged_attention
 
         out_TQD = torch.empty_like(q_TQD)
@@ -102,6 +104,7 @@ class CudaBackend(AttentionBackend):
             rows_per_tile=plan.rows_per_tile,
             window=plan.window,
             scale=self.shape.scale,
+            sinks_Q=sinks_Q,
         )
         return out_TQD.view(len(q_TQD), -1)
 

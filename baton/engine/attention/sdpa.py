@@ -235,16 +235,23 @@ class SdpaBackend(AttentionBackend):
         rows = torch.cat((k_THD, v_THD), dim=-1).view(-1, width)
         slot_rows(cache_NHPC).index_copy_(0, plan.write_rows, rows)
 
-    def attend(self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: _Plan) -> torch.Tensor:
+    def attend(
+        self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: _Plan, sinks_Q: torch.Tensor | None = None
+    ) -> torch.Tensor:
         out_TQD = torch.empty_like(q_TQD)
         for group in plan.decodes:
-            self._attend_decodes(q_TQD, cache_NHPC, group, out_TQD)
+            self._attend_decodes(q_TQD, cache_NHPC, group, out_TQD, sinks_Q)
         for prefill in plan.prefills:
-            self._attend_prefill(q_TQD, cache_NHPC, prefill, out_TQD)
+            self._attend_prefill(q_TQD, cache_NHPC, prefill, out_TQD, sinks_Q)
         return out_TQD.view(len(q_TQD), -1)
 
     def _attend_decodes(
-        self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, group: _DecodeGroup, out_TQD: torch.Tensor
+        self,
+        q_TQD: torch.Tensor,
+        cache_NHPC: torch.Tensor,
+        group: _DecodeGroup,
+        out_TQD: torch.Tensor,
+        sinks_Q: torch.Tensor | None,
     ) -> None:
         heads, head_dim = self.shape.num_kv_heads, self.shape.head_dim
         kv_BHLC = self._gather(cache_NHPC, group.rows, group.num_reqs)
@@ -252,12 +259,8 @@ class SdpaBackend(AttentionBackend):
             kv_BHLC.view(-1, kv_BHLC.shape[-1]).index_fill_(0, group.stale, 0)
         kv_BHLC = kv_BHLC[:, :, group.first_key : group.first_key + group.num_keys]
         queries = q_TQD if group.tokens is None else q_TQD.index_select(0, group.tokens)
-        answer = F.scaled_dot_product_attention(
-            queries.view(group.num_reqs, heads, -1, head_dim),
-            kv_BHLC[..., :head_dim],
-            kv_BHLC[..., head_dim:],
-            attn_mask=group.mask,
-            scale=self.shape.scale,
+        answer = self._softmax_over(
+            queries.view(group.num_reqs, heads, -1, head_dim), kv_BHLC, group.mask, sinks_Q
         ).reshape(group.num_reqs, -1, head_dim)
         if group.tokens is None:
             out_TQD.copy_(answer)
@@ -265,7 +268,12 @@ class SdpaBackend(AttentionBackend):
             out_TQD.index_copy_(0, group.tokens, answer)
 
     def _attend_prefill(
-        self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, prefill: _Prefill, out_TQD: torch.Tensor
+        self,
+        q_TQD: torch.Tensor,
+        cache_NHPC: torch.Tensor,
+        prefill: _Prefill,
+        out_TQD: torch.Tensor,
+        sinks_Q: torch.Tensor | None,
     ) -> None:
         heads, head_dim = self.shape.num_kv_heads, self.shape.head_dim
         kv_BHLC = self._gather(cache_NHPC, prefill.rows, 1)
@@ -273,16 +281,35 @@ class SdpaBackend(AttentionBackend):
             tokens = slice(tile.first_token, tile.first_token + tile.num_tokens)
             keys = kv_BHLC[:, :, tile.first_key : tile.first_key + tile.num_keys]
             q_THGD = q_TQD[tokens].view(tile.num_tokens, heads, -1, head_dim)
-            answer = F.scaled_dot_product_attention(
-                q_THGD.transpose(0, 1).reshape(1, heads, -1, head_dim),
-                keys[..., :head_dim],
-                keys[..., head_dim:],
-                attn_mask=tile.mask,
-                scale=self.shape.scale,
+            answer = self._softmax_over(
+                q_THGD.transpose(0, 1).reshape(1, heads, -1, head_dim), keys, tile.mask, sinks_Q
             )
             out_TQD[tokens].view_as(q_THGD).copy_(
                 answer.view(heads, tile.num_tokens, -1, head_dim).transpose(0, 1)
             )
+
+    def _softmax_over(
+        self,
+        q_BHRD: torch.Tensor,
+        kv_BHLC: torch.Tensor,
+        mask: torch.Tensor | None,
+        sinks_Q: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`[B, H, R, D]`; row r is of query head r % G of its KV head. `mask` is added to the scores."""
+        head_dim = self.shape.head_dim
+        keys, values = kv_BHLC[..., :head_dim], kv_BHLC[..., head_dim:]
+        if sinks_Q is None:
+            return F.scaled_dot_product_attention(
+                q_BHRD, keys, values, attn_mask=mask, scale=self.shape.scale
+            )
+        scores = torch.matmul(q_BHRD, keys.transpose(-1, -2)).mul_(self.shape.scale)
+        if mask is not None:
+            scores += mask
+        num_reqs, heads, num_rows, _ = q_BHRD.shape
+        sinks = sinks_Q.view(1, heads, 1, -1).expand(num_reqs, -1, num_rows // self.shape.group_size, -1)
+        sinks = sinks.reshape(num_reqs, heads, num_rows, 1).to(scores.dtype)
+        weights = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
+        return torch.matmul(weights, values)
 
     def _gather(self, cache_NHPC: torch.Tensor, rows: torch.Tensor, num_reqs: int) -> torch.Tensor:
         """The rows' blocks, in scratch memory: valid until the next gather."""

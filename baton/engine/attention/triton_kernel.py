@@ -25,6 +25,7 @@ def _kernel(
     out_pointer,
     table_pointer,
     tiles_pointer,
+    sinks_pointer,
     q_token_stride,
     q_head_stride,
     out_token_stride,
@@ -40,6 +41,7 @@ def _kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -61,6 +63,9 @@ def _kernel(
     top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     weight = tl.zeros([ROWS], dtype=tl.float32)
     answer = tl.zeros([ROWS, HEAD_DIM_PADDED], dtype=tl.float32)
+    if HAS_SINKS:  # As if a key without a value had been seen first.
+        top = tl.load(sinks_pointer + head).to(tl.float32)
+        weight = tl.full([ROWS], 1.0, dtype=tl.float32)
 
     end = first_position + num_tokens
     start = 0
@@ -112,6 +117,7 @@ def paged_attention(
     rows_per_tile: int,
     window: int,
     scale: float,
+    sinks_Q: torch.Tensor | None = None,
 ) -> None:
     """Fills `out_TQD`. `tiles` as `cut_tiles` makes them; `window` 0: all keys."""
     num_kv_heads, block_size = cache_NHPC.shape[1], cache_NHPC.shape[2]
@@ -122,6 +128,7 @@ def paged_attention(
         out_TQD,
         block_table,
         tiles,
+        tiles if sinks_Q is None else sinks_Q,  # Never read if there are none.
         q_TQD.stride(0),
         q_TQD.stride(1),
         out_TQD.stride(0),
@@ -137,4 +144,5 @@ def paged_attention(
         BLOCK_SIZE=block_size,
         ROWS=rows_per_tile,
         KEYS=_KEYS,
+        HAS_SINKS=sinks_Q is not None,
     )

@@ -1,4 +1,4 @@
-"""The dense decoder that Llama, Mistral, Qwen2 and Qwen3 share, over a flattened batch and a paged cache.
+"""The decoder that Llama, Mistral, Qwen2, Qwen3, Gemma 3 and GPT-OSS share: flattened batch, paged cache.
 
     token ids [T] -> embedding -> layers x (norm, attention, +, norm, MLP, +) -> norm -> hidden [T, M]
     hidden of the tokens to sample from [S, M] -> head -> logits [S, V]
@@ -19,10 +19,12 @@ from baton.engine.architecture import DecoderArchitecture
 from baton.engine.attention import AttentionBackend, AttentionShape, build_backend
 from baton.engine.attention.kv_memory import layer_name
 from baton.engine.forward_context import ForwardContext
+from baton.engine.models.experts import MixtureOfExperts
 from baton.engine.models.layers import PackedLinear, RMSNorm, RowParallelLinear, empty_parameter, rms_norm
 from baton.engine.models.matmul import Matmul, is_packable
 from baton.engine.models.parallel import TensorParallelGroup
 from baton.engine.models.rotary import Rotary, rotate
+from baton.engine.rope_config import RopeScaling
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -53,11 +55,22 @@ class Decoder(nn.Module):
             max_positions=max_positions,
             dtype=dtype,
         ).to(device)
+        self.local_rotary = (
+            Rotary(
+                architecture.head_dim,
+                theta=architecture.local_rope_theta,
+                scaling=RopeScaling(),
+                max_positions=max_positions,
+                dtype=dtype,
+            ).to(device)
+            if architecture.local_rope_theta is not None
+            else None
+        )
         self.layers = [
             DecoderLayer(architecture, layer, self.backend, group) for layer in range(architecture.num_layers)
         ]
         self._registered = nn.ModuleList(self.layers)  # So that `parameters()` finds them.
-        self.norm = RMSNorm(architecture.hidden_size, architecture.rms_norm_eps, dtype, device)
+        self.norm = _norm(architecture, dtype, device)
         self.head = (
             self.embedding
             if architecture.tie_word_embeddings
@@ -65,11 +78,14 @@ class Decoder(nn.Module):
         )
         self._head_matmul: Matmul | None = None
         self._windows = frozenset(architecture.windows)
+        # Rounded to the model's dtype, as its makers have it.
+        self._embedding_scale = float(torch.tensor(architecture.embedding_scale, dtype=dtype))
 
     def seal(self) -> None:
         """Once, after loading: from here on the model computes, and its weights cannot be changed."""
         for layer in self.layers:
             layer.seal()
+        self.norm.seal()
         self._head_matmul = Matmul(self.head)
         if self._head_matmul.is_packed and self.head is not self.embedding:
             self.head.data = torch.empty(0, dtype=self.head.dtype)
@@ -90,10 +106,14 @@ class Decoder(nn.Module):
             else:
                 self.backend.warm_up(context.kv_caches[layer_name(0)], window)
         rotation = self.rotary(positions)
+        local = rotation if self.local_rotary is None else self.local_rotary(positions)
+        rotations = {window: rotation if window is None else local for window in self._windows}
         hidden = F.embedding(input_ids, self.embedding)
+        if self._embedding_scale != 1:
+            hidden = hidden * self._embedding_scale
         for layer in self.layers[:-1]:
-            hidden = layer(hidden, rotation, context, plans)
-        hidden = self.layers[-1](hidden, rotation, context, plans, context.wanted_tokens)
+            hidden = layer(hidden, rotations, context, plans)
+        hidden = self.layers[-1](hidden, rotations, context, plans, context.wanted_tokens)
         return self.norm(hidden)  # type: ignore[no-any-return]  # nn.Module.__call__ is untyped.
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -108,31 +128,42 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         dtype, device = backend.shape.dtype, backend.shape.device
-        self.input_norm = RMSNorm(a.hidden_size, a.rms_norm_eps, dtype, device)
+        self.input_norm = _norm(a, dtype, device)
         self.attention = Attention(a, index, backend, group)
-        self.post_norm = RMSNorm(a.hidden_size, a.rms_norm_eps, dtype, device)
-        self.mlp = Mlp(a, group, dtype, device)
+        self.attended_norm = _norm(a, dtype, device) if a.sandwich_norms else None
+        self.post_norm = _norm(a, dtype, device)
+        self.mlp: Mlp | MixtureOfExperts = (
+            Mlp(a, group, dtype, device) if a.experts is None else MixtureOfExperts(a, group, dtype, device)
+        )
+        self.mlp_norm = _norm(a, dtype, device) if a.sandwich_norms else None
 
     def forward(
         self,
         hidden: torch.Tensor,
-        rotation: Rotation,
+        rotations: dict[int | None, Rotation],
         context: ForwardContext,
         plans: dict[int | None, Any],
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Of the `wanted` tokens, or of all."""
-        attended = self.attention(self.input_norm(hidden), rotation, context, plans)
+        attended = self.attention(self.input_norm(hidden), rotations, context, plans)
         if wanted is not None:
             hidden, attended = hidden[wanted], attended[wanted]
             if not len(wanted):
                 return hidden
-        hidden = self.attention.output(attended).add_(hidden)
-        return self.mlp(self.post_norm(hidden)).add_(hidden)  # type: ignore[no-any-return]
+        attended = self.attention.output(attended)
+        hidden = (attended if self.attended_norm is None else self.attended_norm(attended)).add_(hidden)
+        transformed = self.mlp(self.post_norm(hidden))
+        if self.mlp_norm is not None:
+            transformed = self.mlp_norm(transformed)
+        return transformed.add_(hidden)  # type: ignore[no-any-return]
 
     def seal(self) -> None:
-        for part in (self.attention.qkv, self.attention.output, self.mlp):
-            part.seal()
+        self.attention.seal()
+        self.mlp.seal()
+        for norm in (self.input_norm, self.attended_norm, self.post_norm, self.mlp_norm):
+            if norm is not None:
+                norm.seal()
 
 
 class Attention(nn.Module):
@@ -160,13 +191,29 @@ class Attention(nn.Module):
         # One row per query head, then per KV head: both norms in one pass over the packed projection.
         num_normed = shape.num_heads + shape.num_kv_heads
         self.qk_norm = (
-            empty_parameter(num_normed, shape.head_dim, dtype=shape.dtype, device=shape.device)
+            empty_parameter(
+                num_normed, shape.head_dim, dtype=_norm_dtype(a, shape.dtype), device=shape.device
+            )
             if a.qk_norm
             else None
         )
+        self._norm_offset = a.norm_offset
+        self.sinks = (
+            empty_parameter(shape.num_heads, dtype=shape.dtype, device=shape.device) if a.sinks else None
+        )
+
+    def seal(self) -> None:
+        self.qkv.seal()
+        self.output.seal()
+        if self.qk_norm is not None:
+            self.qk_norm.add_(self._norm_offset)
 
     def forward(
-        self, hidden: torch.Tensor, rotation: Rotation, context: ForwardContext, plans: dict[int | None, Any]
+        self,
+        hidden: torch.Tensor,
+        rotations: dict[int | None, Rotation],
+        context: ForwardContext,
+        plans: dict[int | None, Any],
     ) -> torch.Tensor:
         shape = self._backend.shape
         packed = self.qkv(hidden).view(len(hidden), -1, shape.head_dim)
@@ -174,7 +221,7 @@ class Attention(nn.Module):
         qk, v_THD = packed[:, :num_queried], packed[:, num_queried:]
         if self.qk_norm is not None:
             qk = rms_norm(qk, self.qk_norm, self._eps)
-        qk = rotate(qk, *rotation)
+        qk = rotate(qk, *rotations[self._window])
         q_TQD, k_THD = qk[:, : shape.num_heads], qk[:, shape.num_heads :]
         if context.attn_metadata is None:
             return torch.zeros_like(q_TQD).reshape(len(hidden), -1)
@@ -184,19 +231,20 @@ class Attention(nn.Module):
         if watcher is not None:
             watcher.wait_for_layer_load(self._name)
         self._backend.write(k_THD, v_THD, cache_NHPC, plan)
-        attended = self._backend.attend(q_TQD.contiguous(), cache_NHPC, plan)
+        attended = self._backend.attend(q_TQD.contiguous(), cache_NHPC, plan, self.sinks)
         if watcher is not None:
             watcher.save_kv_layer(self._name, cache_NHPC, context.attn_metadata)
         return attended
 
 
 class Mlp(nn.Module):
-    """SwiGLU."""
+    """SwiGLU, or GeGLU with the tanh that approximates it."""
 
     def __init__(
         self, a: DecoderArchitecture, group: TensorParallelGroup, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
+        self._activation = a.activation
         wide = a.intermediate_size // group.size
         self.gate_up = PackedLinear(a.hidden_size, (wide, wide), bias=a.mlp_bias, dtype=dtype, device=device)
         self.down = RowParallelLinear(
@@ -209,16 +257,25 @@ class Mlp(nn.Module):
             gate_matmul, up_matmul = self._apart
             return self.down(up_matmul(hidden).mul_(gate_matmul(hidden)))  # type: ignore[no-any-return]
         gate, up = self.gate_up(hidden).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+        gate = F.silu(gate) if self._activation == "silu" else F.gelu(gate, approximate="tanh")
+        return self.down(gate * up)  # type: ignore[no-any-return]
 
     def seal(self) -> None:
         """Once, after loading."""
         # The packed kernel applies SiLU to what it has just computed; of a plain matrix, one product is best.
-        if is_packable(self.gate_up.weight):
+        if self._activation == "silu" and is_packable(self.gate_up.weight):
             self._apart = self.gate_up.seal_apart(("silu", None))
         else:
             self.gate_up.seal()
         self.down.seal()
+
+
+def _norm(a: DecoderArchitecture, dtype: torch.dtype, device: torch.device) -> RMSNorm:
+    return RMSNorm(a.hidden_size, a.rms_norm_eps, _norm_dtype(a, dtype), device, offset=a.norm_offset)
+
+
+def _norm_dtype(a: DecoderArchitecture, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if a.wide_norms else dtype
 
 
 def attention_shape(
@@ -231,4 +288,5 @@ def attention_shape(
         head_dim=a.head_dim,
         dtype=dtype,
         device=device,
+        softmax_scale=a.softmax_scale,
     )

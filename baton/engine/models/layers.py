@@ -22,20 +22,29 @@ def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn
 
 
 class RMSNorm(nn.Module):
-    """In float32 whatever the dtype, as all four families define it."""
+    """In float32 whatever the dtype, as all families define it; `dtype` is that of the weight."""
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, size: int, eps: float, dtype: torch.dtype, device: torch.device, *, offset: float = 0.0
+    ) -> None:
         super().__init__()
         self.weight = empty_parameter(size, dtype=dtype, device=device)
         self._eps = eps
+        self._offset = offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self._eps)
+
+    def seal(self) -> None:
+        """Once, after loading."""
+        self.weight.add_(self._offset)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    if weight.dtype != x.dtype:
+        return (weight * wide).to(x.dtype)  # A family whose weights of norms multiply before the rounding.
     return weight * wide.to(x.dtype)
 
 

@@ -17,13 +17,17 @@ from baton.core.errors import UserError
 from baton.core.topology import kv_heads_of
 from baton.engine.checkpoint import weight_files
 from baton.engine.models.decoder import Attention, Decoder, Mlp
+from baton.engine.models.experts import MixtureOfExperts
 from baton.engine.models.layers import PackedLinear, RowParallelLinear
 
 _RECOMPUTED = ".rotary_emb.inv_freq"  # Old checkpoints carry it; it follows from config.json.
 
 
 class _Target(NamedTuple):
-    """`rows` and `columns` of the checkpoint's tensor `name` belong into `destination`; None: all of them."""
+    """`rows` and `columns` of the checkpoint's tensor `name` belong into `destination`.
+
+    Of each of its matrices, if it holds one per expert.
+    """
 
     name: str
     shape: tuple[int, ...]  # Of the whole tensor, as config.json wants it.
@@ -77,7 +81,8 @@ def _fill(target: _Target, stored: Any) -> None:
         raise UserError(
             f"{target.name} has shape {list(shape)}, config.json wants {list(target.shape)}", field="model"
         )
-    piece = stored[target.rows] if len(shape) == 1 else stored[target.rows, target.columns]
+    index = (target.rows,) if len(shape) == 1 else (slice(None), target.rows, target.columns)[-len(shape) :]
+    piece = stored[index]
     assert piece.shape == target.destination.shape
     target.destination.copy_(piece)
 
@@ -92,9 +97,17 @@ def _targets(model: Decoder) -> Iterator[_Target]:
     for index, layer in enumerate(model.layers):
         prefix = f"model.layers.{index}"
         yield _Target(f"{prefix}.input_layernorm.weight", norm, layer.input_norm.weight)
-        yield _Target(f"{prefix}.post_attention_layernorm.weight", norm, layer.post_norm.weight)
+        if layer.attended_norm is None or layer.mlp_norm is None:
+            yield _Target(f"{prefix}.post_attention_layernorm.weight", norm, layer.post_norm.weight)
+        else:
+            yield _Target(f"{prefix}.post_attention_layernorm.weight", norm, layer.attended_norm.weight)
+            yield _Target(f"{prefix}.pre_feedforward_layernorm.weight", norm, layer.post_norm.weight)
+            yield _Target(f"{prefix}.post_feedforward_layernorm.weight", norm, layer.mlp_norm.weight)
         yield from _attention_targets(model, layer.attention, f"{prefix}.self_attn")
-        yield from _mlp_targets(model, layer.mlp, f"{prefix}.mlp")
+        if isinstance(layer.mlp, MixtureOfExperts):
+            yield from _expert_targets(model, layer.mlp, f"{prefix}.mlp")
+        else:
+            yield from _mlp_targets(model, layer.mlp, f"{prefix}.mlp")
 
 
 def _attention_targets(model: Decoder, attention: Attention, prefix: str) -> Iterator[_Target]:
@@ -111,6 +124,9 @@ def _attention_targets(model: Decoder, attention: Attention, prefix: str) -> Ite
         _Part(f"{prefix}.v_proj", num_keys, key),
     )
     yield from _row_parallel(attention.output, f"{prefix}.o_proj", num_queries, query)
+    if attention.sinks is not None:
+        mine = slice(group.rank * heads, (group.rank + 1) * heads)
+        yield _Target(f"{prefix}.sinks", (a.num_heads,), attention.sinks, mine)
     if attention.qk_norm is not None:
         # One norm for all heads of a kind, kept once per head: see Attention.
         for row in range(len(attention.qk_norm)):
@@ -126,6 +142,24 @@ def _mlp_targets(model: Decoder, mlp: Mlp, prefix: str) -> Iterator[_Target]:
         mlp.gate_up, _Part(f"{prefix}.gate_proj", total, mine), _Part(f"{prefix}.up_proj", total, mine)
     )
     yield from _row_parallel(mlp.down, f"{prefix}.down_proj", total, mine)
+
+
+def _expert_targets(model: Decoder, mlp: MixtureOfExperts, prefix: str) -> Iterator[_Target]:
+    """The checkpoint's expert matrices are `[inputs, outputs]`, with gate and up in alternating columns."""
+    a, group = model.architecture, model.group
+    assert a.experts is not None
+    num, hidden, total = a.experts.num_experts, a.hidden_size, a.intermediate_size
+    wide = total // group.size
+    mine = slice(group.rank * wide, (group.rank + 1) * wide)
+    both = slice(2 * mine.start, 2 * mine.stop)
+    experts = f"{prefix}.experts"
+    yield _Target(f"{prefix}.router.weight", (num, hidden), mlp.router)
+    yield _Target(f"{prefix}.router.bias", (num,), mlp.router_bias)
+    gate_up, down = mlp.gate_up.transpose(1, 2), mlp.down.transpose(1, 2)
+    yield _Target(f"{experts}.gate_up_proj", (num, hidden, 2 * total), gate_up, columns=both)
+    yield _Target(f"{experts}.gate_up_proj_bias", (num, 2 * total), mlp.gate_up_bias, columns=both)
+    yield _Target(f"{experts}.down_proj", (num, total, hidden), down, mine)
+    yield _Target(f"{experts}.down_proj_bias", (num, hidden), mlp.down_bias)
 
 
 class _Part(NamedTuple):

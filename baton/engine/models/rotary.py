@@ -1,4 +1,4 @@
-"""Rotary position embedding with the frequency scalings of Llama 3 and of linear interpolation.
+"""Rotary position embedding with linear interpolation and the frequency scalings of Llama 3 and of YaRN.
 
 Legend: T tokens, A attention heads of any kind, D head size.
 """
@@ -8,7 +8,7 @@ import math
 import torch
 from torch import nn
 
-from baton.engine.architecture import RopeScaling
+from baton.engine.rope_config import RopeScaling
 
 
 class Rotary(nn.Module):
@@ -25,8 +25,9 @@ class Rotary(nn.Module):
             torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(head_dim, theta, scaling)
         )
         both_halves = torch.cat((angles, angles), dim=-1)
-        self.register_buffer("cos", both_halves.cos().to(dtype), persistent=False)
-        self.register_buffer("sin", both_halves.sin().to(dtype), persistent=False)
+        gain = scaling.attention_factor
+        self.register_buffer("cos", both_halves.cos().mul_(gain).to(dtype), persistent=False)
+        self.register_buffer("sin", both_halves.sin().mul_(gain).to(dtype), persistent=False)
 
     def forward(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines `[T, 1, D]` of a step, for all of its layers."""
@@ -50,6 +51,8 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> to
             return frequencies / scaling.factor
         case "llama3":
             return _llama3(frequencies, scaling)
+        case "yarn":
+            return _yarn(frequencies, head_dim, theta, scaling)
 
 
 def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
@@ -64,3 +67,21 @@ def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     blended = (1 - blend) * stretched / scaling.factor + blend * stretched
     between = ~(wavelengths < fastest) & ~(wavelengths > slowest)
     return torch.where(between, blended, stretched)
+
+
+def _yarn(frequencies: torch.Tensor, head_dim: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
+    """Pairs that turn often over the original context are kept, those that turn seldom are stretched, with a
+    linear ramp between ("YaRN", Peng et al. 2023)."""
+
+    def pair_that_turns(num_turns: float) -> float:
+        """Index of the pair of dimensions that makes `num_turns` over the original context."""
+        turns_of_first = scaling.original_max_position / (num_turns * 2 * math.pi)
+        return head_dim * math.log(turns_of_first) / (2 * math.log(theta))
+
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32)
+    stretched = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
+    return frequencies / scaling.factor * stretched + frequencies * (1 - stretched)

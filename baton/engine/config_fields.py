@@ -1,0 +1,44 @@
+"""Reads fields of a checkpoint's config.json; one that is missing or wrong is a UserError with its name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from baton.core.errors import UserError
+
+
+def config_error(message: str, key: str) -> UserError:
+    return UserError(message, field=f"config.json: {key}")
+
+
+def positive(config: Mapping[str, Any], key: str, *, default: int | None = None, minimum: int = 1) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise config_error("is missing", key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise config_error(f"must be an integer of at least {minimum}, is {value!r}", key)
+    return value
+
+
+def number(
+    config: Mapping[str, Any], key: str, default: float | None = None, *, prefix: str | None = None
+) -> float:
+    field = f"{prefix}.{key}" if prefix else key
+    value = config.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise config_error("is missing", field)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise config_error(f"must be a positive number, is {value!r}", field)
+    return float(value)
+
+
+def flag(config: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise config_error(f"must be true or false, is {value!r}", key)
+    return value
