@@ -24,6 +24,7 @@ ENTRY_POINT_GROUP = "baton.connectors"
 BUILT_IN: Final = {
     "BatonPullConnector": "baton.connectors.pull:BatonPullConnector",
     "BatonPushConnector": "baton.connectors.push:BatonPushConnector",
+    "BatonSharedStorageConnector": "baton.connectors.shared_storage:BatonSharedStorageConnector",
 }
 FIELD = "kv_transfer_config.kv_connector"
 

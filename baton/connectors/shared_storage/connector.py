@@ -1,0 +1,58 @@
+"""BatonSharedStorageConnector: prompts computed by one engine are read by all that share a folder.
+
+{"kv_connector": "BatonSharedStorageConnector", "kv_role": "kv_both",
+ "kv_connector_extra_config": {"path": "/mnt/kv", "max_gib": 200, "max_age_s": 604800}}
+
+Engines need not know of each other, nor live at the same time. A producer saves, a consumer loads, kv_both
+does both. Requests need no `kv_transfer_params`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.connectors.shared_storage.identity import StorageIdentity
+from baton.connectors.shared_storage.scheduler import StorageSchedulerHalf
+from baton.connectors.shared_storage.stats import StoragePromMetrics, StorageStats
+from baton.connectors.shared_storage.worker import StorageWorkerHalf
+from baton.contract import (
+    KVConnectorPromMetrics,
+    KVConnectorSchedulerHalf,
+    KVConnectorStats,
+    KVConnectorWorkerHalf,
+    TwoHalves,
+    host,
+)
+from baton.core.config import EngineConfig
+
+
+class BatonSharedStorageConnector(TwoHalves):
+    @classmethod
+    def identity_of(cls, vllm_config: host.HostConfig) -> StorageIdentity:
+        """A subclass for another host overrides this alone."""
+        assert isinstance(vllm_config, EngineConfig), f"no way to read a {type(vllm_config).__name__}"
+        return StorageIdentity.of_engine(vllm_config)
+
+    @classmethod
+    def make_scheduler_half(
+        cls, vllm_config: host.HostConfig, kv_cache_config: Any
+    ) -> KVConnectorSchedulerHalf:
+        return StorageSchedulerHalf(cls.identity_of(vllm_config))
+
+    @classmethod
+    def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:
+        return StorageWorkerHalf(cls.identity_of(vllm_config))
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return StorageStats(data if data is not None else {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: host.HostConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return StoragePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

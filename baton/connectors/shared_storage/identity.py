@@ -1,0 +1,101 @@
+"""Whose files these are: the only reader of the host's configuration, and the namespace of a folder.
+
+Two engines share files exactly if everything is equal on which the bytes of a block depend:
+
+    namespace = digest(model fingerprint, tokens of a chunk, each rank's layout, who signs files)
+
+The layout is known to the ranks alone, which have the tensors; the weights to the scheduler's half alone,
+since a host's ranks need not digest them. So ranks tell their layout, and hear the namespace with their
+orders.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from baton.connectors.shared_storage.settings import StorageSettings
+from baton.core.config import ClusterSecret, EngineConfig
+from baton.core.errors import ConfigError
+from baton.core.layout import SLOT, ModelFingerprint
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT = "baton-kv-1"
+KEY_PURPOSE = "baton.storage.1"
+NAMESPACE_BYTES = 16
+
+
+class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    fingerprint: ModelFingerprint
+    num_ranks: int
+    rank: int  # Of this process; 0 in the scheduler's.
+    block_tokens: int
+    saves: bool  # kv_producer, kv_both.
+    loads: bool  # kv_consumer, kv_both.
+    secret: ClusterSecret | None
+    settings: StorageSettings
+
+    @classmethod
+    def of_engine(cls, config: EngineConfig) -> StorageIdentity:
+        transfer = config.kv_transfer_config
+        if transfer is None:
+            raise ConfigError("is required", field="kv_transfer_config")
+        return cls(
+            fingerprint=config.model_config.fingerprint(config.cache_config.hash_seed),
+            num_ranks=config.parallel_config.world_size,
+            rank=config.parallel_config.rank,
+            block_tokens=config.cache_config.block_size,
+            saves=transfer.is_kv_producer,
+            loads=transfer.is_kv_consumer,
+            secret=config.cluster_secret,
+            settings=StorageSettings.parse(transfer.kv_connector_extra_config),
+        )
+
+    def __post_init__(self) -> None:
+        self.settings.chunk_tokens_of(self.block_tokens)
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.settings.chunk_tokens_of(self.block_tokens)
+
+    @property
+    def chunk_blocks(self) -> int:
+        return self.chunk_tokens // self.block_tokens
+
+    @property
+    def signing_key(self) -> bytes:
+        """Of the files' checksums: nobody without the cluster secret, if there is one, can forge a file."""
+        return b"" if self.secret is None else self.secret.derive(KEY_PURPOSE)
+
+    def namespace(self, layouts: Mapping[int, str]) -> str:
+        """A folder's name. `layouts`: each rank's `layout_digest`."""
+        assert len(layouts) == self.num_ranks
+        # The key by its digest: engines with another one would take our files for corrupted, and remove them.
+        signed_by = hashlib.blake2b(b"", key=self.signing_key, digest_size=NAMESPACE_BYTES).hexdigest()
+        parts = [FORMAT, msgspec.structs.asdict(self.fingerprint), self.chunk_tokens, signed_by]
+        said = msgspec.json.encode([*parts, [layouts[rank] for rank in sorted(layouts)]])
+        return hashlib.blake2b(said, digest_size=NAMESPACE_BYTES).hexdigest()
+
+
+def layout_digest(kv_caches: Mapping[str, torch.Tensor], block_tokens: int, packing: str = SLOT) -> str:
+    """What one rank's chunk looks like in a file. Raises ConfigError for caches that are no pages of blocks.
+
+    Blocks are the first dimension; the tokens of one are the third, or the second where there are no heads.
+    The number of blocks and the strides are the engine's own affair.
+    """
+    if not kv_caches:
+        raise ConfigError("has no layers", field="kv_caches")
+    said = []
+    for name, cache in kv_caches.items():
+        if cache.dim() not in (3, 4) or cache.shape[-2] != block_tokens:
+            raise ConfigError(
+                f"has shape {tuple(cache.shape)}, expected [num_blocks, (kv_heads,) {block_tokens}, content]",
+                field=f"kv_caches.{name}",
+            )
+        said.append((name, list(cache.shape[1:]), str(cache.dtype)))
+    return hashlib.blake2b(msgspec.json.encode((packing, said)), digest_size=NAMESPACE_BYTES).hexdigest()

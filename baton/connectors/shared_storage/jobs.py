@@ -1,0 +1,90 @@
+"""Threads that do jobs from one queue, for what may hang: a shared folder can be anybody's, anywhere.
+
+A job's exceptions are the job's; one that escapes ends its thread, and the owner hears of it in
+`raise_if_dead`.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from baton.contract import ConnectorDead
+from baton.transport.threads import start_owned_thread
+
+logger = logging.getLogger(__name__)
+
+Job = Callable[[], None]
+
+
+class Jobs:
+    def __init__(self, name: str, num_threads: int = 1) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._death: BaseException | None = None
+        self._threads = [
+            start_owned_thread(f"{name}-{index}", self._work, on_death=self._note_death)
+            for index in range(num_threads)
+        ]
+
+    def put(self, job: Job) -> None:
+        self._queue.put(job)
+
+    def raise_if_dead(self) -> None:
+        if self._death is not None:
+            raise ConnectorDead(f"a thread {self._name} died: {self._death}") from self._death
+
+    def close(self, timeout_s: float) -> None:
+        """Do what is queued, for so long. A thread that hangs in the file system is left to end with us."""
+        for _ in self._threads:
+            self._queue.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                logger.warning("left a thread %s behind, which waits for the file system", thread.name)
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            job()
+
+    def _note_death(self, error: BaseException) -> None:
+        self._death = error
+
+
+class Repeated:
+    """Runs a job every so often, and at once when asked, until it is closed."""
+
+    def __init__(self, name: str, job: Job, every_s: float) -> None:
+        self._job = job
+        self._every_s = every_s
+        self._is_closed = False
+        self._asked = threading.Event()
+        self._death: BaseException | None = None
+        self._thread = start_owned_thread(name, self._run, on_death=self._note_death)
+
+    def ask(self) -> None:
+        self._asked.set()
+
+    def raise_if_dead(self) -> None:
+        if self._death is not None:
+            raise ConnectorDead(f"a thread died: {self._death}") from self._death
+
+    def close(self, timeout_s: float) -> None:
+        self._is_closed = True
+        self._asked.set()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("left a thread %s behind, which waits for the file system", self._thread.name)
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            self._job()
+            self._asked.wait(self._every_s)
+            self._asked.clear()
+
+    def _note_death(self, error: BaseException) -> None:
+        self._death = error

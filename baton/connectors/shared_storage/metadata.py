@@ -1,0 +1,60 @@
+"""What the two halves of the shared storage tell each other. Pickled between processes of one engine.
+
+StorageHandshake  rank -> scheduler, once     what a chunk looks like here
+StorageMetadata   scheduler -> ranks, a step  load these; copy those; what was copied in step n may be written
+StorageReport     rank -> scheduler, a step   copied; loads that failed
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.contract import AllRanks, AnyRank, KVConnectorHandshakeMetadata, KVConnectorMetadata, RankReport
+from baton.contract.reports import NotCombined
+
+
+@dataclass(frozen=True, slots=True)
+class StorageHandshake(KVConnectorHandshakeMetadata):
+    rank: int
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveChunk:
+    """Whole blocks, all of whose tokens are computed when the step is."""
+
+    key: bytes
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPart:
+    """The last blocks of a chunk; those before are in the prefix cache already."""
+
+    key: bytes
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadChunks:
+    """In the order of the prompt: behind one that fails, the others are of no use."""
+
+    request_id: str
+    parts: tuple[ChunkPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StorageMetadata(KVConnectorMetadata):
+    step: int = 0
+    namespace: str | None = None  # None: not known yet, for want of the ranks' layouts.
+    loads: tuple[LoadChunks, ...] = ()
+    saves: tuple[SaveChunk, ...] = ()
+    write: tuple[int, ...] = ()  # Steps that are proved right: what was copied in them may be written.
+    drop: tuple[int, ...] = ()  # Steps that computed on something bad.
+
+
+@dataclass(kw_only=True)
+class StorageReport(RankReport):
+    layout: NotCombined[str | None] = None  # Until the orders show that it is known.
+    copied: AllRanks[set[int] | None] = None  # Steps.
+    failed_loads: AnyRank[set[str] | None] = None

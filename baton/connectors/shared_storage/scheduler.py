@@ -1,0 +1,293 @@
+"""The scheduler half: looks prompts up, orders loads and saves, and keeps the folder within its limits.
+
+    a prompt arrives     its chunks are looked up on a thread; found is what *all* ranks' files are there of
+    it is its turn       so many tokens can be loaded; or, until the thread has answered, "ask again later"
+    a chunk is computed  ranks copy it in that step, and may write it once all have, and nothing was wrong
+
+Why the last: a step that another connector's failed load has spoiled would be stored as the truth. So what
+ranks have copied in a step is dropped if that step's report, or that of one before it, names bad blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.connectors.shared_storage.identity import StorageIdentity
+from baton.connectors.shared_storage.jobs import Jobs, Repeated
+from baton.connectors.shared_storage.metadata import (
+    LoadChunks,
+    SaveChunk,
+    StorageHandshake,
+    StorageMetadata,
+    StorageReport,
+)
+from baton.connectors.shared_storage.prompts import Lookup, Prompt
+from baton.connectors.shared_storage.stats import StorageStats
+from baton.connectors.shared_storage.sweep import sweep
+from baton.contract import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorSchedulerHalf,
+    RankCombiner,
+    host,
+)
+from baton.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from baton.core.hashing import BlockHash
+
+logger = logging.getLogger(__name__)
+
+
+class StorageSchedulerHalf(KVConnectorSchedulerHalf):
+    def __init__(self, identity: StorageIdentity, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises ConfigError for a folder that cannot be used."""
+        settings = identity.settings
+        self._identity = identity
+        self._clock = clock
+        self._folder = Path(settings.path)
+        _make(self._folder)
+        self._wake: Callable[[], None] = lambda: None
+        self._layouts: dict[int, str] = {}  # By rank.
+        self._namespace: str | None = None
+        self._prompts: dict[str, Prompt] = {}
+        self._step = 0
+        self._loads: list[LoadChunks] = []
+        self._in_flight: dict[int, list[tuple[str, int]]] = {}  # Step -> (request, chunk) that it copies.
+        self._write: list[int] = []
+        self._drop: list[int] = []
+        self._reports = RankCombiner(StorageReport, identity.num_ranks)
+        self._lock = threading.Lock()  # Of lookups' results and of the statistics.
+        self._stats = StorageStats()
+        self._lookups = Jobs("kv-lookup")
+        self._sweeper: Repeated | None = None
+        if settings.max_bytes is not None or settings.max_age_s is not None:
+            self._sweeper = Repeated("kv-sweep", self._sweep, settings.sweep_every_s)
+
+    def bind_wake(self, wake: Callable[[], None]) -> bool:
+        self._wake = wake
+        return True
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        # A host that has several connectors may hand on another one's; then the ranks' reports tell us.
+        for handshake in metadata.values():
+            if isinstance(handshake, StorageHandshake):
+                self._learn_layout(handshake.rank, handshake.layout)
+
+    # --- Requests ------------------------------------------------------------------------------
+
+    def on_new_request(self, request: host.Request) -> None:
+        self._prompt_of(request)
+
+    def get_num_new_matched_tokens(
+        self, request: host.Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        prompt = self._prompt_of(request)
+        if not self._identity.loads or prompt is None or prompt.lookup is None or prompt.has_loaded:
+            return 0, False
+        self._lookups.raise_if_dead()
+        with self._lock:
+            num_stored = prompt.lookup.num_stored
+        if num_stored is None:
+            return (None, False) if self._clock() < prompt.lookup.deadline_s else (0, False)
+        num_external = num_stored * self._identity.chunk_tokens - num_computed_tokens
+        return (num_external, True) if num_external > 0 else (0, False)
+
+    def update_state_after_alloc(
+        self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        prompt = self._prompt_of(request)
+        if prompt is None or num_external_tokens == 0:
+            return
+        (block_ids,) = blocks.get_block_ids()
+        assert prompt.lookup is not None, "nothing was promised"
+        assert prompt.lookup.num_stored is not None, "nothing was promised"
+        end = prompt.lookup.num_stored * self._identity.chunk_tokens
+        prompt.num_local_tokens = end - num_external_tokens
+        prompt.has_loaded = True
+        parts = prompt.load_parts(block_ids, num_external_tokens)
+        self._loads.append(LoadChunks(request.request_id, parts))
+
+    def request_finished(self, request: host.Request, block_ids: list[int]) -> tuple[bool, None]:
+        self._prompts.pop(request.request_id, None)
+        return False, None
+
+    def _prompt_of(self, request: host.Request) -> Prompt | None:
+        """None for a prompt without tokens, whose KV has no name."""
+        if (prompt := self._prompts.get(request.request_id)) is None:
+            if request.prompt_token_ids is None:
+                return None
+            identity = self._identity
+            prompt = Prompt(
+                request, identity.chunk_tokens, identity.block_tokens, identity.fingerprint.hash_seed
+            )
+            self._prompts[request.request_id] = prompt
+            self._look_up(prompt)
+        return prompt
+
+    # --- Step ----------------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
+        self._step += 1
+        saves = self._find_saves(scheduler_output) if self._identity.saves and self._namespace else []
+        loads, self._loads = self._loads, []
+        write, self._write = self._write, []
+        drop, self._drop = self._drop, []
+        return StorageMetadata(
+            step=self._step,
+            namespace=self._namespace,
+            loads=tuple(loads),
+            saves=tuple(saves),
+            write=tuple(write),
+            drop=tuple(drop),
+        )
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self._sweeper is not None:
+            self._sweeper.raise_if_dead()
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, StorageReport):
+            of_ranks = report.each_rank()
+            for rank, of_rank in of_ranks:
+                if of_rank.layout is not None:
+                    self._learn_layout(rank, of_rank.layout)
+            combined = self._reports.combine(of_ranks)
+            for request_id in combined.failed_loads or ():
+                if (prompt := self._prompts.get(request_id)) is not None:
+                    prompt.num_saved = 0  # What is missing is computed now, and saved again.
+        else:
+            combined = StorageReport()
+        if connector_output.invalid_block_ids or connector_output.failed_recving:
+            self._distrust_steps()
+        for step in combined.copied or ():
+            if self._in_flight.pop(step, None) is not None:
+                self._write.append(step)
+
+    def has_pending_push_work(self) -> bool:
+        """Ranks wait to hear what to do with their copies."""
+        return bool(self._write or self._drop)
+
+    def get_kv_connector_stats(self) -> StorageStats | None:
+        with self._lock:
+            return self._stats.take()
+
+    def shutdown(self) -> None:
+        timeout_s = self._identity.settings.shutdown_timeout_s
+        if self._sweeper is not None:
+            self._sweeper.close(timeout_s)
+        self._lookups.close(timeout_s)
+
+    # --- Saving --------------------------------------------------------------------------------
+
+    def _find_saves(self, output: host.SchedulerOutput) -> list[SaveChunk]:
+        found: list[tuple[str, int, SaveChunk]] = []
+        for request_id, num_computed in self._follow_tables(output):
+            prompt = self._prompts[request_id]
+            self._skip_stored(prompt)
+            num_computed += output.num_scheduled_tokens.get(request_id, 0)
+            found += [(request_id, index, save) for index, save in prompt.take_saves(num_computed)]
+        if found:
+            self._in_flight[self._step] = [(request_id, index) for request_id, index, _ in found]
+        # Two requests may share a prefix, and compute it in the same step.
+        return list({save.key: save for _, _, save in found}.values())
+
+    def _follow_tables(self, output: host.SchedulerOutput) -> Iterable[tuple[str, int]]:
+        """Each known request of the step, with the tokens computed before it; its table is up to date."""
+        for new in output.scheduled_new_reqs:
+            if (prompt := self._prompts.get(new.req_id)) is not None and len(new.block_ids) == 1:
+                prompt.block_ids = list(new.block_ids[0])
+                yield new.req_id, new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for request_id, fresh, num_computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if (prompt := self._prompts.get(request_id)) is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                prompt.block_ids = []
+            if fresh is not None:
+                prompt.block_ids += fresh[0]
+            yield request_id, num_computed
+
+    def _skip_stored(self, prompt: Prompt) -> None:
+        if prompt.lookup is not None and not prompt.has_loaded:
+            with self._lock:
+                prompt.num_saved = max(prompt.num_saved, prompt.lookup.num_stored or 0)
+
+    def _distrust_steps(self) -> None:
+        """Of none of those in flight is it known who has computed on the bad blocks."""
+        for step, copies in self._in_flight.items():
+            self._drop.append(step)
+            for request_id, index in copies:
+                if (prompt := self._prompts.get(request_id)) is not None:
+                    prompt.num_saved = min(prompt.num_saved, index)
+        self._in_flight.clear()
+
+    # --- Threads -------------------------------------------------------------------------------
+
+    def _learn_layout(self, rank: int, layout: str) -> None:
+        self._layouts[rank] = layout
+        if self._namespace is None and len(self._layouts) == self._identity.num_ranks:
+            self._namespace = self._identity.namespace(self._layouts)
+            logger.info("KV is kept in %s", self._folder / self._namespace)
+
+    def _look_up(self, prompt: Prompt) -> None:
+        """Also for an engine that only saves: what is stored need not be copied again."""
+        keys = list(prompt.extend_keys())
+        if self._namespace is None or not keys:
+            return
+        prompt.lookup = Lookup(self._clock() + self._identity.settings.lookup_timeout_s)
+        self._lookups.put(partial(self._find_stored, prompt.lookup, self._namespace, keys))
+
+    def _find_stored(self, lookup: Lookup, namespace: str, keys: list[BlockHash]) -> None:
+        """On the lookup's thread. A file that is there is whole; whether it is right, the load finds out."""
+        from baton.connectors.shared_storage.files import ChunkName
+
+        num_stored = 0
+        for key in keys:
+            names = (ChunkName(namespace, key, rank) for rank in range(self._identity.num_ranks))
+            try:
+                if not all(name.path_in(self._folder).exists() for name in names):
+                    break
+            except OSError as error:
+                logger.warning("could not look into %s: %s", self._folder, error)
+                break
+            num_stored += 1
+        with self._lock:
+            lookup.num_stored = num_stored
+            self._stats.add(looked_up_chunks=len(keys), found_chunks=num_stored)
+        self._wake()
+
+    def _sweep(self) -> None:
+        """On the sweeper's thread."""
+        settings = self._identity.settings
+        try:
+            swept = sweep(
+                self._folder, max_bytes=settings.max_bytes, max_age_s=settings.max_age_s, now_s=time.time()
+            )
+        except OSError as error:
+            logger.warning("could not sweep %s: %s", self._folder, error)
+            return
+        if swept.num_evicted:
+            logger.info("evicted %d chunks, %d bytes", swept.num_evicted, swept.evicted_bytes)
+        with self._lock:
+            self._stats.add(evicted_chunks=swept.num_evicted, evicted_bytes=swept.evicted_bytes)
+            self._stats.set_kept(swept.num_kept, swept.kept_bytes)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be made or used: {error}", field="kv_transfer_config.kv_connector_extra_config.path"
+        ) from error

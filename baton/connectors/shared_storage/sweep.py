@@ -1,0 +1,95 @@
+"""Keeps a folder within its limits of size and age. Any number of engines may sweep one folder at once.
+
+Least recently used goes first; "used" is the file's modification time, which readers renew. All ranks' files
+of a chunk go together: one without the others is of no use. A reader that has opened a file reads it to its
+end whatever happens to the name; one that comes later finds nothing, and computes.
+
+    too old                         older than max_age_s
+    too much                        the oldest, down to LOW_WATER of max_bytes, so that a sweep buys time
+    left behind by a dead writer    temporary files older than ABANDONED_S
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.connectors.shared_storage.files import SUFFIX, TEMPORARY_PREFIX
+
+LOW_WATER = 0.9
+ABANDONED_S = 900.0  # Longer than writing one file takes; a writer that is slower fails, and says so.
+
+
+@dataclass(slots=True)
+class Swept:
+    num_kept: int = 0  # Chunks.
+    kept_bytes: int = 0
+    num_evicted: int = 0
+    evicted_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Chunk:
+    used_s: float = 0.0  # The latest of its files'.
+    nbytes: int = 0
+    paths: list[str] = field(default_factory=list)
+
+
+def sweep(folder: Path, *, max_bytes: int | None, max_age_s: float | None, now_s: float) -> Swept:
+    """`now_s`: since the epoch. Raises OSError if the folder itself cannot be read."""
+    swept = Swept()
+    chunks = sorted(_chunks(folder, now_s), key=lambda chunk: chunk.used_s)
+    total = sum(chunk.nbytes for chunk in chunks)
+    goal = total
+    if max_bytes is not None and total > max_bytes:
+        goal = int(LOW_WATER * max_bytes)
+    for chunk in chunks:
+        is_too_old = max_age_s is not None and now_s - chunk.used_s > max_age_s
+        if is_too_old or total > goal:
+            for path in chunk.paths:
+                _remove(path)
+            total -= chunk.nbytes
+            swept.num_evicted += 1
+            swept.evicted_bytes += chunk.nbytes
+        else:
+            swept.num_kept += 1
+            swept.kept_bytes += chunk.nbytes
+    return swept
+
+
+def _chunks(folder: Path, now_s: float) -> list[_Chunk]:
+    chunks: defaultdict[str, _Chunk] = defaultdict(_Chunk)
+    for entry in _files(str(folder), depth=2):
+        try:
+            found = entry.stat()
+        except FileNotFoundError:
+            continue  # Somebody else sweeps too.
+        if entry.name.startswith(TEMPORARY_PREFIX):
+            if now_s - found.st_mtime > ABANDONED_S:
+                _remove(entry.path)
+        elif entry.name.endswith(SUFFIX):
+            chunk = chunks[entry.path.removesuffix(SUFFIX).rpartition(".")[0]]
+            chunk.used_s = max(chunk.used_s, found.st_mtime)
+            chunk.nbytes += found.st_size
+            chunk.paths.append(entry.path)
+    return list(chunks.values())
+
+
+def _files(folder: str, depth: int) -> Iterator[os.DirEntry[str]]:
+    """Two floors of folders; what else lies in there is not ours, and stays."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if depth and entry.is_dir(follow_symlinks=False):
+                yield from _files(entry.path, depth - 1)
+            elif not depth and entry.is_file(follow_symlinks=False):
+                yield entry
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return

@@ -1,0 +1,322 @@
+"""The worker half: copies computed chunks out of this rank's cache, and reads stored ones into it.
+
+    save   within the step: blocks -> a copy        (`wait_for_save`; the blocks may be reused at once)
+           when the scheduler says that the step was right: copy -> file, on a thread
+    load   on a thread: file -> proved -> blocks    (the request waits; nobody else touches its blocks)
+
+The step waits for no file. What hangs in the file system costs the requests that wait for it, for
+`load_timeout_s`, and what waits to be written is bounded by `backlog_max_mib`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from baton.connectors.shared_storage.identity import StorageIdentity, layout_digest
+from baton.connectors.shared_storage.jobs import Jobs
+from baton.connectors.shared_storage.metadata import (
+    ChunkPart,
+    LoadChunks,
+    StorageHandshake,
+    StorageMetadata,
+    StorageReport,
+)
+from baton.connectors.shared_storage.stats import StorageStats
+from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerHalf, host
+from baton.core.layout import SLOT
+
+if TYPE_CHECKING:
+    import torch
+
+    from baton.connectors.shared_storage.files import LayerShape
+
+logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
+
+
+@dataclass(slots=True)
+class _Copy:
+    """Of one chunk, until it is written or dropped."""
+
+    key: bytes
+    layers: dict[str, torch.Tensor]
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Load:
+    """`lock` is held while blocks are written to: whoever ends the load knows that nobody writes any more."""
+
+    order: LoadChunks
+    deadline_s: float
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_over: bool = False
+
+
+class StorageWorkerHalf(KVConnectorWorkerHalf):
+    def __init__(self, identity: StorageIdentity, *, clock: Callable[[], float] = time.monotonic) -> None:
+        settings = identity.settings
+        self._identity = identity
+        self._folder = Path(settings.path)
+        self._clock = clock
+        self._key = identity.signing_key
+        self._namespace: str | None = None
+        self._caches: dict[str, torch.Tensor] = {}
+        self._layout = ""
+        self._shapes: dict[str, LayerShape] = {}
+        self._wake: Callable[[], None] = lambda: None
+        self._staged: dict[int, list[_Copy]] = {}  # By step; not known yet to be right.
+        self._copied: set[int] = set()  # Steps, for the next report.
+        self._loads: dict[str, _Load] = {}
+        self._readers = Jobs(f"kv-read-{identity.rank}", settings.io_threads)
+        self._writer = Jobs(f"kv-write-{identity.rank}")
+        self._lock = threading.Lock()  # Of all that the threads tell us, which follows.
+        self._backlog_bytes = 0
+        self._finished: set[str] = set()
+        self._invalid_blocks: set[int] = set()
+        self._failed: set[str] = set()
+        self._stats = StorageStats()
+
+    # --- Start ---------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        from baton.connectors.shared_storage.files import LayerShape
+
+        identity = self._identity
+        self._layout = layout_digest(kv_caches, identity.block_tokens, self._packing_of(kv_caches))
+        self._caches = kv_caches
+        self._shapes = {
+            name: LayerShape((identity.chunk_blocks, *cache.shape[1:]), cache.dtype)
+            for name, cache in kv_caches.items()
+        }
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return StorageHandshake(self._identity.rank, self._layout)
+
+    def bind_wake(self, wake: Callable[[], None]) -> bool:
+        self._wake = wake
+        return True
+
+    def _packing_of(self, kv_caches: dict[str, torch.Tensor]) -> str:
+        """How the host's attention packs a block (`baton.core.layout`)."""
+        return SLOT
+
+    # --- Step ----------------------------------------------------------------------------------
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Starts the loads now rather than in `start_load_kv`, which hosts call behind the forward."""
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StorageMetadata)
+        self._readers.raise_if_dead()
+        self._writer.raise_if_dead()
+        self._namespace = connector_metadata.namespace
+        for step in connector_metadata.drop:
+            self._drop(self._staged.pop(step, []), "tainted")
+        for step in connector_metadata.write:
+            for copy in self._staged.pop(step, []):
+                self._writer.put(partial(self._write, copy))
+        for order in connector_metadata.loads:
+            load = _Load(order, self._clock() + self._identity.settings.load_timeout_s)
+            self._loads[order.request_id] = load
+            self._readers.put(partial(self._run_load, load))
+
+    def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
+        return  # Under way since the metadata was bound.
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return  # Loads are asynchronous: no request computes before its blocks are here.
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        return  # A chunk is copied when all its layers are computed.
+
+    def wait_for_save(self) -> None:
+        metadata = self._connector_metadata
+        assert isinstance(metadata, StorageMetadata)
+        if not metadata.saves:
+            return
+        self._copied.add(metadata.step)
+        copies = self._staged.setdefault(metadata.step, [])
+        for save in metadata.saves:
+            nbytes = sum(shape.nbytes for shape in self._shapes.values())
+            with self._lock:
+                if self._backlog_bytes + nbytes > self._identity.settings.backlog_max_mib * MIB:
+                    self._stats.add_reason("not_saved", "backlog")
+                    continue
+                self._backlog_bytes += nbytes
+            copies.append(_Copy(save.key, self._copy_out(save.block_ids), nbytes))
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        now = self._clock()
+        for load in [load for load in self._loads.values() if load.deadline_s <= now]:
+            self._end_load(load, load.order.parts, "timeout")
+        with self._lock:
+            finished, self._finished = self._finished, set()
+        for request_id in finished:
+            self._loads.pop(request_id, None)
+        return None, finished or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        with self._lock:
+            invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
+
+    def get_kv_connector_stats(self) -> StorageStats | None:
+        with self._lock:
+            return self._stats.take()
+
+    def build_connector_worker_meta(self) -> StorageReport | None:
+        bound = self._connector_metadata
+        is_known = isinstance(bound, StorageMetadata) and bound.namespace is not None
+        with self._lock:
+            failed, self._failed = self._failed, set()
+        copied, self._copied = self._copied, set()
+        if is_known and not copied and not failed:
+            return None
+        return StorageReport(
+            rank=self._identity.rank,
+            layout=None if is_known else self._layout,
+            copied=copied or None,
+            failed_loads=failed or None,
+        )
+
+    def shutdown(self) -> None:
+        timeout_s = self._identity.settings.shutdown_timeout_s
+        self._writer.close(timeout_s)
+        self._readers.close(timeout_s)
+
+    # --- Saving --------------------------------------------------------------------------------
+
+    def _copy_out(self, block_ids: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        import torch
+
+        index = torch.tensor(block_ids)
+        return {
+            name: cache.index_select(0, index.to(cache.device)).to("cpu")
+            for name, cache in self._caches.items()
+        }
+
+    def _write(self, copy: _Copy) -> None:
+        """On the writer's thread."""
+        from baton.connectors.shared_storage import files
+
+        assert self._namespace is not None, "the scheduler orders nothing before it knows"
+        name = files.ChunkName(self._namespace, copy.key, self._identity.rank)
+        path = name.path_in(self._folder)
+        started = self._clock()
+        try:
+            if path.exists():
+                self._drop([copy], None)  # Another request's, or another engine's.
+                return
+            content = files.encode(name, copy.layers, self._key)
+            files.write(content, path, fsync=self._identity.settings.fsync)
+        except OSError as error:
+            logger.warning("could not write %s: %s", path, error)
+            self._drop([copy], "io")
+            return
+        self._drop([copy], None)
+        with self._lock:
+            self._stats.add(saved_chunks=1, saved_bytes=len(content), save_s=self._clock() - started)
+
+    def _drop(self, copies: list[_Copy], reason: str | None) -> None:
+        """They take no memory any more. `reason`: why they were not saved, if they should have been."""
+        with self._lock:
+            for copy in copies:
+                self._backlog_bytes -= copy.nbytes
+                if reason is not None:
+                    self._stats.add_reason("not_saved", reason)
+
+    # --- Loading -------------------------------------------------------------------------------
+
+    def _run_load(self, load: _Load) -> None:
+        """On a reader's thread. Whatever is wrong with one chunk ends this load, and no other."""
+        from baton.connectors.shared_storage.files import Unusable
+
+        for index, part in enumerate(load.order.parts):
+            if load.is_over:
+                return
+            try:
+                self._load_part(load, part)
+            except Unusable as error:
+                logger.warning("request %s computes what it could not load: %s", load.order.request_id, error)
+                self._end_load(load, load.order.parts[index:], error.reason)
+                return
+            except Exception:  # The border of one request's load.
+                logger.exception("loading for request %s failed", load.order.request_id)
+                self._end_load(load, load.order.parts[index:], "failed")
+                return
+        self._end_load(load, (), None)
+
+    def _load_part(self, load: _Load, part: ChunkPart) -> None:
+        """Raises Unusable; then no block of it was touched, and a file that is bad is gone."""
+        from baton.connectors.shared_storage import files
+
+        assert self._namespace is not None
+        name = files.ChunkName(self._namespace, part.key, self._identity.rank)
+        path = name.path_in(self._folder)
+        started = self._clock()
+        try:
+            content = files.read(path, self._shapes)
+            layers = files.decode(content, name, self._shapes, self._key)
+        except files.Unusable as error:
+            if error.reason in ("corrupt", "foreign"):
+                _remove(path)
+            raise
+        with load.lock:
+            if load.is_over:
+                return
+            self._copy_in(layers, part.block_ids)
+        _renew(path)
+        with self._lock:
+            self._stats.add(loaded_chunks=1, loaded_bytes=len(content), load_s=self._clock() - started)
+
+    def _copy_in(self, layers: dict[str, torch.Tensor], block_ids: tuple[int, ...]) -> None:
+        import torch
+
+        index = torch.tensor(block_ids)
+        skipped = self._identity.chunk_blocks - len(block_ids)
+        with torch.inference_mode():  # A host may have allocated its cache in that mode.
+            for name, cache in self._caches.items():
+                cache.index_copy_(0, index.to(cache.device), layers[name][skipped:].to(cache.device))
+        device = next(iter(self._caches.values())).device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # This thread's own copies.
+
+    def _end_load(self, load: _Load, not_loaded: tuple[ChunkPart, ...], reason: str | None) -> None:
+        """From any thread; the first one decides."""
+        with load.lock:
+            if load.is_over:
+                return
+            load.is_over = True
+        with self._lock:
+            self._finished.add(load.order.request_id)
+            self._invalid_blocks.update(block for part in not_loaded for block in part.block_ids)
+            if reason is not None:
+                self._failed.add(load.order.request_id)
+                self._stats.add_reason("misses", reason)
+        self._wake()
+
+
+def _renew(path: Path) -> None:
+    """It was used now. Somebody may have removed it meanwhile, or the folder is not ours to write."""
+    try:
+        os.utime(path)
+    except OSError as error:
+        logger.debug("could not renew %s: %s", path, error)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("could not remove the unusable %s: %s", path, error)

@@ -1,0 +1,93 @@
+"""Engines on one shared folder, and what the tests of the shared storage ask of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from baton.connectors.shared_storage.files import SUFFIX
+from baton.core.config import (
+    CacheConfig,
+    ClusterSecret,
+    EngineConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+)
+from baton.engine.api import SamplingParams
+from baton.engine.llm import LLM
+
+BLOCK = 4
+CHUNK = 8
+WAIT_S = 30.0  # Only reached when something is wrong.
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+SECRET = ClusterSecret(b"sixteen bytes or more")
+
+Start = Callable[..., LLM]
+
+
+def storage(folder: Path, role: str = "kv_both", policy: str = "recompute", **extra: Any) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="BatonSharedStorageConnector",
+        kv_role=role,  # type: ignore[arg-type]
+        kv_load_failure_policy=policy,  # type: ignore[arg-type]
+        kv_connector_extra_config={"path": str(folder), "chunk_tokens": CHUNK, "fsync": False, **extra},
+    )
+
+
+def config_of(
+    model: ModelConfig,
+    transfer: KVTransferConfig | None,
+    *,
+    tp: int = 1,
+    secret: ClusterSecret | None = SECRET,
+) -> EngineConfig:
+    return EngineConfig(
+        model_config=model,
+        cache_config=CacheConfig(num_gpu_blocks=64, block_size=BLOCK),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=tp, executor="multiprocess" if tp > 1 else "inprocess"
+        ),
+        kv_transfer_config=transfer,
+        cluster_secret=secret,
+    )
+
+
+@contextmanager
+def starting(model: ModelConfig) -> Iterator[Start]:
+    with ExitStack() as stack:
+
+        def start(transfer: KVTransferConfig | None = None, **options: Any) -> LLM:
+            config = config_of(model, transfer, **options)
+            return stack.enter_context(LLM(config, "baton.assemble:connector_factory"))
+
+        yield start
+
+
+def prompt_of(num_tokens: int, step: int = 7) -> list[int]:
+    return [(step * i) % 500 + 5 for i in range(num_tokens)]
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"*/*/*{SUFFIX}"))
+
+
+def settle(llm: LLM) -> None:
+    """Let it tell its ranks what is left to tell."""
+    deadline_s = time.monotonic() + WAIT_S
+    while llm.core.has_requests:
+        llm.core.step()
+        assert time.monotonic() < deadline_s
+
+
+def fill(llm: LLM, folder: Path, prompt: list[int], num_files: int) -> list[int]:
+    """The engine computes the prompt and stores it; returns its answer."""
+    (completion,) = llm.generate([prompt], GREEDY)
+    settle(llm)
+    deadline_s = time.monotonic() + WAIT_S
+    while len(files_in(folder)) < num_files:
+        assert time.monotonic() < deadline_s, f"{len(files_in(folder))} of {num_files} files"
+    return completion.token_ids
