@@ -1,8 +1,13 @@
 """A goal is judged by the median over rounds; what is worse than a peer is named."""
 
+import pytest
+
 from baton.bench.compare.figures import Spread
 from baton.bench.compare.goals import Verdict, is_worse, judge
 from baton.bench.compare.journal import Findings, Samples
+from baton.bench.compare.raw import RAW_PEERS
+from baton.bench.compare.reasons import BOTH_SIDES, NOT_KNOWN, REASONS, Reason
+from baton.bench.compare.systems import SYSTEMS
 
 
 def findings(*samples: tuple[str, str, str, str, list[float]]) -> Findings:
@@ -101,6 +106,38 @@ def test_noise_is_not_worse() -> None:
     assert not is_worse(Spread(1.2, 0.99, 1.5, 3))
     assert not is_worse(Spread(1.02, 1.01, 1.03, 3))
     assert is_worse(Spread(1.2, 1.1, 1.5, 3))
+
+
+def test_a_missed_goal_says_why() -> None:
+    tcp, push, setting = "vllm baton pull tcp", "vllm baton push chunk", "64 tokens, 1 at once"
+    found = findings(
+        ("b", "3841 tokens", tcp, "leg_s", [0.15, 0.15]),
+        ("b", "3841 tokens", tcp, "cached_s", [0.1, 0.1]),
+        ("c", setting, "vllm", "ttft_s", [0.1, 0.1, 0.1]),
+        ("c", setting, push, "ttft_s", [0.1, 0.2, 0.3]),
+        ("c", setting, tcp, "ttft_s", [0.2, 0.2, 0.3]),
+        ("c", setting, "vllm nixl pull", "ttft_s", [0.2, 0.2, 0.3]),
+        ("d", "128 tokens, 1 at once", "vllm", "tokens_per_s", [50.0]),
+        ("d", "128 tokens, 1 at once", "baton", "tokens_per_s", [56.0]),
+    )
+    (known,), (noisy, unknown, peer), (met,) = (verdicts(goal, found) for goal in "bcd")
+    assert "checksum" in known.why
+    assert (noisy.why, unknown.why, peer.why, met.why) == (BOTH_SIDES, NOT_KNOWN, "", "")
+
+
+def test_a_comparison_that_is_lost_says_why_and_their_sum_where() -> None:
+    found = findings(
+        ("raw", "1024 KiB", "NIXL, no reader thread", "gb_per_s", [4.0, 4.0]),
+        ("raw", "1024 KiB", "baton local", "gb_per_s", [3.0, 3.0]),
+    )
+    assert [verdict.why for verdict in verdicts("e", found)] == [NOT_KNOWN, "see above"]
+
+
+@pytest.mark.parametrize("reason", REASONS, ids=lambda reason: reason.text[:20])
+def test_a_reason_is_of_systems_that_are_measured(reason: Reason) -> None:
+    names = [*SYSTEMS, *RAW_PEERS]
+    assert all(any(name.startswith(start) for name in names) for start in reason.systems)
+    assert reason.goal in "abcde"
 
 
 def test_nothing_measured_is_nothing_judged() -> None:

@@ -1,8 +1,13 @@
 """Prompts are fresh when they have to be, and a slice of a trace keeps what makes the trace."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.bench.compare.prompts import (
     FreshPrompts,
@@ -12,6 +17,7 @@ from baton.bench.compare.prompts import (
     slice_of_trace,
     write_trace,
 )
+from baton.bench.compare.session import FULL, QUICK, TRACE_PATH
 
 
 def line(at_ms: int, num_tokens: int, answer_tokens: int, *chunks: int) -> str:
@@ -38,6 +44,46 @@ def test_a_slice_takes_the_first_that_fit_and_keeps_their_order_and_gaps() -> No
     assert [prompt.num_tokens for prompt in prompts] == [600, 1000, 700]
     assert [prompt.at_s for prompt in prompts] == [0.0, 4.0, 8.0]
     assert [prompt.answer_tokens for prompt in prompts] == [10, 1, 20]
+
+
+def test_requests_of_one_tick_are_spread_over_it() -> None:
+    """At one moment, chance would order them: a median of eight was 2.5 s or 5 s, by who came first."""
+    trace = [line(at, 100, 10, at) for at in (0, 0, 3000, 9000, 9000, 9000)]
+    times = [
+        p.at_s
+        for p in slice_of_trace(
+            trace, num_requests=6, tokens_max=100, answer_tokens_max=1, answer_share=1, duration_s=22.0
+        )
+    ]
+    assert times == pytest.approx([0, 3, 6, 18, 20, 22])
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12))
+def test_a_slice_keeps_order_and_length_whatever_the_clock(ticks: list[int]) -> None:
+    trace = [line(3000 * at, 100, 10, at) for at in sorted(ticks)]
+    times = [
+        p.at_s
+        for p in slice_of_trace(
+            trace, num_requests=12, tokens_max=100, answer_tokens_max=1, answer_share=1, duration_s=5.0
+        )
+    ]
+    assert all(before < after for before, after in pairwise(times))
+    assert times[0] == 0
+    assert len(ticks) == 1 or times[-1] == pytest.approx(5.0)
+
+
+def test_the_trace_that_comes_with_the_benchmark_fills_a_session() -> None:
+    for size in (QUICK, FULL):
+        with TRACE_PATH.open(encoding="utf-8") as lines:
+            prompts = slice_of_trace(
+                lines,
+                num_requests=size.trace_requests,
+                tokens_max=4000,
+                answer_tokens_max=64,
+                answer_share=0.1,
+                duration_s=size.trace_duration_s,
+            )
+        assert len(prompts) == size.trace_requests
 
 
 def test_a_slice_of_nothing_or_of_one_is_no_accident() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from baton.bench.compare.figures import Spread, difference, ratio
 from baton.bench.compare.journal import Findings
 from baton.bench.compare.raw import RAW_PEERS
+from baton.bench.compare.reasons import why
 from baton.bench.compare.systems import PEERS
 
 LOADED_SHARE_MAX = 1.03  # (a) of TTFT and ITL without a connector
@@ -20,13 +21,14 @@ WORSE_SHARE = 1.03  # (e) less than this is not worse, whatever the rounds say
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`is_met` None: measured beside it, for comparison; no goal of ours."""
+    """`is_met` None: measured beside it, for comparison; no goal of ours. `why`: of a missed one."""
 
     goal: str
     what: str
     measured: str
     limit: str
     is_met: bool | None
+    why: str = ""
 
 
 def judge(findings: Findings) -> list[Verdict]:
@@ -52,7 +54,8 @@ def _loaded(findings: Findings) -> Iterator[Verdict]:
                 if spread is not None:
                     is_met = spread.median <= LOADED_SHARE_MAX if is_ours(system) else None
                     what = f"{system}, asked directly, {setting}: {_shown(metric)} of vLLM's without"
-                    yield Verdict("a", what, _times(spread), f"≤ {LOADED_SHARE_MAX}", is_met)
+                    because = _why("a", system, setting, is_met, is_close=spread.low <= LOADED_SHARE_MAX)
+                    yield Verdict("a", what, _times(spread), f"≤ {LOADED_SHARE_MAX}", is_met, because)
 
 
 def _legs(findings: Findings) -> Iterator[Verdict]:
@@ -67,7 +70,8 @@ def _legs(findings: Findings) -> Iterator[Verdict]:
                 continue
             is_met = spread.median <= limit_s if is_ours(system) else None
             what = f"{system}, {setting}: second leg over the same prompt cached on D"
-            yield Verdict("b", what, _milliseconds(spread), f"≤ {limit_s * 1e3:.0f} ms", is_met)
+            because = _why("b", system, setting, is_met, is_close=spread.low <= limit_s)
+            yield Verdict("b", what, _milliseconds(spread), f"≤ {limit_s * 1e3:.0f} ms", is_met, because)
 
 
 def _handed(findings: Findings) -> Iterator[Verdict]:
@@ -82,7 +86,8 @@ def _handed(findings: Findings) -> Iterator[Verdict]:
                 continue
             is_met = spread.median <= TTFT_SHARE_MAX if is_ours(system) else None
             what = f"{system}, {setting}: TTFT less 5 ms, of {single}'s"
-            yield Verdict("c", what, _times(spread), f"≤ {TTFT_SHARE_MAX}", is_met)
+            because = _why("c", system, setting, is_met, is_close=spread.low <= TTFT_SHARE_MAX)
+            yield Verdict("c", what, _times(spread), f"≤ {TTFT_SHARE_MAX}", is_met, because)
 
 
 def _embedded(findings: Findings) -> Iterator[Verdict]:
@@ -94,18 +99,27 @@ def _embedded(findings: Findings) -> Iterator[Verdict]:
         if spread is not None:
             what = f"embedded engine, {setting}: throughput of vLLM's"
             is_met = spread.median >= EMBEDDED_SHARE_MIN
-            yield Verdict("d", what, _times(spread), f"≥ {EMBEDDED_SHARE_MIN}", is_met)
+            because = _why("d", "baton", setting, is_met, is_close=spread.high >= EMBEDDED_SHARE_MIN)
+            yield Verdict("d", what, _times(spread), f"≥ {EMBEDDED_SHARE_MIN}", is_met, because)
 
 
 def _never_worse(findings: Findings) -> Iterator[Verdict]:
     """What is worse than the peer in every round, and by more than `WORSE_SHARE`; all others in one line."""
     found = list(_comparisons(findings))
-    worse = [(what, spread) for what, spread in found if is_worse(spread)]
-    for what, spread in worse:
-        yield Verdict("e", what, f"worse by a factor of {_times(spread)}", "not worse in every round", False)
+    worse = [(one, spread) for one, spread in found if is_worse(spread)]
+    for one, spread in worse:
+        measured = f"worse by a factor of {_times(spread)}"
+        because = _why("e", one.ours, one.what, False)  # In every round, so it is not noise.
+        yield Verdict("e", one.row, measured, "not worse in every round", False, because)
     if found:
         what = f"{len(found) - len(worse)} of {len(found)} comparisons with a peer"
-        yield Verdict("e", what, "not worse by more than noise", "all", not worse)
+        because = "see above" if worse else ""
+        yield Verdict("e", what, "not worse by more than noise", "all", not worse, because)
+
+
+def _why(goal: str, system: str, setting: str, is_met: bool | None, *, is_close: bool = False) -> str:
+    """`is_close`: a round has met it."""
+    return why(goal, system, setting, is_on_both_sides=is_close) if is_met is False else ""
 
 
 def is_worse(spread: Spread) -> bool:
@@ -113,7 +127,20 @@ def is_worse(spread: Spread) -> bool:
     return spread.low > 1 and spread.median > WORSE_SHARE
 
 
-def _comparisons(findings: Findings) -> Iterator[tuple[str, Spread]]:
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """`what`: part, setting and figure."""
+
+    ours: str
+    theirs: str
+    what: str
+
+    @property
+    def row(self) -> str:
+        return f"{self.ours} beside {self.theirs}, {self.what}"
+
+
+def _comparisons(findings: Findings) -> Iterator[tuple[_Comparison, Spread]]:
     """Ratios ours over theirs, turned so that less is better."""
     for ours, theirs in PEERS.items():
         for part, metrics in (
@@ -126,14 +153,14 @@ def _comparisons(findings: Findings) -> Iterator[tuple[str, Spread]]:
                 for metric in metrics:
                     spread = _compared(findings, part, setting, ours, theirs, metric)
                     if spread is not None:
-                        yield f"{ours} beside {theirs}, {part}: {setting}, {_shown(metric)}", spread
+                        yield _Comparison(ours, theirs, f"{part}: {setting}, {_shown(metric)}"), spread
     for ours, peers in RAW_PEERS.items():
         for setting in findings.settings("raw"):
             for theirs in peers:
                 for metric in ("gb_per_s", "cpu_s_per_gb"):
                     spread = _compared(findings, "raw", setting, ours, theirs, metric)
                     if spread is not None:
-                        yield f"{ours} beside {theirs}, raw: {setting}, {_shown(metric)}", spread
+                        yield _Comparison(ours, theirs, f"raw: {setting}, {_shown(metric)}"), spread
 
 
 def _compared(

@@ -6,8 +6,10 @@ systems get the same tokens.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 CHUNK_TOKENS = 512  # As in Mooncake's traces.
@@ -49,7 +51,8 @@ def slice_of_trace(
 
     Prompts longer than `tokens_max` are left out rather than cut, so that the others share what they share in
     it. Answers are cut to `answer_share` of themselves, at most `answer_tokens_max`. The arrivals are spread
-    over `duration_s`, with the trace's own gaps.
+    over `duration_s`, with the trace's own gaps; those of one tick of its clock, in their order, over the
+    tick. (If they came at one moment, chance would say who is served first, and whose TTFT has the others'.)
     """
     chosen: list[tuple[float, int, int, tuple[int, ...]]] = []
     for line in lines:
@@ -61,9 +64,25 @@ def slice_of_trace(
             chosen.append((entry["timestamp"], entry["input_length"], answer, tuple(entry["hash_ids"])))
     if not chosen:
         return []
-    first, last = chosen[0][0], chosen[-1][0]
+    times = _within_ticks([at for at, *_ in chosen])
+    first, last = times[0], times[-1]
     scale = duration_s / (last - first) if last > first else 0.0
-    return [Prompt(size, answer, chunks, (at - first) * scale) for at, size, answer, chunks in chosen]
+    return [
+        Prompt(size, answer, chunks, (at - first) * scale)
+        for at, (_, size, answer, chunks) in zip(times, chosen, strict=True)
+    ]
+
+
+def _within_ticks(times: Sequence[float]) -> list[float]:
+    """Equal times are taken for one tick of a clock that ticks as often as the smallest gap says."""
+    ticks = Counter(times)
+    tick = min((after - before for before, after in pairwise(sorted(ticks))), default=1.0)
+    seen: Counter[float] = Counter()
+    spread = []
+    for at in times:
+        spread.append(at + tick * seen[at] / ticks[at])
+        seen[at] += 1
+    return spread
 
 
 def offset_chunks(prompts: Sequence[Prompt], offset: int) -> list[Prompt]:

@@ -80,8 +80,8 @@ def _load_lines(findings: Findings) -> Iterator[str]:
 
 
 def _goals_table(verdicts: Sequence[Verdict]) -> str:
-    rows = [(v.goal, v.what, v.measured, v.limit, verdict_word(v.is_met)) for v in verdicts]
-    return table(("goal", "what", "measured", "limit", ""), rows)
+    rows = [(v.goal, v.what, v.measured, v.limit, verdict_word(v.is_met), v.why) for v in verdicts]
+    return table(("goal", "what", "measured", "limit", "", "why, where it is missed"), rows)
 
 
 def _load_table(findings: Findings, part: str) -> str:

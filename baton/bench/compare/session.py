@@ -29,6 +29,7 @@ from baton.bench.compare.turns import Setting, Target, Turns
 from baton.cli.processes import Fleet, Stopped
 from baton.core.errors import BatonError
 
+TRACE_PATH = Path(__file__).with_name("traces") / "mooncake_conversation.jsonl"
 TRACE_ANSWER_TOKENS_MAX = 64
 TRACE_ANSWER_SHARE = 0.1  # Of the trace's answers, which are hundreds of tokens long.
 LEG_ROUNDS_MIN = 3
@@ -62,7 +63,7 @@ class Plan:
     groups: tuple[tuple[str, ...], ...]
     size: Size
     minutes: float
-    trace_path: Path | None
+    trace_path: Path
     trace_group: tuple[str, ...]
     fault_systems: tuple[str, ...]
     one_pair_at_a_time: bool
@@ -79,8 +80,8 @@ FULL = Size(
     handed=(Setting(3, 64, 12), Setting(2, 512, 12), Setting(1, 2000, 8), Setting(8, 256, 24, 8)),
     singles=(Setting(2, 128, 48), Setting(8, 128, 48, 8), Setting(16, 128, 48, 16)),
     leg_lengths=second_leg.LENGTHS,
-    trace_requests=24,
-    trace_duration_s=80.0,
+    trace_requests=16,
+    trace_duration_s=56.0,
     fault_requests=12,
 )
 QUICK = Size(
@@ -114,7 +115,7 @@ class Session:
         self._fleet = fleet
         self._say = say
         self._end_s = time.monotonic() + 60 * plan.minutes
-        self._turns = Turns(client, journal, FreshPrompts(int(time.time()) << 8), say)
+        self._turns = Turns(client, journal, FreshPrompts(int(time.time()) << 8), say, self._end_s)
         self._leg_prompts = second_leg.Prompts(random.Random(time.time_ns()), vocab_size(ground.model))
 
     def run(self) -> None:
@@ -185,7 +186,8 @@ class Session:
         pulls = [one for one in pairs if one.system.connector and not one.system.connector.is_push]
         with httpx.Client(timeout=LEG_TIMEOUT_S, trust_env=False) as client:
             for index in range(2 * self._plan.size.rounds_max):
-                if index >= LEG_ROUNDS_MIN and time.monotonic() > end_s:
+                now_s = time.monotonic()
+                if (index >= LEG_ROUNDS_MIN and now_s > end_s) or (index and now_s > self._end_s):
                     return
                 number = self._journal.next_round()
                 for one in list(pulls):
@@ -239,8 +241,6 @@ class Session:
 
     def _trace(self, names: tuple[str, ...]) -> None:
         size = self._plan.size
-        if self._plan.trace_path is None:
-            raise CannotRun("no trace was given (--trace)")
         with self._plan.trace_path.open(encoding="utf-8") as lines:
             prompts = slice_of_trace(
                 lines,

@@ -6,6 +6,7 @@ round 2    nixl   baton  vllm           the order rotates, so that nobody is alw
 """
 
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -46,10 +47,14 @@ class Target:
 
 
 class Deadline:
-    """Of a part: it begins no round that would probably end behind it, but the first two."""
+    """Of a part: it begins no round that would probably end behind it, but the first two.
 
-    def __init__(self, budget_s: float) -> None:
+    Behind the session's end, none but the first.
+    """
+
+    def __init__(self, budget_s: float, session_end_s: float = math.inf) -> None:
         self._end_s = time.monotonic() + budget_s
+        self._session_end_s = session_end_s
         self._longest_s = 0.0
         self._began_s: float | None = None
 
@@ -58,17 +63,25 @@ class Deadline:
         if self._began_s is not None:
             self._longest_s = max(self._longest_s, now_s - self._began_s)
         self._began_s = now_s
+        probable_end_s = now_s + self._longest_s
         if number < ROUNDS_MIN:
-            return True
-        return number < rounds_max and now_s + self._longest_s <= self._end_s
+            return number == 0 or probable_end_s <= self._session_end_s
+        return number < rounds_max and probable_end_s <= min(self._end_s, self._session_end_s)
 
 
 class Turns:
     """Sends loads to targets and writes down what vLLM's client measured."""
 
     def __init__(
-        self, client: LoadClient, journal: Journal, fresh: FreshPrompts, say: Callable[[str], None]
+        self,
+        client: LoadClient,
+        journal: Journal,
+        fresh: FreshPrompts,
+        say: Callable[[str], None],
+        session_end_s: float = math.inf,
     ) -> None:
+        """`session_end_s`: on `time.monotonic`."""
+        self._session_end_s = session_end_s
         self._client = client
         self._journal = journal
         self._fresh = fresh
@@ -91,7 +104,7 @@ class Turns:
         budget_s: float,
     ) -> None:
         """The first target is what the others' answers are compared with."""
-        deadline = Deadline(budget_s)
+        deadline = Deadline(budget_s, self._session_end_s)
         for index in itertools.count():
             if not deadline.begins_round(index, rounds_max):
                 return
@@ -113,7 +126,7 @@ class Turns:
         budget_s: float,
     ) -> None:
         """The same, with prompts that keep their own time; in each round they are of other tokens."""
-        deadline = Deadline(budget_s)
+        deadline = Deadline(budget_s, self._session_end_s)
         timeout_s = max(prompt.at_s for prompt in prompts) + REPLAY_EXTRA_S
         num_chunks = 1 + max(chunk for prompt in prompts for chunk in prompt.chunks)
         for index in itertools.count():
