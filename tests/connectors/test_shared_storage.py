@@ -1,19 +1,24 @@
 """Engines that share a folder share prompts; and whatever is wrong with the folder, the tokens are right."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from baton.core.config import ModelConfig
+from baton.core.config import ClusterSecret, ModelConfig
+from baton.core.hashing import block_hash, root_hash
+from baton.engine.api import EngineRequest
 from baton.engine.checkpoint import load_model_config
 from baton.engine.new_model import write_checkpoint
 from tests.connectors.storage_world import (
     CHUNK,
     GREEDY,
     Start,
+    files_in,
     fill,
     prompt_of,
+    settle,
     starting,
     storage,
 )
@@ -63,3 +68,192 @@ def test_a_prompt_of_whole_chunks_computes_its_last_token(start: Start, tmp_path
     (expected,) = alone.generate([prompt], GREEDY)
     assert by_b.token_ids == expected.token_ids
     assert by_b.num_transferred_tokens == len(prompt) - 1
+
+
+# --- Whatever is wrong with the folder ---------------------------------------------------------------
+
+
+def corrupt(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def keys_of(prompt: list[int]) -> list[str]:
+    keys: list[str] = []
+    parent = root_hash()
+    for start in range(0, len(prompt) - CHUNK + 1, CHUNK):
+        parent = block_hash(parent, prompt[start : start + CHUNK])
+        keys.append(parent.hex())
+    return keys
+
+
+def by_position(folder: Path, prompt: list[int]) -> list[Path]:
+    """The files in the order of the prompt, of one rank."""
+    named = {path.name.partition(".")[0]: path for path in files_in(folder)}
+    return [named[key] for key in keys_of(prompt)]
+
+
+@pytest.mark.parametrize("damage", [corrupt, truncate], ids=["corrupted", "half-written"])
+def test_a_bad_file_is_computed_removed_and_stored_again(
+    start: Start, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    a, b, alone = start(storage(tmp_path)), start(storage(tmp_path)), start()
+    prompt = prompt_of(43)
+    fill(a, tmp_path, prompt, num_files=6)
+    bad = by_position(tmp_path, prompt)[2]
+    whole = bad.read_bytes()
+    damage(bad)
+    (by_b,) = b.generate([prompt], GREEDY)
+    (expected,) = alone.generate([prompt], GREEDY)
+    assert by_b.token_ids == expected.token_ids
+    assert by_b.num_transferred_tokens == 2 * CHUNK, "what lies before it is believed"
+    settle(b)
+    b.close()  # Which waits for its writer.
+    assert bad.stat().st_size == len(whole)
+    (again,) = start(storage(tmp_path)).generate([prompt], GREEDY)
+    assert again.token_ids == expected.token_ids
+    assert again.num_transferred_tokens == 40
+
+
+def test_swapped_files_are_nobodys(start: Start, tmp_path: Path) -> None:
+    a, b, alone = start(storage(tmp_path)), start(storage(tmp_path)), start()
+    one, other = prompt_of(19), prompt_of(19, step=11)
+    fill(a, tmp_path, one, num_files=3)
+    fill(a, tmp_path, other, num_files=6)
+    first, second = by_position(tmp_path, one)[0], by_position(tmp_path, other)[0]
+    aside = tmp_path / "aside"
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+    for prompt in (one, other):
+        (by_b,) = b.generate([prompt], GREEDY)
+        (expected,) = alone.generate([prompt], GREEDY)
+        assert by_b.token_ids == expected.token_ids
+        assert by_b.num_transferred_tokens == 0
+
+
+def test_another_model_another_secret_another_chunk_find_nothing(
+    start: Start, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    prompt = prompt_of(43)
+    fill(start(storage(tmp_path)), tmp_path, prompt, num_files=6)
+    kept = {path: path.read_bytes() for path in files_in(tmp_path)}
+    folder = tmp_path_factory.mktemp("other")
+    write_checkpoint(folder, hidden=64, layers=2, heads=4, kv_heads=2, vocab=512, seed=1)
+    strangers = [
+        start(storage(tmp_path), secret=ClusterSecret(b"another one of 16 bytes")),
+        start(storage(tmp_path), secret=None),
+        start(storage(tmp_path, chunk_tokens=4)),
+    ]
+    with starting(load_model_config(folder, max_model_len=256)) as start_other:
+        for stranger in (*strangers, start_other(storage(tmp_path))):
+            (completion,) = stranger.generate([prompt], GREEDY)
+            assert completion.num_transferred_tokens == 0
+    assert all(path.read_bytes() == content for path, content in kept.items())
+
+
+def test_under_policy_fail_it_is_that_requests_error_and_nobody_elses(start: Start, tmp_path: Path) -> None:
+    a, b = start(storage(tmp_path)), start(storage(tmp_path, policy="fail"))
+    prompt = prompt_of(20)
+    fill(a, tmp_path, prompt, num_files=3)
+    corrupt(by_position(tmp_path, prompt)[0])
+    wrong, right = b.generate([prompt, prompt_of(7, step=3)], GREEDY)
+    assert wrong.finish_reason == "error"
+    assert right.finish_reason == "length"
+    (again,) = b.generate([prompt], GREEDY)
+    assert again.finish_reason == "length"
+
+
+def test_a_salt_parts_users(start: Start, tmp_path: Path) -> None:
+    a, b = start(storage(tmp_path)), start(storage(tmp_path))
+    prompt = prompt_of(20)
+    fill(a, tmp_path, prompt, num_files=3)
+    request = EngineRequest(
+        request_id="salted", prompt_token_ids=prompt, sampling_params=GREEDY, arrival_time_s=0, cache_salt="x"
+    )
+    b.core.add_request(request)
+    settle(b)
+    assert b.core.scheduler.requests == {}
+    b.close()
+    assert len(files_in(tmp_path)) == 6, "stored beside the others, under keys of its own"
+
+
+def test_roles_say_who_writes_and_who_reads(start: Start, tmp_path: Path) -> None:
+    prompt = prompt_of(20)
+    consumer = start(storage(tmp_path, "kv_consumer"))
+    consumer.generate([prompt], GREEDY)
+    settle(consumer)
+    consumer.close()
+    assert files_in(tmp_path) == []
+    producer = start(storage(tmp_path, "kv_producer"))
+    fill(producer, tmp_path, prompt, num_files=3)
+    other = start(storage(tmp_path, "kv_producer"))
+    assert other.generate([prompt], GREEDY)[0].num_transferred_tokens == 0
+    (read,) = start(storage(tmp_path, "kv_consumer")).generate([prompt], GREEDY)
+    assert read.num_transferred_tokens == 16
+
+
+def test_a_file_system_that_hangs_costs_its_bound_and_no_token(start: Start, tmp_path: Path) -> None:
+    a, alone = start(storage(tmp_path)), start()
+    prompt = prompt_of(43)
+    fill(a, tmp_path, prompt, num_files=6)
+    hanging = by_position(tmp_path, prompt)[1]
+    hanging.unlink()
+    os.mkfifo(hanging)  # Whoever opens it waits for a writer, for ever.
+    b = start(storage(tmp_path, load_timeout_s=0.2, shutdown_timeout_s=0.1, io_threads=1))
+    (by_b,) = b.generate([prompt], GREEDY)
+    (expected,) = alone.generate([prompt], GREEDY)
+    assert by_b.token_ids == expected.token_ids
+    assert by_b.num_transferred_tokens == 0
+    b.close()
+    with open(os.open(hanging, os.O_RDWR), "wb"):
+        pass  # The thread that was left behind may go.
+
+
+def test_one_evicts_while_the_other_loads(start: Start, tmp_path: Path) -> None:
+    alone = start()
+    sweeping = storage(tmp_path, max_gib=40_000 / (1 << 30), sweep_every_s=0.001)
+    a, b = start(sweeping), start(sweeping)
+    prompts = [prompt_of(43, step=step) for step in (3, 7, 11)]
+    expected = [completion.token_ids for completion in alone.generate(prompts, GREEDY)]
+    num_transferred = 0
+    for _ in range(6):
+        for engine in (a, b):
+            engine.core.scheduler.reset_prefix_cache()
+            completions = engine.generate(prompts, GREEDY)
+            settle(engine)
+            assert [completion.token_ids for completion in completions] == expected
+            num_transferred += sum(completion.num_transferred_tokens for completion in completions)
+    assert num_transferred > 0
+
+
+@pytest.mark.processes
+def test_two_ranks_share_files_with_two_ranks_only(start: Start, tmp_path: Path) -> None:
+    a, b, alone = start(storage(tmp_path), tp=2), start(storage(tmp_path), tp=2), start()
+    prompt = prompt_of(43)
+    fill(a, tmp_path, prompt, num_files=12)
+    (expected,) = alone.generate([prompt], GREEDY)
+    (of_one_rank,) = {path for path in files_in(tmp_path) if path.stem == f"{keys_of(prompt)[0]}.1"}
+    of_one_rank.unlink()
+    (by_b,) = b.generate([prompt], GREEDY)
+    assert by_b.token_ids == expected.token_ids
+    assert by_b.num_transferred_tokens == 0, "a chunk is there when all ranks' files are"
+    (by_one,) = start(storage(tmp_path)).generate([prompt], GREEDY)
+    assert by_one.num_transferred_tokens == 0
+    settle(b)
+    b.close()
+    (by_c,) = start(storage(tmp_path), tp=2).generate([prompt], GREEDY)
+    assert by_c.token_ids == expected.token_ids
+    assert by_c.num_transferred_tokens == 40
+
+
+def by_rank(folder: Path, prompt: list[int], rank: int) -> list[Path]:
+    return [
+        path.with_name(f"{path.name.split('.')[0]}.{rank}.safetensors")
+        for path in by_position(folder, prompt)
+    ]

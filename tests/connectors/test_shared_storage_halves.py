@@ -1,0 +1,318 @@
+"""The halves without an engine: what is saved, what is not, and how long anybody waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.connectors.registry import connector_class
+from baton.connectors.shared_storage import (
+    BatonSharedStorageConnector,
+    StorageIdentity,
+    StorageSchedulerHalf,
+    StorageSettings,
+    StorageWorkerHalf,
+)
+from baton.connectors.shared_storage.jobs import Jobs
+from baton.connectors.shared_storage.metadata import SaveChunk, StorageMetadata, StorageReport
+from baton.connectors.shared_storage.stats import StoragePromMetrics, StorageStats
+from baton.contract import ConnectorDead, KVConnectorOutput
+from baton.core.errors import ConfigError
+from baton.core.layout import ModelFingerprint
+from baton.engine.api import EngineRequest, SamplingParams
+from baton.engine.request import Request
+from baton.engine.step import CachedRequestData, NewRequestData, SchedulerOutput
+from tests.connectors.storage_world import BLOCK, CHUNK, files_in, storage
+
+NUM_BLOCKS = 16
+FINGERPRINT = ModelFingerprint("model", "weights", "float32", 1, 1, 2, "seed")
+
+
+def identity_in(folder: Path, *, num_ranks: int = 1, rank: int = 0, **extra: Any) -> StorageIdentity:
+    return StorageIdentity(
+        fingerprint=FINGERPRINT,
+        num_ranks=num_ranks,
+        rank=rank,
+        block_tokens=BLOCK,
+        saves=True,
+        loads=True,
+        secret=None,
+        settings=StorageSettings(path=str(folder), chunk_tokens=CHUNK, fsync=False, **extra),
+    )
+
+
+def request_of(name: str, num_tokens: int) -> Request:
+    return Request(
+        EngineRequest(
+            request_id=name,
+            prompt_token_ids=list(range(num_tokens)),
+            sampling_params=SamplingParams(),
+            arrival_time_s=0,
+        ),
+        block_size=BLOCK,
+    )
+
+
+@dataclass
+class Halves:
+    """One engine's, joined by hand."""
+
+    scheduler: StorageSchedulerHalf
+    ranks: list[StorageWorkerHalf]
+    caches: list[dict[str, torch.Tensor]] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, folder: Path, num_ranks: int = 1, **extra: Any) -> Halves:
+        halves = cls(StorageSchedulerHalf(identity_in(folder, num_ranks=num_ranks, **extra)), [])
+        for rank in range(num_ranks):
+            half = StorageWorkerHalf(identity_in(folder, num_ranks=num_ranks, rank=rank, **extra))
+            cache = {"layer": torch.rand(NUM_BLOCKS, 1, BLOCK, 4)}
+            half.register_kv_caches(cache)
+            halves.caches.append(cache)
+            halves.ranks.append(half)
+        return halves
+
+    def shake_hands(self) -> None:
+        self.scheduler.set_xfer_handshake_metadata_pp_aware(
+            {(0, rank): half.get_handshake_metadata() for rank, half in enumerate(self.ranks)}  # type: ignore[misc]
+        )
+
+    def step(
+        self, output: SchedulerOutput, *, ranks: list[int] | None = None, **report: Any
+    ) -> StorageMetadata:
+        """`ranks`: those that report in this step; all of them by default."""
+        metadata = self.scheduler.build_connector_meta(output)
+        assert isinstance(metadata, StorageMetadata)
+        of_ranks = []
+        for rank, half in enumerate(self.ranks):
+            half.bind_connector_metadata(metadata)
+            half.wait_for_save()
+            half.get_finished(set())
+            meta = half.build_connector_worker_meta()
+            half.clear_connector_metadata()
+            if meta is not None and (ranks is None or rank in ranks):
+                of_ranks.append(meta)
+        whole = None
+        for meta in of_ranks:
+            whole = meta if whole is None else whole.aggregate(meta)
+        self.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=whole, **report))
+        return metadata
+
+    def close(self) -> None:
+        for half in self.ranks:
+            half.shutdown()
+        self.scheduler.shutdown()
+
+
+@pytest.fixture
+def halves(tmp_path: Path) -> Iterator[Halves]:
+    halves = Halves.start(tmp_path)
+    halves.shake_hands()
+    yield halves
+    halves.close()
+
+
+def prefill_of(request: Request, num_scheduled: int, num_computed: int = 0) -> SchedulerOutput:
+    blocks = list(range(1, 1 + -(-request.num_tokens // BLOCK)))
+    output = SchedulerOutput(
+        num_scheduled_tokens={request.request_id: num_scheduled}, total_num_scheduled_tokens=num_scheduled
+    )
+    if num_computed:
+        output.scheduled_cached_reqs = CachedRequestData(
+            req_ids=[request.request_id], new_block_ids=[None], num_computed_tokens=[num_computed]
+        )
+    else:
+        new = NewRequestData(request.request_id, [], SamplingParams(), (blocks,), 0)
+        output.scheduled_new_reqs = [new]
+    return output
+
+
+EMPTY = SchedulerOutput()
+
+
+def test_each_chunk_is_saved_in_the_step_that_completes_it(halves: Halves, tmp_path: Path) -> None:
+    request = request_of("r", 3 * CHUNK + 3)
+    halves.scheduler.on_new_request(request)
+    chunks = []
+    for num_scheduled, num_computed in ((CHUNK + 2, 0), (CHUNK - 3, CHUNK + 2), (CHUNK + 4, 2 * CHUNK - 1)):
+        metadata = halves.step(prefill_of(request, num_scheduled, num_computed))
+        chunks.append([save.block_ids for save in metadata.saves])
+    assert chunks == [[(1, 2)], [], [(3, 4), (5, 6)]]
+    assert halves.scheduler.has_pending_push_work()
+    halves.step(EMPTY)
+    assert not halves.scheduler.has_pending_push_work()
+    halves.close()
+    assert len(files_in(tmp_path)) == 3
+
+
+def test_what_a_step_with_bad_blocks_computed_is_never_written(halves: Halves, tmp_path: Path) -> None:
+    request = request_of("r", 2 * CHUNK)
+    halves.scheduler.on_new_request(request)
+    bad = halves.step(prefill_of(request, 2 * CHUNK), invalid_block_ids={9})
+    assert len(bad.saves) == 2
+    dropped = halves.step(EMPTY)
+    assert (dropped.write, dropped.drop) == ((), (bad.step,))
+    again = halves.step(prefill_of(request, 2 * CHUNK))  # Computed anew, as the host does.
+    assert len(again.saves) == 2
+    assert halves.step(EMPTY).write == (again.step,)
+    halves.close()
+    assert len(files_in(tmp_path)) == 2
+
+
+def test_what_is_in_flight_when_bad_blocks_are_named_is_not_written_either(tmp_path: Path) -> None:
+    halves = Halves.start(tmp_path)
+    halves.shake_hands()
+    request = request_of("r", 2 * CHUNK)
+    halves.scheduler.on_new_request(request)
+    ahead = halves.step(prefill_of(request, CHUNK), ranks=[])  # Its report comes later.
+    halves.step(EMPTY, failed_recving={"another's"}, finished_recving={"another's"})
+    halves.scheduler.update_connector_output(
+        KVConnectorOutput(kv_connector_worker_meta=StorageReport(rank=0, copied={ahead.step}))
+    )
+    orders = halves.step(EMPTY)
+    assert (orders.write, orders.drop) == ((), (ahead.step,))
+    halves.close()
+    assert files_in(tmp_path) == []
+
+
+def test_nothing_is_written_before_every_rank_has_its_copy(tmp_path: Path) -> None:
+    halves = Halves.start(tmp_path, num_ranks=2)
+    halves.shake_hands()
+    request = request_of("r", CHUNK)
+    halves.scheduler.on_new_request(request)
+    first = halves.step(prefill_of(request, CHUNK), ranks=[0])
+    assert halves.step(EMPTY).write == ()
+    halves.scheduler.update_connector_output(
+        KVConnectorOutput(kv_connector_worker_meta=StorageReport(rank=1, copied={first.step}))
+    )
+    assert halves.step(EMPTY).write == (first.step,)
+    halves.close()
+    assert len(files_in(tmp_path)) == 2
+
+
+def test_without_a_handshake_of_ours_the_ranks_reports_tell_the_layout(tmp_path: Path) -> None:
+    halves = Halves.start(tmp_path, num_ranks=2)
+    assert halves.step(EMPTY).namespace is None
+    assert halves.step(EMPTY).namespace is not None
+    halves.close()
+
+
+def test_copies_that_wait_to_be_written_are_bounded(tmp_path: Path) -> None:
+    halves = Halves.start(tmp_path, backlog_max_mib=1)
+    halves.shake_hands()
+    (half,) = halves.ranks
+    of_chunk = 2 * BLOCK * 4 * 4  # Bytes.
+    half._backlog_bytes = (1 << 20) - of_chunk
+    metadata = StorageMetadata(
+        step=1, namespace="n", saves=(SaveChunk(b"1", (0, 1)), SaveChunk(b"2", (2, 3)))
+    )
+    half.bind_connector_metadata(metadata)
+    half.wait_for_save()
+    half.bind_connector_metadata(StorageMetadata(step=2, namespace="n", drop=(1,)))
+    stats = half.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["not_saved"] == {"backlog": 1, "tainted": 1}
+    assert half._backlog_bytes == (1 << 20) - of_chunk
+    halves.close()
+
+
+def test_a_lookup_that_hangs_is_waited_for_so_long_and_no_longer(tmp_path: Path) -> None:
+    now = [100.0]
+    half = StorageSchedulerHalf(identity_in(tmp_path, lookup_timeout_s=2.0), clock=lambda: now[0])
+    rank = StorageWorkerHalf(identity_in(tmp_path))
+    rank.register_kv_caches({"layer": torch.zeros(NUM_BLOCKS, 1, BLOCK, 4)})
+    half.set_xfer_handshake_metadata_pp_aware({(0, 0): rank.get_handshake_metadata()})  # type: ignore[dict-item]
+    hangs = threading.Event()
+    half._lookups.put(lambda: hangs.wait(30) and None)
+    request = request_of("r", CHUNK)
+    half.on_new_request(request)
+    assert half.get_num_new_matched_tokens(request, 0) == (None, False)
+    now[0] += 2.0
+    assert half.get_num_new_matched_tokens(request, 0) == (0, False)
+    hangs.set()
+    half.shutdown()
+    rank.shutdown()
+
+
+def test_a_thread_that_died_is_heard_of() -> None:
+    jobs = Jobs("dies")
+
+    def die() -> None:
+        raise RuntimeError("a bug")
+
+    jobs.put(die)
+    jobs._threads[0].join(10)
+    with pytest.raises(ConnectorDead, match="a bug"):
+        jobs.raise_if_dead()
+
+
+# --- Settings and numbers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({}, "path"),
+        ({"path": "relative"}, r"path: must be an absolute path"),
+        ({"path": "/x", "max_gb": 3}, r"max_gb: is not known; known are path"),
+        ({"path": "/x", "max_gib": 0}, r"max_gib: must be positive"),
+        ({"path": "/x", "io_threads": 0}, r"io_threads: must be at least 1"),
+        ({"path": "/x", "max_age_s": "old"}, r"\$\.max_age_s"),
+    ],
+)
+def test_a_bad_setting_is_named(extra: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        StorageSettings.parse(extra)
+
+
+def test_chunks_are_whole_blocks() -> None:
+    assert StorageSettings(path="/x").chunk_tokens_of(16) == 256
+    assert StorageSettings(path="/x").chunk_tokens_of(96) == 288
+    with pytest.raises(ConfigError, match=r"chunk_tokens: must be a multiple of the block size, 16"):
+        StorageSettings(path="/x", chunk_tokens=40).chunk_tokens_of(16)
+
+
+def test_a_folder_that_cannot_be_made_is_a_configuration_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"extra_config\.path: cannot be made"):
+        StorageSchedulerHalf(identity_in(tmp_path / "file" / "below"))
+
+
+def test_it_is_found_by_its_name(tmp_path: Path) -> None:
+    assert connector_class(storage(tmp_path)) is BatonSharedStorageConnector
+
+
+def test_what_is_counted_reaches_prometheus() -> None:
+    from functools import partial
+
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+    registry = CollectorRegistry()
+    kinds: dict[type[Any], Any] = {
+        kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
+    }
+
+    class Config:
+        kv_transfer_config = None
+
+    metrics = StoragePromMetrics(Config(), kinds, ["engine"], {0: ["0"]})
+    of_rank, of_scheduler = StorageStats(), StorageStats()
+    of_rank.add(loaded_chunks=2, loaded_bytes=100, load_s=0.5)
+    of_rank.add_reason("misses", "corrupt")
+    of_scheduler.set_kept(7, 700)
+    of_scheduler.add_reason("misses", "corrupt", 2)
+    whole = of_rank.aggregate(of_scheduler)
+    metrics.observe(whole.to_dict())
+    assert registry.get_sample_value("baton:storage_loaded_bytes_total", {"engine": "0"}) == 100
+    assert registry.get_sample_value("baton:storage_bytes", {"engine": "0"}) == 700
+    labels = {"engine": "0", "reason": "corrupt"}
+    assert registry.get_sample_value("baton:storage_unusable_files_total", labels) == 3
+    assert whole.reduce()["loaded chunks"] == 2
+    assert whole.take() is not None
+    assert whole.take() is None
