@@ -62,7 +62,10 @@ class KVConnectorHandshakeMetadata(ABC):  # noqa: B024  A marker, as above.
 class KVConnectorSchedulerHalf(ABC):
     """The half beside the scheduler. One thread calls it, the engine's."""
 
-    supports_divergent_local_hybrid_hits: ClassVar[bool] = False
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """True: local hits of several KV-cache groups may be of different lengths."""
+        return False
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -341,6 +344,10 @@ class KVConnectorBase_V1(KVConnectorSchedulerHalf, KVConnectorWorkerHalf):
 
     Raises ValueError without a `kv_transfer_config`.
     """
+
+    answered_params: ClassVar[frozenset[str]] = frozenset()
+    """Baton's addition: keys of `kv_transfer_params` that are this connector's to answer with. Two connectors
+    that share one cannot serve one engine side by side."""
 
     def __init__(
         self, vllm_config: host.HostConfig, role: KVConnectorRole, kv_cache_config: Any = None

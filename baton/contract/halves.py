@@ -75,6 +75,10 @@ class TwoHalves(KVConnectorBase_V1):
     # --- Scheduler half ------------------------------------------------------------------------
 
     @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return self.scheduler_half.supports_divergent_local_hybrid_hits
+
+    @property
     def requires_kv_delivery(self) -> bool:
         return self.scheduler_half.requires_kv_delivery
 

@@ -54,6 +54,9 @@ class KVConnectorOutput:
     scheduler half MAY add to `finished_sending` and `finished_recving` there: it is the one that knows when a
     loan has ended or a lease was proved. `invalid_block_ids` and `failed_recving` are acted on earlier: they
     are the workers' alone.
+
+    `abandoned_recving` is the scheduler half's alone, and Baton's addition: requests whose load nobody may
+    ever report. They end with an error, and their blocks stay held until it is reported all the same.
     """
 
     finished_sending: AllRanks[set[str] | None] = None
@@ -66,6 +69,7 @@ class KVConnectorOutput:
     expected_finished_count: NotCombined[int] = (
         0  # Above 0: replaces the number of ranks that an id waits for.
     )
+    abandoned_recving: NotCombined[set[str]] = field(default_factory=set)
 
     def is_empty(self) -> bool:
         return not (

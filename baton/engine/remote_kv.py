@@ -143,6 +143,9 @@ class RemoteKV:
             unfilled.update(self._kv_cache.get_block_ids(request_id)[0][first:last])
         return unfilled, [request for request in self._parked if request.request_id in self._loading]
 
+    def loading_among(self, request_ids: Iterable[str]) -> list[Request]:
+        return [self._loading[r].request for r in sorted(request_ids) if r in self._loading]
+
     def loading_requests(self) -> list[Request]:
         return [load.request for load in self._loading.values()]
 

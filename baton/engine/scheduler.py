@@ -418,6 +418,8 @@ class Scheduler:
 
     def _handle_transfers(self, report: KVConnectorOutput) -> None:
         self._connector.take_report(report)
+        for request in self.remote.loading_among(report.abandoned_recving):
+            self._fail(request, RequestFault(_CONNECTOR_FAILED))
         if report.finished_recving:
             arrived, to_free = self.remote.take_arrived(report.finished_recving)
             self.num_ended_transfers += len(arrived) + len(to_free)

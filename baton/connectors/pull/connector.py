@@ -27,6 +27,9 @@ from baton.core.config import EngineConfig
 
 
 class BatonPullConnector(TwoHalves):
+    # The paper, and vLLM's keys, which lead to the same blocks.
+    answered_params = frozenset({"baton_ticket", "remote_block_ids", "remote_engine_id"})
+
     @classmethod
     def identity_of(cls, vllm_config: host.HostConfig) -> EngineIdentity:
         """What the handoff needs to know of the host. A subclass for another host overrides this alone."""

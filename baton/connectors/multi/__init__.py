@@ -1,0 +1,17 @@
+"""The Multi connector: an ordered list of connectors that an engine sees as one."""
+
+from baton.connectors.multi.children import MAIN, ChildConfig, children_of
+from baton.connectors.multi.connector import BatonMultiConnector
+from baton.connectors.multi.scheduler import MultiSchedulerHalf
+from baton.connectors.multi.stats import MultiStats
+from baton.connectors.multi.worker import MultiWorkerHalf
+
+__all__ = [
+    "MAIN",
+    "BatonMultiConnector",
+    "ChildConfig",
+    "MultiSchedulerHalf",
+    "MultiStats",
+    "MultiWorkerHalf",
+    "children_of",
+]

@@ -1,0 +1,107 @@
+"""One child as the scheduler half of a Multi connector sees it, with the blast contained.
+
+What it raises about one request costs that request what this child could have done for it. What it raises
+about a whole step costs what it had to say in that step; after STEP_ERRORS_MAX such steps in a row, of this
+half or of one of its worker halves, or at once if it says that it is dead (`ConnectorDead`), it is *retired*:
+a null half takes its place and only `shutdown` reaches it still. Its siblings go on, and so does the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from baton.contract import AllRanks, ConnectorDead, KVConnectorSchedulerHalf, NullSchedulerHalf, RankCombiner
+from baton.core.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+STEP_ERRORS_MAX = 3  # Steps in a row: as many as an engine grants a connector that it has alone.
+
+
+@dataclass
+class _Sent:
+    finished_sending: AllRanks[set[str] | None] = None
+
+
+class Child:
+    def __init__(self, name: str, position: int, half: KVConnectorSchedulerHalf, num_ranks: int) -> None:
+        self.name = name
+        self.position = position
+        self.half = half  # Whom to ask.
+        self.is_retired = False
+        self._owned = half  # Whom to shut down.
+        self._sent = RankCombiner(_Sent, num_ranks)
+        self._num_errors_taken = 0
+        self._num_errors = 0  # Since start.
+        self._num_bad_steps = 0  # In a row.
+        self._step_error: str | None = None  # The first of this step.
+        self._is_dead = False
+
+    # --- Calls -----------------------------------------------------------------------------------
+
+    def call(self, method: str, call: Callable[[KVConnectorSchedulerHalf], T], otherwise: T) -> T:
+        """About a whole step."""
+        try:
+            return call(self.half)
+        except Exception as error:
+            self._is_dead = self._is_dead or isinstance(error, ConnectorDead)
+            logger.exception("the connector %s raised in %s; the others go on", self.name, method)
+            self.note(f"{method}: {type(error).__name__}: {error}")
+            return otherwise
+
+    def call_for(
+        self, request_id: str, method: str, call: Callable[[KVConnectorSchedulerHalf], T], otherwise: T
+    ) -> T:
+        """About one request. A UserError goes through: it is the request that is wrong."""
+        try:
+            return call(self.half)
+        except UserError:
+            raise
+        except Exception:
+            logger.exception("the connector %s raised in %s for request %s", self.name, method, request_id)
+            self._num_errors += 1
+            return otherwise
+
+    def note(self, error: str) -> None:
+        """Something is wrong with this step."""
+        self._num_errors += 1
+        if self._step_error is None:
+            self._step_error = error
+
+    # --- Ranks -----------------------------------------------------------------------------------
+
+    def expect_reports(self, expected_count: int) -> None:
+        self._sent.expected_count = expected_count
+
+    def sent_by_all(self, by_rank: Iterable[tuple[int, Iterable[str]]]) -> set[str]:
+        """What of its `finished_sending` has been said by as many ranks as are expected."""
+        reports = [(rank, _Sent(set(ids))) for rank, ids in by_rank]
+        return self._sent.combine(reports).finished_sending or set()
+
+    # --- Its life --------------------------------------------------------------------------------
+
+    def end_step(self) -> str | None:
+        """Why it is to be retired now, if it is."""
+        error, self._step_error = self._step_error, None
+        self._num_bad_steps = 0 if error is None else self._num_bad_steps + 1
+        if not self.is_retired and (self._is_dead or self._num_bad_steps >= STEP_ERRORS_MAX):
+            return error
+        return None
+
+    def retire(self) -> None:
+        """Ask it nothing more. What it holds stays held: it may not even know any more who uses what."""
+        self.is_retired = True
+        self.half = NullSchedulerHalf()
+
+    def take_num_errors(self) -> int:
+        """Since the last call."""
+        taken, self._num_errors_taken = self._num_errors - self._num_errors_taken, self._num_errors
+        return taken
+
+    def shutdown(self) -> None:
+        self._owned.shutdown()

@@ -1,0 +1,144 @@
+"""BatonMultiConnector: several connectors in one engine, in an order of preference.
+
+The first one that has a prompt's KV loads it, all of them may save it. `children` reads the configuration,
+`scheduler` and `worker` hold the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from baton.connectors.multi.children import FIELD, children_of, required_layout, transfers_of
+from baton.connectors.multi.scheduler import MultiSchedulerHalf
+from baton.connectors.multi.stats import MultiPromMetrics, MultiStats
+from baton.connectors.multi.worker import MultiWorkerHalf
+from baton.connectors.registry import connector_class, known_names
+from baton.contract import (
+    KVConnectorBase_V1,
+    KVConnectorPromMetrics,
+    KVConnectorRole,
+    KVConnectorSchedulerHalf,
+    KVConnectorStats,
+    KVConnectorWorkerHalf,
+    TwoHalves,
+    host,
+)
+from baton.core.config import EngineConfig, KVTransferConfig
+from baton.core.errors import ConfigError
+from baton.core.transfer_params import parse_transfer_params
+
+Door = Callable[[Mapping[str, Any] | None], None]
+
+
+class BatonMultiConnector(TwoHalves):
+    """Raises ConfigError for children that cannot work side by side, before any of them is made."""
+
+    @classmethod
+    def make_scheduler_half(
+        cls, vllm_config: host.HostConfig, kv_cache_config: Any
+    ) -> KVConnectorSchedulerHalf:
+        config = _own(vllm_config)
+        return MultiSchedulerHalf(
+            _make_all(config, KVConnectorRole.SCHEDULER, kv_cache_config),
+            block_tokens=config.cache_config.block_size,
+            num_ranks=config.parallel_config.world_size,
+        )
+
+    @classmethod
+    def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:
+        config = _own(vllm_config)
+        children = _make_all(config, KVConnectorRole.WORKER, kv_cache_config)
+        return MultiWorkerHalf(children, rank=config.parallel_config.rank)
+
+    @classmethod
+    def make_door(cls, config: EngineConfig) -> Door:
+        """Every child's door in turn: what one of them refuses is refused."""
+        doors: list[Door] = []
+        for child in children_of(config):
+            make: Callable[[EngineConfig], Door] | None = getattr(child.connector, "make_door", None)
+            if make is not None:
+                doors.append(make(child.config))
+
+        def check(raw: Mapping[str, Any] | None) -> None:
+            parse_transfer_params(raw)
+            for door in doors:
+                door(raw)
+
+        return check
+
+    # --- At configuration time -------------------------------------------------------------------
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: host.HostConfig) -> str | None:
+        return required_layout(children_of(_own(vllm_config)))
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """True if one child needs it."""
+        # All that is known here is the list; ids and roles do not matter.
+        alone = KVTransferConfig(
+            kv_connector=cls.__name__, kv_role="kv_both", kv_connector_extra_config=extra_config
+        )
+        return any(
+            connector.requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config)
+            for transfer, connector in transfers_of(alone)
+        )
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: host.KVTransferConfigLike) -> bool:
+        assert isinstance(kv_transfer_config, KVTransferConfig)
+        return all(
+            connector.supports_sleep_mode(transfer)
+            for transfer, connector in transfers_of(kv_transfer_config)
+        )
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """Of children whose class can be found by name alone, which those of a module path cannot."""
+        stats = MultiStats()
+        for name, of_child in (data or {}).items():
+            registered = name.partition("#")[0]
+            if name == cls.__name__:
+                stats.errors.update(of_child.get("errors", {}))
+                stats.retired.update(of_child.get("retired", ()))
+            elif registered in known_names():
+                by_name = KVTransferConfig(kv_connector=registered, kv_role="kv_both")
+                stats.add(name, connector_class(by_name).build_kv_connector_stats(of_child))
+        return stats
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: host.HostConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return MultiPromMetrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues, children_of(_own(vllm_config))
+        )
+
+
+def _own(vllm_config: host.HostConfig) -> EngineConfig:
+    if not isinstance(vllm_config, EngineConfig):
+        raise ConfigError(
+            "composes connectors in Baton's own engine; inside vLLM use its MultiConnector", field=FIELD
+        )
+    return vllm_config
+
+
+def _make_all(
+    config: EngineConfig, role: KVConnectorRole, kv_cache_config: Any
+) -> list[tuple[str, KVConnectorBase_V1]]:
+    """If one cannot be made, those before it are shut down again."""
+    made: list[tuple[str, KVConnectorBase_V1]] = []
+    try:
+        for child in children_of(config):
+            half = child.connector(child.config, role, kv_cache_config)
+            made.append((child.name, half))
+    except BaseException:
+        for _, connector in made:
+            connector.shutdown()
+        raise
+    return made

@@ -1,0 +1,78 @@
+"""Which child loads a request's KV, and which children still use the blocks of a finished one.
+
+    matched   the first child with tokens, at the last asking
+    loading   that child, once blocks are allocated to an asynchronous load; until it is reported as over
+    delayed   the children that answered `delay_free`; the blocks are free when the last of them has reported
+
+No I/O; positions are those of the configuration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    position: int
+    num_local_tokens: int
+    is_async: bool
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self._matched: dict[str, Choice] = {}
+        self._loading: dict[str, int] = {}
+        self._delayed: dict[str, set[int]] = {}
+
+    # --- Loads -----------------------------------------------------------------------------------
+
+    def match(self, request_id: str, choice: Choice | None) -> None:
+        """The answer of the last asking stands."""
+        if choice is None:
+            self._matched.pop(request_id, None)
+        else:
+            self._matched[request_id] = choice
+
+    def chosen(self, request_id: str) -> Choice | None:
+        return self._matched.get(request_id)
+
+    def begin_load(self, request_id: str, position: int) -> None:
+        self._loading[request_id] = position
+
+    def loader(self, request_id: str) -> int | None:
+        return self._loading.get(request_id)
+
+    def loads_of(self, position: int) -> set[str]:
+        return {request_id for request_id, loader in self._loading.items() if loader == position}
+
+    def end_load(self, request_id: str, position: int) -> bool:
+        """False: this child loads no such request, so its word does not count."""
+        if self._loading.get(request_id) != position:
+            return False
+        del self._loading[request_id]
+        return True
+
+    # --- Ends ------------------------------------------------------------------------------------
+
+    def finish(self, request_id: str, delayed_by: set[int]) -> bool:
+        """True: blocks have to stay until each of these children has reported. A load may go on."""
+        self._matched.pop(request_id, None)
+        if delayed_by:
+            self._delayed[request_id] = set(delayed_by)
+        return bool(delayed_by)
+
+    def end_send(self, request_id: str, position: int) -> bool:
+        """True: it was the last one."""
+        waiting = self._delayed.get(request_id)
+        if waiting is None or position not in waiting:
+            return False
+        waiting.discard(position)
+        if waiting:
+            return False
+        del self._delayed[request_id]
+        return True
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._matched or self._loading or self._delayed)

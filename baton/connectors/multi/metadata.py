@@ -1,0 +1,106 @@
+"""What the two halves of a Multi connector tell each other: one part for each child, by position.
+
+    MultiHandshake        rank -> scheduler, once     each child's own handshake
+    MultiMetadata         scheduler -> ranks, a step  each child's own metadata, and what it is to load
+    MultiWorkerMetadata   rank -> scheduler, a step   each child's own report, and what Multi needs of it
+
+All of it is pickled between processes of one engine. A part that is not there (None) keeps its place.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from baton.contract import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorKVEvents,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MultiHandshake(KVConnectorHandshakeMetadata):
+    children: tuple[KVConnectorHandshakeMetadata | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChildPart:
+    """What one child's worker halves hear in a step, and what of it is to be loaded."""
+
+    metadata: KVConnectorMetadata | None  # None: nothing, since its scheduler half failed or is retired.
+    begun: tuple[str, ...] = ()  # Requests whose asynchronous load it began in this step.
+    sync_blocks: frozenset[int] = frozenset()  # What it loads within the step.
+
+
+@dataclass(frozen=True, slots=True)
+class MultiMetadata(KVConnectorMetadata):
+    parts: tuple[ChildPart, ...]
+    ended: frozenset[str] = frozenset()  # Asynchronous loads that the scheduler knows to be over.
+
+
+@dataclass(slots=True)
+class ChildReport:
+    """Of one child after a step; of one rank, or of several that were aggregated."""
+
+    metadata: KVConnectorWorkerMetadata | None = None
+    events: KVConnectorKVEvents | None = None
+    sent: dict[int, frozenset[str]] = field(default_factory=dict)  # By rank: `finished_sending`.
+    abandoned: frozenset[str] = frozenset()  # Loads of which nobody may ever hear: the half raised.
+    error: str | None = None  # The first thing that a worker half of it raised in this step.
+
+    @property
+    def is_empty(self) -> bool:
+        return (
+            self.metadata is None
+            and self.events is None
+            and not (self.sent or self.abandoned)
+            and self.error is None
+        )
+
+    def aggregate(self, other: ChildReport) -> ChildReport:
+        assert not self.sent.keys() & other.sent.keys(), "a rank reports once in a step"
+        report = ChildReport(
+            sent=self.sent | other.sent,
+            abandoned=self.abandoned | other.abandoned,
+            error=self.error if self.error is not None else other.error,
+        )
+        try:
+            report.metadata = _one_or_both(self.metadata, other.metadata)
+            report.events = _gathered(self.events, other.events)
+        except Exception as error:  # The border to a child, which may be anybody's.
+            logger.exception("a connector could not aggregate what its ranks say; the others go on")
+            if report.error is None:
+                report.error = f"aggregate: {type(error).__name__}: {error}"
+        return report
+
+
+@dataclass(slots=True)
+class MultiWorkerMetadata(KVConnectorWorkerMetadata):
+    children: tuple[ChildReport, ...]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> MultiWorkerMetadata:
+        assert isinstance(other, MultiWorkerMetadata)
+        return MultiWorkerMetadata(
+            tuple(a.aggregate(b) for a, b in zip(self.children, other.children, strict=True))
+        )
+
+
+def _one_or_both(
+    a: KVConnectorWorkerMetadata | None, b: KVConnectorWorkerMetadata | None
+) -> KVConnectorWorkerMetadata | None:
+    if a is None or b is None:
+        return a if b is None else b
+    return a.aggregate(b)
+
+
+def _gathered(a: KVConnectorKVEvents | None, b: KVConnectorKVEvents | None) -> KVConnectorKVEvents | None:
+    """As the aggregator of ranks does it (`baton.contract.reports`, QUORUM)."""
+    if a is None or b is None:
+        return a if b is None else b
+    a.add_events(b.get_all_events())
+    a.increment_workers(b.get_number_of_workers())
+    return a

@@ -1,0 +1,144 @@
+"""What the children of a Multi connector count, each by itself, and what Multi counts of them.
+
+{"BatonPullConnector": {...}, "Mine": {...},              each child's own `to_dict()`
+ "BatonMultiConnector": {"errors": {"Mine": 2},           baton:kv_child_connector_errors_total
+                         "retired": {"Mine": true}}}      baton:kv_child_connector_retired
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from baton.connectors.multi.children import MAIN, ChildConfig
+from baton.contract import KVConnectorPromMetrics, KVConnectorStats
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class MultiStats(KVConnectorStats):
+    """Of one step. `data` is made by `to_dict`: until then the children's are their own objects."""
+
+    children: dict[str, KVConnectorStats] = field(default_factory=dict)
+    errors: Counter[str] = field(default_factory=Counter)  # Contained ones, of scheduler halves.
+    retired: set[str] = field(default_factory=set)
+
+    def add(self, name: str, stats: KVConnectorStats | None) -> None:
+        if stats is not None:
+            self.children[name] = stats
+
+    def count(self, name: str, *, num_errors: int, is_retired: bool) -> None:
+        if num_errors:
+            self.errors[name] += num_errors
+        if is_retired:
+            self.retired.add(name)
+
+    def of_child(self, name: str) -> KVConnectorStats | None:
+        return self.children.get(name)
+
+    def reset(self) -> None:
+        self.children.clear()
+        self.errors.clear()
+        self.retired.clear()
+
+    def aggregate(self, other: Self) -> Self:
+        for name, theirs in other.children.items():
+            own = self.children.get(name)
+            if own is None:
+                self.children[name] = theirs
+                continue
+            try:
+                self.children[name] = own.aggregate(theirs)
+            except Exception:  # The border to a child: it loses one rank's numbers.
+                logger.exception("the statistics of %s do not add up", name)
+                self.errors[name] += 1
+        self.errors += other.errors
+        self.retired |= other.retired
+        return self
+
+    def reduce(self) -> dict[str, int | float | str]:
+        figures: dict[str, int | float | str] = {}
+        for name, stats in self.children.items():
+            figures |= {f"{name} {key}": value for key, value in stats.reduce().items()}
+        figures |= {f"{name} errors": count for name, count in self.errors.items()}
+        return figures | {f"{name} retired": "yes" for name in sorted(self.retired)}
+
+    def is_empty(self) -> bool:
+        return not (self.errors or self.retired) and all(s.is_empty() for s in self.children.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        own: dict[str, Any] = {}
+        if self.errors:
+            own["errors"] = dict(self.errors)
+        if self.retired:
+            own["retired"] = dict.fromkeys(sorted(self.retired), True)
+        parts = {name: stats.to_dict() for name, stats in self.children.items()}
+        return {**parts, MAIN: own} if own else parts
+
+
+class MultiPromMetrics(KVConnectorPromMetrics):
+    """Each child's own metrics, under their own names, and two about the children."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: Mapping[int, list[object]],
+        children: Sequence[ChildConfig],
+    ) -> None:
+        from prometheus_client import Counter as PromCounter
+        from prometheus_client import Gauge
+
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        labels = [*labelnames, "connector"]
+        self._errors = metric_types[PromCounter](
+            name="baton:kv_child_connector_errors",
+            documentation="Exceptions of one connector of several.",
+            labelnames=labels,
+        )
+        self._retired = metric_types[Gauge](
+            name="baton:kv_child_connector_retired",
+            documentation="1: this connector of several failed for good; restart.",
+            labelnames=labels,
+        )
+        self._children: dict[str, KVConnectorPromMetrics] = {}
+        made: dict[type[Any], KVConnectorPromMetrics | None] = {}
+        for child in children:
+            if child.connector not in made:  # Two of one class publish the same series.
+                made[child.connector] = self._make(child)
+            if (metrics := made[child.connector]) is not None:
+                self._children[child.name] = metrics
+            for values in per_engine_labelvalues.values():
+                self._retired.labels(*values, child.name).set(0)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        values = self._per_engine_labelvalues[engine_idx]
+        for name, data in transfer_stats_data.items():
+            if name == MAIN:
+                for child, count in data.get("errors", {}).items():
+                    self._errors.labels(*values, child).inc(count)
+                for child in data.get("retired", ()):
+                    self._retired.labels(*values, child).set(1)
+            elif (metrics := self._children.get(name)) is not None:
+                try:
+                    metrics.observe(data, engine_idx)
+                except Exception as error:  # The border to a child: its numbers alone are lost.
+                    self._errors.labels(*values, name).inc()
+                    logger.warning("the statistics of %s are not counted: %r", name, error)
+
+    def _make(self, child: ChildConfig) -> KVConnectorPromMetrics | None:
+        try:
+            return child.connector.build_prom_metrics(
+                child.config,
+                dict(self._metric_types),
+                list(self._labelnames),
+                dict(self._per_engine_labelvalues),
+            )
+        except Exception:  # As above; names that somebody else has taken, for instance.
+            logger.exception("%s cannot publish its metrics", child.name)
+            return None

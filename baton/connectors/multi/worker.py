@@ -1,0 +1,328 @@
+"""The worker half of a Multi connector: every child gets its own metadata, and nobody else's errors.
+
+What a child raises in a step becomes what it would be if the engine had only this child
+(`baton.engine.connector_step`), of its own loads alone:
+
+    raised by                               becomes
+    anything up to the last load   the blocks that it was to load in this step are reported invalid; the
+                                   loads that it began are abandoned (the scheduler half is told)
+    get_transfer_results           nothing of it finished in this step
+    get_block_ids_with_load_errors all of it that finished in this step has failed
+    everything else                its report is left out
+
+A child whose scheduler half had nothing to say (it raised, or is retired) takes no part in the step. Sent
+ids and events travel in MultiWorkerMetadata, where it can be told whose they are; received ids go to the
+host, which acts on failed ones early, and only those of the child that loads the request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from baton.connectors.multi.children import FIELD
+from baton.connectors.multi.metadata import (
+    ChildPart,
+    ChildReport,
+    MultiHandshake,
+    MultiMetadata,
+    MultiWorkerMetadata,
+)
+from baton.connectors.multi.stats import MultiStats
+from baton.contract import (
+    CopyBlocksOp,
+    KVConnectorHandshakeMetadata,
+    KVConnectorKVEvents,
+    KVConnectorMetadata,
+    KVConnectorStats,
+    KVConnectorTransferResults,
+    KVConnectorWorkerHalf,
+    KVConnectorWorkerMetadata,
+    TwoHalves,
+    host,
+)
+from baton.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class _Child:
+    """One child on this rank, in one step at a time."""
+
+    def __init__(self, name: str, position: int, half: KVConnectorWorkerHalf) -> None:
+        self.name = name
+        self.position = position
+        self.half = half
+        self.part = ChildPart(None)
+        self.is_bound = False
+        self.loads_failed = False
+        self.report = ChildReport()
+
+    def begin_step(self, part: ChildPart) -> None:
+        self.part, self.is_bound, self.loads_failed = part, False, False
+
+    @property
+    def is_heard(self) -> bool:
+        return self.part.metadata is not None
+
+    def load(self, method: str, call: Callable[[], object]) -> bool:
+        """A call without which this step's loads cannot be trusted."""
+        try:
+            call()
+        except Exception as error:
+            self.note(method, error)
+            self.loads_failed = True
+            return False
+        return True
+
+    def call(self, method: str, call: Callable[[], T], otherwise: T) -> T:
+        try:
+            return call()
+        except Exception as error:
+            self.note(method, error)
+            return otherwise
+
+    def note(self, method: str, error: Exception) -> None:
+        logger.error("the connector %s raised in %s; the others go on", self.name, method, exc_info=error)
+        if self.report.error is None:
+            self.report.error = f"{method}: {type(error).__name__}: {error}"
+
+
+class MultiWorkerHalf(KVConnectorWorkerHalf):
+    def __init__(self, children: Sequence[tuple[str, KVConnectorWorkerHalf]], *, rank: int = 0) -> None:
+        """`children`: (name, half), in the scheduler half's order. `rank`: among all of the engine."""
+        self._children = [_Child(name, position, half) for position, (name, half) in enumerate(children)]
+        self._rank = rank
+        self._begun: MultiMetadata | None = None  # The step that has begun.
+        self._loader: dict[str, int] = {}  # Who is to report a request as received, by position.
+        self._invalid_blocks: set[int] = set()  # For this step's report.
+
+    @property
+    def children(self) -> tuple[KVConnectorWorkerHalf, ...]:
+        return tuple(child.half for child in self._children)
+
+    # --- Start: what a child raises here goes through ----------------------------------------------
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        """Raises ConfigError if two children want the cache in memory of their own."""
+        given = [
+            (child.name, context)
+            for child in self._children
+            if (context := child.half.get_mem_pool_context())
+        ]
+        if len(given) > 1:
+            names = " and ".join(name for name, _ in given)
+            raise ConfigError(f"{names} both want the KV cache in memory of their own", field=FIELD)
+        return given[0][1] if given else None
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        for child in self._children:
+            child.half.register_kv_caches(kv_caches)
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
+        for child in self._children:
+            child.half.register_cross_layers_kv_cache(kv_cache, attn_backend)
+
+    def unregister_kv_caches(self) -> None:
+        for child in self._children:
+            child.half.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        for child in self._children:
+            child.half.restore_kv_caches()
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
+        for child in self._children:
+            child.half.set_host_xfer_buffer_ops(copy_operation)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        of_children = tuple(child.half.get_handshake_metadata() for child in self._children)
+        return MultiHandshake(of_children) if any(part is not None for part in of_children) else None
+
+    def bind_wake(self, wake: Callable[[], None]) -> bool:
+        answers = [child.half.bind_wake(wake) for child in self._children]
+        return all(answers)
+
+    # --- Step: before and in the forward -----------------------------------------------------------
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        for child in self._heard(kv_connector_metadata):
+            metadata = child.part.metadata
+            assert metadata is not None
+            child.load("handle_preemptions", partial(child.half.handle_preemptions, metadata))
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        for child in self._heard(connector_metadata):
+            metadata = child.part.metadata
+            assert metadata is not None
+            if not child.loads_failed:
+                bind = partial(child.half.bind_connector_metadata, metadata)
+                child.is_bound = child.load("bind_connector_metadata", bind)
+
+    def clear_connector_metadata(self) -> None:
+        for child in self._children:
+            if child.is_heard:
+                child.call("clear_connector_metadata", child.half.clear_connector_metadata, None)
+            child.begin_step(ChildPart(None))
+        self._begun = None
+        super().clear_connector_metadata()
+
+    def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
+        for child in self._bound():
+            child.load("start_load_kv", partial(child.half.start_load_kv, forward_context, **kwargs))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        for child in self._bound():
+            wait = partial(child.half.wait_for_layer_load, layer_name)
+            if child.part.sync_blocks:
+                child.load("wait_for_layer_load", wait)
+            else:
+                child.call("wait_for_layer_load", wait, None)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        for child in self._bound():
+            save = partial(child.half.save_kv_layer, layer_name, kv_layer, attn_metadata, **kwargs)
+            child.call("save_kv_layer", save, None)
+
+    def finish_forward(self) -> None:
+        for child in self._children:
+            if child.is_heard:
+                child.call("finish_forward", child.half.finish_forward, None)
+
+    def wait_for_save(self) -> None:
+        for child in self._bound():
+            child.call("wait_for_save", child.half.wait_for_save, None)
+
+    def reset_capture_state(self) -> None:
+        for child in self._children:
+            child.call("reset_capture_state", child.half.reset_capture_state, None)
+
+    # --- Step: what comes back ---------------------------------------------------------------------
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Sent ids are not among them: the scheduler half counts those, by child."""
+        received: set[str] = set()
+        failed: set[str] = set()
+        for child in self._children:
+            if child.is_heard:
+                self._collect(child, finished_req_ids, received, failed)
+            else:
+                self._invalid_blocks |= child.part.sync_blocks  # No rank heard what was to be loaded.
+        return KVConnectorTransferResults(None, received or None, failed or None)
+
+    def _collect(
+        self, child: _Child, finished_req_ids: set[str], received: set[str], failed: set[str]
+    ) -> None:
+        results = child.call(
+            "get_transfer_results",
+            lambda: child.half.get_transfer_results(set(finished_req_ids)),
+            KVConnectorTransferResults(),
+        )
+        # Here rather than when the host asks for blocks: it has to have heard by then what else has failed.
+        invalid = child.call(
+            "get_block_ids_with_load_errors", lambda: set(child.half.get_block_ids_with_load_errors()), None
+        )
+        its_received = self._loaded_by(child, results.finished_recving)
+        received |= its_received
+        if invalid is None:
+            failed |= its_received  # Which blocks are bad is unknown, so none of what arrived may be used.
+        else:
+            failed |= self._loaded_by(child, results.failed_recving)
+            self._invalid_blocks |= invalid
+        if child.loads_failed or invalid is None:
+            self._invalid_blocks |= child.part.sync_blocks
+        if child.loads_failed:
+            child.report.abandoned |= frozenset(child.part.begun)
+        for request_id in its_received:
+            del self._loader[request_id]
+        if results.finished_sending:
+            child.report.sent[self._rank] = frozenset(results.finished_sending)
+
+    def _loaded_by(self, child: _Child, request_ids: set[str] | None) -> set[str]:
+        loaded = {r for r in request_ids or () if self._loader.get(r) == child.position}
+        if strays := set(request_ids or ()) - loaded:
+            logger.warning("%s reports %s as received, which it does not load", child.name, sorted(strays))
+        return loaded
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        stats = MultiStats()
+        for child in self._children:
+            if child.is_heard:
+                of_child = child.call("get_kv_connector_stats", child.half.get_kv_connector_stats, None)
+                stats.add(child.name, of_child)
+        return None if stats.is_empty() else stats
+
+    def get_kv_connector_kv_cache_events(self) -> KVConnectorKVEvents | None:
+        """They go with each child's own report: a host could only mix them."""
+        for child in self._children:
+            if child.is_heard:
+                child.report.events = child.call(
+                    "get_kv_connector_kv_cache_events", child.half.get_kv_connector_kv_cache_events, None
+                )
+        return None
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        reports = []
+        for child in self._children:
+            if child.is_heard:
+                child.report.metadata = child.call(
+                    "build_connector_worker_meta", child.half.build_connector_worker_meta, None
+                )
+            reports.append(child.report)
+            child.report = ChildReport()
+        return None if all(report.is_empty for report in reports) else MultiWorkerMetadata(tuple(reports))
+
+    # --- End -----------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Of all children, whatever some of them raise; then the first of it is raised."""
+        failure: Exception | None = None
+        for child in self._children:
+            try:
+                child.half.shutdown()
+            except Exception as error:
+                logger.exception("the connector %s could not shut down", child.name)
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _heard(self, metadata: KVConnectorMetadata) -> list[_Child]:
+        """The children that have a part in this step, which begins with the first mention of it."""
+        assert isinstance(metadata, MultiMetadata)
+        if self._begun is not metadata:
+            self._begun = metadata
+            for request_id in metadata.ended:
+                self._loader.pop(request_id, None)
+            for child, part in zip(self._children, metadata.parts, strict=True):
+                child.begin_step(part)
+                self._loader.update(dict.fromkeys(part.begun, child.position))
+        return [child for child in self._children if child.is_heard]
+
+    def _bound(self) -> list[_Child]:
+        return [child for child in self._children if child.is_bound]
+
+
+def worker_children(rank: KVConnectorWorkerHalf) -> tuple[KVConnectorWorkerHalf, ...]:
+    """Of a Multi connector's worker half, or of the connector around it."""
+    half = rank.worker_half if isinstance(rank, TwoHalves) else rank
+    assert isinstance(half, MultiWorkerHalf)
+    return half.children

@@ -1,0 +1,162 @@
+"""No method of the contract stops at a Multi connector: each reaches every child, with its own part."""
+
+import inspect
+from typing import Any
+
+import pytest
+
+from baton.connectors.multi import MultiSchedulerHalf, MultiWorkerHalf
+from baton.connectors.multi.connector import BatonMultiConnector
+from baton.connectors.multi.metadata import ChildPart, MultiHandshake, MultiMetadata
+from baton.contract import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorSchedulerHalf,
+    KVConnectorWorkerHalf,
+    NullSchedulerHalf,
+    NullWorkerHalf,
+    SupportsHMA,
+)
+
+OF_THE_STEP = {"_get_connector_metadata", "has_connector_metadata"}
+"""About the Multi's own metadata, which it has bound itself as any half does."""
+
+AT_CONFIGURATION = {
+    name
+    for name, value in vars(KVConnectorBase_V1).items()
+    if isinstance(value, classmethod) and not name.startswith("__")
+}
+
+
+def members(half: type) -> set[str]:
+    return {
+        name
+        for name, value in inspect.getmembers(half)
+        if not name.startswith("__")
+        and not name.startswith("_abc")
+        and (inspect.isfunction(value) or isinstance(value, property | bool))
+    }
+
+
+@pytest.mark.parametrize(
+    ("base", "multi"),
+    [(KVConnectorSchedulerHalf, MultiSchedulerHalf), (KVConnectorWorkerHalf, MultiWorkerHalf)],
+)
+def test_nothing_of_a_half_is_inherited(base: type, multi: type) -> None:
+    assert members(base) - OF_THE_STEP <= set(vars(multi))
+
+
+def test_nothing_of_the_class_is_inherited() -> None:
+    assert set(vars(BatonMultiConnector)) >= AT_CONFIGURATION
+    assert set(vars(MultiSchedulerHalf)) >= SupportsHMA.__abstractmethods__
+
+
+class Told(KVConnectorMetadata, KVConnectorHandshakeMetadata):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def recording(half: type, name: str, log: list[tuple[str, str, tuple[Any, ...]]]) -> Any:
+    """A half that writes down each call, with its arguments, and answers as a null half does."""
+
+    def recorder(method: str) -> Any:
+        def record(self: Any, *args: Any, **kwargs: Any) -> Any:
+            log.append((name, method, (*args, *kwargs.items())))
+            return getattr(super(kind, self), method)(*args, **kwargs)
+
+        return record
+
+    methods = {
+        method: recorder(method)
+        for method, value in inspect.getmembers(half, inspect.isfunction)
+        if not method.startswith("_") and method not in OF_THE_STEP
+    }
+    kind: Any = type("Recording", (half,), methods)
+    return kind()
+
+
+class Request:
+    request_id = "r"
+    num_tokens = 9
+    kv_transfer_params = None
+
+
+def arguments_of(method: Any) -> list[Any]:
+    """Something for each parameter that a Multi does not look at; what it looks at, in its own form."""
+    known: dict[str, Any] = {
+        "request": Request(),
+        "request_id": "r",
+        "connector_output": KVConnectorOutput(),
+        "finished_req_ids": {"gone"},
+        "num_computed_tokens": 4,
+        "num_external_tokens": 0,
+        "rank": MultiWorkerHalf([(name, NullWorkerHalf()) for name in "ab"]),
+        "kv_connector_metadata": MultiMetadata((ChildPart(Told("a")), ChildPart(Told("b")))),
+        "connector_metadata": MultiMetadata((ChildPart(Told("a")), ChildPart(Told("b")))),
+        "block_ids": [1],
+    }
+    handshake = MultiHandshake((Told("a"), Told("b")))
+    if method.__name__ == "set_xfer_handshake_metadata":
+        known["metadata"] = {0: handshake}
+    if method.__name__ == "set_xfer_handshake_metadata_pp_aware":
+        known["metadata"] = {(0, 0): handshake}
+    wanted = [
+        p for p in inspect.signature(method).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+    return [known.get(p.name, f"the {p.name}") for p in wanted]
+
+
+ONLY_THE_LOADER = {
+    "get_loaded_kv_cache_group_ids",
+    "get_external_cache_hit_sources",
+    "take_prefilled_tokens",
+}
+INSTEAD = {
+    "get_finished": "get_transfer_results",  # What hosts call; it asks `get_finished` of those that have it.
+    "set_xfer_handshake_metadata": "set_xfer_handshake_metadata_pp_aware",
+}
+
+
+@pytest.mark.parametrize(
+    "name", sorted(n for n in members(KVConnectorSchedulerHalf) if not isinstance(n, property))
+)
+def test_each_call_reaches_every_scheduler_half(name: str) -> None:
+    log: list[tuple[str, str, tuple[Any, ...]]] = []
+    multi = MultiSchedulerHalf(
+        [(child, recording(NullSchedulerHalf, child, log)) for child in "ab"], block_tokens=4
+    )
+    if isinstance(getattr(MultiSchedulerHalf, name), property):
+        assert getattr(multi, name) == getattr(NullSchedulerHalf(), name)
+        return
+    if name in ONLY_THE_LOADER:
+        pytest.skip("asked of the child that loads: tests/connectors/test_multi_rules.py")
+    method = getattr(multi, name)
+    method(*arguments_of(method))
+    called = [child for child, method_name, _ in log if method_name == INSTEAD.get(name, name)]
+    assert called == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", sorted(members(KVConnectorWorkerHalf) - OF_THE_STEP))
+def test_each_call_reaches_every_worker_half(name: str) -> None:
+    log: list[tuple[str, str, tuple[Any, ...]]] = []
+    multi = MultiWorkerHalf([(child, recording(NullWorkerHalf, child, log)) for child in "ab"])
+    if not callable(getattr(MultiWorkerHalf, name)):
+        return
+    multi.bind_connector_metadata(MultiMetadata((ChildPart(Told("a")), ChildPart(Told("b")))))
+    bound = [args[0].name for _, method, args in log if method == "bind_connector_metadata"]
+    assert bound == ["a", "b"], "each its own"
+    if name == "get_block_ids_with_load_errors":
+        multi.get_transfer_results(set())  # Asked with the results: see there.
+    log.clear() if name not in ("bind_connector_metadata", "get_block_ids_with_load_errors") else None
+    method = getattr(multi, name)
+    extra = {"later": "addition"} if name in ("start_load_kv", "save_kv_layer") else {}
+    if name != "bind_connector_metadata":
+        method(*arguments_of(method), **extra)
+    calls = [
+        (child, args) for child, method_name, args in log if method_name == INSTEAD.get(name, name)
+    ]
+    assert [child for child, _ in calls] == ["a", "b"]
+    if extra:
+        assert all(args[-1] == ("later", "addition") for _, args in calls)
