@@ -233,3 +233,37 @@ def test_policy_fail_within_the_step_evicts_the_bad_blocks_and_spares_the_sharer
     world.run()
     world.check_answer("b")
     world.check_at_rest()
+
+
+# --- Abandoned -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_load_that_nobody_may_report_ends_its_request_and_holds_its_blocks(policy: str) -> None:
+    world = loading_world(is_async=True, on_failure=policy)
+    world.add("a", PROMPT)
+    world.add("b", PROMPT[:7])
+    world.step()
+    world.half.abandons = {"a", "b", "unknown"}
+    world.step()
+    last = world.answers["a"].last
+    assert last is not None
+    assert last.error is not None
+    assert not last.error.is_users
+    assert world.scheduler.remote.num_held == 1
+    assert cached_prefix(world) == 4, "of b; nothing of a was believed"
+    world.end_load("a")  # Reported all the same.
+    world.run()
+    world.check_answer("b")
+    world.check_at_rest()
+
+
+def test_a_load_that_is_abandoned_as_it_arrives_is_not_believed() -> None:
+    world = loading_world(is_async=True)
+    world.add("a", PROMPT)
+    world.step()
+    world.half.abandons = {"a"}
+    world.end_load("a")
+    world.run()
+    world.check_answer("a", "error")
+    world.check_at_rest()

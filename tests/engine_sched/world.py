@@ -181,6 +181,7 @@ class FakeHalf(KVConnectorSchedulerHalf):
         self.finished_blocks: dict[str, list[int]] = {}
         self.reports: list[KVConnectorOutput] = []
         self.adds_sent: set[str] = set()  # Added to the next report, as a half that ends its own loans does.
+        self.abandons: set[str] = set()  # As above: loads of a part of it that has died.
         self.loads: dict[str, FakeLoad] = {}  # In the background.
         self.sync_loads: list[FakeLoad] = []  # Of the step in the making.
         self._is_async: dict[str, bool] = {}
@@ -230,6 +231,8 @@ class FakeHalf(KVConnectorSchedulerHalf):
         if self.adds_sent:
             connector_output.finished_sending = (connector_output.finished_sending or set()) | self.adds_sent
             self.adds_sent = set()
+        connector_output.abandoned_recving |= self.abandons
+        self.abandons = set()
 
     def take_prefilled_tokens(self, request_id: str) -> PrefilledTokens | None:
         self.num_taken[request_id] += 1

@@ -111,6 +111,15 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
 
     # --- Start: what a child raises here goes through ----------------------------------------------
 
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """If all children do: it is a wish, and each of them can do without."""
+        return all(child.half.prefer_cross_layer_blocks for child in self._children)
+
+    @property
+    def graph_capturable(self) -> bool:
+        return all(child.half.graph_capturable for child in self._children)
+
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         """Raises ConfigError if two children want the cache in memory of their own."""
         given = [

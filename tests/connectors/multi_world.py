@@ -1,0 +1,230 @@
+"""A Multi connector over children that do as they are told, on several ranks, one step at a time."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.connectors.multi import MultiSchedulerHalf, MultiWorkerHalf
+from baton.contract import (
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorSchedulerHalf,
+    KVConnectorTransferResults,
+    KVConnectorWorkerHalf,
+    KVConnectorWorkerMetadata,
+    KVOutputAggregator,
+)
+
+BLOCK = 4
+
+
+@dataclass
+class Request:
+    request_id: str
+    num_tokens: int = 17
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class Blocks:
+    def __init__(self, *groups: list[int]) -> None:
+        self.groups = groups
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return self.groups
+
+
+@dataclass
+class OwnMetadata(KVConnectorMetadata):
+    child: str
+    step: int
+
+
+@dataclass
+class OwnReport(KVConnectorWorkerMetadata):
+    child: str
+    ranks: tuple[int, ...]
+
+    def aggregate(self, other: OwnReport) -> OwnReport:
+        assert other.child == self.child, "parts were mixed up"
+        return OwnReport(self.child, tuple(sorted({*self.ranks, *other.ranks})))
+
+
+class ScriptedScheduler(KVConnectorSchedulerHalf):
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.answers: dict[str, Any] = {}  # Of a request: (count, is_async), or an exception.
+        self.at_alloc: dict[str, Exception] = {}
+        self.at_end: dict[str, Any] = {}  # (delay_free, params), or an exception.
+        self.raises: dict[str, Exception] = {}  # In a method about a step, once.
+        self.adds: tuple[set[str], set[str]] = (set(), set())  # (sent, received), at the next report.
+        self.allocated: list[tuple[str, int]] = []
+        self.taken_back: list[dict[str, Any]] = []
+        self.outputs: list[KVConnectorOutput] = []
+        self.num_steps = 0
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return _said(self.answers.get(request.request_id, (0, False)))
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.allocated.append((request.request_id, num_external_tokens))
+        if error := self.at_alloc.get(request.request_id):
+            raise error
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        self.num_steps += 1
+        self._raise("build_connector_meta")
+        return OwnMetadata(self.name, self.num_steps)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        report = connector_output.kv_connector_worker_meta
+        assert report is None or (isinstance(report, OwnReport) and report.child == self.name)
+        self.outputs.append(
+            KVConnectorOutput(
+                finished_sending=set(connector_output.finished_sending or ()),
+                finished_recving=set(connector_output.finished_recving or ()),
+            )
+        )
+        self._raise("update_connector_output")
+        sent, received = self.adds
+        self.adds = (set(), set())
+        connector_output.finished_sending = (connector_output.finished_sending or set()) | sent
+        connector_output.finished_recving = (connector_output.finished_recving or set()) | received
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return _said(self.at_end.get(request.request_id, (False, None)))
+
+    def take_back(self, kv_transfer_params: Any) -> None:
+        self.taken_back.append(dict(kv_transfer_params))
+
+    def _raise(self, method: str) -> None:
+        if error := self.raises.pop(method, None):
+            raise error
+
+
+class ScriptedWorker(KVConnectorWorkerHalf):
+    def __init__(self, name: str, rank: int) -> None:
+        self.name = name
+        self.rank = rank
+        self.raises: set[str] = set()  # In this step.
+        self.results = KVConnectorTransferResults()  # Of this step.
+        self.invalid: set[int] = set()
+        self.calls: list[str] = []
+
+    def _note(self, method: str) -> None:
+        self.calls.append(method)
+        if method in self.raises:
+            raise RuntimeError(f"{method} is broken")
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, OwnMetadata)
+        assert kv_connector_metadata.child == self.name
+        self._note("handle_preemptions")
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(connector_metadata, OwnMetadata)
+        assert connector_metadata.child == self.name
+        assert not self.has_connector_metadata(), "bound twice"
+        self._note("bind_connector_metadata")
+        super().bind_connector_metadata(connector_metadata)
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        self._note("clear_connector_metadata")
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        assert self.has_connector_metadata()
+        self._note("start_load_kv")
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        assert self.has_connector_metadata()
+        self._note("wait_for_layer_load")
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        assert self.has_connector_metadata()
+        self._note("save_kv_layer")
+
+    def wait_for_save(self) -> None:
+        assert self.has_connector_metadata()
+        self._note("wait_for_save")
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        self._note("get_transfer_results")
+        results, self.results = self.results, KVConnectorTransferResults()
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        self._note("get_block_ids_with_load_errors")
+        invalid, self.invalid = self.invalid, set()
+        return invalid
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        self._note("build_connector_worker_meta")
+        return OwnReport(self.name, (self.rank,))
+
+
+@dataclass
+class Step:
+    """What the host has heard of it."""
+
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    sent: set[str] = field(default_factory=set)
+    abandoned: set[str] = field(default_factory=set)
+    invalid: set[int] = field(default_factory=set)
+
+
+class MultiWorld:
+    def __init__(self, names: tuple[str, ...] = ("a", "b"), num_ranks: int = 2) -> None:
+        self.schedulers = {name: ScriptedScheduler(name) for name in names}
+        self.workers = [{name: ScriptedWorker(name, rank) for name in names} for rank in range(num_ranks)]
+        self.half = MultiSchedulerHalf(list(self.schedulers.items()), block_tokens=BLOCK, num_ranks=num_ranks)
+        self.ranks = [
+            MultiWorkerHalf(list(workers.items()), rank=rank) for rank, workers in enumerate(self.workers)
+        ]
+        self._aggregator = KVOutputAggregator(self.half.get_finished_count() or num_ranks, num_ranks)
+
+    def step(self, *, waits_for_layers: bool = True) -> Step:
+        scheduler_output: Any = None
+        metadata = self.half.build_connector_meta(scheduler_output)
+        outputs = [self._execute(rank, pickle.loads(pickle.dumps(metadata))) for rank in self.ranks]
+        whole = self._aggregator.aggregate(outputs) or KVConnectorOutput()
+        step = Step(failed=set(whole.failed_recving or ()), invalid=set(whole.invalid_block_ids))
+        self.half.update_connector_output(whole)
+        step.received = set(whole.finished_recving or ())
+        step.sent = set(whole.finished_sending or ())
+        step.abandoned = set(whole.abandoned_recving)
+        for workers in self.workers:
+            for worker in workers.values():
+                assert not worker.has_connector_metadata(), "bind and clear are paired"
+                worker.raises = set()
+        return step
+
+    def _execute(self, rank: MultiWorkerHalf, metadata: KVConnectorMetadata) -> KVConnectorOutput:
+        context: Any = None
+        rank.handle_preemptions(metadata)
+        rank.bind_connector_metadata(metadata)
+        rank.start_load_kv(context)
+        rank.wait_for_layer_load("layer")
+        rank.save_kv_layer("layer", context, None)
+        rank.finish_forward()
+        rank.wait_for_save()
+        results = rank.get_transfer_results({"gone"})
+        output = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=rank.get_block_ids_with_load_errors(),
+            kv_connector_stats=rank.get_kv_connector_stats(),
+            kv_cache_events=rank.get_kv_connector_kv_cache_events(),
+            kv_connector_worker_meta=pickle.loads(pickle.dumps(rank.build_connector_worker_meta())),
+        )
+        rank.clear_connector_metadata()
+        return output
+
+
+def _said(answer: Any) -> Any:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer

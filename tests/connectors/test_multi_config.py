@@ -1,0 +1,222 @@
+"""What a Multi connector can be made of; what cannot work is refused at start, with what to change."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.assemble import connector_factory, make_connector_metrics, make_door
+from baton.connectors.multi import BatonMultiConnector, MultiWorkerHalf, children_of
+from baton.connectors.pull.connector import BatonPullConnector
+from baton.connectors.registry import connector_class
+from baton.contract import (
+    KVConnectorBase_V1,
+    KVConnectorSchedulerHalf,
+    KVConnectorWorkerHalf,
+    NullSchedulerHalf,
+    NullWorkerHalf,
+    TwoHalves,
+)
+from baton.core.config import EngineConfig, KVTransferConfig
+from baton.core.errors import BadTransferParams, ConfigError
+from tests.connectors.pull_world import engine_config
+
+PULL = {"kv_connector": "BatonPullConnector"}
+MINE = {"kv_connector": "Mine", "kv_connector_module_path": "somebodys_connectors"}
+
+
+class Mine(TwoHalves):
+    made: list[Any] = []  # noqa: RUF012  Of this test process.
+
+    @classmethod
+    def make_scheduler_half(cls, vllm_config: Any, kv_cache_config: Any) -> KVConnectorSchedulerHalf:
+        half = NullSchedulerHalf()
+        cls.made.append(half)
+        return half
+
+    @classmethod
+    def make_worker_half(cls, vllm_config: Any, kv_cache_config: Any) -> KVConnectorWorkerHalf:
+        return NullWorkerHalf()
+
+
+@pytest.fixture(autouse=True)
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = ModuleType("somebodys_connectors")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    module.Mine = Mine  # type: ignore[attr-defined]
+    Mine.made = []
+    return module
+
+
+def multi(*children: Any, **fields: Any) -> EngineConfig:
+    transfer: dict[str, Any] = {
+        "kv_connector": "BatonMultiConnector",
+        "kv_role": "kv_both",
+        "engine_id": "e",
+        "kv_connector_extra_config": {"connectors": list(children)},
+        **fields,
+    }
+    return msgspec.structs.replace(engine_config("e"), kv_transfer_config=KVTransferConfig(**transfer))
+
+
+def test_it_is_found_by_name_and_makes_its_children_in_order() -> None:
+    config = multi(PULL, MINE)
+    assert config.kv_transfer_config is not None
+    assert connector_class(config.kv_transfer_config) is BatonMultiConnector
+    pull, mine = children_of(config)
+    assert (pull.name, pull.connector, mine.name, mine.connector) == (
+        "BatonPullConnector",
+        BatonPullConnector,
+        "Mine",
+        Mine,
+    )
+    assert (pull.transfer.engine_id, pull.transfer.kv_role) == ("e", "kv_both")
+    worker = connector_factory.worker_half(config, 0)
+    assert isinstance(worker, BatonMultiConnector)
+    assert isinstance(worker.worker_half, MultiWorkerHalf)
+    assert [type(child) for child in worker.worker_half.children] == [BatonPullConnector, Mine]
+    worker.shutdown()
+
+
+def test_entries_keep_what_they_say_and_inherit_the_rest() -> None:
+    config = multi(
+        {**MINE, "kv_role": "kv_consumer", "kv_connector_extra_config": {"folder": "f"}},
+        {**MINE, "engine_id": "e"},
+        kv_load_failure_policy="fail",
+    )
+    first, second = children_of(config)
+    assert (first.name, second.name) == ("Mine", "Mine#2")
+    assert first.transfer.kv_role == "kv_consumer"
+    assert first.transfer.kv_connector_extra_config == {"folder": "f"}
+    assert {first.transfer.kv_load_failure_policy, second.transfer.kv_load_failure_policy} == {"fail"}
+
+
+@pytest.mark.parametrize(
+    ("children", "fields", "message"),
+    [
+        ([], {}, "must list at least one"),
+        (["BatonPullConnector"], {}, r"connectors\[0\]: must be an object"),
+        ([PULL, {"kv_role": "kv_both"}], {}, r"connectors\[1\].*kv_connector: is missing"),
+        ([{**PULL, "kv_conector": 1}], {}, r"connectors\[0\].*kv_conector"),
+        ([{"kv_connector": "NoSuch"}], {}, r"connectors\[0\].*'NoSuch' is not known"),
+        ([{**PULL, "engine_id": "x"}], {}, r"engine_id: is 'x', but the engine's is 'e'"),
+        ([{**PULL, "kv_load_failure_policy": "fail"}], {}, "'fail', but the engine's is 'recompute'"),
+        ([{**PULL, "kv_role": "kv_both"}], {"kv_role": "kv_consumer"}, "only a 'kv_consumer'"),
+        ([PULL, {"kv_connector": "BatonPushConnector"}], {}, "both answer with 'baton_ticket'"),
+        ([PULL, PULL], {}, "BatonPullConnector and BatonPullConnector#2 both answer"),
+        ([{**PULL, "kv_connector_extra_config": {"port": -1}}], {}, "port"),
+        ([PULL], {"kv_connector_extra_config": {"connectors": [PULL], "port": 1}}, "port: is not known"),
+        ([PULL], {"kv_connector_extra_config": {}}, "must list at least one"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_to_change(
+    children: list[Any], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_door(multi(*children, **fields))
+
+
+def test_two_layouts_are_refused(module: ModuleType) -> None:
+    def wanting(layout: str) -> type[KVConnectorBase_V1]:
+        class Wanting(Mine):
+            @classmethod
+            def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+                return layout
+
+        return Wanting
+
+    module.Heads, module.Tokens = wanting("HND"), wanting("NHD")  # type: ignore[attr-defined]
+    heads, tokens = ({**MINE, "kv_connector": name} for name in ("Heads", "Tokens"))
+    with pytest.raises(ConfigError, match="Heads needs 'HND' and Tokens needs 'NHD'"):
+        make_door(multi(heads, tokens))
+    assert BatonMultiConnector.get_required_kvcache_layout(multi(MINE, heads, heads)) == "HND"
+    assert BatonMultiConnector.get_required_kvcache_layout(multi(MINE)) is None
+
+
+def test_one_child_decides_what_the_whole_needs(module: ModuleType) -> None:
+    class Hooked(Mine):
+        @classmethod
+        def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+            return bool(extra_config.get("hooks"))
+
+        @classmethod
+        def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+            return False
+
+    module.Hooked = Hooked  # type: ignore[attr-defined]
+    hooked = {**MINE, "kv_connector": "Hooked", "kv_connector_extra_config": {"hooks": True}}
+    needs = BatonMultiConnector.requires_piecewise_for_cudagraph
+    assert needs({"connectors": [MINE, hooked]})
+    assert not needs({"connectors": [MINE, {**hooked, "kv_connector_extra_config": {}}]})
+    sleeps = BatonMultiConnector.supports_sleep_mode
+    for config, expected in ((multi(MINE), True), (multi(MINE, hooked), False)):
+        assert config.kv_transfer_config is not None
+        assert sleeps(config.kv_transfer_config) is expected
+
+
+def test_a_child_that_cannot_be_made_takes_those_before_it_along(module: ModuleType) -> None:
+    ended: list[str] = []
+
+    class First(Mine):
+        def shutdown(self) -> None:
+            ended.append("First")
+
+    class Second(Mine):
+        @classmethod
+        def make_scheduler_half(cls, vllm_config: Any, kv_cache_config: Any) -> KVConnectorSchedulerHalf:
+            raise ConfigError("has no folder", field="folder")
+
+    module.First, module.Second = First, Second  # type: ignore[attr-defined]
+    config = multi(*({**MINE, "kv_connector": name} for name in ("First", "Second")))
+    with pytest.raises(ConfigError, match="has no folder"):
+        connector_factory.scheduler_half(config)
+    assert ended == ["First"]
+
+
+def test_every_childs_door_is_asked() -> None:
+    door = make_door(multi(MINE, PULL))
+    door(None)
+    door({"do_remote_decode": True})
+    with pytest.raises(BadTransferParams, match="baton_ticket"):
+        door({"do_remote_prefill": True})
+    with pytest.raises(BadTransferParams, match="true or false"):
+        make_door(multi(MINE))({"do_remote_decode": "yes"})
+
+
+def test_each_child_publishes_its_own_metrics_and_multi_two_about_them(module: ModuleType) -> None:
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+    class Broken(Mine):
+        @classmethod
+        def build_prom_metrics(cls, *args: Any) -> Any:
+            raise ValueError("Duplicated timeseries")
+
+    module.Broken = Broken  # type: ignore[attr-defined]
+    build = make_connector_metrics(multi({**MINE, "kv_connector": "Broken"}, PULL, MINE))
+    assert build is not None
+    registry = CollectorRegistry()
+    types = {
+        kind: lambda *args, kind=kind, **kwargs: kind(*args, registry=registry, **kwargs)
+        for kind in (Counter, Gauge, Histogram)
+    }
+    metrics = build(types, ["engine"], {0: ["0"]})
+    assert metrics is not None
+    own = {"errors": {"Mine": 2}, "retired": {"Mine": True}}
+    broken = {"transfers": "nonsense"}
+    metrics.observe({"BatonMultiConnector": own, "Mine": {}, "NoSuch": {}, "BatonPullConnector": broken})
+    text = generate_latest(registry).decode()
+    assert "baton:kv_transfer_bytes_total" in text
+    assert 'baton:kv_child_connector_errors_total{connector="Mine",engine="0"} 2.0' in text
+    assert 'baton:kv_child_connector_errors_total{connector="BatonPullConnector",engine="0"} 1.0' in text
+    assert 'baton:kv_child_connector_retired{connector="Mine",engine="0"} 1.0' in text
+    assert 'baton:kv_child_connector_retired{connector="BatonPullConnector",engine="0"} 0.0' in text
+
+
+def test_a_host_that_has_its_own_is_told_so() -> None:
+    class Foreign:
+        kv_transfer_config = KVTransferConfig(kv_connector="BatonMultiConnector", kv_role="kv_both")
+
+    with pytest.raises(ConfigError, match="inside vLLM use its MultiConnector"):
+        BatonMultiConnector.get_required_kvcache_layout(Foreign())  # type: ignore[arg-type]

@@ -1,0 +1,464 @@
+"""Who loads, who delays, and what a child that raises costs: the rules of a Multi connector, one by one."""
+
+from typing import Any
+
+import pytest
+
+from baton.connectors.multi import MultiSchedulerHalf, MultiStats, MultiWorkerHalf
+from baton.connectors.multi.child import STEP_ERRORS_MAX
+from baton.contract import (
+    BlockRemoved,
+    ConnectorDead,
+    KVConnectorKVEvents,
+    KVConnectorOutput,
+    KVConnectorTransferResults,
+    NullSchedulerHalf,
+    NullWorkerHalf,
+    QuorumKVEvents,
+)
+from baton.core.errors import BadTransferParams, ConfigError
+from baton.core.prefilled import PrefilledTokens
+from tests.connectors.multi_world import Blocks, MultiWorld, Request
+
+TABLE = Blocks([10, 11, 12, 13, 14])
+HEARD = [
+    "handle_preemptions",
+    "bind_connector_metadata",
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+    "get_transfer_results",
+    "get_block_ids_with_load_errors",
+    "build_connector_worker_meta",
+    "clear_connector_metadata",
+]
+
+
+def load(world: MultiWorld, request_id: str, child: str, *, is_async: bool = True, count: int = 8) -> None:
+    world.schedulers[child].answers[request_id] = (count, is_async)
+    request = Request(request_id)
+    assert world.half.get_num_new_matched_tokens(request, 4) == (count, is_async)
+    world.half.update_state_after_alloc(request, TABLE, count)
+
+
+def finish(world: MultiWorld, request_id: str, **at_end: Any) -> tuple[bool, dict[str, Any] | None]:
+    for child, answer in at_end.items():
+        world.schedulers[child].at_end[request_id] = answer
+    return world.half.request_finished(Request(request_id), [10])
+
+
+def report(world: MultiWorld, child: str, *, ranks: tuple[int, ...] = (0, 1), **results: set[str]) -> None:
+    for rank in ranks:
+        world.workers[rank][child].results = KVConnectorTransferResults(
+            results.get("sent"), results.get("received"), results.get("failed")
+        )
+
+
+# --- Who loads -------------------------------------------------------------------------------------
+
+
+def test_the_first_child_with_tokens_loads_and_the_others_see_the_blocks() -> None:
+    world = MultiWorld(("a", "b", "c"))
+    world.schedulers["c"].answers["r"] = (12, False)
+    load(world, "r", "b")
+    allocated = {name: half.allocated for name, half in world.schedulers.items()}
+    assert allocated == {"a": [("r", 0)], "b": [("r", 8)], "c": [("r", 0)]}
+    world.half.update_state_after_alloc(Request("r"), TABLE, 0)
+    assert world.schedulers["b"].allocated[-1] == ("r", 0), "scheduled after its load"
+
+
+@pytest.mark.parametrize("who", ["a", "b"])
+def test_one_child_that_is_not_sure_yet_defers(who: str) -> None:
+    world = MultiWorld()
+    for half in world.schedulers.values():
+        half.answers["r"] = (8, True)
+    world.schedulers[who].answers["r"] = (None, False)
+    assert world.half.get_num_new_matched_tokens(Request("r"), 0) == (None, False)
+    world.schedulers[who].answers["r"] = (0, False)
+    assert world.half.get_num_new_matched_tokens(Request("r"), 0) == (8, True)
+
+
+def test_only_the_loaders_word_on_a_load_counts() -> None:
+    world = MultiWorld()
+    load(world, "r", "b")
+    report(world, "a", received={"r"}, failed={"r"})
+    assert world.step().received == set()
+    world.schedulers["a"].adds = (set(), {"r"})
+    step = world.step()
+    assert (step.received, step.failed) == (set(), set())
+    report(world, "b", ranks=(0,), received={"r"}, failed={"r"})
+    assert world.step().received == set()
+    report(world, "b", ranks=(1,), received={"r"})
+    step = world.step()
+    assert (step.received, step.failed) == ({"r"}, {"r"}), "one rank's no is the whole's"
+    assert world.schedulers["b"].outputs[-1].finished_recving == {"r"}
+    assert all(not output.finished_recving for output in world.schedulers["a"].outputs)
+    report(world, "b", received={"r"})
+    assert world.step().received == set(), "a load ends once"
+
+
+def test_a_load_that_only_the_scheduler_half_knows_the_end_of() -> None:
+    world = MultiWorld()
+    load(world, "r", "a")
+    world.step()
+    world.schedulers["a"].adds = (set(), {"r"})
+    assert world.step().received == {"r"}
+    world.step()
+    report(world, "a", received={"r"})
+    assert world.step().received == set(), "ranks have heard that it is over"
+    world.schedulers["a"].answers.clear()
+    load(world, "r", "b")  # The id is free again.
+    report(world, "b", received={"r"})
+    assert world.step().received == {"r"}
+
+
+def test_what_only_the_loader_knows_is_asked_of_it() -> None:
+    class Loader(NullSchedulerHalf):
+        def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+            return 4, True
+
+        def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+            assert num_external_tokens == 4
+
+        def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+            return (1,)
+
+        def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[str, int]:
+            return {"DISK": num_external_tokens}
+
+        def take_prefilled_tokens(self, request_id: str) -> PrefilledTokens | None:
+            return PrefilledTokens((7,))
+
+    half = MultiSchedulerHalf([("null", NullSchedulerHalf()), ("loader", Loader())], block_tokens=4)
+    request: Any = Request("r")
+    assert half.get_loaded_kv_cache_group_ids(request) == (0,)
+    assert half.get_external_cache_hit_sources(request, 4) == {"EXTERNAL_UNSPECIFIED": 4}
+    half.get_num_new_matched_tokens(request, 0)
+    half.update_state_after_alloc(request, TABLE, 4)
+    assert half.get_loaded_kv_cache_group_ids(request) == (1,)
+    assert half.get_external_cache_hit_sources(request, 4) == {"DISK": 4}
+    assert half.take_prefilled_tokens("r") == PrefilledTokens((7,))
+    assert half.take_prefilled_tokens("another") is None
+
+
+# --- Who delays ------------------------------------------------------------------------------------
+
+
+def test_blocks_are_free_when_every_child_that_delayed_them_has_reported() -> None:
+    world = MultiWorld(("a", "b", "c"))
+    assert finish(world, "r", a=(True, None), c=(True, None)) == (True, None)
+    report(world, "c", sent={"r"})
+    assert world.step().sent == set()
+    report(world, "b", sent={"r"})
+    assert world.step().sent == set(), "it has delayed nothing"
+    report(world, "c", sent={"r"})
+    assert world.step().sent == set(), "it counts once"
+    report(world, "a", ranks=(1,), sent={"r"})
+    assert world.step().sent == set(), "a rank still sends"
+    report(world, "a", ranks=(0,), sent={"r"})
+    assert world.step().sent == {"r"}
+    assert [set(output.finished_sending or ()) for output in world.schedulers["a"].outputs][-1] == {"r"}
+
+
+def test_a_loan_whose_end_only_the_scheduler_half_knows_is_one_of_several() -> None:
+    world = MultiWorld()
+    finish(world, "r", a=(True, None), b=(True, None))
+    world.schedulers["a"].adds = ({"r"}, set())
+    assert world.step().sent == set()
+    report(world, "b", sent={"r"})
+    assert world.step().sent == {"r"}
+
+
+def test_ranks_may_report_in_different_steps_for_different_children() -> None:
+    world = MultiWorld()
+    finish(world, "r", a=(True, None), b=(True, None))
+    report(world, "a", ranks=(0,), sent={"r"})
+    report(world, "b", ranks=(1,), sent={"r"})
+    assert world.step().sent == set()
+    report(world, "a", ranks=(1,), sent={"r"})
+    report(world, "b", ranks=(0,), sent={"r"})
+    assert world.step().sent == {"r"}
+
+
+def test_what_children_answer_is_merged() -> None:
+    world = MultiWorld()
+    answer = finish(world, "r", a=(True, {"ticket": 1, "same": 0}), b=(False, {"folder": "f", "same": 0}))
+    assert answer == (True, {"ticket": 1, "folder": "f", "same": 0})
+
+
+def test_a_child_that_contradicts_one_before_it_is_left_out_and_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = MultiWorld()
+    answer = finish(world, "r", a=(True, {"ticket": 1}), b=(True, {"ticket": 2, "more": 3}))
+    assert answer == (True, {"ticket": 1})
+    assert "ticket" in caplog.text
+    assert world.schedulers["b"].taken_back == [{"ticket": 2, "more": 3}]
+    assert world.schedulers["a"].taken_back == []
+    world.schedulers["a"].adds = ({"r"}, set())
+    world.schedulers["b"].adds = ({"r"}, set())
+    assert world.step().sent == {"r"}, "its blocks are awaited all the same"
+
+
+# --- A child that raises ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [RuntimeError("no"), (18, True), (-1, False)], ids=str)
+def test_a_child_that_cannot_answer_for_a_request_is_passed_over_for_good(bad: Any) -> None:
+    world = MultiWorld()
+    world.schedulers["a"].answers["r"] = bad
+    world.schedulers["b"].answers["r"] = (8, True)
+    assert world.half.get_num_new_matched_tokens(Request("r"), 0) == (8, True)
+    world.schedulers["a"].answers["r"] = (12, True)
+    assert world.half.get_num_new_matched_tokens(Request("r"), 0) == (8, True)
+
+
+def test_the_users_mistake_ends_the_request_when_all_have_heard_of_it() -> None:
+    world = MultiWorld()
+    world.schedulers["a"].answers["r"] = BadTransferParams("is expired")
+    with pytest.raises(BadTransferParams, match="is expired"):
+        world.half.get_num_new_matched_tokens(Request("r"), 0)
+    world.schedulers["a"].at_alloc["s"] = BadTransferParams("is expired")
+    with pytest.raises(BadTransferParams, match="is expired"):
+        world.half.update_state_after_alloc(Request("s"), TABLE, 0)
+    assert world.schedulers["b"].allocated == [("s", 0)]
+
+
+def test_a_loader_that_cannot_start_is_the_hosts_to_hear_and_a_saver_is_not() -> None:
+    world = MultiWorld()
+    world.schedulers["a"].at_alloc["r"] = RuntimeError("half-way")
+    load(world, "s", "a")
+    with pytest.raises(RuntimeError, match="half-way"):
+        load(world, "r", "a")
+    assert world.schedulers["b"].allocated == [("s", 0), ("r", 0)]
+    world.schedulers["a"].answers["r"] = (0, False)
+    load(world, "r", "b")  # What a raises does not concern b's load.
+    report(world, "a", received={"s"})
+    report(world, "b", received={"r"})
+    assert world.step().received == {"r", "s"}
+
+
+@pytest.mark.parametrize("method", HEARD)
+def test_what_a_worker_half_raises_costs_its_siblings_nothing(method: str) -> None:
+    world = MultiWorld()
+    load(world, "of-a", "a")
+    load(world, "sync-of-a", "a", is_async=False)
+    load(world, "of-b", "b")
+    load(world, "sync-of-b", "b", is_async=False)
+    world.workers[1]["a"].raises = {method}
+    report(world, "b", received={"of-b"})
+    step = world.step()
+    for workers in world.workers:
+        assert workers["b"].calls == HEARD
+    assert step.received == {"of-b"}
+    assert step.failed == set()
+    is_load = method in HEARD[:4]
+    assert step.abandoned == ({"of-a"} if is_load else set())
+    loads_unsure = is_load or method == "get_block_ids_with_load_errors"
+    assert step.invalid == ({11, 12} if loads_unsure else set()), "of a's synchronous load alone"
+    report(world, "a", received={"of-a"})
+    assert world.step().received == {"of-a"}, "its blocks are free again"
+
+
+def test_a_child_that_does_not_know_its_bad_blocks_gets_nothing_of_this_step_believed() -> None:
+    world = MultiWorld()
+    load(world, "of-a", "a")
+    load(world, "of-b", "b")
+    report(world, "a", received={"of-a"})
+    report(world, "b", received={"of-b"})
+    world.workers[0]["a"].raises = {"get_block_ids_with_load_errors"}
+    world.workers[0]["b"].invalid = {13}
+    step = world.step()
+    assert (step.received, step.failed, step.invalid) == ({"of-a", "of-b"}, {"of-a"}, {13})
+
+
+def test_a_scheduler_half_that_cannot_tell_its_ranks_anything_loses_that_steps_loads() -> None:
+    world = MultiWorld()
+    load(world, "r", "a")
+    load(world, "sync", "a", is_async=False)
+    load(world, "of-b", "b")
+    world.schedulers["a"].raises["build_connector_meta"] = RuntimeError("no")
+    report(world, "b", received={"of-b"})
+    step = world.step()
+    assert (step.received, step.abandoned, step.invalid) == ({"of-b"}, {"r"}, {11, 12})
+    assert world.workers[0]["a"].calls == []
+    assert world.workers[0]["b"].calls == HEARD
+    assert world.step().abandoned == set()
+    assert world.workers[0]["a"].calls == HEARD
+
+
+def retire_a(world: MultiWorld) -> set[str]:
+    world.schedulers["a"].raises["update_connector_output"] = ConnectorDead("its thread")
+    return world.step().abandoned
+
+
+def test_a_dead_child_takes_its_own_loads_with_it_and_leaves_its_siblings() -> None:
+    world = MultiWorld()
+    load(world, "of-a", "a")
+    load(world, "of-b", "b")
+    finish(world, "lent", a=(True, None), b=(True, None))
+    world.step()
+    assert retire_a(world) == {"of-a"}
+    num_steps = world.schedulers["a"].num_steps
+    load(world, "later", "b")
+    report(world, "b", received={"of-b", "later"}, sent={"lent"})
+    step = world.step()
+    assert step.received == {"of-b", "later"}
+    assert step.sent == set(), "nobody knows who still reads what a lent"
+    assert world.schedulers["a"].num_steps == num_steps
+    world.schedulers["a"].answers["new"] = (8, True)
+    assert world.half.get_num_new_matched_tokens(Request("new"), 0) == (0, False)
+
+
+@pytest.mark.parametrize("where", ["scheduler", "worker"])
+def test_bad_steps_in_a_row_retire_a_child(where: str) -> None:
+    world = MultiWorld()
+    load(world, "r", "a")
+    abandoned: list[set[str]] = []
+    for step in range(2 * STEP_ERRORS_MAX):
+        if step == STEP_ERRORS_MAX - 1:
+            abandoned.append(world.step().abandoned)  # A good one.
+        if where == "scheduler":
+            world.schedulers["a"].raises["update_connector_output"] = KeyError("no")
+        else:
+            world.workers[1]["a"].raises = {"build_connector_worker_meta"}
+        abandoned.append(world.step().abandoned)
+    first = abandoned.index({"r"})
+    assert first == 2 * STEP_ERRORS_MAX - 1
+    assert world.workers[0]["b"].calls == HEARD * len(abandoned)
+
+
+def test_without_any_child_left_the_host_is_told() -> None:
+    world = MultiWorld()
+    retire_a(world)
+    world.schedulers["b"].raises["update_connector_output"] = ConnectorDead("its thread")
+    world.step()
+    with pytest.raises(ConnectorDead):
+        world.step()
+
+
+def test_ids_that_are_none_are_dropped() -> None:
+    world = MultiWorld()
+    finish(world, "r", b=(True, None))
+    world.schedulers["a"].adds = ({7, None}, set())  # type: ignore[arg-type]
+    world.schedulers["b"].adds = ({"r"}, set())
+    assert world.step().sent == {"r"}
+
+
+# --- Numbers, events, the start and the end --------------------------------------------------------
+
+
+def test_errors_and_retirement_can_be_seen() -> None:
+    world = MultiWorld()
+    world.schedulers["b"].answers["r"] = RuntimeError("no")
+    world.half.get_num_new_matched_tokens(Request("r"), 0)
+    retire_a(world)
+    stats = world.half.get_kv_connector_stats()
+    assert stats is not None
+    own = {"errors": {"a": 1, "b": 1}, "retired": {"a": True}}
+    assert stats.to_dict() == {"BatonMultiConnector": own}
+    later = world.half.get_kv_connector_stats()
+    assert later is not None
+    assert later.to_dict() == {"BatonMultiConnector": {"retired": {"a": True}}}
+
+
+def test_events_reach_the_child_that_made_them() -> None:
+    removed = BlockRemoved(block_hashes=[7])
+
+    class Worker(NullWorkerHalf):
+        def get_kv_connector_kv_cache_events(self) -> KVConnectorKVEvents | None:
+            events = QuorumKVEvents()
+            events.add_events([removed])
+            return events
+
+    class Scheduler(NullSchedulerHalf):
+        seen: KVConnectorKVEvents | None = None
+
+        def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+            self.seen = connector_output.kv_cache_events
+
+        def take_events(self) -> Any:
+            assert self.seen is not None
+            return self.seen.aggregate().get_all_events()
+
+    half = MultiSchedulerHalf(
+        [("null", NullSchedulerHalf()), ("events", Scheduler())], block_tokens=4, num_ranks=2
+    )
+    ranks = [MultiWorkerHalf([("null", NullWorkerHalf()), ("events", Worker())], rank=i) for i in range(2)]
+    scheduler_output: Any = None
+    metadata = half.build_connector_meta(scheduler_output)
+    reports = []
+    for rank in ranks:
+        rank.bind_connector_metadata(metadata)
+        assert rank.get_kv_connector_kv_cache_events() is None
+        reports.append(rank.build_connector_worker_meta())
+        rank.clear_connector_metadata()
+    assert reports[0] is not None
+    assert reports[1] is not None
+    half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=reports[0].aggregate(reports[1])))
+    assert half.take_events() == [removed]
+
+
+def test_children_that_expect_different_numbers_of_ranks_are_refused() -> None:
+    class OneRank(NullSchedulerHalf):
+        def get_finished_count(self) -> int | None:
+            return 1
+
+    def both(num_ranks: int) -> MultiSchedulerHalf:
+        children = [("all", NullSchedulerHalf()), ("one", OneRank())]
+        return MultiSchedulerHalf(children, block_tokens=4, num_ranks=num_ranks)
+
+    with pytest.raises(ConfigError, match="all: all, one: 1"):
+        both(2).get_finished_count()
+    assert both(1).get_finished_count() is None
+    assert MultiSchedulerHalf([("one", OneRank())], block_tokens=4, num_ranks=2).get_finished_count() == 1
+
+
+def test_two_children_cannot_both_own_the_memory() -> None:
+    class Pool(NullWorkerHalf):
+        def get_mem_pool_context(self) -> Any:
+            return pytest.MonkeyPatch.context()
+
+    with pytest.raises(ConfigError, match="one and two both"):
+        MultiWorkerHalf([("one", Pool()), ("two", Pool())]).get_mem_pool_context()
+    assert MultiWorkerHalf([("one", Pool()), ("two", NullWorkerHalf())]).get_mem_pool_context() is not None
+
+
+def test_shutdown_reaches_everybody_and_then_raises() -> None:
+    ended: list[str] = []
+
+    class Scheduler(NullSchedulerHalf):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def shutdown(self) -> None:
+            ended.append(self.name)
+            raise RuntimeError(self.name)
+
+    half = MultiSchedulerHalf([(n, Scheduler(n)) for n in "ab"], block_tokens=4)
+    with pytest.raises(RuntimeError, match="a"):
+        half.shutdown()
+    assert ended == ["a", "b"]
+
+
+def test_statistics_are_kept_apart_and_rebuilt_by_name() -> None:
+    from baton.connectors.multi import BatonMultiConnector
+    from baton.connectors.pull.stats import PullStats
+
+    def stats(num_loans: int) -> MultiStats:
+        pull = PullStats()
+        pull.data["num_loans"] = num_loans
+        whole = MultiStats()
+        whole.add("BatonPullConnector", pull)
+        whole.count("Mine", num_errors=1, is_retired=False)
+        return whole
+
+    data = stats(2).aggregate(stats(3)).to_dict()
+    assert data["BatonPullConnector"]["num_loans"] == 5
+    assert data["BatonMultiConnector"] == {"errors": {"Mine": 2}}
+    rebuilt = BatonMultiConnector.build_kv_connector_stats({**data, "NoSuch": {}})
+    assert rebuilt is not None
+    assert rebuilt.to_dict() == data
+    figures = rebuilt.reduce()
+    assert (figures["BatonPullConnector loans"], figures["Mine errors"]) == (5, 2)
