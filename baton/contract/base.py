@@ -231,7 +231,7 @@ class KVConnectorWorkerHalf(ABC):
     def graph_capturable(self) -> bool:
         """True: `wait_for_layer_load` and `save_kv_layer` may be captured into a full CUDA graph.
 
-        Baton's addition. They then run once for each captured batch size, before the first step, with
+        Baton's addition. They then run while each batch size is captured, before the first step, with
         metadata that the scheduler half built of an empty scheduler output; what they launch runs in each
         replay, what they do in Python does not. Without it a connector that needs its layer hooks
         (`requires_piecewise_for_cudagraph`) has them called between pieces, in every step and in no capture.

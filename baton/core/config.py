@@ -155,6 +155,14 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["cpu", "cuda"] = "cpu"
     num_threads: int = 1  # Torch intra-op threads of one rank (CPU).
+    # Decode steps recorded once per batch size and replayed (`baton.engine.graphs`). auto: on a GPU, in one
+    # piece or in several as the connector needs it; off on a CPU, which gains nothing.
+    graph_mode: Literal["off", "auto", "piecewise", "full"] = "auto"
+    graph_buckets: tuple[int, ...] = ()  # Batch sizes; empty: 1, 2, 4, ... up to max_num_seqs.
+
+    def __post_init__(self) -> None:
+        if any(size < 1 for size in self.graph_buckets):
+            raise ConfigError("must be positive", field="device_config.graph_buckets")
 
 
 class ClusterSecret(msgspec.Struct, frozen=True):

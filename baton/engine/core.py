@@ -23,7 +23,7 @@ from baton.engine.connector_calls import STEP_ERRORS_MAX
 from baton.engine.executor import Executor, start_executor
 from baton.engine.request import RequestStatus
 from baton.engine.scheduler import Scheduler
-from baton.engine.step import ModelRunnerOutput
+from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,8 @@ class EngineCore:
                 half.set_xfer_handshake_metadata_pp_aware(
                     {(0, tp_rank): metadata for tp_rank, metadata in handshake.items()}
                 )
+            if self.executor.awaits_capture:
+                self.executor.capture(half.build_connector_meta(SchedulerOutput()))
             if (only_half := self.executor.only_half()) is not None:
                 half.bind_only_rank(only_half)
         except BaseException:

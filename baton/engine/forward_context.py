@@ -12,9 +12,9 @@ Passed as an argument to everything that needs it; there is no current context o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from baton.contract import KVConnectorWorkerHalf
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
+OutsideGraph: TypeAlias = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 BlockIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 
 
@@ -65,6 +66,10 @@ class ForwardContext:
     # Indices into T of the hidden states that anybody wants: of a prompt, the last one's at most. None: all.
     # A model may leave out the others once all keys and values are written.
     wanted_tokens: torch.Tensor | None = None
+    # Of a recorded step: attention plans by window, whose memory stays. None: the model makes its plans.
+    plans: dict[int | None, Any] | None = None
+    # While a step is recorded in pieces: what is called through it runs between two pieces, in every replay.
+    outside_graph: OutsideGraph | None = None
 
     @property
     def watcher(self) -> KVConnectorWorkerHalf | None:

@@ -19,10 +19,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from baton.contract.base import KVConnectorWorkerHalf
+from baton.contract.base import KVConnectorMetadata, KVConnectorWorkerHalf
 from baton.core.config import EngineConfig
 from baton.engine.connector_step import ConnectorStep
 from baton.engine.forward_context import ForwardContext
+from baton.engine.graphs import DecodeGraphs
 from baton.engine.input_batch import InputBatch, IntArray, StepInput
 from baton.engine.sampler import Sampler, SamplingRow
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
@@ -52,6 +53,7 @@ class ModelRunner:
         *,
         device: torch.device,
         is_driver: bool = True,
+        graphs: DecodeGraphs | None = None,
         wait_for_device: Callable[[], None] | None = None,
     ) -> None:
         """`wait_for_device` returns when all that was launched is done; by default, torch's way to know."""
@@ -61,6 +63,7 @@ class ModelRunner:
         self._device = device
         self._wait_for_device = wait_for_device or (lambda: _wait_for(device))
         self._is_driver = is_driver
+        self._graphs = graphs
         self._block_size = config.cache_config.block_size
         self._batch = InputBatch(config)
         self._sampler = Sampler()
@@ -74,6 +77,13 @@ class ModelRunner:
         hidden = self._model.forward(torch.zeros_like(positions), positions, context)
         self._model.compute_logits(hidden[-1:])
         self._wait_for_device()  # For the cache's first zeros too: nothing may land before them.
+
+    @torch.inference_mode()
+    def record_graphs(self, metadata: KVConnectorMetadata | None = None) -> None:
+        """Behind `warm_up`. With metadata, of an empty step, the connector's layer hooks are recorded too."""
+        if self._graphs is not None:
+            self._graphs.record(*((self._half, metadata) if metadata is not None else ()))
+            self._wait_for_device()
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput, told_token_ids: list[int]) -> ModelRunnerOutput:
@@ -94,13 +104,15 @@ class ModelRunner:
 
     def _compute(self, output: SchedulerOutput, context: ForwardContext, result: ModelRunnerOutput) -> None:
         step_input = self._batch.step_input(output.num_scheduled_tokens)
-        context.attn_metadata = step_input.attn_metadata
-        input_ids = torch.from_numpy(step_input.token_ids).to(self._device)
-        positions = step_input.attn_metadata.positions.to(self._device)
-        last_tokens = step_input.attn_metadata.query_start_loc_np[1:][step_input.sampled_index] - 1
-        if len(last_tokens) < step_input.attn_metadata.num_actual_tokens:
+        context.attn_metadata = metadata = step_input.attn_metadata
+        last_tokens = metadata.query_start_loc_np[1:][step_input.sampled_index] - 1
+        if len(last_tokens) < metadata.num_actual_tokens:
             context.wanted_tokens = torch.from_numpy(last_tokens).to(self._device)
-        hidden = self._model.forward(input_ids, positions, context)
+        if self._graphs is not None and not output.has_sync_kv_loads and self._graphs.can_run(metadata):
+            hidden = self._graphs.run(step_input.token_ids, context)
+        else:
+            input_ids = torch.from_numpy(step_input.token_ids).to(self._device)
+            hidden = self._model.forward(input_ids, metadata.positions.to(self._device), context)
         if context.wanted_tokens is not None and len(hidden) > len(last_tokens):
             hidden = hidden[context.wanted_tokens]
         if self._is_driver:

@@ -58,6 +58,21 @@ class AttentionBackend(ABC):
         """
 
     @abstractmethod
+    def decode_plan(
+        self, num_reqs: int, max_blocks: int, window: int | None, cache_NHPC: torch.Tensor
+    ) -> Any:
+        """A plan for steps of one token of each of `num_reqs` requests, of `max_blocks` blocks at most.
+
+        Where it lies stays the same, for graphs to read it; what it says, `refill` says.
+        """
+
+    @abstractmethod
+    def refill(
+        self, plan: Any, metadata: AttentionMetadata, window: int | None, cache_NHPC: torch.Tensor
+    ) -> None:
+        """Turn a `decode_plan` into what `plan` would have returned."""
+
+    @abstractmethod
     def write(self, k_THD: torch.Tensor, v_THD: torch.Tensor, cache_NHPC: torch.Tensor, plan: Any) -> None:
         """Put the step's keys and values into their slots."""
 

@@ -11,6 +11,7 @@ import torch
 
 from baton.core.errors import UserError
 from baton.engine.attention.backend import AttentionBackend, AttentionShape, block_rows, slot_rows
+from baton.engine.attention.static_array import StaticArray
 from baton.engine.forward_context import AttentionMetadata, IntArray, build_attention_metadata
 
 _TILE_ROWS = 64  # Query tokens times query heads per KV head in one program of the kernel.
@@ -51,6 +52,15 @@ class _Plan:
     window: int  # 0: all keys.
 
 
+@dataclass(frozen=True, slots=True)
+class _DecodePlan(_Plan):
+    """Its tensors are those of the arrays, for good."""
+
+    write_rows_array: StaticArray
+    block_table_array: StaticArray
+    tiles_array: StaticArray
+
+
 class CudaBackend(AttentionBackend):
     def warm_up(self, cache_NHPC: torch.Tensor, window: int | None) -> None:
         """Compiles the kernel, for tiles of one token and of several: some seconds, the first time ever."""
@@ -69,14 +79,44 @@ class CudaBackend(AttentionBackend):
         if metadata.max_query_len == 1:
             tokens_per_tile = 1
         tiles = cut_tiles(metadata.query_start_loc_np, metadata.seq_lens_np, tokens_per_tile)
-        rows = tokens_per_tile * self.shape.group_size
         return _Plan(
             write_rows=_to_device(self._write_rows(metadata, block_rows(cache_NHPC)), device),
             block_table=_to_device(metadata.block_table_np.astype(np.int32), device),
             tiles=_to_device(tiles.astype(np.int32), device),
-            rows_per_tile=max(_DOT_ROWS_MIN, 1 << (rows - 1).bit_length()),
+            rows_per_tile=self._rows_per_tile(tokens_per_tile),
             window=0 if window is None else window,
         )
+
+    def decode_plan(
+        self, num_reqs: int, max_blocks: int, window: int | None, cache_NHPC: torch.Tensor
+    ) -> _DecodePlan:
+        device = self.shape.device
+        write_rows = StaticArray((num_reqs * self.shape.num_kv_heads,), torch.int64, device)
+        block_table = StaticArray((num_reqs, max_blocks), torch.int32, device)
+        tiles = StaticArray((num_reqs, 4), torch.int32, device)
+        return _DecodePlan(
+            write_rows=write_rows.tensor,
+            block_table=block_table.tensor,
+            tiles=tiles.tensor,
+            rows_per_tile=self._rows_per_tile(1),
+            window=0 if window is None else window,
+            write_rows_array=write_rows,
+            block_table_array=block_table,
+            tiles_array=tiles,
+        )
+
+    def refill(
+        self, plan: _DecodePlan, metadata: AttentionMetadata, window: int | None, cache_NHPC: torch.Tensor
+    ) -> None:
+        """Of a block table that was wider before, the rest stays: no key lies behind the end of a request."""
+        assert metadata.max_query_len == 1, "a tile is a request"
+        plan.write_rows_array.fill(self._write_rows(metadata, block_rows(cache_NHPC)))
+        plan.block_table_array.fill(metadata.block_table_np)
+        plan.tiles_array.fill(cut_tiles(metadata.query_start_loc_np, metadata.seq_lens_np, 1))
+
+    def _rows_per_tile(self, tokens_per_tile: int) -> int:
+        rows = tokens_per_tile * self.shape.group_size
+        return max(_DOT_ROWS_MIN, 1 << (rows - 1).bit_length())
 
     def _write_rows(self, metadata: AttentionMetadata, block_rows: int) -> IntArray:
         block_ids, offsets = np.divmod(metadata.slot_mapping_np, metadata.block_size)

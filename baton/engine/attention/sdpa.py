@@ -69,7 +69,7 @@ class _Prefill:
     tiles: list[_Tile]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Plan:
     write_rows: torch.Tensor  # [T * H], indices into `slot_rows` of the cache.
     decodes: list[_DecodeGroup]
@@ -101,6 +101,18 @@ class SdpaBackend(AttentionBackend):
             decodes=self._plan_decodes(metadata, decoding, window) if len(decoding) else [],
             prefills=[self._plan_prefill(metadata, request, window) for request in prefilling.tolist()],
         )
+
+    def decode_plan(
+        self, num_reqs: int, max_blocks: int, window: int | None, cache_NHPC: torch.Tensor
+    ) -> _Plan:
+        return _Plan(write_rows=torch.empty(0, dtype=torch.int64), decodes=[], prefills=[])
+
+    def refill(
+        self, plan: _Plan, metadata: AttentionMetadata, window: int | None, cache_NHPC: torch.Tensor
+    ) -> None:
+        """Nothing here outlives the call that reads it, so the plan is a new one in an old place."""
+        fresh = self.plan(metadata, window, cache_NHPC)
+        plan.write_rows, plan.decodes = fresh.write_rows, fresh.decodes
 
     def _write_rows(self, metadata: AttentionMetadata) -> torch.Tensor:
         block_ids, offsets = np.divmod(metadata.slot_mapping_np, metadata.block_size)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from baton.core.errors import BatonError
 
 if TYPE_CHECKING:
-    from baton.contract import KVConnectorHandshakeMetadata, KVConnectorWorkerHalf
+    from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerHalf
     from baton.core.config import EngineConfig
     from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
@@ -34,6 +34,15 @@ class Executor(ABC):
     @abstractmethod
     def handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
         """What each tensor-parallel rank's worker half wants its peers to know."""
+
+    @property
+    def awaits_capture(self) -> bool:
+        """The connector's layer hooks are to be captured, under metadata that its scheduler half makes."""
+        return False
+
+    def capture(self, metadata: KVConnectorMetadata) -> None:
+        """If it `awaits_capture`: on all ranks, once, before the first step. `metadata`: of an empty step."""
+        raise AssertionError("nobody waits for a capture")
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
         """See `KVConnectorWorkerHalf.bind_wake`. False: somebody has to look for what ranks have to say."""

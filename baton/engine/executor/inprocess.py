@@ -12,7 +12,7 @@ from baton.engine.executor.worker import Worker
 from baton.engine.models.parallel import SingleRank
 
 if TYPE_CHECKING:
-    from baton.contract import KVConnectorHandshakeMetadata, KVConnectorWorkerHalf
+    from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerHalf
     from baton.core.config import EngineConfig
     from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
@@ -31,6 +31,13 @@ class InProcessExecutor(Executor):
     def handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
         metadata = self._worker.handshake_metadata()
         return {} if metadata is None else {0: metadata}
+
+    @property
+    def awaits_capture(self) -> bool:
+        return self._worker.awaits_capture
+
+    def capture(self, metadata: KVConnectorMetadata) -> None:
+        self._worker.capture(metadata)
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
         return self._worker.bind_wake(wake)

@@ -23,11 +23,18 @@ from baton.core.errors import ConfigError
 from baton.engine.channel import Channel, ChannelClosed
 from baton.engine.child import Child
 from baton.engine.executor import Executor, ExecutorDied
-from baton.engine.executor.worker import RankAssignment, RankFailed, RankReady, RankStep, RankStop
+from baton.engine.executor.worker import (
+    RankAssignment,
+    RankCapture,
+    RankFailed,
+    RankReady,
+    RankStep,
+    RankStop,
+)
 from baton.engine.step import ModelRunnerOutput
 
 if TYPE_CHECKING:
-    from baton.contract import KVConnectorHandshakeMetadata
+    from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata
     from baton.core.config import EngineConfig
     from baton.engine.step import SchedulerOutput
 
@@ -58,6 +65,7 @@ class MultiprocessExecutor(Executor):
         except BaseException:
             self._kill()
             raise
+        self._any_awaits_capture = any(answer.awaits_capture for answer in ready)
         self._handshake = {
             rank: answer.handshake_metadata
             for rank, answer in enumerate(ready)
@@ -139,6 +147,19 @@ class MultiprocessExecutor(Executor):
 
     def handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
         return self._handshake
+
+    @property
+    def awaits_capture(self) -> bool:
+        return self._any_awaits_capture
+
+    def capture(self, metadata: KVConnectorMetadata) -> None:
+        message = pickle.dumps(RankCapture(metadata), pickle.HIGHEST_PROTOCOL)
+        for rank, channel in enumerate(self._channels):
+            try:
+                channel.send_nowait(message)
+            except ChannelClosed as error:
+                raise self._died(rank) from error
+        self._gather(START_TIMEOUT_S)
 
     def expect_reports(self, expected_count: int | None) -> None:
         self._aggregator = KVOutputAggregator(expected_count or self._size, self._size)

@@ -20,12 +20,13 @@ from baton.engine.attention.cuda import require_cuda
 from baton.engine.cache_setup import allocate_for, register
 from baton.engine.channel import Channel
 from baton.engine.freed_memory import keep_freed_memory
+from baton.engine.graphs import GraphMode, choose_mode, graphs_of
 from baton.engine.model_runner import ModelRunner
 from baton.engine.models import build_model, load_weights
 from baton.engine.models.parallel import ProcessGroup, SingleRank, TensorParallelGroup
 
 if TYPE_CHECKING:
-    from baton.contract import KVConnectorHandshakeMetadata
+    from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata
     from baton.core.config import EngineConfig
     from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
@@ -44,15 +45,25 @@ class Worker:
         load_weights(model, model_config.model)
         self.half = factory.worker_half(config, group.rank)
         try:
-            kv_caches = allocate_for(self.half, config, group, device)
+            mode = choose_mode(config, self.half) if model.can_be_recorded else GraphMode.OFF
+            num_scratch_blocks = 0 if mode is GraphMode.OFF else 1
+            kv_caches = allocate_for(self.half, config, group, device, num_scratch_blocks=num_scratch_blocks)
             register(self.half, kv_caches, config.cache_config.num_gpu_blocks)
+            graphs = None if mode is GraphMode.OFF else graphs_of(config, model, kv_caches, mode, device)
             self._runner = ModelRunner(
-                config, model, kv_caches, self.half, device=device, is_driver=group.rank == 0
+                config, model, kv_caches, self.half, device=device, is_driver=group.rank == 0, graphs=graphs
             )
             self._runner.warm_up()
+            self.awaits_capture = mode is GraphMode.FULL and self.half.graph_capturable
+            if not self.awaits_capture:
+                self._runner.record_graphs()
         except BaseException:
             self.half.shutdown()
             raise
+
+    def capture(self, metadata: KVConnectorMetadata) -> None:
+        """If it `awaits_capture`: once, before the first step. `metadata`: of an empty step."""
+        self._runner.record_graphs(metadata)
 
     def handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self.half.get_handshake_metadata()
@@ -96,6 +107,14 @@ class RankAssignment:
 @dataclass(frozen=True, slots=True)
 class RankReady:
     handshake_metadata: KVConnectorHandshakeMetadata | None
+    awaits_capture: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankCapture:
+    """Record the decode graphs with the connector's layer hooks; the answer is a RankReady."""
+
+    metadata: KVConnectorMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +147,11 @@ def worker_main(end: socket.socket) -> None:
                 match message:
                     case RankAssignment():
                         worker = _start(message)
-                        _send(channel, RankReady(worker.handshake_metadata()))
+                        _send(channel, RankReady(worker.handshake_metadata(), worker.awaits_capture))
+                    case RankCapture(metadata):
+                        assert worker is not None
+                        worker.capture(metadata)
+                        _send(channel, RankReady(None))
                     case RankStep(scheduler_output, told_token_ids):
                         assert worker is not None
                         _send(channel, worker.execute(scheduler_output, told_token_ids))

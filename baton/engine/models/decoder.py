@@ -18,7 +18,7 @@ from baton.core.topology import kv_heads_of
 from baton.engine.architecture import DecoderArchitecture
 from baton.engine.attention import AttentionBackend, AttentionShape, build_backend
 from baton.engine.attention.kv_memory import layer_name
-from baton.engine.forward_context import ForwardContext
+from baton.engine.forward_context import AttentionMetadata, ForwardContext
 from baton.engine.models.experts import MixtureOfExperts
 from baton.engine.models.layers import PackedLinear, RMSNorm, RowParallelLinear, empty_parameter, rms_norm
 from baton.engine.models.matmul import Matmul, is_packable
@@ -99,8 +99,8 @@ class Decoder(nn.Module):
         only wanted tokens are of any use; of a long prompt, leaving out the others saves most of a layer.
         A dummy run, without metadata, attends to nothing; it warms attention up instead.
         """
-        metadata, plans = context.attn_metadata, {}
-        for window in self._windows:
+        metadata, plans = context.attn_metadata, context.plans or {}
+        for window in self._windows if context.plans is None else ():
             if metadata is not None:
                 plans[window] = self.backend.plan(metadata, window, context.kv_caches[layer_name(0)])
             else:
@@ -115,6 +115,27 @@ class Decoder(nn.Module):
             hidden = layer(hidden, rotations, context, plans)
         hidden = self.layers[-1](hidden, rotations, context, plans, context.wanted_tokens)
         return self.norm(hidden)  # type: ignore[no-any-return]  # nn.Module.__call__ is untyped.
+
+    # --- Recorded steps (`baton.engine.graphs`) --------------------------------------------------
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Which experts a token goes to is decided on the host, in every step anew."""
+        return self.architecture.experts is None
+
+    def decode_plans(
+        self, num_reqs: int, max_blocks: int, kv_caches: dict[str, torch.Tensor]
+    ) -> dict[int | None, Any]:
+        cache = kv_caches[layer_name(0)]
+        return {
+            window: self.backend.decode_plan(num_reqs, max_blocks, window, cache) for window in self._windows
+        }
+
+    def refill_plans(
+        self, plans: dict[int | None, Any], metadata: AttentionMetadata, kv_caches: dict[str, torch.Tensor]
+    ) -> None:
+        for window, plan in plans.items():
+            self.backend.refill(plan, metadata, window, kv_caches[layer_name(0)])
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 `[S, V]` of the rows of `hidden` that a token is sampled from; the same on every rank."""
@@ -225,13 +246,27 @@ class Attention(nn.Module):
         q_TQD, k_THD = qk[:, : shape.num_heads], qk[:, shape.num_heads :]
         if context.attn_metadata is None:
             return torch.zeros_like(q_TQD).reshape(len(hidden), -1)
+        q_TQD = q_TQD.contiguous()
+        if context.outside_graph is not None:
+            return context.outside_graph(lambda: self._attend(q_TQD, k_THD, v_THD, context, plans))
+        return self._attend(q_TQD, k_THD, v_THD, context, plans)
+
+    def _attend(
+        self,
+        q_TQD: torch.Tensor,
+        k_THD: torch.Tensor,
+        v_THD: torch.Tensor,
+        context: ForwardContext,
+        plans: dict[int | None, Any],
+    ) -> torch.Tensor:
+        """With the connector's hooks around it: the part of a layer that a piecewise graph leaves out."""
         cache_NHPC = context.kv_caches[self._name]
         plan = plans[self._window]
         watcher = context.watcher
         if watcher is not None:
             watcher.wait_for_layer_load(self._name)
         self._backend.write(k_THD, v_THD, cache_NHPC, plan)
-        attended = self._backend.attend(q_TQD.contiguous(), cache_NHPC, plan, self.sinks)
+        attended = self._backend.attend(q_TQD, cache_NHPC, plan, self.sinks)
         if watcher is not None:
             watcher.save_kv_layer(self._name, cache_NHPC, context.attn_metadata)
         return attended

@@ -1,0 +1,198 @@
+"""Buckets: static inputs, an attention plan whose memory stays, and the recording over both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from baton.contract.base import KVConnectorMetadata, KVConnectorWorkerHalf
+from baton.core.config import EngineConfig
+from baton.engine.attention.static_array import StaticArray
+from baton.engine.forward_context import (
+    AttentionMetadata,
+    ForwardContext,
+    IntArray,
+    OutsideGraph,
+    metadata_of_tables,
+)
+from baton.engine.graphs.mode import GraphMode, bucket_sizes
+from baton.engine.graphs.recorders import CudaRecorder, PlainRecorder, Recorder, Replay
+
+
+class GraphedModel(Protocol):
+    """What a model needs for its decode steps to be replayed."""
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor: ...
+
+    def decode_plans(
+        self, num_reqs: int, max_blocks: int, kv_caches: dict[str, torch.Tensor]
+    ) -> dict[int | None, Any]:
+        """For `ForwardContext.plans`: memory that stays, for steps of one token of each request."""
+
+    def refill_plans(
+        self,
+        plans: dict[int | None, Any],
+        metadata: AttentionMetadata,
+        kv_caches: dict[str, torch.Tensor],
+    ) -> None:
+        """Make them those of this step."""
+
+
+def graphs_of(
+    config: EngineConfig,
+    model: GraphedModel,
+    kv_caches: dict[str, torch.Tensor],
+    mode: GraphMode,
+    device: torch.device,
+) -> DecodeGraphs:
+    """`kv_caches` have a scratch block behind the pool's."""
+    block_size = config.cache_config.block_size
+    return DecodeGraphs(
+        model,
+        kv_caches,
+        mode=mode,
+        sizes=bucket_sizes(config),
+        block_size=block_size,
+        max_blocks=-(-config.model_config.max_model_len // block_size) + 1,
+        scratch_block=config.cache_config.num_gpu_blocks,
+        device=device,
+    )
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """B requests at most, a token of each."""
+
+    input_ids: StaticArray  # [B]
+    positions: StaticArray  # [B]
+    context: ForwardContext  # The model's, in every replay.
+    replay: Replay | None = None
+
+
+class DecodeGraphs:
+    def __init__(
+        self,
+        model: GraphedModel,
+        kv_caches: dict[str, torch.Tensor],
+        *,
+        mode: GraphMode,
+        sizes: Sequence[int],
+        block_size: int,
+        max_blocks: int,
+        scratch_block: int,
+        device: torch.device,
+    ) -> None:
+        """`max_blocks`: of the longest request. `scratch_block`: in every cache, and nobody's."""
+        assert mode is not GraphMode.OFF
+        self._model = model
+        self._kv_caches = kv_caches
+        self._mode = mode
+        self._block_size = block_size
+        self._max_blocks = max_blocks
+        self._scratch_block = scratch_block
+        self._device = device
+        self._buckets = {size: self._make_bucket(size) for size in sorted(sizes)}
+        self._hooks_are_recorded = False
+
+    def _make_bucket(self, size: int) -> _Bucket:
+        return _Bucket(
+            input_ids=StaticArray((size,), torch.int64, self._device),
+            positions=StaticArray((size,), torch.int64, self._device),
+            context=ForwardContext(
+                kv_caches=self._kv_caches,
+                plans=self._model.decode_plans(size, self._max_blocks, self._kv_caches),
+            ),
+        )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self._buckets)
+
+    def record(
+        self, half: KVConnectorWorkerHalf | None = None, metadata: KVConnectorMetadata | None = None
+    ) -> None:
+        """Before the first step. With a half: its layer hooks are recorded too, under this metadata.
+
+        What the half raises comes out: a connector whose hooks cannot be captured has said that they can.
+        """
+        recorder: Recorder
+        recorder = CudaRecorder(self._device) if self._device.type == "cuda" else PlainRecorder()
+        self._hooks_are_recorded = half is not None
+        if half is None:
+            self._record_all(recorder, None)
+            return
+        assert metadata is not None, "a half shows its hooks under metadata of its own"
+        half.bind_connector_metadata(metadata)
+        try:
+            self._record_all(recorder, half)
+        finally:
+            half.clear_connector_metadata()
+            half.reset_capture_state()
+
+    def _record_all(self, recorder: Recorder, half: KVConnectorWorkerHalf | None) -> None:
+        for size, bucket in reversed(self._buckets.items()):  # Smaller ones find room in larger ones' memory.
+            nobody = np.zeros(0, np.int64)
+            padding = self._padded(nobody, np.zeros((0, 1), np.int64), size)
+            self._fill(bucket, nobody, padding)
+            bucket.context.attn_metadata = padding
+            bucket.context.worker_half = half
+
+            def forward(outside: OutsideGraph | None, bucket: _Bucket = bucket) -> torch.Tensor:
+                context = bucket.context
+                context.outside_graph = outside
+                return self._model.forward(bucket.input_ids.tensor, bucket.positions.tensor, context)
+
+            try:
+                bucket.replay = recorder.record(forward, in_pieces=self._mode is GraphMode.PIECEWISE)
+            finally:
+                bucket.context.worker_half = None
+
+    def can_run(self, metadata: AttentionMetadata) -> bool:
+        return (
+            metadata.max_query_len == 1
+            and metadata.num_reqs <= self.sizes[-1]
+            and metadata.block_table_np.shape[1] <= self._max_blocks
+        )
+
+    def run(self, token_ids: IntArray, step: ForwardContext) -> torch.Tensor:
+        """Hidden states `[R, M]` of a step that it `can_run`; valid until the next one."""
+        metadata = step.attn_metadata
+        assert metadata is not None
+        num_reqs = metadata.num_reqs
+        size = next(size for size in self.sizes if size >= num_reqs)
+        bucket = self._buckets[size]
+        assert bucket.replay is not None, "recorded before the first step"
+        padded = self._padded(metadata.positions_np, metadata.block_table_np, size)
+        self._fill(bucket, token_ids, padded)
+        context = bucket.context
+        context.attn_metadata = metadata  # As hooks are to see it, without padding.
+        if self._mode is GraphMode.PIECEWISE or self._hooks_are_recorded:
+            context.worker_half = step.worker_half
+        try:
+            return bucket.replay()[:num_reqs]
+        finally:
+            context.worker_half = None
+
+    def _padded(self, positions: IntArray, block_table: IntArray, size: int) -> AttentionMetadata:
+        """Rows of padding compute position 0 of the scratch block."""
+        num_reqs, width = block_table.shape
+        computed = np.zeros(size, np.int64)
+        computed[:num_reqs] = positions
+        table = np.full((size, width), self._scratch_block, np.int64)
+        table[:num_reqs] = block_table
+        return metadata_of_tables(computed, np.ones(size, np.int64), table, self._block_size)
+
+    def _fill(self, bucket: _Bucket, token_ids: IntArray, padded: AttentionMetadata) -> None:
+        ids = np.zeros(padded.num_reqs, np.int64)
+        ids[: len(token_ids)] = token_ids
+        bucket.input_ids.fill(ids)
+        bucket.positions.fill(padded.positions_np)
+        plans = bucket.context.plans
+        assert plans is not None
+        self._model.refill_plans(plans, padded, self._kv_caches)

@@ -1,0 +1,318 @@
+"""Decode steps replayed from recordings: the tokens are those of eager steps, whoever is connected."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    KVTransferConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from baton.core.errors import ConfigError
+from baton.engine.api import SamplingParams
+from baton.engine.attention.cuda import why_unavailable
+from baton.engine.attention.kv_memory import allocate_kv_cache
+from baton.engine.checkpoint import load_model_config
+from baton.engine.forward_context import ForwardContext, build_attention_metadata
+from baton.engine.graphs import DecodeGraphs, GraphMode, bucket_sizes, choose_mode
+from baton.engine.llm import LLM
+from baton.engine.models import build_model, load_weights
+from tests.engine_models import asserting_connector
+from tests.engine_models.asserting_connector import AssertingConnector
+
+NUM_LAYERS, BLOCK_SIZE, MAX_SEQS = 4, 8, 5
+FACTORY = "baton.assemble:connector_factory"
+GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+MODES = ("full", "piecewise")
+
+
+@pytest.fixture
+def config_of(checkpoint_of: Callable[[str], Path]) -> Callable[..., EngineConfig]:
+    def make(
+        mode: str = "off", *, family: str = "llama", connector: str | None = None, tp: int = 1, **device: Any
+    ) -> EngineConfig:
+        transfer = None
+        if connector is not None:
+            transfer = KVTransferConfig(
+                kv_connector=connector,
+                kv_role="kv_both",
+                kv_connector_module_path=asserting_connector.__name__,
+            )
+        return EngineConfig(
+            model_config=load_model_config(checkpoint_of(family), max_model_len=128),
+            cache_config=CacheConfig(num_gpu_blocks=24, block_size=BLOCK_SIZE, enable_prefix_caching=False),
+            scheduler_config=SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=32),
+            parallel_config=ParallelConfig(
+                tensor_parallel_size=tp, executor="inprocess" if tp == 1 else "multiprocess"
+            ),
+            device_config=DeviceConfig(graph_mode=mode, **device),  # type: ignore[arg-type]
+            kv_transfer_config=transfer,
+        )
+
+    return make
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many requests each replayed step of this process had."""
+    made: list[int] = []
+    run = DecodeGraphs.run
+
+    def counted(self: DecodeGraphs, token_ids: Any, step: ForwardContext) -> torch.Tensor:
+        made.append(len(token_ids))
+        return run(self, token_ids, step)
+
+    monkeypatch.setattr(DecodeGraphs, "run", counted)
+    return made
+
+
+def prompts_of(prompt_of: Callable[[int, int], list[int]]) -> list[list[int]]:
+    """More than run at once, so that buckets of all sizes are used."""
+    return [prompt_of(seed, length) for seed, length in enumerate((3, 40, 17, 8, 25, 33, 1))]
+
+
+def check_tokens_equal(
+    config_of: Callable[..., EngineConfig], prompts: list[list[int]], **how: Any
+) -> list[list[int]]:
+    with LLM(config_of(**{**how, "mode": "off"})) as llm:
+        expected = [completion.token_ids for completion in llm.generate(prompts, GREEDY)]
+    with LLM(config_of(**how)) as llm:
+        assert [completion.token_ids for completion in llm.generate(prompts, GREEDY)] == expected
+    return expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_the_tokens_are_those_of_eager_steps(
+    config_of: Callable[..., EngineConfig],
+    prompt_of: Callable[[int, int], list[int]],
+    replays: list[int],
+    mode: str,
+    family: str,
+) -> None:
+    check_tokens_equal(config_of, prompts_of(prompt_of), mode=mode, family=family)
+    assert replays
+    assert max(replays) > 2
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_the_tokens_are_those_of_eager_steps_on_a_gpu(
+    config_of: Callable[..., EngineConfig],
+    prompt_of: Callable[[int, int], list[int]],
+    replays: list[int],
+    mode: str,
+    family: str,
+) -> None:
+    if (reason := why_unavailable()) is not None:
+        pytest.skip(reason)
+    check_tokens_equal(config_of, prompts_of(prompt_of), mode=mode, family=family, device="cuda")
+    assert replays
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("is_together", [False, True])
+def test_recording_and_padding_write_nowhere_but_into_the_scratch_block(
+    config_of: Callable[..., EngineConfig], mode: str, is_together: bool
+) -> None:
+    config = config_of(mode)
+    num_blocks = config.cache_config.num_gpu_blocks
+    model = build_model(config.model_config)
+    load_weights(model, config.model_config.model)
+    caches = allocate_kv_cache(
+        config.model_config,
+        config.cache_config,
+        0,
+        1,
+        "cpu",
+        has_cross_layer_blocks=is_together,
+        num_scratch_blocks=1,
+    )
+    for cache in caches.values():
+        cache.fill_(torch.nan)
+    graphs = DecodeGraphs(
+        model,
+        caches,
+        mode=GraphMode(mode),
+        sizes=(1, 4),
+        block_size=BLOCK_SIZE,
+        max_blocks=6,
+        scratch_block=num_blocks,
+        device=torch.device("cpu"),
+    )
+    with torch.inference_mode():
+        graphs.record()
+        for cache in caches.values():
+            assert cache[:num_blocks].isnan().all()
+            assert not cache[num_blocks, :, 0].isnan().any()
+        # Each at the first token of its first block, so that nobody attends to what is not there.
+        metadata = build_attention_metadata([0, 0, 0], [1, 1, 1], [[5], [0], [23]], BLOCK_SIZE)
+        assert graphs.can_run(metadata)
+        hidden = graphs.run(np.array([7, 8, 9]), ForwardContext(metadata, caches)).clone()
+    assert hidden.shape[0] == 3
+    assert not hidden.isnan().any()
+    for cache in caches.values():
+        written = ~cache[:num_blocks].isnan().all(dim=-1).all(dim=1)  # [blocks, slots]
+        assert written.nonzero().tolist() == [[0, 0], [5, 0], [23, 0]]
+
+
+def test_what_is_no_decode_step_of_a_known_size_is_not_replayed(
+    config_of: Callable[..., EngineConfig],
+) -> None:
+    config = config_of("full")
+    model = build_model(config.model_config)
+    caches = allocate_kv_cache(config.model_config, config.cache_config, 0, 1, "cpu", num_scratch_blocks=1)
+    graphs = DecodeGraphs(
+        model,
+        caches,
+        mode=GraphMode.FULL,
+        sizes=(2,),
+        block_size=BLOCK_SIZE,
+        max_blocks=2,
+        scratch_block=24,
+        device=torch.device("cpu"),
+    )
+
+    def can_run(computed: list[int], scheduled: list[int]) -> bool:
+        tables = [list(range(4))] * len(computed)
+        return graphs.can_run(build_attention_metadata(computed, scheduled, tables, BLOCK_SIZE))
+
+    assert can_run([3], [1])
+    assert can_run([3, 15], [1, 1])
+    assert not can_run([3, 3, 3], [1, 1, 1]), "more requests than the largest bucket"
+    assert not can_run([3, 3], [1, 2]), "a prefill"
+    assert not can_run([16], [1]), "more blocks than a plan has room for"
+
+
+@given(most=st.integers(1, 70), asked=st.lists(st.integers(1, 80), max_size=4))
+def test_buckets_hold_whatever_runs_at_once_unless_told_otherwise(most: int, asked: list[int]) -> None:
+    config: Any = msgspec.defstruct("Config", ["scheduler_config", "device_config"])(
+        SchedulerConfig(max_num_seqs=most), DeviceConfig(graph_buckets=tuple(asked))
+    )
+    sizes = bucket_sizes(config)
+    assert list(sizes) == sorted(set(sizes))
+    assert all(1 <= size <= most for size in sizes)
+    if not asked:
+        for num_reqs in range(1, most + 1):
+            size = next(size for size in sizes if size >= num_reqs)
+            assert size == most or size < 2 * num_reqs
+
+
+def test_a_bucket_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"device_config\.graph_buckets"):
+        DeviceConfig(graph_buckets=(4, 0))
+
+
+# --- Connectors -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "connector", "expected"),
+    [
+        ("auto", "cpu", None, GraphMode.OFF),
+        ("auto", "cuda", None, GraphMode.FULL),
+        ("auto", "cuda", "AssertingConnector", GraphMode.FULL),
+        ("auto", "cuda", "NeedsHooks", GraphMode.PIECEWISE),
+        ("auto", "cuda", "Capturable", GraphMode.FULL),
+        ("off", "cuda", "Capturable", GraphMode.OFF),
+        ("piecewise", "cuda", "Capturable", GraphMode.PIECEWISE),
+        ("full", "cpu", "NeedsHooks", GraphMode.PIECEWISE),
+        ("full", "cpu", "AssertingConnector", GraphMode.FULL),
+    ],
+)
+def test_the_connector_decides_what_can_be_recorded(
+    config_of: Callable[..., EngineConfig],
+    mode: str,
+    device: str,
+    connector: str | None,
+    expected: GraphMode,
+) -> None:
+    from baton.assemble import connector_factory
+
+    config = config_of(mode, connector=connector, device=device)
+    assert choose_mode(config, connector_factory.worker_half(config, 0)) is expected
+
+
+def expected_counts(connector: str, mode: str, *, ranks: int, num_buckets: int) -> dict[str, int]:
+    """Of one prompt that is computed in one step, and GREEDY: a step for each token."""
+    num_steps = GREEDY.max_tokens
+    hooked = 1 if connector == "AssertingConnector" and mode == "full" else num_steps
+    counts = {
+        "bind": num_steps,
+        "clear": num_steps - 1,  # The last one is said in no step any more.
+        "start_load": num_steps,
+        "wait_for_save": num_steps,
+        "wait_layer": hooked * NUM_LAYERS,
+        "save_layer": hooked * NUM_LAYERS,
+    }
+    if connector == "Capturable" and mode == "full":
+        hooks = num_buckets * NUM_LAYERS
+        counts |= {"bind, empty": 1, "clear, empty": 1, "reset": 1}
+        counts |= {"wait_layer, empty": hooks, "save_layer, empty": hooks}
+    return {name: ranks * count for name, count in counts.items()}
+
+
+def check_hooks(
+    config: EngineConfig, connector: str, mode: str, prompt: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR), LLM(config, FACTORY) as llm:
+        (completion,) = llm.generate([prompt], GREEDY)
+        assert len(completion.token_ids) == GREEDY.max_tokens
+        scheduler = AssertingConnector.scheduler
+        assert scheduler is not None
+        seen = scheduler.seen
+    assert caplog.records == []
+    ranks = config.parallel_config.tensor_parallel_size
+    assert seen == expected_counts(connector, mode, ranks=ranks, num_buckets=len(bucket_sizes(config)))
+
+
+@pytest.mark.parametrize("mode", ["off", *MODES])
+@pytest.mark.parametrize("connector", ["AssertingConnector", "NeedsHooks", "Capturable"])
+def test_a_connector_that_insists_on_its_metadata_passes_start_and_has_its_hooks(
+    config_of: Callable[..., EngineConfig],
+    prompt_of: Callable[[int, int], list[int]],
+    caplog: pytest.LogCaptureFixture,
+    connector: str,
+    mode: str,
+) -> None:
+    check_hooks(config_of(mode, connector=connector), connector, mode, prompt_of(1, 20), caplog)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_so_it_is_where_each_rank_has_a_process(
+    config_of: Callable[..., EngineConfig],
+    prompt_of: Callable[[int, int], list[int]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = config_of("full", connector="Capturable", tp=2)
+    check_hooks(config, "Capturable", "full", prompt_of(1, 20), caplog)
+
+
+def test_a_step_that_waits_for_synchronous_loads_is_not_replayed(
+    config_of: Callable[..., EngineConfig],
+    prompt_of: Callable[[int, int], list[int]],
+    replays: list[int],
+) -> None:
+    """One token is left to compute, as in a decode step; but its layers have loads to wait for."""
+    with LLM(config_of("full", connector="AssertingConnector"), FACTORY) as llm:
+        llm.generate([prompt_of(1, 17)], GREEDY, kv_transfer_params=[{"matched": 16}])
+        scheduler = AssertingConnector.scheduler
+        assert scheduler is not None
+        assert scheduler.seen["wait_layer"] == NUM_LAYERS
+    assert len(replays) == GREEDY.max_tokens - 1
