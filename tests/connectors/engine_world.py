@@ -1,0 +1,158 @@
+"""Embedded engines with any connector, in the test's own process or with ranks of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baton.connectors.multi import MultiWorkerHalf
+from baton.core.config import (
+    CacheConfig,
+    ClusterSecret,
+    EngineConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from baton.engine.api import EngineRequest, SamplingParams, SchedulerStats
+from baton.engine.llm import LLM
+from baton.engine.request import Request
+from tests.connectors.faulty_store import FaultyStore, StoreWorkerHalf
+
+BLOCK = 4
+GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
+NO_STORE = {"store": {"mode": "off"}}
+Start = Callable[..., LLM]
+
+
+@contextmanager
+def engines(model: ModelConfig) -> Iterator[Start]:
+    with ExitStack() as stack:
+
+        def start(
+            transfer: dict[str, Any] | None = None,
+            *,
+            num_blocks: int = 64,
+            tp_size: int = 1,
+            budget: int = 256,
+        ) -> LLM:
+            config = EngineConfig(
+                model_config=model,
+                cache_config=CacheConfig(num_gpu_blocks=num_blocks, block_size=BLOCK),
+                scheduler_config=SchedulerConfig(max_num_batched_tokens=budget),
+                parallel_config=ParallelConfig(
+                    tensor_parallel_size=tp_size, executor="multiprocess" if tp_size > 1 else "inprocess"
+                ),
+                kv_transfer_config=KVTransferConfig(**{"kv_role": "kv_both", **transfer})
+                if transfer
+                else None,
+                cluster_secret=ClusterSecret(b"sixteen bytes or more"),
+            )
+            return stack.enter_context(LLM(config, "baton.assemble:connector_factory"))
+
+        yield start
+
+
+def faulty_store(folder: Path, **fields: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "FaultyStore",
+        "kv_connector_module_path": "tests.connectors.faulty_store",
+        "kv_connector_extra_config": {"path": str(folder)},
+        **fields,
+    }
+
+
+def multi(*children: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "BatonMultiConnector",
+        "kv_connector_extra_config": {"connectors": list(children)},
+        **fields,
+    }
+
+
+def prompt_of(num_tokens: int, step: int = 7) -> list[int]:
+    return [(step * i) % 500 + 5 for i in range(num_tokens)]
+
+
+def store(**told: Any) -> dict[str, Any]:
+    return {"store": told}
+
+
+def rest(llm: LLM, max_steps: int = 1000) -> None:
+    """Until everything that was lent, saved or loaded has ended."""
+    for _ in range(max_steps):
+        if not llm.core.has_requests:
+            return
+        llm.core.step()
+    raise AssertionError(f"still not at rest after {max_steps} steps: {llm.core.scheduler.requests}")
+
+
+def forget(llm: LLM) -> None:
+    """The engine's own prefix cache, which nobody may use any more."""
+    rest(llm)
+    assert llm.core.scheduler.reset_prefix_cache()
+    llm.core.scheduler.kv_cache.assert_empty()
+
+
+def run_counting(
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    params: Sequence[dict[str, Any] | None],
+) -> tuple[list[list[int]], list[SchedulerStats]]:
+    """As `generate`, with the statistics of each step. Raises AssertionError for an answer with an error."""
+    answers: dict[str, list[int]] = {}
+    for index, (prompt, of_prompt) in enumerate(zip(prompts, params, strict=True)):
+        request_id = f"counted-{index}"
+        answers[request_id] = []
+        refusal = llm.core.add_request(
+            EngineRequest(
+                request_id=request_id,
+                prompt_token_ids=list(prompt),
+                sampling_params=sampling,
+                arrival_time_s=float(index),
+                kv_transfer_params=of_prompt,
+            )
+        )
+        assert refusal is None
+    stats = []
+    left = set(answers)
+    while left:
+        outputs = llm.core.step()
+        if outputs.stats is not None:
+            stats.append(outputs.stats)
+        for output in outputs.outputs:
+            answers[output.request_id] += output.new_token_ids
+            if output.finish_reason is not None:
+                assert output.error is None, output.error
+                left.discard(output.request_id)
+    return list(answers.values()), stats
+
+
+def check_findable(llm: LLM, prompt: Sequence[int], half: StoreWorkerHalf) -> int:
+    """Whatever of `prompt` the prefix cache gives away is what was once computed for it; how many blocks."""
+    asked = EngineRequest(
+        request_id="probe", prompt_token_ids=list(prompt), sampling_params=GREEDY, arrival_time_s=0.0
+    )
+    probe = Request(asked, block_size=BLOCK)
+    hits, _ = llm.core.scheduler.kv_cache.get_computed_blocks(probe)
+    for block_id, block_hash in zip(hits.get_block_ids()[0], probe.block_hashes, strict=False):
+        for cache, content in zip(half.caches, half.read(block_hash.hex()), strict=True):
+            torch.testing.assert_close(cache[block_id], content, atol=1e-4, rtol=1e-4)
+    return len(hits)
+
+
+def store_half(llm: LLM) -> StoreWorkerHalf:
+    """Of an engine with one rank that has a FaultyStore, alone or as a child."""
+    connector: Any = llm.core.executor.only_half()
+    half = connector.worker_half
+    if isinstance(half, MultiWorkerHalf):
+        (half,) = (child.worker_half for child in half.children if isinstance(child, FaultyStore))
+    assert isinstance(half, StoreWorkerHalf)
+    return half

@@ -1,0 +1,202 @@
+"""Loads that go wrong in real engines: the tokens are a single engine's, or the answer is an error.
+
+Whatever was loaded badly is never found by anybody else: the cache's content is compared, and the prompt is
+asked again without the connector.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.core.config import ModelConfig
+from baton.engine.api import SamplingParams
+from baton.engine.checkpoint import load_model_config
+from baton.engine.llm import LLM
+from baton.engine.new_model import write_checkpoint
+from tests.connectors.engine_world import (
+    GREEDY,
+    NO_STORE,
+    Start,
+    check_findable,
+    engines,
+    faulty_store,
+    forget,
+    multi,
+    prompt_of,
+    rest,
+    run_counting,
+    store,
+    store_half,
+)
+
+PROMPT = prompt_of(30)  # Seven full blocks, and two tokens.
+SHARER = [*PROMPT[:24], *prompt_of(7, step=11)]
+EVERYTHING, BEHIND_TWO = list(range(7)), [2]
+HOW = [("async", "invalid"), ("async", "early"), ("async", "failed"), ("sync", "invalid")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("model")
+    write_checkpoint(folder, hidden=64, layers=2, heads=4, kv_heads=2, vocab=512)
+    return load_model_config(folder, max_model_len=256)
+
+
+@pytest.fixture(scope="module")
+def start(model: ModelConfig) -> Iterator[Start]:
+    with engines(model) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def alone(start: Start) -> LLM:
+    return start()
+
+
+@pytest.fixture(scope="module", params=["recompute", "fail"])
+def policy(request: pytest.FixtureRequest) -> str:
+    policy: str = request.param
+    return policy
+
+
+@pytest.fixture(scope="module", params=["alone", "in a multi"])
+def storing(
+    request: pytest.FixtureRequest, start: Start, policy: str, tmp_path_factory: pytest.TempPathFactory
+) -> LLM:
+    """An engine whose connector has stored PROMPT."""
+    connector = faulty_store(tmp_path_factory.mktemp("store"))
+    if request.param == "in a multi":
+        connector = multi({"kv_connector": "BatonPullConnector"}, connector)
+    llm = start({**connector, "kv_load_failure_policy": policy})
+    llm.generate([PROMPT], GREEDY)
+    forget(llm)
+    return llm
+
+
+def expected(alone: LLM, *prompts: list[int], sampling: SamplingParams = GREEDY) -> list[list[int]]:
+    return [completion.token_ids for completion in alone.generate(prompts, sampling)]
+
+
+def check_afterwards(llm: LLM, alone: LLM) -> None:
+    """Nobody else pays, then or later."""
+    rest(llm)
+    check_findable(llm, PROMPT, store_half(llm))
+    replayed = llm.generate([PROMPT, SHARER], GREEDY, kv_transfer_params=[NO_STORE, NO_STORE])
+    assert [completion.token_ids for completion in replayed] == expected(alone, PROMPT, SHARER)
+    check_findable(llm, PROMPT, store_half(llm))
+    llm.core.scheduler.kv_cache.assert_consistent()
+    forget(llm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_good_load_gives_the_tokens_and_is_no_computation(storing: LLM, alone: LLM, mode: str) -> None:
+    (loaded,) = storing.generate([PROMPT], GREEDY, kv_transfer_params=[store(mode=mode)])
+    assert [loaded.token_ids] == expected(alone, PROMPT)
+    assert loaded.num_transferred_tokens == 28
+    assert check_findable(storing, PROMPT, store_half(storing)) == 7
+    check_afterwards(storing, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [EVERYTHING, BEHIND_TWO], ids=["total", "partial"])
+@pytest.mark.parametrize(("mode", "how"), HOW, ids=["-".join(how) for how in HOW])
+def test_a_failed_load_costs_no_token_and_nobody_elses_answer(
+    storing: LLM, alone: LLM, policy: str, mode: str, how: str, bad: list[int]
+) -> None:
+    """SHARER begins with the same blocks, and finds those that are being loaded within its first step."""
+    fault = store(mode=mode, how=how, bad=bad)
+    loaded, shared = storing.generate([PROMPT, SHARER], GREEDY, kv_transfer_params=[fault, NO_STORE])
+    of_loaded, of_shared = expected(alone, PROMPT, SHARER)
+    if policy == "recompute":
+        assert loaded.token_ids == of_loaded
+        num_valid = 0 if how == "failed" else 4 * bad[0]
+        assert loaded.num_transferred_tokens == num_valid
+    else:
+        assert loaded.finish_reason == "error"
+        assert loaded.error is not None
+        assert "kv_load_failure_policy is 'fail'" in loaded.error.message
+        assert not loaded.token_ids
+    assert shared.token_ids == of_shared
+    check_afterwards(storing, alone)
+
+
+@pytest.mark.slow
+def test_a_half_that_raises_in_the_middle_of_a_step_with_loads(storing: LLM, alone: LLM, policy: str) -> None:
+    """It is as if all of them were bad."""
+    fault = store(mode="sync", how="raise", bad=[0])
+    loaded, other = storing.generate([PROMPT, SHARER], GREEDY, kv_transfer_params=[fault, NO_STORE])
+    of_loaded, of_other = expected(alone, PROMPT, SHARER)
+    assert loaded.token_ids == (of_loaded if policy == "recompute" else [])
+    assert (loaded.error is None) == (policy == "recompute")
+    assert other.token_ids == of_other
+    check_afterwards(storing, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_a_multi", [False, True], ids=["alone", "in a multi"])
+def test_a_load_in_the_background_that_nobody_will_report(
+    start: Start, alone: LLM, tmp_path: Path, in_a_multi: bool
+) -> None:
+    """Its request ends with an error and its blocks stay held, since somebody may still write there."""
+    llm = start(multi(faulty_store(tmp_path)) if in_a_multi else faulty_store(tmp_path))
+    llm.generate([PROMPT], GREEDY)
+    forget(llm)
+    fault = store(mode="async", how="raise", bad=[0])
+    loaded, other = llm.generate([PROMPT, SHARER], GREEDY, kv_transfer_params=[fault, NO_STORE])
+    assert loaded.error is not None
+    assert "connector" in loaded.error.message
+    scheduler = llm.core.scheduler
+    assert scheduler.remote.num_held == 1
+    replayed = llm.generate([PROMPT, SHARER], GREEDY, kv_transfer_params=[NO_STORE, NO_STORE])
+    tokens = [completion.token_ids for completion in (other, *replayed)]
+    assert tokens == expected(alone, SHARER, PROMPT, SHARER)
+    assert scheduler.remote.num_held == 1
+    scheduler.kv_cache.assert_consistent()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_loads_fail_while_requests_are_preempted(start: Start, alone: LLM, tmp_path: Path, mode: str) -> None:
+    """Four answers that cannot all stay; whoever comes back loads, badly, what was computed before."""
+    llm = start(faulty_store(tmp_path), num_blocks=26, budget=24)
+    prompts = [prompt_of(21 + 3 * i, step=7 + 2 * i) for i in range(4)]
+    sampling = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    for prompt in prompts:
+        llm.generate([prompt], sampling)
+        forget(llm)
+    faults = [store(mode=mode, bad=bad) for bad in ([3], [0], [], [1, 4])]
+    answers, stats = run_counting(llm, prompts, sampling, faults)
+    assert answers == expected(alone, *prompts, sampling=sampling)
+    assert sum(of_step.num_preempted for of_step in stats) > 0
+    assert sum(of_step.num_kv_load_failures for of_step in stats) >= 3
+    rest(llm)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        check_findable(llm, [*prompt, *answer[:-1]], store_half(llm))
+    forget(llm)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_one_rank_of_two_fails(start: Start, alone: LLM, tmp_path: Path, policy: str) -> None:
+    """Its no is the engine's; the other rank's good half of the same blocks is not used."""
+    llm = start(multi(faulty_store(tmp_path), kv_load_failure_policy=policy), tp_size=2)
+    llm.generate([PROMPT], GREEDY)
+    forget(llm)
+    (good,) = llm.generate([PROMPT], GREEDY)
+    assert [good.token_ids] == expected(alone, PROMPT)
+    assert good.num_transferred_tokens == 28
+    for rank, (mode, how) in zip((0, 1, 0, 1), HOW, strict=True):
+        forget(llm)
+        fault = store(mode=mode, how=how, bad=BEHIND_TWO, ranks=[rank])
+        loaded, shared = llm.generate([PROMPT, SHARER], GREEDY, kv_transfer_params=[fault, NO_STORE])
+        replayed = llm.generate([PROMPT, SHARER], GREEDY, kv_transfer_params=[NO_STORE, NO_STORE])
+        of_prompt, of_sharer = expected(alone, PROMPT, SHARER)
+        assert (loaded.token_ids, loaded.error is None) == (
+            (of_prompt, True) if policy == "recompute" else ([], False)
+        )
+        assert [c.token_ids for c in (shared, *replayed)] == [of_sharer, of_prompt, of_sharer]
+    rest(llm)
+    llm.core.scheduler.kv_cache.assert_consistent()
