@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 ENTRY_POINT_GROUP = "baton.connectors"
 BUILT_IN: Final = {
     "BatonMultiConnector": "baton.connectors.multi:BatonMultiConnector",
+    "BatonOffloadConnector": "baton.connectors.offload:BatonOffloadConnector",
     "BatonPullConnector": "baton.connectors.pull:BatonPullConnector",
     "BatonPushConnector": "baton.connectors.push:BatonPushConnector",
     "BatonSharedStorageConnector": "baton.connectors.shared_storage:BatonSharedStorageConnector",

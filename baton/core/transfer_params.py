@@ -16,10 +16,13 @@ only for the addresses that the engine's own configuration allows.
     do_remote_prefill, remote_host, remote_port           Named      D
 
 Without a `transfer_id` both engines call the transfer after the request's own id.
+
+Besides, and with any of these or none, `"baton_offload": "off" | "load_only" | "store_only"` says what an
+engine that offloads its KV may not do for this request.
 """
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias, assert_never
+from typing import Any, Final, NamedTuple, TypeAlias, assert_never
 
 import msgspec
 
@@ -80,6 +83,36 @@ class Named(msgspec.Struct, frozen=True):
 
 
 KVTransferParams: TypeAlias = Compute | Fetch | Stream | Named
+
+
+class OffloadChoice(NamedTuple):
+    """What an offloading engine may do for one request."""
+
+    may_load: bool = True
+    may_store: bool = True
+
+
+OFFLOAD_CHOICES: Final = {
+    "off": OffloadChoice(may_load=False, may_store=False),
+    "load_only": OffloadChoice(may_store=False),
+    "store_only": OffloadChoice(may_load=False),
+}
+
+
+def parse_offload_choice(raw: Mapping[str, Any] | None) -> OffloadChoice:
+    """Raises BadTransferParams naming the field. Without a word about it, both are allowed."""
+    if raw is None:
+        return OffloadChoice()
+    if not isinstance(raw, Mapping):
+        raise BadTransferParams(f"must be an object, not {type(raw).__name__}", field=FIELD)
+    value = _optional(raw, "baton_offload", str)
+    if value is None:
+        return OffloadChoice()
+    if value not in OFFLOAD_CHOICES:
+        raise BadTransferParams(
+            f"must be one of {', '.join(OFFLOAD_CHOICES)}", field=f"{FIELD}.baton_offload"
+        )
+    return OFFLOAD_CHOICES[value]
 
 
 def parse_transfer_params(raw: Mapping[str, Any] | None) -> KVTransferParams | None:

@@ -1,0 +1,69 @@
+"""BatonOffloadConnector: what an engine has computed once, it finds in host memory when its cache is full.
+
+Blocks are stored as they are computed, and known to the scheduler before the request ends; they come back in
+the background, by hash. `settings` has what can be configured. A request says no by `kv_transfer_params`:
+`{"baton_offload": "off" | "load_only" | "store_only"}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from baton.connectors.offload.identity import OffloadIdentity
+from baton.connectors.offload.scheduler import OffloadSchedulerHalf
+from baton.connectors.offload.stats import OffloadPromMetrics, OffloadStats
+from baton.connectors.offload.worker import OffloadWorkerHalf
+from baton.contract import (
+    KVConnectorPromMetrics,
+    KVConnectorSchedulerHalf,
+    KVConnectorStats,
+    KVConnectorWorkerHalf,
+    TwoHalves,
+    host,
+)
+from baton.core.config import EngineConfig
+from baton.core.transfer_params import parse_offload_choice, parse_transfer_params
+
+
+class BatonOffloadConnector(TwoHalves):
+    @classmethod
+    def identity_of(cls, vllm_config: host.HostConfig) -> OffloadIdentity:
+        assert isinstance(vllm_config, EngineConfig), f"no way to read a {type(vllm_config).__name__}"
+        return OffloadIdentity.of_engine(vllm_config)
+
+    @classmethod
+    def make_scheduler_half(
+        cls, vllm_config: host.HostConfig, kv_cache_config: Any
+    ) -> KVConnectorSchedulerHalf:
+        return OffloadSchedulerHalf(cls.identity_of(vllm_config))
+
+    @classmethod
+    def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:
+        return OffloadWorkerHalf(cls.identity_of(vllm_config))
+
+    @classmethod
+    def make_door(cls, config: EngineConfig) -> Callable[[Mapping[str, Any] | None], None]:
+        """What the HTTP door asks of `kv_transfer_params`. Raises ConfigError; the door BadTransferParams."""
+        cls.identity_of(config)
+        return check_at_door
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return OffloadStats(data if data is not None else {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: host.HostConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def check_at_door(raw: Mapping[str, Any] | None) -> None:
+    """Raises BadTransferParams. Handoffs are other connectors' business, which may stand beside this one."""
+    parse_transfer_params(raw)
+    parse_offload_choice(raw)

@@ -1,0 +1,98 @@
+"""Copies where the engine computes on a CPU: stores at once, loads on a thread of their own.
+
+A store takes what a memcpy takes, a hundredth of the step that computed its blocks, and is over before
+anybody could overwrite them. A load may be a whole prompt, and other requests go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeAlias
+
+from baton.connectors.offload.copies import Copies, CopyEnd
+from baton.tiers.host_rows import HostRows
+from baton.transport.threads import start_owned_thread
+
+logger = logging.getLogger(__name__)
+
+Copy: TypeAlias = Callable[[Sequence[int], Sequence[int]], None]
+
+
+class CpuCopies(Copies):
+    def __init__(self, host_rows: HostRows, name: str = "baton-offload") -> None:
+        self._host_rows = host_rows
+        self._name = name
+        self._wake: Callable[[], None] | None = None
+        self._changed = threading.Condition()  # Guards what follows.
+        self._loading: set[int] = set()
+        self._ended: list[CopyEnd] = []
+        self._death: BaseException | None = None
+        self._orders: queue.SimpleQueue[tuple[int, Sequence[int], Sequence[int]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def bind_wake(self, wake: Callable[[], None]) -> bool:
+        self._wake = wake
+        return True
+
+    def store(self, job: int, block_ids: Sequence[int], rows: Sequence[int]) -> None:
+        self._end(self._copy(job, self._host_rows.store, block_ids, rows))
+
+    def load(self, job: int, block_ids: Sequence[int], rows: Sequence[int]) -> None:
+        if self._thread is None:
+            self._thread = start_owned_thread(self._name, self._run, on_death=self._fail_all)
+        with self._changed:
+            if self._death is not None:
+                self._ended.append(CopyEnd(job, error=f"the copying thread has died: {self._death}"))
+                return
+            self._loading.add(job)
+        self._orders.put((job, block_ids, rows))
+
+    def take_ended(self) -> list[CopyEnd]:
+        with self._changed:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, jobs: Collection[int], timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._loading.isdisjoint(jobs), timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        if self._thread is None:
+            return
+        self._orders.put(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.error("a load from host memory did not end within %g s", timeout_s)
+
+    def _run(self) -> None:
+        while (order := self._orders.get()) is not None:
+            job, block_ids, rows = order
+            self._end(self._copy(job, self._host_rows.load, block_ids, rows))
+            if self._wake is not None:
+                self._wake()
+
+    def _copy(self, job: int, copy: Copy, block_ids: Sequence[int], rows: Sequence[int]) -> CopyEnd:
+        began = time.perf_counter()
+        try:
+            copy(block_ids, rows)
+        except Exception as error:  # The border of one job: it fails, the others go on.
+            logger.exception("a copy to or from host memory failed")
+            return CopyEnd(job, error=f"{type(error).__name__}: {error}")
+        return CopyEnd(job, len(rows) * self._host_rows.row_bytes, time.perf_counter() - began)
+
+    def _end(self, end: CopyEnd) -> None:
+        with self._changed:
+            self._loading.discard(end.job)
+            self._ended.append(end)
+            self._changed.notify_all()
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self._changed:
+            self._death = error
+            self._ended += [CopyEnd(job, error=f"the copying thread died: {error}") for job in self._loading]
+            self._loading.clear()
+            self._changed.notify_all()

@@ -1,0 +1,158 @@
+"""Copies where the engine computes on a GPU: streams beside the one that computes, and pinned host memory.
+
+    store    blocks --gather--> staging on the device --DMA--> rows       behind the step's kernels
+    load     rows --DMA--> staging on the device --scatter--> blocks      beside later steps
+
+A row holds all layers of a block, so that one DMA moves hundreds of kilobytes however small a layer's part
+is. Each direction has a stream and a staging area of its own; the copies of a stream follow each other, so
+staging is never overwritten before it was read.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from baton.connectors.offload.copies import Copies, CopyEnd
+from baton.tiers.host_rows import block_rows, runs
+
+logger = logging.getLogger(__name__)
+
+STAGING_BYTES = 64 << 20
+POLL_S = 0.0002
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """One direction."""
+
+    stream: torch.cuda.Stream
+    staging: torch.Tensor  # [rows, row_bytes], on the device.
+
+
+@dataclass(slots=True, eq=False)
+class _Copying:
+    job: int
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+    nbytes: int
+    indices: list[torch.Tensor]  # In pinned memory: kept until the device has read them.
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.ended.query())  # type: ignore[no-untyped-call]
+
+
+class CudaCopies(Copies):
+    def __init__(self, kv_caches: dict[str, torch.Tensor], num_rows: int) -> None:
+        """Raises ConfigError for caches that are not whole blocks one after the other."""
+        self._blocks = [block_rows(name, cache) for name, cache in kv_caches.items()]
+        self._device = self._blocks[0].device
+        self._widths = [int(blocks.shape[1]) for blocks in self._blocks]
+        self.row_bytes = sum(self._widths)
+        # Pinning touches every page.
+        self._rows = torch.zeros((num_rows, self.row_bytes), dtype=torch.uint8, pin_memory=True)
+        num_staged = max(1, min(num_rows, STAGING_BYTES // self.row_bytes))
+        self._storing, self._loading = (
+            _Lane(
+                torch.cuda.Stream(self._device),  # type: ignore[no-untyped-call]
+                torch.empty((num_staged, self.row_bytes), dtype=torch.uint8, device=self._device),
+            )
+            for _ in range(2)
+        )
+        self._open: dict[int, _Copying] = {}
+        self._failed: list[CopyEnd] = []
+
+    def store(self, job: int, block_ids: Sequence[int], rows: Sequence[int]) -> None:
+        self._start(job, self._storing, block_ids, rows, is_store=True)
+
+    def load(self, job: int, block_ids: Sequence[int], rows: Sequence[int]) -> None:
+        self._start(job, self._loading, block_ids, rows, is_store=False)
+
+    def take_ended(self) -> list[CopyEnd]:
+        ended, self._failed = self._failed, []
+        for copying in [copying for copying in self._open.values() if copying.has_ended]:
+            del self._open[copying.job]
+            seconds = copying.began.elapsed_time(copying.ended) / 1e3
+            ended.append(CopyEnd(copying.job, copying.nbytes, seconds))
+        return ended
+
+    def wait(self, jobs: Collection[int], timeout_s: float) -> bool:
+        give_up_at = time.monotonic() + timeout_s
+        for job in jobs:
+            while (copying := self._open.get(job)) is not None and not copying.has_ended:
+                if time.monotonic() > give_up_at:
+                    return False
+                time.sleep(POLL_S)
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        if not self.wait(list(self._open), timeout_s):
+            logger.error("copies to or from host memory did not end within %g s", timeout_s)
+
+    def _start(
+        self, job: int, lane: _Lane, block_ids: Sequence[int], rows: Sequence[int], *, is_store: bool
+    ) -> None:
+        copying = _Copying(
+            job,
+            torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
+            torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
+            len(rows) * self.row_bytes,
+            [],
+        )
+        try:
+            # What was told to the device so far computes the blocks of a store, and may read those of a load.
+            lane.stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(lane.stream):
+                copying.began.record(lane.stream)
+                for first in range(0, len(rows), len(lane.staging)):
+                    some = slice(first, first + len(lane.staging))
+                    index = torch.tensor(block_ids[some], dtype=torch.int64, pin_memory=True)
+                    copying.indices.append(index)
+                    on_device = index.to(self._device, non_blocking=True)
+                    if is_store:
+                        self._gather(lane.staging, on_device)
+                        self._to_host(lane.staging, rows[some])
+                    else:
+                        self._from_host(lane.staging, rows[some])
+                        self._scatter(lane.staging, on_device)
+                copying.ended.record(lane.stream)
+        except Exception as error:  # The border of one job: it fails, the others go on.
+            logger.exception("a copy to or from host memory failed")
+            lane.stream.synchronize()  # What was begun touches no memory any more.
+            self._failed.append(CopyEnd(job, error=f"{type(error).__name__}: {error}"))
+            return
+        self._open[job] = copying
+
+    def _gather(self, staging: torch.Tensor, index: torch.Tensor) -> None:
+        first = 0
+        for blocks, width in zip(self._blocks, self._widths, strict=True):
+            part = staging[: len(index), first : first + width]
+            part.copy_(_words(blocks).index_select(0, index).view(torch.uint8))
+            first += width
+
+    def _scatter(self, staging: torch.Tensor, index: torch.Tensor) -> None:
+        first = 0
+        for blocks, width in zip(self._blocks, self._widths, strict=True):
+            part = staging[: len(index), first : first + width]
+            _words(blocks).index_copy_(0, index, _words(part.contiguous()))
+            first += width
+
+    def _to_host(self, staging: torch.Tensor, rows: Sequence[int]) -> None:
+        for row, place, count in runs(rows, range(len(rows))):
+            self._rows[row : row + count].copy_(staging[place : place + count], non_blocking=True)
+
+    def _from_host(self, staging: torch.Tensor, rows: Sequence[int]) -> None:
+        for row, place, count in runs(rows, range(len(rows))):
+            staging[place : place + count].copy_(self._rows[row : row + count], non_blocking=True)
+
+
+def _words(rows: torch.Tensor) -> torch.Tensor:
+    """Eight bytes at a time where they divide: a gather moves elements."""
+    if rows.shape[1] % 8 or rows.stride(0) % 8 or rows.storage_offset() % 8:
+        return rows
+    return rows.view(torch.int64)

@@ -1,0 +1,68 @@
+"""What the offload connector needs to know of its host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from baton.connectors.offload.settings import FIELD, GIB, OffloadSettings
+from baton.core.config import EngineConfig
+from baton.core.errors import ConfigError
+from baton.core.hashing import HASH_SEED
+from baton.core.layout import FORMATS
+from baton.core.topology import kv_heads_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadIdentity:
+    """Of one half. Raises ConfigError if the memory would not hold a single chunk."""
+
+    settings: OffloadSettings
+    rank: int  # Of all ranks of the engine; 0 for the scheduler half.
+    num_ranks: int
+    block_tokens: int
+    block_bytes: int  # Of one block on one rank, all its layers together.
+    hash_seed: str = HASH_SEED
+    publishes_events: bool = False
+    is_producer: bool = True  # May store.
+    is_consumer: bool = True  # May load.
+
+    def __post_init__(self) -> None:
+        if self.num_slots < 1:
+            needed = self.block_bytes * self.settings.blocks_per_chunk * self.num_ranks / GIB
+            raise ConfigError(
+                f"{self.settings.cpu_gib:g} GiB hold no chunk of {self.settings.blocks_per_chunk} blocks, "
+                f"which takes {needed:.6f} on {self.num_ranks} ranks",
+                field=f"{FIELD}.cpu_gib",
+            )
+
+    @property
+    def num_slots(self) -> int:
+        """Chunks that each rank has room for. All halves of an engine compute the same."""
+        share = int(self.settings.cpu_gib * GIB) // self.num_ranks
+        return share // (self.block_bytes * self.settings.blocks_per_chunk)
+
+    @property
+    def num_rows(self) -> int:
+        """The same in blocks."""
+        return self.num_slots * self.settings.blocks_per_chunk
+
+    @classmethod
+    def of_engine(cls, config: EngineConfig) -> Self:
+        """Of an embedded engine. Raises ConfigError."""
+        transfer, model, parallel = config.kv_transfer_config, config.model_config, config.parallel_config
+        assert transfer is not None
+        tp_size = parallel.tensor_parallel_size
+        num_heads = len(kv_heads_of(parallel.rank, tp_size=tp_size, num_kv_heads=model.num_kv_heads))
+        token_bytes = num_heads * 2 * model.head_dim * FORMATS[model.dtype].itemsize
+        return cls(
+            settings=OffloadSettings.parse(transfer.kv_connector_extra_config),
+            rank=parallel.rank,
+            num_ranks=parallel.world_size,
+            block_tokens=config.cache_config.block_size,
+            block_bytes=model.num_hidden_layers * config.cache_config.block_size * token_bytes,
+            hash_seed=config.cache_config.hash_seed,
+            publishes_events=config.enable_kv_events,
+            is_producer=transfer.is_kv_producer,
+            is_consumer=transfer.is_kv_consumer,
+        )

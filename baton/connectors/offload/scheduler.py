@@ -1,0 +1,362 @@
+"""The scheduler half of offload: decides what is stored and loaded, and knows what can be found.
+
+    step N    build_connector_meta     chunks that step N completes get slots          STORING
+              ranks                    copy them behind the forward, report
+              update_connector_output  every rank has its part: they can be found      READY
+    step M    get_num_new_matched_tokens -> update_state_after_alloc                   READY, pinned
+              ranks                    copy them back in the background, report
+              update_connector_output  unpinned; the host resumes the request
+
+So what one request computes can be found by others while it still runs. A store that failed on any rank is
+never found, and neither is one that copied what a failed load had spoilt (`_condemn_open_stores`).
+
+A request may lose its blocks while a store still reads them: when it ends, and when it is preempted. They go
+back to the engine at once; the store is *fenced*, i.e. the next step, which is the first that could overwrite
+them, begins with waiting for it (`handle_preemptions`).
+
+Pure: no torch, no clock, no thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from baton.connectors.offload.identity import OffloadIdentity
+from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, OffloadReport, StoreBlocks
+from baton.connectors.offload.prompts import Prompt, is_plain
+from baton.connectors.offload.stats import OffloadStats
+from baton.contract import KVConnectorMetadata, KVConnectorOutput, KVConnectorSchedulerHalf, host
+from baton.contract.events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
+from baton.contract.reports import RankCombiner
+from baton.core.errors import BadTransferParams
+from baton.core.hashing import BlockHash
+from baton.core.transfer_params import OffloadChoice, parse_offload_choice
+from baton.tiers.eviction import make_policy
+from baton.tiers.slot_index import Entry, SlotIndex
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Store:
+    prompt: Prompt
+    chunks: list[int]  # Of the prompt; ascending.
+    entries: list[Entry[BlockHash]]
+
+
+class OffloadSchedulerHalf(KVConnectorSchedulerHalf):
+    def __init__(self, identity: OffloadIdentity) -> None:
+        settings, num_slots = identity.settings, identity.num_slots
+        self._identity = identity
+        self._chunk_blocks = settings.blocks_per_chunk
+        self._index: SlotIndex[BlockHash] = SlotIndex(num_slots, make_policy(settings.eviction, num_slots))
+        self._reports = RankCombiner(OffloadReport, identity.num_ranks)
+        self._prompts: dict[str, Prompt] = {}
+        self._num_jobs = 0
+        self._stores: dict[int, _Store] = {}  # By job: some rank may still be copying.
+        self._loads: dict[int, list[Entry[BlockHash]]] = {}
+        self._due_loads: list[LoadBlocks] = []  # For the next step.
+        self._due_fence: set[int] = set()
+        self._stats = OffloadStats()
+        self._events: list[KVCacheEvent] = []
+        self._published: dict[BlockHash, list[bytes]] = {}  # By chunk: its blocks, as consumers know them.
+        logger.info(
+            "offloads to %g GiB of host memory: %d tokens in %d slots, %s",
+            settings.cpu_gib,
+            num_slots * self._chunk_tokens,
+            num_slots,
+            settings.eviction,
+        )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # A store that is dropped is a miss, one day.
+
+    @property
+    def _chunk_tokens(self) -> int:
+        return self._identity.block_tokens * self._chunk_blocks
+
+    # --- Requests --------------------------------------------------------------------------------
+
+    def on_new_request(self, request: host.Request) -> None:
+        """Raises BadTransferParams; a host that goes on all the same gets neither load nor store."""
+        try:
+            parse_offload_choice(request.kv_transfer_params)
+        finally:
+            self._follow(request)
+
+    def get_num_new_matched_tokens(
+        self, request: host.Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        prompt = self._follow(request)
+        prompt.num_local_tokens = num_computed_tokens
+        if not prompt.choice.may_load:
+            return 0, False
+        # Whole blocks, and at least one token is left to compute, for its logits.
+        size = self._identity.block_tokens
+        end = (request.num_tokens - 1) // size * size
+        if end <= num_computed_tokens:
+            return 0, False
+        num_found = self._index.num_found(prompt.keys_between(num_computed_tokens, end))
+        if not num_found:
+            return 0, False
+        first_chunk = num_computed_tokens // self._chunk_tokens
+        return min(end, (first_chunk + num_found) * self._chunk_tokens) - num_computed_tokens, True
+
+    def update_state_after_alloc(
+        self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        prompt = self._follow(request)
+        if not num_external_tokens:
+            return
+        (table,) = blocks.get_block_ids()
+        size = self._identity.block_tokens
+        first, end = prompt.num_local_tokens, prompt.num_local_tokens + num_external_tokens
+        keys = prompt.keys_between(first, end)
+        job = self._next_job()
+        target = tuple(table[first // size : end // size])
+        entries = self._index.pin(keys)
+        if entries is None:
+            # It was there when the host asked, in this same step. Whatever the reason, the request must end.
+            logger.error("what request %s was to load has gone", request.request_id)
+            self._loads[job] = []
+            self._due_loads.append(LoadBlocks(job, request.request_id, target, ()))
+            return
+        first_chunk = first // self._chunk_tokens
+        rows = [row for entry in entries for row in self._rows_of(entry)]
+        skipped = first // size - first_chunk * self._chunk_blocks
+        self._loads[job] = entries
+        self._due_loads.append(
+            LoadBlocks(job, request.request_id, target, tuple(rows[skipped : skipped + len(target)]))
+        )
+        for key in prompt.keys[: first_chunk + len(keys)]:
+            if key in self._index:
+                self._index.use(key)
+        prompt.num_seen_chunks = end // self._chunk_tokens
+        self._stats.count("hit_tokens", num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: host.Request, num_external_tokens: int
+    ) -> dict[str, int]:
+        return {"HOST": num_external_tokens} if num_external_tokens else {}
+
+    def request_finished(
+        self, request: host.Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        prompt = self._prompts.pop(request.request_id, None)
+        if prompt is not None:
+            self._due_fence |= prompt.open_stores
+            # Of one prompt the end is to leave before the beginning, which is useful without it.
+            self._index.refresh(reversed(prompt.keys))
+        return False, None
+
+    # --- Step ------------------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
+        for request_id in scheduler_output.preempted_req_ids or ():
+            if (prompt := self._prompts.get(request_id)) is not None:
+                self._due_fence |= prompt.open_stores
+        fence = tuple(sorted(job for job in self._due_fence if job in self._stores))
+        loads = tuple(self._due_loads)
+        self._due_fence, self._due_loads = set(), []
+        stores = tuple(self._plan_stores(scheduler_output)) if self._identity.is_producer else ()
+        return OffloadMetadata(fence, loads, stores)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        # vLLM's output has no `failed_recving` in every version.
+        if connector_output.invalid_block_ids or getattr(connector_output, "failed_recving", None):
+            self._condemn_open_stores()
+        report = connector_output.kv_connector_worker_meta
+        if not isinstance(report, OffloadReport):
+            return
+        ended = self._reports.combine(report.each_rank())
+        failed_stores, failed_loads = ended.failed_stores or set(), ended.failed_loads or set()
+        for job in sorted(ended.stored or ()):
+            self._end_store(job, ok=job not in failed_stores)
+        for job in sorted(ended.loaded or ()):
+            self._end_load(job, ok=job not in failed_loads)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def has_pending_push_work(self) -> bool:
+        return bool(self._stores)  # Until their end is known, nobody can find them.
+
+    def get_kv_connector_stats(self) -> OffloadStats | None:
+        self._stats.note_usage(self._index.num_slots - self._index.num_free, self._index.num_slots)
+        return self._stats.take()
+
+    def reset_cache(self) -> bool:
+        for key in self._index.clear():
+            self._publish_removed(key)
+        return True
+
+    # --- Parts -----------------------------------------------------------------------------------
+
+    def _follow(self, request: host.Request) -> Prompt:
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None:
+            prompt = self._prompts[request.request_id] = Prompt(
+                request,
+                self._choice_of(request),
+                block_tokens=self._identity.block_tokens,
+                blocks_per_chunk=self._chunk_blocks,
+                hash_seed=self._identity.hash_seed,
+            )
+        return prompt
+
+    def _choice_of(self, request: host.Request) -> OffloadChoice:
+        if not is_plain(request):
+            return OffloadChoice(may_load=False, may_store=False)
+        try:
+            choice = parse_offload_choice(request.kv_transfer_params)
+        except BadTransferParams:
+            return OffloadChoice(may_load=False, may_store=False)
+        # vLLM's, of requests that want every prompt token computed, for their logprobs.
+        reads = self._identity.is_consumer and not getattr(request, "skip_reading_prefix_cache", False)
+        return choice._replace(may_load=choice.may_load and reads)
+
+    def _plan_stores(self, output: host.SchedulerOutput) -> Iterable[StoreBlocks]:
+        scheduled: list[tuple[str, int]] = []  # (request, its tokens that were computed before this step)
+        for new in output.scheduled_new_reqs:
+            if (prompt := self._prompts.get(new.req_id)) is not None:
+                prompt.block_ids = list(new.block_ids[0])
+            scheduled.append((new.req_id, new.num_computed_tokens))
+        cached = output.scheduled_cached_reqs
+        for request_id, block_ids, num_computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if block_ids is not None and (prompt := self._prompts.get(request_id)) is not None:
+                if request_id in cached.resumed_req_ids:
+                    prompt.block_ids = list(block_ids[0])
+                else:
+                    prompt.block_ids += block_ids[0]
+            scheduled.append((request_id, num_computed))
+        for request_id, num_computed in scheduled:
+            prompt = self._prompts.get(request_id)
+            if prompt is not None and prompt.choice.may_store:
+                store = self._plan_store(prompt, num_computed, output.num_scheduled_tokens[request_id])
+                if store is not None:
+                    yield store
+
+    def _plan_store(self, prompt: Prompt, num_computed: int, num_scheduled: int) -> StoreBlocks | None:
+        """Of the chunks that are complete when this step has run, those that nobody has stored yet."""
+        request = prompt.request
+        # The request has no tokens yet that are guessed only (drafts), or sampled by a step in flight.
+        end = min(num_computed + num_scheduled, request.num_tokens)
+        if self._identity.settings.prompt_only:
+            end = min(end, request.num_prompt_tokens)
+        # A host that rolls back computes chunks again: look at them again.
+        first = min(prompt.num_seen_chunks, num_computed // self._chunk_tokens)
+        num_chunks = end // self._chunk_tokens
+        if first >= num_chunks:
+            return None
+        prompt.hash_up_to(num_chunks * self._chunk_tokens)
+        store = _Store(prompt, [], [])
+        prompt.num_seen_chunks = num_chunks
+        for chunk in range(first, num_chunks):
+            key = prompt.keys[chunk]
+            if key in self._index:
+                self._index.use(key)
+                continue
+            reserved = self._index.reserve(key, prompt.key_set)
+            if reserved is None:
+                # All is in use, or this very prompt fills it: what lies behind a gap could not be found.
+                self._stats.count("not_stored_chunks", num_chunks - chunk)
+                prompt.num_seen_chunks = chunk
+                break
+            if reserved.left is not None:
+                self._stats.count("evicted_chunks")
+                self._publish_removed(reserved.left)
+            store.chunks.append(chunk)
+            store.entries.append(reserved.entry)
+        if not store.chunks:
+            return None
+        job = self._next_job()
+        self._stores[job] = store
+        prompt.open_stores.add(job)
+        return StoreBlocks(
+            job,
+            tuple(b for chunk in store.chunks for b in prompt.block_ids[prompt.blocks_of(chunk)]),
+            tuple(row for entry in store.entries for row in self._rows_of(entry)),
+        )
+
+    def _rows_of(self, entry: Entry[BlockHash]) -> range:
+        return range(entry.slot * self._chunk_blocks, (entry.slot + 1) * self._chunk_blocks)
+
+    def _next_job(self) -> int:
+        self._num_jobs += 1
+        return self._num_jobs
+
+    def _end_store(self, job: int, *, ok: bool) -> None:
+        store = self._stores.pop(job)
+        prompt = store.prompt
+        prompt.open_stores.discard(job)
+        found = [
+            chunk
+            for chunk, entry in zip(store.chunks, store.entries, strict=True)
+            if self._index.end_store(entry, ok=ok)
+        ]
+        self._stats.count("stored_chunks", len(found))
+        if not ok:
+            self._stats.count_failure("store")
+            prompt.num_seen_chunks = min(prompt.num_seen_chunks, store.chunks[0])
+        if self._identity.publishes_events:
+            self._publish_stored(prompt, found)
+
+    def _end_load(self, job: int, *, ok: bool) -> None:
+        entries = self._loads.pop(job)
+        if not ok:
+            # Perhaps the rows are bad, perhaps not: others had better not try.
+            self._stats.count_failure("load")
+            for entry in entries:
+                if self._index.forget(entry):
+                    self._publish_removed(entry.key)
+        self._index.unpin(entries)
+
+    def _condemn_open_stores(self) -> None:
+        """Some load has failed, ours or another connector's: what steps computed on it until now is bad.
+
+        The host finds out whom it concerns, and computes again. Nothing is found that was stored since.
+        """
+        for store in self._stores.values():
+            for entry in store.entries:
+                self._index.forget(entry)
+            store.prompt.num_seen_chunks = min(store.prompt.num_seen_chunks, store.chunks[0])
+
+    # --- Events ----------------------------------------------------------------------------------
+
+    def _publish_stored(self, prompt: Prompt, chunks: list[int]) -> None:
+        size = self._identity.block_tokens
+        for run in _consecutive(chunks):
+            first, end = run.start * self._chunk_blocks, run.stop * self._chunk_blocks
+            for chunk in run:
+                self._published[prompt.keys[chunk]] = [*prompt.hashes[prompt.blocks_of(chunk)]]
+            self._events.append(
+                BlockStored(
+                    block_hashes=[*prompt.hashes[first:end]],
+                    parent_block_hash=prompt.hashes[first - 1] if first else None,
+                    token_ids=list(prompt.request.all_token_ids[first * size : end * size]),
+                    block_size=size,
+                    medium=MEDIUM_CPU,
+                )
+            )
+
+    def _publish_removed(self, key: BlockHash) -> None:
+        if (hashes := self._published.pop(key, None)) is not None:
+            self._events.append(BlockRemoved(block_hashes=[*hashes], medium=MEDIUM_CPU))
+
+
+def _consecutive(numbers: list[int]) -> list[range]:
+    """[2, 3, 4, 7] -> [range(2, 5), range(7, 8)]."""
+    found: list[range] = []
+    for number in numbers:
+        if found and found[-1].stop == number:
+            found[-1] = range(found[-1].start, number + 1)
+        else:
+            found.append(range(number, number + 1))
+    return found

@@ -1,0 +1,47 @@
+"""Settings of the offload connector: `kv_connector_extra_config`, typed and checked once.
+
+{"cpu_gib": 8, "eviction": "arc", "prompt_only": true, "blocks_per_chunk": 4}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import msgspec
+
+from baton.core.errors import ConfigError
+from baton.tiers.eviction import Eviction
+
+FIELD = "kv_transfer_config.kv_connector_extra_config"
+GIB = 1 << 30
+
+
+class OffloadSettings(msgspec.Struct, frozen=True, kw_only=True):
+    cpu_gib: float  # Of host memory for one engine; its ranks share it. Taken, and touched, at start.
+    eviction: Eviction = "lru"
+    prompt_only: bool = False  # Store what was asked only, not what was answered.
+    blocks_per_chunk: int = 1  # Blocks that are stored and evicted together: fewer keys, coarser hits.
+    shutdown_timeout_s: float = 5.0  # What `shutdown` waits for copies.
+
+    def __post_init__(self) -> None:
+        if not self.cpu_gib > 0:
+            raise ConfigError("must be positive", field=f"{FIELD}.cpu_gib")
+        if self.blocks_per_chunk < 1:
+            raise ConfigError("must be at least 1", field=f"{FIELD}.blocks_per_chunk")
+        if not self.shutdown_timeout_s > 0:
+            raise ConfigError("must be positive", field=f"{FIELD}.shutdown_timeout_s")
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any]) -> Self:
+        """Raises ConfigError naming the key."""
+        known = cls.__struct_fields__
+        for key in extra:
+            if key not in known:
+                raise ConfigError(f"is not known; known are {', '.join(known)}", field=f"{FIELD}.{key}")
+        if "cpu_gib" not in extra:
+            raise ConfigError("is required: how much host memory to use", field=f"{FIELD}.cpu_gib")
+        try:
+            return msgspec.convert(dict(extra), cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(str(error), field=FIELD) from error

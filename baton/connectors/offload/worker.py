@@ -1,0 +1,182 @@
+"""The worker half of offload: copies this rank's part of blocks to its rows of host memory, and back.
+
+bind_connector_metadata   loads begin
+wait_for_save             stores begin: the step's forward is done, or queued on the device before them
+get_finished, ...         what has ended is reported, once
+handle_preemptions        a store whose blocks may be overwritten now is waited for
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from baton.connectors.offload.copies import Copies, CopyEnd
+from baton.connectors.offload.identity import OffloadIdentity
+from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, OffloadReport, StoreBlocks
+from baton.connectors.offload.settings import FIELD, GIB
+from baton.connectors.offload.stats import OffloadStats
+from baton.contract import KVConnectorMetadata, KVConnectorWorkerHalf, host
+from baton.core.errors import ConfigError, TransferError
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+FENCE_TIMEOUT_S = 60.0  # A copy takes milliseconds; one that takes this long is a device that hangs.
+EMPTY_STEP_S = 0.005  # A step without anything to compute waits for loads: the next report is further away.
+
+MakeCopies = Callable[[dict[str, "torch.Tensor"], OffloadIdentity], Copies]
+
+
+class OffloadWorkerHalf(KVConnectorWorkerHalf):
+    def __init__(self, identity: OffloadIdentity, make_copies: MakeCopies | None = None) -> None:
+        """`make_copies`: instead of those that the caches' device needs."""
+        self._identity = identity
+        self._make_copies = make_copies or copies_of
+        self._copies: Copies | None = None  # Once the cache is registered.
+        self._wake: Callable[[], None] | None = None
+        self._due_stores: list[StoreBlocks] = []  # Of this step.
+        self._stores: set[int] = set()  # Under way.
+        self._loads: dict[int, LoadBlocks] = {}
+        self._received: set[str] = set()  # For this step's report, as all that follows.
+        self._invalid_blocks: set[int] = set()
+        self._report = OffloadReport(rank=identity.rank)
+        self._stats = OffloadStats()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Raises ConfigError for caches that cannot be copied block by block, and for too little memory."""
+        assert self._copies is None, "registered once"
+        needed = self._identity.num_rows * self._identity.block_bytes
+        if needed > (available := psutil.virtual_memory().available):
+            raise ConfigError(
+                f"this rank's share is {needed / GIB:.2f} GiB, and {available / GIB:.2f} GiB are free",
+                field=f"{FIELD}.cpu_gib",
+            )
+        self._copies = self._make_copies(kv_caches, self._identity)
+
+    def bind_wake(self, wake: Callable[[], None]) -> bool:
+        return self._copies is not None and self._copies.bind_wake(wake)
+
+    # --- Step ------------------------------------------------------------------------------------
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Raises TransferError for a store that does not end: its blocks must not be overwritten."""
+        if not isinstance(kv_connector_metadata, OffloadMetadata) or not kv_connector_metadata.fence:
+            return
+        if not self._ready.wait(kv_connector_metadata.fence, FENCE_TIMEOUT_S):
+            raise TransferError(f"a store to host memory has not ended within {FENCE_TIMEOUT_S:g} s")
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if not isinstance(connector_metadata, OffloadMetadata):
+            return
+        for load in connector_metadata.loads:
+            self._loads[load.job] = load
+            if len(load.rows) == len(load.block_ids):
+                self._ready.load(load.job, load.block_ids, load.rows)
+            else:
+                self._note_end(CopyEnd(load.job, error="there is nothing to load it from"))
+        self._due_stores = list(connector_metadata.stores)
+
+    def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
+        """Loads are under way since the metadata was bound. Where nothing is computed, see how they end."""
+        if self._loads and forward_context.attn_metadata is None:
+            self._ready.wait(self._loads.keys(), EMPTY_STEP_S)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return  # Loads are asynchronous: no request computes before its blocks are here.
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        return  # Whole blocks are stored, when all layers have them.
+
+    def wait_for_save(self) -> None:
+        stores, self._due_stores = self._due_stores, []
+        for store in stores:
+            self._stores.add(store.job)
+            self._ready.store(store.job, store.block_ids, store.rows)
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        for store in self._due_stores:
+            # The host has left a step half done: nobody may believe that this was stored.
+            self._stores.add(store.job)
+            self._note_end(CopyEnd(store.job, error="the step was not finished"))
+        self._due_stores = []
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._copies is not None:
+            for end in self._copies.take_ended():
+                self._note_end(end)
+        received, self._received = self._received, set()
+        return None, received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
+
+    def get_kv_connector_stats(self) -> OffloadStats | None:
+        return self._stats.take()
+
+    def build_connector_worker_meta(self) -> OffloadReport | None:
+        report = self._report
+        if not report.stored and not report.loaded:
+            return None
+        self._report = OffloadReport(rank=self._identity.rank)
+        return report
+
+    def shutdown(self) -> None:
+        if self._copies is not None:
+            self._copies.close(self._identity.settings.shutdown_timeout_s)
+
+    @property
+    def _ready(self) -> Copies:
+        assert self._copies is not None, "ordered to copy before the cache was registered"
+        return self._copies
+
+    def _note_end(self, end: CopyEnd) -> None:
+        report = self._report
+        direction = "store" if end.job in self._stores else "load"
+        if end.error:
+            logger.error("job %d (%s) failed on rank %d: %s", end.job, direction, report.rank, end.error)
+        else:
+            self._stats.count_copy(direction, end.nbytes, end.duration_s)
+        if direction == "store":
+            self._stores.remove(end.job)
+            report.stored = (report.stored or set()) | {end.job}
+            if end.error:
+                report.failed_stores = (report.failed_stores or set()) | {end.job}
+            return
+        load = self._loads.pop(end.job)
+        self._received.add(load.request_id)
+        report.loaded = (report.loaded or set()) | {end.job}
+        if end.error:
+            self._invalid_blocks.update(load.block_ids)
+            report.failed_loads = (report.failed_loads or set()) | {end.job}
+
+
+def copies_of(kv_caches: dict[str, torch.Tensor], identity: OffloadIdentity) -> Copies:
+    """Raises ConfigError."""
+    device = next(iter(kv_caches.values())).device
+    if device.type == "cuda":
+        from baton.connectors.offload.cuda_copies import CudaCopies
+
+        return CudaCopies(kv_caches, identity.num_rows)
+    if device.type != "cpu":
+        raise ConfigError(f"caches on {device.type!r} cannot be offloaded", field="kv_caches")
+    from baton.connectors.offload.cpu_copies import CpuCopies
+    from baton.tiers.host_rows import HostRows
+
+    rows = HostRows(kv_caches, identity.num_rows)
+    if rows.row_bytes != identity.block_bytes:
+        raise ConfigError(
+            f"a block takes {rows.row_bytes} bytes on this rank, {identity.block_bytes} were expected",
+            field="kv_caches",
+        )
+    return CpuCopies(rows, f"baton-offload-{identity.rank}")

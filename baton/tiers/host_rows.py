@@ -1,0 +1,79 @@
+"""Blocks of KV in host memory: one row for each, holding what all layers of one rank have of it.
+
+    engine's caches, a layer each     [num_blocks, block_bytes]   any order of heads and tokens inside
+    rows, a layer each                [num_rows, block_bytes]     one allocation, every page touched at start
+
+Neighbours that go to neighbours are copied as one run: in a pool that fills up in order that is most of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+Bytes: TypeAlias = NDArray[np.uint8]
+FIELD = "kv_caches"
+
+
+class HostRows:
+    """Not for several threads on the same rows; different ones may be copied at the same time."""
+
+    def __init__(self, kv_caches: Mapping[str, torch.Tensor], num_rows: int) -> None:
+        """Raises ConfigError for caches that are not whole blocks one after the other."""
+        self._caches: list[Bytes] = [block_rows(name, cache).numpy() for name, cache in kv_caches.items()]
+        widths = [cache.shape[1] for cache in self._caches]
+        self.row_bytes = sum(widths)
+        memory = np.empty(num_rows * self.row_bytes, np.uint8)
+        memory.fill(0)  # The first touch of a page costs ten copies.
+        ends = np.cumsum(widths) * num_rows
+        self._rows: list[Bytes] = [
+            memory[end - width * num_rows : end].reshape(num_rows, width)
+            for end, width in zip(ends, widths, strict=True)
+        ]
+
+    def store(self, block_ids: Sequence[int], rows: Sequence[int]) -> None:
+        for block, row, count in runs(block_ids, rows):
+            for cache, ours in zip(self._caches, self._rows, strict=True):
+                ours[row : row + count] = cache[block : block + count]
+
+    def load(self, block_ids: Sequence[int], rows: Sequence[int]) -> None:
+        for block, row, count in runs(block_ids, rows):
+            for cache, ours in zip(self._caches, self._rows, strict=True):
+                cache[block : block + count] = ours[row : row + count]
+
+
+def block_rows(name: str, cache: torch.Tensor) -> torch.Tensor:
+    """The same memory as `[num_blocks, block_bytes]` of bytes. Raises ConfigError if a block is in pieces."""
+    import torch
+
+    expected = 1
+    for stride, size in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):
+        if size > 1 and stride != expected:
+            raise ConfigError(
+                f"has shape {tuple(cache.shape)} and strides {tuple(cache.stride())}: its blocks are not "
+                "contiguous, so they cannot be copied whole",
+                field=f"{FIELD}.{name}",
+            )
+        expected *= size
+    rows = cache.as_strided((cache.shape[0], expected), (cache.stride(0), 1), int(cache.storage_offset()))
+    return rows.view(torch.uint8)
+
+
+def runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(source, target, count): [4, 5, 9], [0, 1, 2] -> (4, 0, 2), (9, 2, 1)."""
+    assert len(sources) == len(targets)
+    if not sources:
+        return
+    ours, theirs = np.asarray(sources, np.int64), np.asarray(targets, np.int64)
+    cuts = np.flatnonzero((np.diff(ours) != 1) | (np.diff(theirs) != 1)) + 1
+    firsts = [0, *cuts.tolist()]
+    for first, end in zip(firsts, [*cuts.tolist(), len(sources)], strict=True):
+        yield int(ours[first]), int(theirs[first]), end - first

@@ -1,0 +1,98 @@
+"""S3-FIFO (Yang et al., "FIFO Queues Are All You Need for Cache Eviction", SOSP 2023).
+
+    new --> small (a tenth) --used again--> main (the rest)      main: back to the end while it has uses left
+              |                              ^
+              `--unused--> ghosts (keys only) `-- comes back
+
+Most keys of most workloads are asked for once, and leave through the small queue without disturbing the rest.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from baton.tiers.policy import Admitted, EvictionPolicy, K
+
+USES_MAX = 3  # Two bits, as in the paper.
+SMALL_SHARE = 0.1
+
+
+class S3Fifo(EvictionPolicy[K]):
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._small_max = max(1, int(capacity * SMALL_SHARE))
+        self._num_ghosts_max = max(1, capacity - self._small_max)
+        self._small: OrderedDict[K, int] = OrderedDict()  # Uses since it came; the oldest first.
+        self._main: OrderedDict[K, int] = OrderedDict()
+        self._ghosts: OrderedDict[K, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._small) + len(self._main)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._small or key in self._main
+
+    def admit(self, key: K, can_leave: Callable[[K], bool]) -> Admitted[K] | None:
+        assert key not in self
+        left = None
+        if len(self) >= self.capacity:
+            left = self._make_room(can_leave)
+            if left is None:
+                return None
+        if key in self._ghosts:
+            del self._ghosts[key]
+            self._main[key] = 0
+        else:
+            self._small[key] = 0
+        return Admitted(left)
+
+    def use(self, key: K) -> None:
+        queue = self._small if key in self._small else self._main
+        queue[key] = min(queue[key] + 1, USES_MAX)
+
+    def refresh(self, keys: Iterable[K]) -> None:
+        return  # The queues are in order of arrival, whatever happens.
+
+    def discard(self, key: K) -> None:
+        del (self._small if key in self._small else self._main)[key]
+
+    def _make_room(self, can_leave: Callable[[K], bool]) -> K | None:
+        left = self._leave_small(can_leave) if len(self._small) >= self._small_max else None
+        if left is None:
+            left = self._leave_main(can_leave)
+        # The main queue may be empty, or in use altogether.
+        return left if left is not None else self._leave_small(can_leave)
+
+    def _leave_small(self, can_leave: Callable[[K], bool]) -> K | None:
+        for _ in range(len(self._small)):
+            key, uses = next(iter(self._small.items()))
+            if uses > 1:
+                del self._small[key]
+                self._main[key] = 0
+            elif can_leave(key):
+                del self._small[key]
+                self._remember(key)
+                return key
+            else:
+                self._small.move_to_end(key)  # In use at this moment, so no candidate for this round.
+        return None
+
+    def _leave_main(self, can_leave: Callable[[K], bool]) -> K | None:
+        # One round for each use that a key can have, and one more to leave.
+        for _ in range((USES_MAX + 1) * len(self._main)):
+            key, uses = next(iter(self._main.items()))
+            if not can_leave(key):
+                self._main.move_to_end(key)
+            elif uses > 0:
+                self._main[key] = uses - 1
+                self._main.move_to_end(key)
+            else:
+                del self._main[key]
+                return key
+        return None
+
+    def _remember(self, key: K) -> None:
+        self._ghosts[key] = None
+        if len(self._ghosts) > self._num_ghosts_max:
+            self._ghosts.popitem(last=False)

@@ -1,0 +1,149 @@
+"""Which key is in which slot of a tier, and whether its slot may be given to another. Pure.
+
+    reserve            end_store(ok)           evicted, or forgotten
+    -------> STORING ----------------> READY -----------------------> (free)
+                |   end_store(failed)    |  ^
+                `------> (free)          pin unpin                    pinned: neither evicted nor reused
+
+Only what is ready can be found. A slot is free again when nobody fills or reads it any more, whatever became
+of its key: one that is forgotten while it is in use is *doomed*, and its slot is kept until that use has
+ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+from baton.tiers.policy import EvictionPolicy, K
+
+
+@dataclass(slots=True, eq=False)
+class Entry(Generic[K]):
+    key: K
+    slot: int
+    is_ready: bool = False
+    is_doomed: bool = False  # Not to be found, and free once nobody uses it.
+    num_pins: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved(Generic[K]):
+    entry: Entry[K]
+    left: K | None  # Who had to make room for it.
+
+
+class SlotIndex(Generic[K]):
+    def __init__(self, num_slots: int, policy: EvictionPolicy[K]) -> None:
+        assert num_slots == policy.capacity
+        self.num_slots = num_slots
+        self._policy = policy
+        self._entries: dict[K, Entry[K]] = {}
+        self._free = list(range(num_slots - 1, -1, -1))  # Ascending when taken: neighbours copy together.
+
+    def __contains__(self, key: object) -> bool:
+        """Whether it is there, or on its way."""
+        return key in self._entries
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def is_ready(self, key: K) -> bool:
+        entry = self._entries.get(key)
+        return entry is not None and entry.is_ready
+
+    def num_found(self, keys: Iterable[K]) -> int:
+        """How many of them can be loaded, from the first one on without a gap."""
+        num_found = 0
+        for key in keys:
+            if not self.is_ready(key):
+                break
+            num_found += 1
+        return num_found
+
+    # --- Storing ---------------------------------------------------------------------------------
+
+    def reserve(self, key: K, protected: Collection[K] = ()) -> Reserved[K] | None:
+        """A slot for a key that has none; what is `protected` does not make room. None: there is no room."""
+        assert key not in self._entries
+        if not self._free and len(self._policy) < self.num_slots:
+            return None  # The missing ones are doomed, and not free yet.
+
+        def can_leave(other: K) -> bool:
+            entry = self._entries[other]
+            return entry.is_ready and not entry.num_pins and other not in protected
+
+        admitted = self._policy.admit(key, can_leave)
+        if admitted is None:
+            return None
+        if admitted.left is not None:
+            self._free.append(self._entries.pop(admitted.left).slot)
+        entry = self._entries[key] = Entry(key, self._free.pop())
+        return Reserved(entry, admitted.left)
+
+    def end_store(self, entry: Entry[K], *, ok: bool) -> bool:
+        """Nobody fills the slot any more. True: from now on its key can be found."""
+        assert not entry.is_ready
+        if ok and not entry.is_doomed:
+            entry.is_ready = True
+            return True
+        if not entry.is_doomed:
+            self._remove(entry)
+        self._free.append(entry.slot)
+        return False
+
+    # --- Loading ---------------------------------------------------------------------------------
+
+    def pin(self, keys: Sequence[K]) -> list[Entry[K]] | None:
+        """Their slots stay as they are until `unpin`. None, with nothing pinned, if one is not ready."""
+        if self.num_found(keys) < len(keys):
+            return None
+        entries = [self._entries[key] for key in keys]
+        for entry in entries:
+            entry.num_pins += 1
+        return entries
+
+    def unpin(self, entries: Iterable[Entry[K]]) -> None:
+        for entry in entries:
+            assert entry.num_pins > 0
+            entry.num_pins -= 1
+            if entry.is_doomed and not entry.num_pins:
+                self._free.append(entry.slot)
+
+    # --- Who stays -------------------------------------------------------------------------------
+
+    def use(self, key: K) -> None:
+        """A key that is there was asked for."""
+        self._policy.use(key)
+
+    def refresh(self, keys: Iterable[K]) -> None:
+        """See EvictionPolicy."""
+        self._policy.refresh(keys)
+
+    def forget(self, entry: Entry[K]) -> bool:
+        """Its content is not to be believed. True if it could be found until now."""
+        if entry.is_doomed or self._entries.get(entry.key) is not entry:
+            return False
+        self._remove(entry)
+        entry.is_doomed = True
+        if entry.is_ready and not entry.num_pins:
+            self._free.append(entry.slot)
+        return entry.is_ready
+
+    def clear(self) -> list[K]:
+        """Forget everything. Returns what could be found until now."""
+        return [entry.key for entry in list(self._entries.values()) if self.forget(entry)]
+
+    def _remove(self, entry: Entry[K]) -> None:
+        del self._entries[entry.key]
+        self._policy.discard(entry.key)
+
+    def assert_consistent(self, entries_in_use: Collection[Entry[K]] = ()) -> None:
+        """Every slot is free, or of one key, or of a doomed entry in use. O(slots): for tests."""
+        doomed = [entry for entry in entries_in_use if entry.is_doomed]
+        slots = [*self._free, *(e.slot for e in self._entries.values()), *(e.slot for e in doomed)]
+        assert sorted(slots) == list(range(self.num_slots)), "a slot is lost, or has two owners"
+        assert len(self._policy) == len(self._entries)
+        assert all(key in self._policy and self._entries[key].key == key for key in self._entries)

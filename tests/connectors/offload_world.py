@@ -1,0 +1,232 @@
+"""What the tests of offload share: engines stepped by hand, and copies that take their time, or fail."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from baton.connectors.offload.connector import BatonOffloadConnector
+from baton.connectors.offload.copies import Copies, CopyEnd
+from baton.connectors.offload.scheduler import OffloadSchedulerHalf
+from baton.connectors.offload.worker import OffloadWorkerHalf, copies_of
+from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
+from baton.contract.events import KVCacheEvent
+from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig, ModelConfig, SchedulerConfig
+from baton.engine.api import EngineRequest, SamplingParams
+from baton.engine.core import EngineCore
+from baton.engine.llm import Completion
+
+PATIENCE_S = 60.0
+BLOCK = 4  # Tokens.
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+
+def config_of(
+    model: ModelConfig,
+    num_blocks: int = 40,
+    *,
+    slots: float | None = 64,
+    extra: dict[str, Any] | None = None,
+    policy: str = "recompute",
+    events: bool = False,
+    engine: dict[str, Any] | None = None,
+    **scheduler: Any,
+) -> EngineConfig:
+    """`slots`: blocks in host memory; None: an engine without a connector."""
+    transfer = None
+    if slots is not None:
+        block_bytes = model.num_hidden_layers * model.num_kv_heads * BLOCK * 2 * model.head_dim * 4
+        cpu_gib = (slots + 0.5) * block_bytes / 2**30
+        transfer = KVTransferConfig(
+            kv_connector="BatonOffloadConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"cpu_gib": cpu_gib, **(extra or {})},
+            kv_load_failure_policy=policy,  # type: ignore[arg-type]
+        )
+    return EngineConfig(
+        model_config=model,
+        cache_config=CacheConfig(num_gpu_blocks=num_blocks, block_size=BLOCK),
+        scheduler_config=SchedulerConfig(**scheduler),
+        kv_transfer_config=transfer,
+        enable_kv_events=events,
+        **(engine or {}),
+    )
+
+
+class LazyCopies(Copies):
+    """Nothing is copied before it must be: when somebody waits for it, or after `num_looks` looks.
+
+    Whoever forgets to wait copies what has been overwritten by then, as a slow device would.
+    """
+
+    def __init__(self, real: Copies, num_looks: int) -> None:
+        self._real = real
+        self._num_looks = num_looks
+        self._due: dict[int, tuple[int, Callable[[], None]]] = {}
+        self.num_fenced = 0
+
+    def store(self, job: int, block_ids: Sequence[int], rows: Sequence[int]) -> None:
+        self._due[job] = (self._num_looks, lambda: self._real.store(job, block_ids, rows))
+
+    def load(self, job: int, block_ids: Sequence[int], rows: Sequence[int]) -> None:
+        self._due[job] = (self._num_looks, lambda: self._real.load(job, block_ids, rows))
+
+    def take_ended(self) -> list[CopyEnd]:
+        for job, (num_looks, copy) in list(self._due.items()):
+            if num_looks:
+                self._due[job] = (num_looks - 1, copy)
+            else:
+                del self._due[job]
+                copy()
+        return self._real.take_ended()
+
+    def wait(self, jobs: Collection[int], timeout_s: float) -> bool:
+        for job in jobs:
+            if job in self._due:
+                self.num_fenced += 1
+                self._due.pop(job)[1]()
+        return self._real.wait(jobs, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        self._real.close(timeout_s)
+
+
+class FailingCopies(Copies):
+    """Jobs that `fails` names end as failed, with nothing or half of it copied."""
+
+    def __init__(self, real: Copies, fails: Callable[[str, int], bool]) -> None:
+        self._real = real
+        self._fails = fails
+        self._failed: list[CopyEnd] = []
+
+    def store(self, job: int, block_ids: Sequence[int], rows: Sequence[int]) -> None:
+        if self._fails("store", job):
+            self._failed.append(CopyEnd(job, error="told to"))
+        else:
+            self._real.store(job, block_ids, rows)
+
+    def load(self, job: int, block_ids: Sequence[int], rows: Sequence[int]) -> None:
+        if self._fails("load", job):
+            self._failed.append(CopyEnd(job, error="told to"))
+        else:
+            self._real.load(job, block_ids, rows)
+
+    def take_ended(self) -> list[CopyEnd]:
+        failed, self._failed = self._failed, []
+        return failed + self._real.take_ended()
+
+    def wait(self, jobs: Collection[int], timeout_s: float) -> bool:
+        return self._real.wait(jobs, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        self._real.close(timeout_s)
+
+
+class Factory:
+    """Halves over copies that a test chooses."""
+
+    def __init__(self, wrap: Callable[[Copies], Copies] = lambda real: real) -> None:
+        self._wrap = wrap
+        self.copies: list[Copies] = []
+
+    def scheduler_half(self, config: EngineConfig) -> KVConnectorSchedulerHalf:
+        return OffloadSchedulerHalf(BatonOffloadConnector.identity_of(config))
+
+    def worker_half(self, config: EngineConfig, tp_rank: int) -> KVConnectorWorkerHalf:
+        def make(caches: Any, identity: Any) -> Copies:
+            self.copies.append(self._wrap(copies_of(caches, identity)))
+            return self.copies[-1]
+
+        return OffloadWorkerHalf(BatonOffloadConnector.identity_of(config), make)
+
+
+class Engine:
+    """One engine, stepped by hand."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.completions: dict[str, Completion] = {}
+        self.counts: Counter[str] = Counter()  # Of the connector, since start.
+        self.failures: Counter[str] = Counter()
+        self.num_preempted = 0
+        self.num_load_failures = 0
+        self._pause = threading.Event()
+
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams = GREEDY,
+        params: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> Completion:
+        completion = self.completions[request_id] = Completion(request_id, prompt)
+        refusal = self.core.add_request(
+            EngineRequest(
+                request_id=request_id,
+                prompt_token_ids=prompt,
+                sampling_params=sampling,
+                arrival_time_s=0.0,
+                kv_transfer_params=params,
+                **fields,
+            )
+        )
+        if refusal is not None:
+            completion.take(refusal)
+        return completion
+
+    def step(self) -> None:
+        outputs = self.core.step()
+        for output in outputs.outputs:
+            self.completions[output.request_id].take(output)
+        if outputs.stats is not None:
+            self.num_preempted += outputs.stats.num_preempted
+            self.num_load_failures += outputs.stats.num_kv_load_failures
+            data = outputs.stats.kv_connector_stats or {}
+            self.counts.update({name: data[name] for name in data if isinstance(data[name], int)})
+            self.failures.update(data.get("failures", {}))
+        if not self.core.num_scheduled_tokens:
+            self._pause.wait(0.0005)  # The copying thread needs the interpreter too.
+
+    def run(self) -> None:
+        """Until all requests have ended, and everything that they began."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.core.has_requests:
+            assert time.monotonic() < deadline, "a request did not end"
+            self.step()
+
+    def ask(self, prompt: list[int], sampling: SamplingParams = GREEDY, **fields: Any) -> Completion:
+        completion = self.add(f"r{len(self.completions)}", prompt, sampling, **fields)
+        self.run()
+        return completion
+
+    def tokens(self, prompt: list[int], **fields: Any) -> list[int]:
+        return self.ask(prompt, **fields).token_ids
+
+    def forget(self) -> None:
+        """Its own cache; what is in host memory stays."""
+        assert self.core.scheduler.reset_prefix_cache()
+
+    @property
+    def half(self) -> OffloadSchedulerHalf:
+        half = self.core._half
+        return getattr(half, "scheduler_half", half)  # type: ignore[return-value]
+
+    def take_events(self) -> list[KVCacheEvent]:
+        return self.core.scheduler.take_events()
+
+    def assert_whole(self) -> None:
+        """At rest: nothing is held, pinned or waited for."""
+        self.core.scheduler.kv_cache.block_pool.assert_empty()
+        half = self.half
+        assert not half._stores
+        assert not half._loads
+        assert not half._prompts
+        half._index.assert_consistent()
+
+
+def prompt_of(num_tokens: int, step: int = 7) -> list[int]:
+    return [(step * i) % 500 + 5 for i in range(num_tokens)]

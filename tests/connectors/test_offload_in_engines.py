@@ -1,0 +1,276 @@
+"""An embedded engine offloads, and its answers are those of an engine that computes everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.connectors.offload.copies import Copies
+from baton.contract.events import BlockRemoved, BlockStored
+from baton.core.config import ModelConfig, ParallelConfig
+from baton.engine.api import SamplingParams
+from baton.engine.checkpoint import load_model_config
+from baton.engine.core import EngineCore
+from baton.engine.new_model import write_checkpoint
+from tests.connectors.offload_world import (
+    BLOCK,
+    GREEDY,
+    Engine,
+    Factory,
+    FailingCopies,
+    LazyCopies,
+    config_of,
+    prompt_of,
+)
+
+pytestmark = pytest.mark.slow
+Start = Callable[..., Engine]
+ASSEMBLED = "baton.assemble:connector_factory"
+
+factory: Factory | None = None  # What engines of this process are told to load, by the name of this module.
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("model")
+    write_checkpoint(folder, hidden=64, layers=3, heads=4, kv_heads=2, vocab=512)
+    return load_model_config(folder, max_model_len=256)
+
+
+@pytest.fixture
+def start(model: ModelConfig) -> Iterator[Start]:
+    with ExitStack() as stack:
+
+        def start_engine(
+            num_blocks: int = 40, *, wrap: Callable[[Copies], Copies] | None = None, **fields: Any
+        ) -> Engine:
+            path = ASSEMBLED
+            if wrap is not None:
+                global factory
+                factory = Factory(wrap)
+                path = f"{__name__}:factory"
+            core = EngineCore(config_of(model, num_blocks, **fields), path)
+            stack.callback(core.shutdown)
+            return Engine(core)
+
+        yield start_engine
+
+
+@pytest.fixture
+def expected(start: Start) -> Callable[..., list[int]]:
+    """What an engine without a connector says, its cache empty each time."""
+    alone = start(64, slots=None)
+
+    def ask(prompt: list[int], sampling: SamplingParams = GREEDY) -> list[int]:
+        alone.forget()
+        return alone.tokens(prompt, sampling=sampling)
+
+    return ask
+
+
+@pytest.mark.parametrize("eviction", ["lru", "arc", "s3fifo"])
+@pytest.mark.parametrize("blocks_per_chunk", [1, 3])
+def test_a_prompt_that_returns_is_loaded_and_the_tokens_are_the_same(
+    start: Start, expected: Callable[..., list[int]], eviction: str, blocks_per_chunk: int
+) -> None:
+    engine = start(extra={"eviction": eviction, "blocks_per_chunk": blocks_per_chunk})
+    prompts = [prompt_of(50), prompt_of(3), prompt_of(32, step=11), [*prompt_of(30), 9, 9, 9], prompt_of(50)]
+    for prompt in (*prompts, *prompts):
+        engine.forget()
+        assert engine.tokens(prompt) == expected(prompt)
+    assert engine.counts["hit_tokens"] > 100
+    loaded = engine.ask(prompt_of(40, step=3))
+    assert loaded.num_transferred_tokens == 0
+    engine.assert_whole()
+
+
+def test_what_was_answered_is_found_too_unless_only_prompts_are_stored(start: Start) -> None:
+    for prompt_only in (False, True):
+        engine = start(extra={"prompt_only": prompt_only})
+        prompt = prompt_of(16)
+        answer = engine.tokens(prompt)
+        engine.forget()
+        again = engine.ask([*prompt, *answer, 7])
+        assert again.num_transferred_tokens == (16 if prompt_only else 20)
+
+
+def test_blocks_can_be_found_while_the_request_that_computes_them_still_runs(start: Start) -> None:
+    engine = start(max_num_batched_tokens=8)
+    engine.add("long", prompt_of(60))
+    for _ in range(4):
+        engine.step()
+    assert engine.half._index.num_found(engine.half._prompts["long"].keys) == 8
+    engine.run()
+
+
+def test_half_a_prompt_is_loaded_behind_what_the_engine_still_has(
+    start: Start, expected: Callable[..., list[int]]
+) -> None:
+    """The pool forgets the end of a prompt first, so its own hit is the beginning."""
+    engine = start(24, extra={"blocks_per_chunk": 2})
+    prompt = prompt_of(60)
+    assert engine.tokens(prompt) == expected(prompt)
+    engine.tokens(prompt_of(35, step=11))  # Takes some of the blocks, not all.
+    again = engine.ask(prompt)
+    assert again.token_ids == expected(prompt)
+    assert 0 < again.num_transferred_tokens < again.num_cached_tokens
+    engine.assert_whole()
+
+
+@pytest.mark.parametrize("num_looks", [0, 2, 50])
+def test_a_pool_that_is_short_of_blocks_overwrites_nothing_that_is_still_copied(
+    start: Start, expected: Callable[..., list[int]], num_looks: int
+) -> None:
+    """Copies are late here, so only the fence keeps them from storing what came after."""
+    lazy: list[LazyCopies] = []
+
+    def wrap(real: Copies) -> Copies:
+        lazy.append(LazyCopies(real, num_looks))
+        return lazy[-1]
+
+    engine = start(22, wrap=wrap, slots=200, max_num_batched_tokens=12)
+    long = msgspec.structs.replace(GREEDY, max_tokens=24)
+    prompts = [prompt_of(20 + index, step=3 + index) for index in range(6)]
+    for turn in range(3):
+        asked = [engine.add(f"{turn}-{i}", prompt, long) for i, prompt in enumerate(prompts)]
+        engine.run()
+        assert [c.token_ids for c in asked] == [expected(p, long) for p in prompts]
+        engine.forget()
+    assert engine.num_preempted, "the pool was not short"
+    assert engine.counts["hit_tokens"], "nothing was loaded"
+    if num_looks:
+        assert lazy[0].num_fenced, "nobody waited"
+    engine.assert_whole()
+
+
+@pytest.mark.parametrize("eviction", ["lru", "arc", "s3fifo"])
+def test_a_host_memory_that_is_too_small_evicts_and_tokens_stay_right(
+    start: Start, expected: Callable[..., list[int]], eviction: str
+) -> None:
+    engine = start(slots=14, extra={"eviction": eviction})
+    prompts = [prompt_of(30, step=3 + index) for index in range(5)] + [prompt_of(90, step=13)]
+    for prompt in (*prompts, prompts[4], prompts[4], *prompts):
+        engine.forget()
+        assert engine.tokens(prompt) == expected(prompt)
+    assert engine.counts["evicted_chunks"]
+    assert engine.counts["hit_tokens"]
+    assert engine.counts["not_stored_chunks"], "the long prompt was to be longer than the memory"
+    engine.assert_whole()
+
+
+@pytest.mark.parametrize(
+    ("choice", "loads", "stores"),
+    [("off", False, False), ("load_only", True, False), ("store_only", False, True)],
+)
+def test_a_request_can_opt_out(start: Start, choice: str, loads: bool, stores: bool) -> None:
+    params = {"baton_offload": choice}
+    engine = start()
+    engine.tokens(prompt_of(40))
+    engine.forget()
+    assert bool(engine.ask(prompt_of(40), params=params).num_transferred_tokens) == loads
+    engine.tokens(prompt_of(40, step=11), params=params)
+    engine.forget()
+    assert bool(engine.ask(prompt_of(40, step=11)).num_transferred_tokens) == stores
+
+
+def test_an_unknown_choice_is_that_requests_error(start: Start) -> None:
+    completion = start().ask(prompt_of(8), params={"baton_offload": "sometimes"})
+    assert completion.finish_reason == "error"
+    assert completion.error is not None
+    assert "kv_transfer_params.baton_offload" in completion.error.message
+
+
+def test_a_salt_keeps_users_apart(start: Start) -> None:
+    engine = start()
+    engine.tokens(prompt_of(40), cache_salt="a")
+    engine.forget()
+    assert engine.ask(prompt_of(40), cache_salt="b").num_transferred_tokens == 0
+    engine.forget()
+    assert engine.ask(prompt_of(40), cache_salt="a").num_transferred_tokens == 36
+
+
+def test_a_store_that_failed_is_never_found(start: Start, expected: Callable[..., list[int]]) -> None:
+    engine = start(wrap=lambda real: FailingCopies(real, lambda what, job: what == "store" and job % 2 == 1))
+    for prompt in (prompt_of(40), prompt_of(41, step=11), prompt_of(40), prompt_of(41, step=11)):
+        engine.forget()
+        assert engine.tokens(prompt) == expected(prompt)
+    assert engine.failures["store"] >= 2
+    engine.assert_whole()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_load_that_failed_is_computed_or_fails_by_policy(
+    start: Start, expected: Callable[..., list[int]], policy: str
+) -> None:
+    engine = start(wrap=lambda real: FailingCopies(real, lambda what, job: what == "load"), policy=policy)
+    engine.tokens(prompt_of(40))
+    engine.forget()
+    again = engine.ask(prompt_of(40))
+    assert engine.num_load_failures == 1
+    assert engine.failures["load"] == 1
+    if policy == "fail":
+        assert again.finish_reason == "error"
+    else:
+        assert again.token_ids == expected(prompt_of(40))
+    engine.forget()
+    other = engine.ask(prompt_of(40))
+    assert other.num_transferred_tokens == 0 or policy == "recompute", (
+        "what could not be loaded is not tried again"
+    )
+    engine.assert_whole()
+
+
+def test_an_abort_during_a_load_leaves_nothing_behind(
+    start: Start, expected: Callable[..., list[int]]
+) -> None:
+    engine = start(wrap=lambda real: LazyCopies(real, 5))
+    engine.tokens(prompt_of(40))
+    engine.forget()
+    gone = engine.add("gone", prompt_of(40))
+    engine.step()
+    engine.core.abort("gone")
+    engine.run()
+    assert gone.finish_reason == "abort"
+    engine.assert_whole()
+    assert engine.tokens(prompt_of(40)) == expected(prompt_of(40))
+
+
+def test_resetting_the_cache_forgets_host_memory_too(start: Start) -> None:
+    engine = start()
+    engine.tokens(prompt_of(40))
+    assert engine.core.scheduler.reset_prefix_cache(reset_connector=True)
+    assert engine.ask(prompt_of(40)).num_transferred_tokens == 0
+
+
+def test_events_say_what_host_memory_has(start: Start) -> None:
+    engine = start(slots=12, events=True)
+    held: set[Any] = set()
+    for step in (7, 11, 13, 7):
+        engine.forget()
+        engine.tokens(prompt_of(33, step=step))
+        for event in engine.take_events():
+            if isinstance(event, BlockStored) and event.medium == "CPU":
+                assert len(event.token_ids) == BLOCK * len(event.block_hashes)
+                assert held.isdisjoint(event.block_hashes)
+                held.update(event.block_hashes)
+            elif isinstance(event, BlockRemoved) and event.medium == "CPU":
+                assert held.issuperset(event.block_hashes)
+                held.difference_update(event.block_hashes)
+        index = engine.half._index
+        assert held == {key for key in index._entries if index.is_ready(key)}
+    assert held
+
+
+def test_two_ranks_offload_their_halves(start: Start, expected: Callable[..., list[int]]) -> None:
+    ranks = ParallelConfig(tensor_parallel_size=2, executor="multiprocess")
+    engine = start(slots=30, engine={"parallel_config": ranks})
+    prompts = [prompt_of(40), prompt_of(33, step=11), prompt_of(60, step=13)]
+    for prompt in (*prompts, prompts[2], *prompts):
+        engine.forget()
+        assert engine.tokens(prompt) == expected(prompt)
+    assert engine.counts["hit_tokens"]
+    engine.assert_whole()
