@@ -49,6 +49,7 @@ def engine_config(resolved: Resolved) -> EngineConfig:
         ),
         device_config=DeviceConfig(device=_device(settings), num_threads=settings.threads),
         kv_transfer_config=settings.kv_transfer_config,
+        kv_events_config=settings.kv_events_config,
         cluster_secret=resolved.secret,
         seed=settings.seed,
         step_timeout_s=settings.step_timeout_s,

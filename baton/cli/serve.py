@@ -118,6 +118,10 @@ def serve(
         str | None,
         _option("--kv-transfer-config", "The KV connector, as vLLM's JSON.", _CLUSTER, "JSON"),
     ] = None,
+    kv_events_config: Annotated[
+        str | None,
+        _option("--kv-events-config", "Publish KV events, as vLLM's JSON.", _CLUSTER, "JSON"),
+    ] = None,
     secret_file: Annotated[
         str | None,
         _option("--secret-file", "File with the cluster secret; or set BATON_SECRET.", _CLUSTER, "FILE"),

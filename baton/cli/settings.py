@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from baton.core.config import ClusterSecret, KVTransferConfig
+from baton.core.config import ClusterSecret, KVEventsConfig, KVTransferConfig
 from baton.core.errors import ConfigError
 from baton.core.limited_file import read_limited
 
@@ -70,6 +70,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     threads: int = 1  # Torch threads of one rank on CPU.
 
     kv_transfer_config: KVTransferConfig | None = None
+    kv_events_config: KVEventsConfig | None = None
     secret_file: str | None = None
 
     def __post_init__(self) -> None:
@@ -111,9 +112,15 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "cache": ("block_size", "num_blocks", "kv_cache_memory", "enable_prefix_caching"),
     "scheduler": ("max_num_batched_tokens", "max_num_seqs", "scheduling_policy", "enable_chunked_prefill"),
     "parallel": ("tensor_parallel_size", "device", "threads"),
-    "cluster": ("kv_transfer_config", "secret_file"),
+    "cluster": ("kv_transfer_config", "kv_events_config", "secret_file"),
 }
 """Of the TOML file, and of what `--show-config` prints."""
+
+
+_FROM_JSON: dict[str, Callable[[str], Any]] = {
+    "kv_transfer_config": KVTransferConfig.from_json,
+    "kv_events_config": KVEventsConfig.from_json,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +185,8 @@ def _typed(values: Mapping[str, Any], origins: Mapping[str, str]) -> ServeSettin
     kinds = {field.name: field.type for field in msgspec.structs.fields(ServeSettings)}
     for name, value in values.items():
         try:
-            if name == "kv_transfer_config" and isinstance(value, str):
-                typed[name] = KVTransferConfig.from_json(value)
+            if name in _FROM_JSON and isinstance(value, str):
+                typed[name] = _FROM_JSON[name](value)
             else:
                 # Not strict: the environment knows text only, so "16" is a number and "true" a flag.
                 typed[name] = msgspec.convert(value, kinds[name], strict=False)

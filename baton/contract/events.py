@@ -2,6 +2,8 @@
 
 A block of a tensor-parallel engine is there only when every rank has its part. So events of ranks are
 counted, and one becomes true once all of them have said it (quorum), however many steps apart.
+
+A batch is an array, the events in it are maps: {"type": "BlockStored", "block_hashes": [...], ...}.
 """
 
 from __future__ import annotations
@@ -20,18 +22,20 @@ ExternalBlockHash: TypeAlias = bytes | int
 """As published: the whole digest, or 64 bits of it for consumers that want integers."""
 
 
-class BlockStored(
-    msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True, frozen=True, kw_only=True
-):
+def _none() -> None:
+    """Of fields that vLLM's decoder requires: what comes from a factory is sent, even if it is None."""
+
+
+class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True, frozen=True, kw_only=True):
     """Full blocks that can be found by hash from now on, in prompt order behind `parent_block_hash`."""
 
     block_hashes: list[ExternalBlockHash]
     parent_block_hash: ExternalBlockHash | None
     token_ids: list[int]
     block_size: int
-    lora_id: int | None = None  # Deprecated in vLLM in favour of lora_name.
-    medium: str | None = None
-    lora_name: str | None = None
+    lora_id: int | None = msgspec.field(default_factory=_none)  # Deprecated in favour of lora_name.
+    medium: str | None = msgspec.field(default_factory=_none)
+    lora_name: str | None = msgspec.field(default_factory=_none)
     extra_keys: list[tuple[Any, ...] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
@@ -41,17 +45,15 @@ class BlockStored(
     session_id: str | None = None
 
 
-class BlockRemoved(
-    msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True, frozen=True, kw_only=True
-):
+class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True, frozen=True, kw_only=True):
     block_hashes: list[ExternalBlockHash]
-    medium: str | None = None
+    medium: str | None = msgspec.field(default_factory=_none)
     group_idx: int | None = None
     locality: str | None = None
     ownership: str | None = None
 
 
-class AllBlocksCleared(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True, frozen=True):
+class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True, frozen=True):
     """The whole cache was forgotten."""
 
 

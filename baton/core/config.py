@@ -75,6 +75,39 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise ConfigError(str(error), field="kv_transfer_config") from error
 
 
+class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Same fields and the same JSON as vLLM's `KVEventsConfig` (config/kv_events.py, 0.32).
+
+    One default differs: events hold token ids, so they are published on the loopback unless told otherwise.
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["null", "zmq"] | None = None  # None: "zmq" if events are enabled, else "null".
+    endpoint: str = "tcp://127.0.0.1:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000  # Batches that can be replayed; a batch is what one step did.
+    hwm: int = 100_000  # Batches that wait for one slow subscriber; then it misses some.
+    max_queue_size: int = 100_000  # Batches that wait to be published.
+    topic: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError("must be at least 1", field=f"kv_events_config.{name}")
+
+    @property
+    def is_published(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher != "null"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "KVEventsConfig":
+        """Raises ConfigError naming the field."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ConfigError(str(error), field="kv_events_config") from error
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One checkpoint, as its folder describes it. Made by `baton.engine.checkpoint.load_model_config`."""
 
@@ -198,7 +231,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
     seed: int = 0
     step_timeout_s: float = 300.0  # Far above any step: what takes longer hangs, and the engine ends.
-    enable_kv_events: bool = False
+    kv_events_config: KVEventsConfig | None = None
+
+    @property
+    def enable_kv_events(self) -> bool:
+        return self.kv_events_config is not None and self.kv_events_config.enable_kv_cache_events
 
     def __post_init__(self) -> None:
         if not 0 < self.step_timeout_s <= 86_400:

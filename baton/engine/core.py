@@ -21,6 +21,7 @@ from baton.core.errors import UserError
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, RequestError
 from baton.engine.connector_calls import STEP_ERRORS_MAX
 from baton.engine.executor import Executor, start_executor
+from baton.engine.kv_event_publisher import KVEventPublisher
 from baton.engine.request import RequestStatus
 from baton.engine.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
@@ -56,7 +57,10 @@ class EngineCore:
             self.executor.shutdown()
             raise
         self._half = half
+        self._event_publisher: KVEventPublisher | None = None
         try:
+            if config.kv_events_config is not None and config.kv_events_config.is_published:
+                self._event_publisher = KVEventPublisher(config.kv_events_config, time.time)
             self.scheduler = Scheduler(config, half)
             self.executor.expect_reports(half.get_finished_count())
             handshake = self.executor.handshake_metadata()
@@ -69,6 +73,8 @@ class EngineCore:
             if (only_half := self.executor.only_half()) is not None:
                 half.bind_only_rank(only_half)
         except BaseException:
+            if self._event_publisher is not None:
+                self._event_publisher.close()
             half.shutdown()
             self.executor.shutdown()
             raise
@@ -131,6 +137,7 @@ class EngineCore:
         abandoned = self._abandon_loads(result)
         num_ended_before = self.scheduler.num_ended_transfers
         outputs = self.scheduler.update_from_output(scheduler_output, result)
+        self._publish_events()
         if abandoned:
             outputs = _with_errors(outputs, abandoned, f"the KV connector failed: {result.connector_error}")
         updated = time.perf_counter()
@@ -168,11 +175,18 @@ class EngineCore:
             self.scheduler.abort(abandoned)
         return abandoned
 
+    def _publish_events(self) -> None:
+        """Of the step whose result has been taken: by now, what is said to be stored has been computed."""
+        if (events := self.scheduler.take_events()) and self._event_publisher is not None:
+            self._event_publisher.publish(events)
+
     def shutdown(self) -> None:
         """Idempotent."""
         try:
             self.scheduler.shutdown()
         finally:
+            if self._event_publisher is not None:
+                self._event_publisher.close()
             self.executor.shutdown()
 
 

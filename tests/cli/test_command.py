@@ -21,6 +21,7 @@ SERVE_FLAGS = [
     "--enable-prefix-caching",
     "--host",
     "--kv-cache-memory",
+    "--kv-events-config",
     "--kv-transfer-config",
     "--log-level",
     "--max-model-len",

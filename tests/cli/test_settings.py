@@ -74,6 +74,7 @@ def test_the_connector_is_json_on_the_command_line_and_a_table_in_the_file(tmp_p
         ({"dtype": "int3"}, {}, ["dtype", "command line --dtype"]),
         ({"kv_transfer_config": "{"}, {}, ["kv_transfer_config", "command line"]),
         ({"kv_transfer_config": '{"kv_conector": 1}'}, {}, ["kv_conector"]),
+        ({"kv_events_config": '{"hwm": 0}'}, {}, ["kv_events_config.hwm", "at least 1"]),
         ({"kv_cache_memory": "lots"}, {}, ["kv_cache_memory", "512MiB"]),
         ({"kv_cache_memory": "1GiB", "num_blocks": 5}, {}, ["kv_cache_memory", "num_blocks"]),
         ({"max_model_len": 0}, {}, ["max_model_len"]),
@@ -140,7 +141,13 @@ def test_the_secret_is_never_shown(tmp_path: Path) -> None:
 
 
 def test_what_is_shown_is_a_file_that_says_the_same(tmp_path: Path) -> None:
-    given = {"model": 'a "b" é', "port": 1, "enable_prefix_caching": False, "kv_transfer_config": CONNECTOR}
+    given = {
+        "model": 'a "b" é',
+        "port": 1,
+        "enable_prefix_caching": False,
+        "kv_transfer_config": CONNECTOR,
+        "kv_events_config": '{"enable_kv_cache_events": true}',
+    }
     resolved = resolve(given, environment={})
     shown = show_config(resolved)
     assert "port = 1  # command line --port" in shown

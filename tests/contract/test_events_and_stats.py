@@ -30,9 +30,17 @@ def test_a_batch_has_vllms_form_on_the_wire() -> None:
     batch = KVEventBatch(1.5, [stored(7), BlockRemoved(block_hashes=[7], medium="GPU"), AllBlocksCleared()])
     ts, events, data_parallel_rank = msgspec.msgpack.decode(msgspec.msgpack.encode(batch))
     assert (ts, data_parallel_rank) == (1.5, None)
-    assert events[0][:6] == ["BlockStored", [7], None, [7], 1, None]  # Positions are the format.
-    assert events[1][:3] == ["BlockRemoved", [7], "GPU"]
-    assert events[2] == ["AllBlocksCleared"]
+    required = {"lora_id": None, "medium": None, "lora_name": None}  # As vLLM's decoder has it.
+    assert events[0] == {
+        "type": "BlockStored",
+        "block_hashes": [7],
+        "parent_block_hash": None,
+        "token_ids": [7],
+        "block_size": 1,
+        **required,
+    }
+    assert events[1] == {"type": "BlockRemoved", "block_hashes": [7], "medium": "GPU"}
+    assert events[2] == {"type": "AllBlocksCleared"}
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch) == batch
 
 

@@ -15,7 +15,14 @@ from typing import Any
 from baton.contract import KVConnectorMetadata, KVConnectorOutput, KVConnectorSchedulerHalf
 from baton.contract.events import KVCacheEvent
 from baton.contract.null import NullConnectorMetadata
-from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig, ModelConfig, SchedulerConfig
+from baton.core.config import (
+    CacheConfig,
+    EngineConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from baton.core.prefilled import PrefilledTokens
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, SamplingParams, TokenLogprobs
 from baton.engine.request import Request
@@ -77,7 +84,7 @@ def engine_config(
             kv_role="kv_both",
             kv_load_failure_policy=on_failure,  # type: ignore[arg-type]
         ),
-        enable_kv_events=events,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=events),
     )
 
 

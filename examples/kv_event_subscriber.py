@@ -1,0 +1,109 @@
+"""Follows an engine's KV events, and knows at any time which blocks its prefix cache has.
+
+    baton serve MODEL --kv-events-config '{"enable_kv_cache_events": true,
+        "endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5558"}'
+    python examples/kv_event_subscriber.py tcp://127.0.0.1:5557 tcp://127.0.0.1:5558
+
+The wire format is vLLM's, so this follows a vLLM as well. A router that wants to send a prompt where its
+prefix lies needs no more than `CacheView.blocks`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+import zmq
+
+END = (-1).to_bytes(8, "big", signed=True)
+REPLAY_TIMEOUT_MS = 5000
+
+
+class CacheView:
+    """What one engine's cache has, as far as we were told."""
+
+    def __init__(self) -> None:
+        self.blocks: set[tuple[bytes | int, str | None]] = set()  # (hash of the block, medium)
+        self.next_number: int | None = None  # Of the batch that has to come next.
+
+    def apply(self, number: int, payload: bytes) -> None:
+        """A batch is [seconds, events, data_parallel_rank]."""
+        self.next_number = number + 1
+        for event in msgspec.msgpack.decode(payload)[1]:
+            match event["type"]:
+                case "BlockStored":  # Also parent_block_hash, token_ids, block_size, ...
+                    self.blocks |= {(block, event["medium"]) for block in event["block_hashes"]}
+                case "BlockRemoved":
+                    self.blocks -= {(block, event["medium"]) for block in event["block_hashes"]}
+                case "AllBlocksCleared":
+                    self.blocks.clear()
+
+    def forget(self) -> None:
+        """What we missed may have been removals, so nothing is known any more."""
+        self.blocks.clear()
+
+
+class Subscriber:
+    def __init__(self, endpoint: str, replay_endpoint: str | None, topic: str = "") -> None:
+        self.view = CacheView()
+        self._context = zmq.Context()
+        self._events = self._context.socket(zmq.SUB)
+        self._events.connect(endpoint)
+        self._events.subscribe(topic)
+        self._replay_endpoint = replay_endpoint
+
+    def receive(self, timeout_ms: int | None = None) -> bool:
+        """Take one batch, and before it what was missed. False: none came in time."""
+        if not self._events.poll(timeout_ms):
+            return False
+        _, number_bytes, payload = self._events.recv_multipart()
+        number = int.from_bytes(number_bytes, "big")
+        expected = self.view.next_number if self.view.next_number is not None else 0
+        if number < expected:
+            self.view.forget()  # The engine has started anew.
+            expected = 0
+        if number > expected:
+            self.catch_up(expected, number)
+        self.view.apply(number, payload)
+        return True
+
+    def catch_up(self, first: int, end: int) -> None:
+        """Batches `first` to `end`, exclusive; if they are not to be had, nothing is believed any more."""
+        replayed = [batch for batch in self._ask_for(first) if batch[0] < end]
+        if [number for number, _ in replayed] != list(range(first, end)):
+            self.view.forget()
+            return
+        for number, payload in replayed:
+            self.view.apply(number, payload)
+
+    def _ask_for(self, first: int) -> list[tuple[int, bytes]]:
+        if self._replay_endpoint is None:
+            return []
+        batches: list[tuple[int, bytes]] = []
+        with self._context.socket(zmq.DEALER) as replay:
+            replay.connect(self._replay_endpoint)
+            replay.send_multipart((b"", first.to_bytes(8, "big")))
+            while replay.poll(REPLAY_TIMEOUT_MS):
+                *_, number, payload = replay.recv_multipart()
+                if number == END:
+                    return batches
+                batches.append((int.from_bytes(number, "big"), payload))
+        return []
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def main() -> None:
+    endpoint, *replay = sys.argv[1:]
+    subscriber = Subscriber(endpoint, replay[0] if replay else None)
+    try:
+        while subscriber.receive():
+            view = subscriber.view
+            print(f"batch {(view.next_number or 1) - 1}: {len(view.blocks)} blocks cached", flush=True)
+    except KeyboardInterrupt:
+        subscriber.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""KV events on the wire: vLLM's format, numbers without a gap, replay, and nothing that is not true."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from baton.contract.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+from baton.core.config import CacheConfig, EngineConfig, KVEventsConfig
+from baton.core.errors import ConfigError
+from baton.engine.api import SamplingParams
+from baton.engine.kv_event_publisher import END, KVEventPublisher
+from baton.engine.llm import LLM
+from tests.engine_sched.world import BLOCK, World
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from kv_event_subscriber import CacheView, Subscriber
+
+WAIT_MS = 30_000  # Only reached when something is wrong.
+LOCAL = "tcp://127.0.0.1:*"  # Any free port.
+Publish = Callable[..., KVEventPublisher]
+
+
+def stored(*numbers: int) -> BlockStored:
+    return BlockStored(
+        block_hashes=[bytes([number]) for number in numbers],
+        parent_block_hash=None,
+        token_ids=list(range(4)),
+        block_size=4,
+        medium="GPU",
+    )
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publish]:
+    made = []
+
+    def make(**fields: Any) -> KVEventPublisher:
+        config = KVEventsConfig(
+            enable_kv_cache_events=True, **{"endpoint": LOCAL, "replay_endpoint": LOCAL, **fields}
+        )
+        made.append(KVEventPublisher(config, clock=lambda: 12.5))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+def subscribed(context: zmq.Context[Any], publisher: KVEventPublisher, topic: str = "") -> zmq.Socket[bytes]:
+    """A subscriber whom the publisher knows: a subscription travels, and what is said before is missed."""
+    socket: zmq.Socket[bytes] = context.socket(zmq.SUB)
+    socket.connect(publisher.endpoint)
+    socket.subscribe(topic)
+    while not socket.poll(20):
+        publisher.publish([])
+    return socket
+
+
+def replayed(context: zmq.Context[Any], endpoint: str, frames: tuple[bytes, ...]) -> list[list[bytes]]:
+    with context.socket(zmq.DEALER) as socket:
+        socket.connect(endpoint)
+        socket.send_multipart(frames)
+        answers: list[list[bytes]] = []
+        while not answers or answers[-1][-2] != END:
+            assert socket.poll(WAIT_MS)
+            answers.append(socket.recv_multipart())
+    return answers
+
+
+def test_the_frames_are_vllms(publisher: Publish, context: zmq.Context[Any]) -> None:
+    made = publisher(topic="kv@engine")
+    socket = subscribed(context, made, "kv@")
+    events: list[KVCacheEvent] = [stored(1, 2), BlockRemoved(block_hashes=[b"\x01"], medium="GPU")]
+    made.publish([*events, AllBlocksCleared()])
+    while True:
+        assert socket.poll(WAIT_MS)
+        topic, number, payload = socket.recv_multipart()
+        assert topic == b"kv@engine"
+        assert len(number) == 8
+        if msgspec.msgpack.decode(payload)[1]:
+            break
+    assert int.from_bytes(number, "big") > 0
+    ts, said, data_parallel_rank = msgspec.msgpack.decode(payload)
+    assert (ts, data_parallel_rank) == (12.5, 0)
+    assert said == [
+        {
+            "type": "BlockStored",
+            "block_hashes": [b"\x01", b"\x02"],
+            "parent_block_hash": None,
+            "token_ids": [0, 1, 2, 3],
+            "block_size": 4,
+            "lora_id": None,
+            "medium": "GPU",
+            "lora_name": None,
+        },
+        {"type": "BlockRemoved", "block_hashes": [b"\x01"], "medium": "GPU"},
+        {"type": "AllBlocksCleared"},
+    ]
+    socket.close()
+    assert msgspec.msgpack.decode(payload, type=KVEventBatch).events == [*events, AllBlocksCleared()]
+
+
+def test_what_was_missed_is_replayed_from_any_number(publisher: Publish, context: zmq.Context[Any]) -> None:
+    made = publisher(buffer_steps=5)
+    for number in range(8):
+        made.publish([stored(number)])
+    assert made.replay_endpoint is not None
+    # The queue is emptied in order, but a replay may overtake it.
+    while (answers := replayed(context, made.replay_endpoint, (b"", bytes(8))))[-2][-2] != bytes(7) + b"\x07":
+        pass
+    numbers = [int.from_bytes(answer[-2], "big") for answer in answers[:-1]]
+    assert numbers == [3, 4, 5, 6, 7], "no more than are remembered"
+    assert answers[-1] == [b"", b"", END, b""]
+    later = replayed(context, made.replay_endpoint, (b"", (6).to_bytes(8, "big")))
+    assert [msgspec.msgpack.decode(answer[-1])[1][0]["block_hashes"] for answer in later[:-1]] == [
+        [b"\x06"],
+        [b"\x07"],
+    ]
+
+
+def test_a_malformed_request_costs_nobody_anything(publisher: Publish, context: zmq.Context[Any]) -> None:
+    made = publisher()
+    assert made.replay_endpoint is not None
+    with context.socket(zmq.DEALER) as socket:
+        socket.connect(made.replay_endpoint)
+        for frames in ((b"",), (b"", b"short"), (b"", bytes(8), b"more"), (b"x", bytes(8))):
+            socket.send_multipart(frames)
+    made.publish([stored(1)])
+    assert replayed(context, made.replay_endpoint, (b"", bytes(8)))[-1][-2] == END
+
+
+def test_a_full_queue_never_holds_the_engine_up_and_the_gap_shows(publisher: Publish) -> None:
+    made = publisher(max_queue_size=3)
+    made._taken.unbind("inproc://batches")  # The thread takes nothing any more.
+    for _ in range(50):
+        made.publish([stored(1)])
+    assert made.num_dropped > 0
+    assert made._next == 50
+
+
+@pytest.mark.parametrize(
+    ("field", "endpoint"), [("endpoint", "tcp://127.0.0.1:port"), ("replay_endpoint", "x")]
+)
+def test_an_endpoint_that_cannot_be_used_is_named(publisher: Publish, field: str, endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv_events_config.{field}"):
+        publisher(**{field: endpoint})
+
+
+def test_a_port_that_is_taken_is_a_configuration_error(publisher: Publish) -> None:
+    taken = publisher()
+    with pytest.raises(ConfigError, match=r"kv_events_config\.endpoint.*in use"):
+        publisher(endpoint=taken.endpoint)
+
+
+def test_closing_twice_is_harmless(publisher: Publish) -> None:
+    made = publisher()
+    made.close()
+    made.close()
+
+
+# --- The example's subscriber -------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_examples_subscriber_follows_an_engine_and_replays_what_it_missed(
+    make_config: Callable[..., EngineConfig],
+) -> None:
+    events = KVEventsConfig(enable_kv_cache_events=True, endpoint=LOCAL, replay_endpoint=LOCAL)
+    config = make_config(cache_config=CacheConfig(num_gpu_blocks=24, block_size=4), kv_events_config=events)
+    with LLM(config) as llm:
+        made = llm.core._event_publisher
+        assert made is not None
+        sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+        for step in (3, 5, 7):  # Before anybody listens; and more than the cache holds.
+            llm.generate([[(step * i) % 500 + 5 for i in range(40)]], sampling)
+        subscriber = Subscriber(made.endpoint, made.replay_endpoint)
+        number = 0
+        while subscriber.view.next_number != made._next:
+            number += 1
+            if not subscriber.receive(50):
+                llm.generate([[number % 500] * 9], sampling)
+        cached = llm.core.scheduler.kv_cache.block_pool._cached
+        assert {block for block, _ in subscriber.view.blocks} == set(cached)
+        assert len(cached) > 3
+        subscriber.close()
+
+
+# --- Truth -------------------------------------------------------------------------------------------
+
+
+class Truth(RuleBasedStateMachine):
+    """A subscriber's view after each batch is what the cache can really find."""
+
+    @initialize(num_blocks=st.integers(6, 20), budget=st.sampled_from([5, 40]))
+    def start(self, num_blocks: int, budget: int) -> None:
+        self.world = World(num_blocks=num_blocks, budget=budget, max_model_len=40, events=True)
+        self.world.half.verdict = self._verdict
+        self.world.bad_sync_blocks = lambda load: (
+            {load.block_ids[load.first_token // BLOCK]} if self.is_bad else set()
+        )
+        self.is_bad = False
+        self.count = 0
+        self.view = CacheView()
+
+    def _verdict(self, request: Any, local: int) -> tuple[int | None, bool]:
+        kind = request.request_id.split("-")[1]
+        there = request.num_tokens // BLOCK * BLOCK - local
+        return (there, kind == "async") if kind != "compute" and there > 0 else (0, False)
+
+    @rule(
+        stem=st.integers(0, 2),
+        length=st.integers(1, 22),
+        kind=st.sampled_from(["compute", "compute", "async", "sync"]),
+        max_tokens=st.integers(1, 6),
+    )
+    def arrive(self, stem: int, length: int, kind: str, max_tokens: int) -> None:
+        self.count += 1
+        prompt = [1 + (7 * stem + i) % 40 for i in range(length)]
+        self.world.add(f"{self.count}-{kind}", prompt, max_tokens=max_tokens)
+
+    @rule(is_bad=st.booleans())
+    def step(self, is_bad: bool) -> None:
+        self.is_bad = is_bad
+        self.world.step()
+        self.take()
+
+    @rule(data=st.data(), is_bad=st.booleans())
+    def load_ends(self, data: st.DataObject, is_bad: bool) -> None:
+        if self.world.half.loads:
+            request_id = data.draw(st.sampled_from(sorted(self.world.half.loads)))
+            self.world.end_load(request_id, bad_indices={0} if is_bad else set())
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        if self.world.scheduler.requests:
+            self.world.scheduler.abort([data.draw(st.sampled_from(sorted(self.world.scheduler.requests)))])
+
+    @rule()
+    def reset(self) -> None:
+        self.world.scheduler.reset_prefix_cache()
+        self.world.step()
+        self.take()
+
+    def take(self) -> None:
+        events = self.world.scheduler.take_events()
+        self.view.apply(0, msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=events)))
+        cached = self.world.scheduler.kv_cache.block_pool._cached
+        assert {block for block, _ in self.view.blocks} == set(cached)
+
+
+TestTruth = Truth.TestCase
+TestTruth.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
