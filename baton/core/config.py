@@ -21,13 +21,15 @@ LoadFailurePolicy = Literal["recompute", "fail"]
 class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Same fields and the same JSON as vLLM's `KVTransferConfig` (config/kv_transfer.py, 0.32).
 
-    One default differs: a failed load is recomputed, which the user sees as latency only.
+    Two defaults differ: a failed load is recomputed, which the user sees as latency only; and the buffer
+    device is where the cache lies.
     """
 
     kv_connector: str | None = None
     kv_role: KVRole | None = None
     engine_id: str = msgspec.field(default_factory=lambda: str(uuid.uuid4()))
-    kv_buffer_device: str = "cpu"
+    # Where peers read: "cpu", with a cache on a GPU, is a copy of it in host memory. None: the cache itself.
+    kv_buffer_device: str | None = None
     kv_buffer_size: float = 1e9
     kv_rank: int | None = None
     kv_parallel_size: int = 1

@@ -28,6 +28,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     does_push: bool = False  # Its connector understands introductions.
     pp_rank: int = 0  # Of this process. The embedded engine has one stage; a host that has more says so.
     pp_size: int = 1
+    has_host_mirror: bool = False  # Peers see a copy of the cache in host memory (`host_mirror`).
     schedules_ahead: bool = False  # The host puts a step together while an earlier one still computes.
 
     @classmethod
@@ -59,6 +60,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
             secret=config.cluster_secret,
             settings=settings,
             does_push=does_push,
+            has_host_mirror=_mirrors(transfer.kv_buffer_device, config.device_config.device),
         )
 
     @property
@@ -73,3 +75,13 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ticket_key(self) -> bytes | None:
         return self.secret.derive(TICKET_KEY_PURPOSE) if self.secret is not None else None
+
+
+def _mirrors(buffer_device: str | None, device: str) -> bool:
+    """Raises ConfigError for a buffer that the cache's device cannot have."""
+    if buffer_device not in (None, "cpu", device):
+        raise ConfigError(
+            f"must be cpu or {device}, where the KV cache lies; is {buffer_device!r}",
+            field="kv_transfer_config.kv_buffer_device",
+        )
+    return buffer_device == "cpu" and device != "cpu"

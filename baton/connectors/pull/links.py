@@ -142,6 +142,13 @@ class PeerLinks:
             self._operations.collect()
             return self._operations.num_running
 
+    def is_open(self, claim: int) -> bool:
+        """Whether ends of this claim are still to be taken."""
+        with self._changed:
+            return any(of_claim == claim for of_claim, _ in self._parts) or any(
+                end.claim == claim for end in self._ended
+            )
+
     @property
     def num_open(self) -> int:
         """Reads whose end has not been taken."""

@@ -83,6 +83,7 @@ class PullMetadata(KVConnectorMetadata):
     orders: tuple[Order, ...] = ()  # To be carried out in this order; ranks pick what is theirs.
     wants_report: bool = False  # Answer even if there is nothing to say: a host may drop empty outputs.
     step: int = 0  # To be repeated in the report; 0 where nobody counts.
+    held_blocks: tuple[int, ...] = ()  # That requests new in this step found computed; for a host mirror.
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
         self._control_wakes = control is None  # Another's owner steps when it sees fit.
         self._lender = PullLender(self._agent, identity, self._control.url, self._stats, holder)
         self._borrower = PullBorrower(self._agent, identity, self._stats)
+        self._mirrors_blocks = identity.has_host_mirror and identity.is_producer
         self._bad_frames_counted = 0
         self._is_shut_down = False
         self._control.start()
@@ -224,7 +225,11 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
         self._control.raise_if_dead()
         with self._lock:
             self._absorb()
-            return PullMetadata(self._borrower.take_orders(), wants_report=self._has_news)
+            return PullMetadata(
+                self._borrower.take_orders(),
+                wants_report=self._has_news,
+                held_blocks=_held_blocks(scheduler_output) if self._mirrors_blocks else (),
+            )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
@@ -363,3 +368,15 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
         if self._rank is not None:
             for order in self._borrower.take_urgent_orders():
                 self._rank.take_order(order)
+
+
+def _held_blocks(output: host.SchedulerOutput) -> tuple[int, ...]:
+    """Of requests that begin, or begin again, in this step: every block that they have."""
+    tables = [new.block_ids for new in output.scheduled_new_reqs]
+    cached = output.scheduled_cached_reqs
+    tables += [
+        table
+        for request_id, table in zip(cached.req_ids, cached.new_block_ids, strict=True)
+        if request_id in cached.resumed_req_ids and table is not None
+    ]
+    return tuple({block_id for groups in tables for blocks in groups for block_id in blocks})

@@ -8,6 +8,7 @@ has completed is collected at the end of each step.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -27,6 +28,7 @@ from baton.connectors.pull.metadata import (
     PullMetadata,
     PullWorkerReport,
     ReadBlocks,
+    ReadEnd,
 )
 from baton.connectors.pull.scheduler import new_epoch
 from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerHalf, host
@@ -39,7 +41,9 @@ from baton.transport.base import Transport
 if TYPE_CHECKING:
     import torch
 
+    from baton.connectors.pull.host_mirror import HostMirror
     from baton.connectors.pull.staged_reads import StagedReader
+    from baton.contract.base import CopyBlocksOp
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +67,20 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         self._transports: Mapping[str, Transport] = {}
         self._links: PeerLinks | None = None  # Once the cache is registered.
         self._card: RankCard | None = None
+        self._mirror: HostMirror | None = None
+        self._forward_context: host.ForwardContext | None = None  # Of this step, for the mirror.
         self._received: set[str] = set()  # Of failed loads; for this step's report.
         self._invalid_blocks: set[int] = set()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._links is None, "registered once"
-        layout = layout_of(kv_caches, self._identity, self._packing_of(kv_caches))
+        packing = self._packing_of(kv_caches)
+        if self._identity.has_host_mirror:
+            from baton.connectors.pull.host_mirror import HostMirror
+
+            self._mirror = HostMirror(kv_caches, self._identity.block_tokens)
+            kv_caches = self._mirror.caches
+        layout = layout_of(kv_caches, self._identity, packing)
         address = Address(self._identity.engine_id, self._epoch)
         order = self._identity.settings.transports or available_names(_kind_of_device(layout))
         make = self._given_transports or partial(self._make_transports, order)
@@ -93,6 +105,10 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
         """Layers are told apart all the same, so that peers may have theirs apart: they share one region."""
         self.register_kv_caches(dict(zip(attn_backend.layer_names, kv_cache.unbind(1), strict=True)))
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
+        if self._mirror is not None:
+            self._mirror.bind(copy_operation)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return PullHandshake(self._card) if self._card is not None else None
@@ -124,7 +140,8 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
             self._carry_out(order)
 
     def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
-        return  # Under way since the metadata was bound.
+        """Loads are under way since the metadata was bound."""
+        self._forward_context = forward_context
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return  # Loads are asynchronous: no request computes before its blocks are here.
@@ -135,7 +152,22 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         return  # Peers read the cache itself.
 
     def wait_for_save(self) -> None:
-        return
+        if self._mirror is None or not self._identity.is_producer:
+            return
+        metadata, context = self._get_connector_metadata(), self._forward_context
+        assert isinstance(metadata, PullMetadata)
+        try:
+            self._mirror.save(context.attn_metadata if context is not None else None, metadata.held_blocks)
+        except Exception:
+            # The mirror is not what was computed, and the ticket is about to leave. Of an owner whose
+            # transports are closed, nothing that is read counts: whoever comes computes for himself.
+            for transport in self._transports.values():
+                transport.close()
+            raise
+
+    def clear_connector_metadata(self) -> None:
+        self._forward_context = None
+        super().clear_connector_metadata()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         received, self._received = self._received, set()
@@ -146,13 +178,30 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         return invalid
 
     def build_connector_worker_meta(self) -> PullWorkerReport | None:
-        ended = self._links.take_ended() if self._links is not None else []
+        ended = self._take_ended()
         bound = self._connector_metadata
         if not isinstance(bound, PullMetadata):
             return PullWorkerReport(rank=self._identity.rank, ended=set(ended)) if ended else None
         if not ended and not bound.wants_report:
             return None
         return PullWorkerReport(rank=self._identity.rank, step=bound.step, ended=set(ended))
+
+    def _take_ended(self) -> list[ReadEnd]:
+        ended = self._links.take_ended() if self._links is not None else []
+        return ended if self._mirror is None else [self._landed(end, self._mirror) for end in ended]
+
+    def _landed(self, end: ReadEnd, mirror: HostMirror) -> ReadEnd:
+        """On the device too: only then it is an end."""
+        try:
+            if end.ok:
+                mirror.load(end.claim)
+        except Exception as error:
+            logger.exception("could not copy to the device what was read")
+            end = dataclasses.replace(end, ok=False, error=f"{type(error).__name__}: {error}")
+        assert self._links is not None
+        if not self._links.is_open(end.claim):
+            mirror.forget(end.claim)
+        return end
 
     def shutdown(self) -> None:
         if self._links is not None:
@@ -175,6 +224,8 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
             case LosePeer(address):
                 links.lose(address)
             case ReadBlocks():
+                if self._mirror is not None:
+                    self._mirror.expect(order)
                 links.read(order)
             case EndReads(claim):
                 links.cancel(claim)

@@ -115,7 +115,13 @@ class PushSchedulerHalf(PullSchedulerHalf):
             # step that computes a whole prompt has often begun when the consumer says what it wants.
             self._layer_reports.raise_if_dead()
             order = self._layer_reports.order(step)
-        return PushMetadata(metadata.orders, wants_report=True, step=step, layer_reports=order)
+        return PushMetadata(
+            metadata.orders,
+            wants_report=True,
+            step=step,
+            held_blocks=metadata.held_blocks,
+            layer_reports=order,
+        )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta

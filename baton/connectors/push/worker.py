@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.links import RunInBackground
+from baton.connectors.pull.settings import FIELD
 from baton.connectors.pull.worker import PullWorkerHalf
 from baton.connectors.push.layer_reports import LayerReporter
 from baton.connectors.push.metadata import PushMetadata
 from baton.contract import KVConnectorMetadata
+from baton.core.errors import ConfigError
 from baton.core.ids import Address, Epoch
 from baton.transport.base import Transport
 
@@ -32,6 +34,12 @@ class PushWorkerHalf(PullWorkerHalf):
         self._reporter = LayerReporter(identity.tp_rank)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        settings = self._identity.settings
+        if self._identity.has_host_mirror and getattr(settings, "stream", "off") == "layer":
+            raise ConfigError(
+                "layer cannot go with kv_buffer_device cpu: what a step computes is there at its end",
+                field=f"{FIELD}.stream",
+            )
         super().register_kv_caches(kv_caches)
         self._layer_index = {name: index for index, name in enumerate(kv_caches)}
 

@@ -1,0 +1,242 @@
+"""A cache on a device whose peers see a copy in host memory: right tokens, also when a copy fails."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from baton.connectors.pull import EngineIdentity
+from baton.connectors.pull.host_mirror import HostMirror
+from baton.connectors.pull.metadata import ReadBlocks
+from baton.core.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from baton.core.errors import ConfigError
+from baton.core.ids import Address, EngineId, Epoch
+from baton.engine.api import SamplingParams
+from baton.engine.attention.cuda import why_unavailable
+from baton.engine.attention.kv_memory import allocate_kv_cache
+from baton.engine.cache_setup import copy_blocks
+from baton.engine.checkpoint import load_model_config
+from baton.engine.forward_context import build_attention_metadata
+from baton.engine.llm import LLM
+from baton.engine.new_model import write_checkpoint
+from tests.connectors import mirrored
+from tests.connectors.mirrored import COUNTED
+from tests.connectors.pull_world import BLOCK, engine_config
+
+FACTORY = "baton.assemble:connector_factory"
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
+PROMPT = [(7 * i) % 500 + 5 for i in range(50)]
+# The same beginning, so that P finds some of it computed.
+PROMPTS = [PROMPT, [*PROMPT[:30], *range(100, 117)], [(11 * i) % 500 + 5 for i in range(31)]]
+
+# --- The mirror ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_together", [False, True])
+def test_it_has_the_shape_of_the_cache_and_what_was_saved(is_together: bool) -> None:
+    config = engine_config("e")
+    caches = allocate_kv_cache(
+        config.model_config, config.cache_config, 0, 1, "cpu", has_cross_layer_blocks=is_together
+    )
+    for cache in caches.values():
+        cache.copy_(torch.rand(cache.shape))
+    mirror = HostMirror(caches, BLOCK)
+    mirror.bind(copy_blocks)
+    storages = {cache.untyped_storage().data_ptr() for cache in mirror.caches.values()}
+    assert len(storages) == 1
+    # Tokens 3 to 6 of a request in blocks 9 and 2; block 5 was there before.
+    metadata = build_attention_metadata([3], [3], [[9, 2]], BLOCK)
+    mirror.save(metadata, [5])
+    for name, copied in mirror.caches.items():
+        assert copied.stride() == caches[name].stride()
+        for block, cache in enumerate(caches[name]):
+            assert copied[block].equal(cache) is (block in (2, 5, 9))
+    mirror.save({"a layer": metadata, "another": metadata}, ())  # As vLLM has it.
+    mirror.save(None, ())
+
+
+def test_what_a_claim_has_read_goes_to_the_device_and_nothing_else() -> None:
+    config = engine_config("e")
+    caches = allocate_kv_cache(config.model_config, config.cache_config, 0, 1, "cpu")
+    mirror = HostMirror(caches, BLOCK)
+    mirror.bind(copy_blocks)
+    for cache in mirror.caches.values():
+        cache.fill_(1)
+    p = Address(EngineId("p"), Epoch(1))
+    # |  block 3, a local hit  |  7  |  1  |  a block behind the prompt  |
+    mirror.expect(ReadBlocks(4, p, (), BLOCK, BLOCK + 1, (3, 7, 1, 8), (0, 1, 2, 3)))
+    mirror.expect(ReadBlocks(5, p, (), 0, BLOCK, (6,), (0,)))
+    mirror.load(4)
+    mirror.forget(4)
+    for cache in caches.values():
+        assert [block for block in range(len(cache)) if cache[block].any()] == [1, 7]
+    mirror.load(4)
+    assert not any(cache[6].any() for cache in caches.values())
+
+
+def test_a_host_that_cannot_copy_is_told_so() -> None:
+    config = engine_config("e")
+    caches = allocate_kv_cache(config.model_config, config.cache_config, 0, 1, "cpu")
+    with pytest.raises(ConfigError, match="kv_buffer_device"):
+        HostMirror(caches, BLOCK).save(None, [1])
+
+
+@pytest.mark.parametrize(
+    ("buffer", "device", "expected"),
+    [
+        (None, "cpu", False),
+        ("cpu", "cpu", False),
+        (None, "cuda", False),
+        ("cuda", "cuda", False),
+        ("cpu", "cuda", True),
+    ],
+)
+def test_the_configuration_says_where_the_buffer_is(buffer: str | None, device: Any, expected: bool) -> None:
+    config = engine_config("e")
+    transfer = msgspec.structs.replace(config.kv_transfer_config, kv_buffer_device=buffer)
+    config = msgspec.structs.replace(
+        config, kv_transfer_config=transfer, device_config=DeviceConfig(device=device)
+    )
+    assert EngineIdentity.of_engine(config).has_host_mirror is expected
+
+
+def test_a_buffer_on_a_device_that_is_not_the_caches_is_refused() -> None:
+    config = engine_config("e")
+    transfer = msgspec.structs.replace(config.kv_transfer_config, kv_buffer_device="cuda")
+    with pytest.raises(ConfigError, match="kv_buffer_device"):
+        EngineIdentity.of_engine(msgspec.structs.replace(config, kv_transfer_config=transfer))
+
+
+@pytest.mark.gpu
+def test_blocks_cross_between_a_gpu_and_its_mirror() -> None:
+    if (reason := why_unavailable()) is not None:
+        pytest.skip(reason)
+    config = engine_config("e")
+    caches = allocate_kv_cache(config.model_config, config.cache_config, 0, 1, "cuda")
+    for cache in caches.values():
+        cache.copy_(torch.rand(cache.shape))
+    mirror = HostMirror(caches, BLOCK)
+    mirror.bind(copy_blocks)
+    mirror.save(None, [1, 7])
+    expected = {name: cache[[1, 7]].cpu() for name, cache in caches.items()}
+    for name, cache in caches.items():
+        assert mirror.caches[name].is_pinned()
+        assert mirror.caches[name][[1, 7]].equal(expected[name])
+        cache.zero_()
+    mirror.expect(ReadBlocks(1, Address(EngineId("p"), Epoch(1)), (), 0, 2 * BLOCK, (1, 7), (0, 1)))
+    mirror.load(1)
+    for name, cache in caches.items():
+        assert cache[[1, 7]].cpu().equal(expected[name])
+
+
+# --- Engines ---------------------------------------------------------------------------------------------
+
+Start = Callable[..., LLM]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("model")
+    write_checkpoint(folder, hidden=64, layers=2, heads=4, kv_heads=2, vocab=512)
+    return load_model_config(folder, max_model_len=256)
+
+
+@pytest.fixture
+def start(model: ModelConfig) -> Iterator[Start]:
+    with ExitStack() as stack:
+
+        def start_engine(engine_id: str | None = None, connector: str = "MirroredPull", **extra: Any) -> LLM:
+            transfer = None
+            if engine_id is not None:
+                transfer = KVTransferConfig(
+                    kv_connector=connector,
+                    kv_role="kv_both",
+                    engine_id=engine_id,
+                    kv_connector_extra_config=extra,
+                    kv_connector_module_path=(
+                        mirrored.__name__ if connector.startswith("Mirrored") else None
+                    ),
+                )
+            config = EngineConfig(
+                model_config=model,
+                cache_config=CacheConfig(num_gpu_blocks=64, block_size=4),
+                scheduler_config=SchedulerConfig(max_num_batched_tokens=24),  # Prompts come in chunks.
+                kv_transfer_config=transfer,
+            )
+            return stack.enter_context(LLM(config, FACTORY))
+
+        yield start_engine
+        COUNTED.fails = None
+        COUNTED.blocks.clear()
+
+
+def hand_over(p: LLM, d: LLM) -> list[list[int]]:
+    tokens = []
+    for prompt in PROMPTS:
+        (lent,) = p.generate([prompt], ONE_TOKEN, kv_transfer_params=[{"do_remote_decode": True}])
+        (answer,) = d.generate([prompt], GREEDY, kv_transfer_params=[lent.kv_transfer_params])
+        tokens.append(answer.token_ids)
+    return tokens
+
+
+def expected_of(start: Start) -> list[list[int]]:
+    return [completion.token_ids for completion in start().generate(PROMPTS, GREEDY)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("connector", ["MirroredPull", "MirroredPush"])
+@pytest.mark.parametrize("together", [False, True])
+def test_the_tokens_are_those_of_a_single_engine(start: Start, connector: str, together: bool) -> None:
+    expected = expected_of(start)
+    p = start("p", connector, cross_layer_blocks=together)
+    d = start("d", connector)
+    assert hand_over(p, d) == expected
+    assert COUNTED.blocks["d2h"] > 0
+    assert (
+        COUNTED.blocks["h2d"] == 13 + 5 + 8
+    )  # Whole prompts, but for what the second shares with the first.
+
+
+@pytest.mark.slow
+def test_engines_with_and_without_understand_each_other(start: Start) -> None:
+    expected = expected_of(start)
+    assert hand_over(start("p1"), start("d1", "BatonPullConnector")) == expected
+    assert hand_over(start("p2", "BatonPullConnector"), start("d2")) == expected
+
+
+@pytest.mark.slow
+def test_what_could_not_be_copied_to_the_device_is_computed_there(start: Start) -> None:
+    expected = expected_of(start)
+    p, d = start("p"), start("d")
+    COUNTED.fails = "h2d"
+    assert hand_over(p, d) == expected
+
+
+@pytest.mark.slow
+def test_from_a_mirror_that_could_not_be_written_nobody_reads(start: Start) -> None:
+    """A ticket is out by the time that anybody could take it back: of a prompt that is computed in one step."""
+    (expected,) = start().generate([PROMPT[:20]], GREEDY)
+    p, d = start("p"), start("d")
+    COUNTED.fails = "d2h"
+    (lent,) = p.generate([PROMPT[:20]], ONE_TOKEN, kv_transfer_params=[{"do_remote_decode": True}])
+    assert lent.kv_transfer_params is not None
+    (answer,) = d.generate([PROMPT[:20]], GREEDY, kv_transfer_params=[lent.kv_transfer_params])
+    assert answer.token_ids == expected.token_ids
+    assert answer.num_transferred_tokens == 0
+    assert COUNTED.blocks["h2d"] == 0
+
+
+def test_layers_cannot_be_streamed_from_a_mirror(start: Start) -> None:
+    with pytest.raises(ConfigError, match="stream: layer cannot go with kv_buffer_device cpu"):
+        start("p", "MirroredPush", stream="layer")
