@@ -26,6 +26,7 @@ BUILT_IN: Final = {
     "BatonOffloadConnector": "baton.connectors.offload:BatonOffloadConnector",
     "BatonPullConnector": "baton.connectors.pull:BatonPullConnector",
     "BatonPushConnector": "baton.connectors.push:BatonPushConnector",
+    "BatonDecodeBenchConnector": "baton.connectors.decode_bench:BatonDecodeBenchConnector",
     "BatonSharedStorageConnector": "baton.connectors.shared_storage:BatonSharedStorageConnector",
 }
 FIELD = "kv_transfer_config.kv_connector"

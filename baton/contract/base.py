@@ -349,6 +349,9 @@ class KVConnectorBase_V1(KVConnectorSchedulerHalf, KVConnectorWorkerHalf):
     """Baton's addition: keys of `kv_transfer_params` that are this connector's to answer with. Two connectors
     that share one cannot serve one engine side by side."""
 
+    stands_alone: ClassVar[bool] = False
+    """Baton's addition. True: the KV is not what another connector may take it for; a Multi refuses it."""
+
     def __init__(
         self, vllm_config: host.HostConfig, role: KVConnectorRole, kv_cache_config: Any = None
     ) -> None:

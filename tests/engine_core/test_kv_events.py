@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,11 +18,8 @@ from baton.core.errors import ConfigError
 from baton.engine.api import SamplingParams
 from baton.engine.kv_event_publisher import END, KVEventPublisher
 from baton.engine.llm import LLM
+from examples.kv_event_subscriber import CacheView, Subscriber
 from tests.engine_sched.world import BLOCK, World
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-from kv_event_subscriber import CacheView, Subscriber
 
 WAIT_MS = 30_000  # Only reached when something is wrong.
 LOCAL = "tcp://127.0.0.1:*"  # Any free port.

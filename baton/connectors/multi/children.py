@@ -109,6 +109,10 @@ def _child(raw: Any, of_engine: KVTransferConfig, field: str) -> tuple[KVTransfe
         raise ConfigError(str(error), field=field) from error
     except ConfigError as error:
         raise ConfigError(str(error), field=field) from error
+    if connector.stands_alone:
+        raise ConfigError(
+            "stands alone: beside another connector its KV would be taken for true", field=field
+        )
     too_wide = (transfer.is_kv_producer and not of_engine.is_kv_producer) or (
         transfer.is_kv_consumer and not of_engine.is_kv_consumer
     )

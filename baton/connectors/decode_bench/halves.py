@@ -1,0 +1,116 @@
+"""The halves of the decode benchmark: all of a prompt but its last token is "loaded", from nowhere.
+
+    |  local hit  |  synthetic, filled within the step that schedules the prompt  | last token |
+                     no forward pass                                                computed
+
+A load like any other, and synchronous, so whatever holds for loads holds here; only the KV means nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from baton.connectors.decode_bench.settings import DecodeBenchSettings
+from baton.connectors.decode_bench.stats import DecodeBenchStats
+from baton.contract import KVConnectorMetadata, KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
+from baton.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+ANSWERED = "baton_synthetic_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBenchMetadata(KVConnectorMetadata):
+    block_ids: tuple[int, ...] = ()  # To fill before the forward.
+
+
+class DecodeBenchSchedulerHalf(KVConnectorSchedulerHalf):
+    def __init__(self, settings: DecodeBenchSettings, block_tokens: int) -> None:
+        self._settings = settings
+        self._block_tokens = block_tokens
+        self._to_fill: list[int] = []
+        self._num_synthetic: dict[str, int] = {}  # Tokens, by request.
+        self._stats = DecodeBenchStats()
+
+    def get_num_new_matched_tokens(
+        self, request: host.Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return max(0, request.num_tokens - 1 - num_computed_tokens), False
+
+    def update_state_after_alloc(
+        self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if num_external_tokens == 0:
+            return
+        (block_ids,) = blocks.get_block_ids()
+        end = request.num_tokens - 1
+        first_block = (end - num_external_tokens) // self._block_tokens
+        if not self._settings.startup_fill:
+            self._to_fill += block_ids[first_block : -(-end // self._block_tokens)]
+        already = self._num_synthetic.get(request.request_id, 0)
+        self._num_synthetic[request.request_id] = already + num_external_tokens
+        self._stats.add(num_external_tokens, is_first=not already)
+
+    def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
+        to_fill, self._to_fill = self._to_fill, []
+        return DecodeBenchMetadata(tuple(to_fill))
+
+    def request_finished(
+        self, request: host.Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The answer says what it is worth."""
+        num_synthetic = self._num_synthetic.pop(request.request_id, 0)
+        return False, {ANSWERED: num_synthetic} if num_synthetic else None
+
+    def get_kv_connector_stats(self) -> DecodeBenchStats | None:
+        return self._stats.take()
+
+
+class DecodeBenchWorkerHalf(KVConnectorWorkerHalf):
+    def __init__(self, settings: DecodeBenchSettings) -> None:
+        self._settings = settings
+        self._caches: dict[str, torch.Tensor] = {}
+        self._patterns: dict[str, torch.Tensor] = {}  # One block of each layer; every block gets the same.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Raises ConfigError for a cache whose elements are no numbers of this kind (packed, quantized)."""
+        import torch
+
+        settings = self._settings
+        self._caches = kv_caches
+        for index, (name, cache) in enumerate(kv_caches.items()):
+            if not cache.is_floating_point() or cache.element_size() == 1:
+                raise ConfigError(
+                    f"cannot be filled with numbers: it is {cache.dtype}", field=f"kv_caches.{name}"
+                )
+            draw = torch.Generator().manual_seed(settings.seed * 65_537 + index)
+            block = torch.empty(cache.shape[1:]).normal_(generator=draw)
+            pattern = block * settings.fill_std + settings.fill_mean
+            self._patterns[name] = pattern.to(cache.dtype).to(cache.device)
+            if settings.startup_fill:
+                cache[:] = self._patterns[name]
+
+    def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
+        import torch
+
+        metadata = self._connector_metadata
+        assert isinstance(metadata, DecodeBenchMetadata)
+        if not metadata.block_ids:
+            return
+        index = torch.tensor(metadata.block_ids)
+        for name, cache in self._caches.items():
+            cache[index.to(cache.device)] = self._patterns[name]
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return  # Filled before the forward.
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        return
+
+    def wait_for_save(self) -> None:
+        return

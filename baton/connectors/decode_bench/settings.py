@@ -1,0 +1,43 @@
+"""Settings of the decode benchmark: `kv_connector_extra_config`; the first three as in vLLM's connector.
+
+{"fill_mean": 0.015, "fill_std": 0.02, "seed": 7}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Self
+
+import msgspec
+
+from baton.core.errors import ConfigError
+
+FIELD = "kv_transfer_config.kv_connector_extra_config"
+
+
+class DecodeBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
+    fill_mean: float = 0.015
+    fill_std: float = 0.0  # 0: every number is the mean.
+    startup_fill: bool = (
+        False  # Fill the whole cache once, instead of each prompt's blocks in its first step.
+    )
+    seed: int = 0  # Equal settings fill equal numbers, in every run.
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.fill_mean):
+            raise ConfigError("must be finite", field=f"{FIELD}.fill_mean")
+        if not 0 <= self.fill_std < math.inf:
+            raise ConfigError("must be finite, and not negative", field=f"{FIELD}.fill_std")
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any]) -> Self:
+        """Raises ConfigError naming the key."""
+        for key in extra:
+            if key not in cls.__struct_fields__:
+                known = ", ".join(cls.__struct_fields__)
+                raise ConfigError(f"is not known; known are {known}", field=f"{FIELD}.{key}")
+        try:
+            return msgspec.convert(dict(extra), cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(str(error), field=FIELD) from error

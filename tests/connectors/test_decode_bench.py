@@ -1,0 +1,146 @@
+"""Decoding behind KV that nobody computed: no prefill, the same every time, and marked as what it is."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry, Counter
+
+from baton.connectors.decode_bench import BatonDecodeBenchConnector
+from baton.connectors.decode_bench.halves import ANSWERED, DecodeBenchWorkerHalf
+from baton.connectors.decode_bench.settings import DecodeBenchSettings
+from baton.connectors.multi.children import children_of
+from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig, ModelConfig
+from baton.core.errors import ConfigError
+from baton.engine.api import SamplingParams
+from baton.engine.checkpoint import load_model_config
+from baton.engine.llm import LLM
+from baton.engine.new_model import write_checkpoint
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+PROMPT = [(7 * i) % 500 + 5 for i in range(50)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("model")
+    write_checkpoint(folder, hidden=64, layers=2, heads=4, kv_heads=2, vocab=512)
+    return load_model_config(folder, max_model_len=256)
+
+
+def config_of(model: ModelConfig, num_blocks: int = 64, **extra: Any) -> EngineConfig:
+    return EngineConfig(
+        model_config=model,
+        cache_config=CacheConfig(num_gpu_blocks=num_blocks, block_size=4),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="BatonDecodeBenchConnector", kv_role="kv_both", kv_connector_extra_config=extra
+        ),
+    )
+
+
+class Start:
+    def __init__(self, stack: ExitStack, model: ModelConfig) -> None:
+        self.stack, self.model = stack, model
+
+    def __call__(self, **options: Any) -> LLM:
+        config = config_of(self.model, **options)
+        return self.stack.enter_context(LLM(config, "baton.assemble:connector_factory"))
+
+
+@pytest.fixture
+def start(model: ModelConfig) -> Iterator[Start]:
+    with ExitStack() as stack:
+        yield Start(stack, model)
+
+
+def caches_of(llm: LLM) -> list[torch.Tensor]:
+    half = llm.core.executor.only_half()
+    assert half is not None
+    return list(half.worker_half._caches.values())  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("startup_fill", [False, True])
+def test_only_the_last_prompt_token_is_computed(start: Start, startup_fill: bool) -> None:
+    llm = start(startup_fill=startup_fill)
+    (completion,) = llm.generate([PROMPT], GREEDY)
+    assert completion.num_transferred_tokens == len(PROMPT) - 1
+    assert len(completion.token_ids) == 6
+    assert completion.kv_transfer_params == {ANSWERED: len(PROMPT) - 1}
+    filled = sum(int((cache == 0.015).all(dim=(1, 2, 3)).sum()) for cache in caches_of(llm))
+    assert filled >= 2 * 12, "every whole block of both layers before the last token's"
+
+
+@pytest.mark.slow
+def test_equal_settings_give_equal_answers_and_other_seeds_others(start: Start) -> None:
+    def answer(**extra: Any) -> list[int]:
+        (completion,) = start(fill_mean=0.0, fill_std=5.0, **extra).generate([PROMPT], GREEDY)
+        return completion.token_ids
+
+    assert answer(seed=1) == answer(seed=1)
+    assert answer(seed=1) != answer(seed=2)
+
+
+@pytest.mark.slow
+def test_it_goes_on_through_preemption_and_equal_prefixes(start: Start) -> None:
+    llm = start(num_blocks=32)  # Too few for all of them.
+    prompts = [PROMPT[:40] + [number] * 5 for number in range(5)]
+    many = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    completions = llm.generate(prompts, many)
+    assert [len(completion.token_ids) for completion in completions] == [30] * 5
+    llm.core.scheduler.kv_cache.assert_empty()
+
+
+def test_what_is_made_up_is_counted(model: ModelConfig) -> None:
+    registry = CollectorRegistry()
+    kinds: dict[type[Any], Any] = {Counter: partial(Counter, registry=registry)}
+    metrics = BatonDecodeBenchConnector.build_prom_metrics(config_of(model), kinds, ["engine"], {0: ["0"]})
+    assert metrics is not None
+    metrics.observe({"synthetic_tokens": 49, "synthetic_requests": 1})
+    assert registry.get_sample_value("baton:synthetic_tokens_total", {"engine": "0"}) == 49
+
+
+def test_it_warns_when_it_starts(model: ModelConfig, caplog: pytest.LogCaptureFixture) -> None:
+    BatonDecodeBenchConnector.make_scheduler_half(config_of(model), None)
+    assert "SYNTHETIC" in caplog.text
+
+
+def test_beside_another_connector_it_is_refused(model: ModelConfig) -> None:
+    config = EngineConfig(
+        model_config=model,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="BatonMultiConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={
+                "connectors": [
+                    {"kv_connector": "BatonPullConnector"},
+                    {"kv_connector": "BatonDecodeBenchConnector"},
+                ]
+            },
+        ),
+    )
+    with pytest.raises(ConfigError, match=r"connectors\[1\]: stands alone"):
+        children_of(config)
+
+
+def test_a_cache_of_packed_bytes_is_refused() -> None:
+    half = DecodeBenchWorkerHalf(DecodeBenchSettings())
+    with pytest.raises(ConfigError, match=r"kv_caches\.layer: cannot be filled"):
+        half.register_kv_caches({"layer": torch.zeros(4, 1, 4, 8, dtype=torch.uint8)})
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"fill_man": 1}, r"fill_man: is not known; known are fill_mean"),
+        ({"fill_std": -1.0}, r"fill_std: must be finite, and not negative"),
+        ({"fill_mean": float("inf")}, r"fill_mean: must be finite"),
+        ({"startup_fill": "yes"}, r"\$\.startup_fill"),
+    ],
+)
+def test_a_bad_setting_is_named(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DecodeBenchSettings.parse(extra)
