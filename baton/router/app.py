@@ -126,6 +126,7 @@ class Router:
     async def _fleet_state(self, request: Request) -> Response:
         state = {
             "mode": self._settings.mode,
+            "decode_leg": self._settings.decode_leg,
             "first_token": self._settings.first_token,
             "policy": self._settings.policy,
             "on_prefill_failure": self._settings.on_prefill_failure,

@@ -156,7 +156,9 @@ class Handoff:
         if hold_s != 0.0:
             await asyncio.wait({prefill.outcome}, timeout=hold_s)
             if prefill.outcome.done():
+                self._metrics.pushes.labels("after").inc()
                 return await self._pull_behind(prefill, engine)
+        self._metrics.pushes.labels("at_once" if hold_s == 0.0 else "late").inc()
         params = push_params(transfer_id, engine_id=producer_id, introduction=introduction)
         decode = self._start_decode(engine, params, is_pushed=True)
         either: set[asyncio.Future[Any]] = {prefill.outcome, decode.opened}

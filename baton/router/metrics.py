@@ -33,6 +33,13 @@ class RouterMetrics:
             ["where", "reason"],
             registry=self.registry,
         )
+        self.pushes = Counter(
+            "baton:router_pushes",
+            "Prompts to be pushed, by when the decode leg left: at_once, late (before P had answered), or "
+            "after, as a pull's.",
+            ["decode_leg"],
+            registry=self.registry,
+        )
         self.retries = Counter(
             "baton:router_retries", "Legs tried again on another engine.", ["role"], registry=self.registry
         )

@@ -4,11 +4,12 @@ import asyncio
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from baton.router.fleet import Engine
 from baton.router.late_leg import LEAD_MIN_S, LEAD_SHARE, NUM_REMEMBERED, LateLegs
 from tests.router.baton_fakes import QUIET, baton, introduced, stream
-from tests.router.fakes import FakeEngine, dies, responds, run, system
+from tests.router.fakes import FakeEngine, System, dies, responds, run, system
 from tests.router.test_behind import IDS, check_is_one_engines
 from tests.router.vllm_fakes import TOKENS, vllm, vllm_speaker
 
@@ -94,7 +95,20 @@ async def held_until_p_answers(p: FakeEngine, d: FakeEngine, **body: Any) -> Any
             await s.client.get("/fleet")
         assert d.calls == []
         gate.set()
-        return await asking
+        got = await asking
+        assert await pushes(s) == {"after": 1}
+        return got
+
+
+async def pushes(s: System) -> dict[str, float]:
+    """By when the decode leg left."""
+    text = (await s.client.get("/metrics")).text
+    return {
+        sample.labels["decode_leg"]: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "baton:router_pushes_total"
+    }
 
 
 def test_p_answers_first_and_d_goes_on_behind_it() -> None:
@@ -130,6 +144,7 @@ def test_a_leg_that_leaves_before_p_has_answered_is_a_pushs() -> None:
             await d.was_called.wait()
             gate.set()
             check_is_one_engines(await asking)
+            assert await pushes(s) == {"late": 1}
         (leg,) = vllm_speaker(d).legs
         assert leg["max_tokens"] == 3
         assert leg["kv_transfer_params"]["baton_introduction"] == "signed 0"

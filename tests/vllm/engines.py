@@ -25,6 +25,12 @@ SECRET = "5ecret-of-the-vllm-tests-0123456789"
 START_S = 900.0  # Half a minute when the machine has nothing else to do; ten when it has too much.
 ANSWER_S = 120.0
 ROUTER_START_S = 60.0
+# All engines here share a host, where a vLLM's decode leg would be held back.
+ROUTER_MODES = {
+    "pull": ("--mode", "pull"),
+    "push": ("--mode", "push", "--decode-leg", "at_once"),
+    "push late": ("--mode", "push"),
+}
 MAX_MODEL_LEN = 4096
 MODEL = "tiny"
 
@@ -233,16 +239,16 @@ class Site:
     def router(
         self, producer: Server, consumer: Server, mode: str = "pull", *options: str
     ) -> Iterator[Server]:
-        """`baton route`, once it knows who its engines are."""
+        """`baton route`, once it knows who its engines are. `mode`: of `ROUTER_MODES`."""
         (port,) = free_ports(1)
         url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "baton.cli", "route", "--port", str(port), "--mode", mode]
+        command = [sys.executable, "-m", "baton.cli", "route", "--port", str(port), *ROUTER_MODES[mode]]
         command += ["--prefill", producer.url, "--decode", consumer.url, *options]
         child = self.fleet.start(f"router-{port}", command)
         server = Server(f"router-{port}", url, child)
         try:
             self.fleet.wait_ready({child: f"{url}/health"}, timeout_s=ROUTER_START_S)
-            wait_introduced(server, of_prefill=mode == "push")
+            wait_introduced(server, of_prefill=mode != "pull")
             yield server
         finally:
             server.client.close()

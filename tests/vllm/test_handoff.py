@@ -58,6 +58,30 @@ def test_streams_begin_with_the_first_token_of_p_and_are_one_engines(router: Ser
 AGREED = ("yes", "no", "unasked")
 
 
+def test_a_push_whose_decode_leg_is_held_back_is_one_engines(
+    site: Site, plain_pair: tuple[Server, Server], single: Single
+) -> None:
+    """Short prompts become pulls; of the second long one the router knows when to ask D."""
+    asked = [prompt for prompt in prompts() if len(prompt) in (8, 129, 513, 1000, 3900)]
+
+    def ask(prompt: Prompt, turn: str) -> list[int]:
+        salt = f"{router.name} {turn}"
+        got = router.stream(completion(prompt, max_tokens=NUM_TOKENS, cache_salt=salt))
+        assert got.is_done, got
+        return got.token_ids
+
+    with site.router(*plain_pair, "push late") as router:
+        wanted = [single.tokens(prompt, NUM_TOKENS) for prompt in asked]
+        for turn in ("first", "second"):
+            assert [ask(prompt, turn) for prompt in asked] == wanted
+        with ThreadPoolExecutor(len(asked)) as threads:
+            assert list(threads.map(ask, asked, ["at once"] * len(asked))) == wanted
+        assert router.metric("baton:router_first_tokens_total", agreed="no") == 0
+        assert router.metric("baton:router_pushes_total", decode_leg="at_once") == 0
+        assert router.metric("baton:router_pushes_total", decode_leg="after") >= len(asked)
+        assert router.metric("baton:router_prefills_total", where="local") == 0
+
+
 def test_many_at_once_are_answered_as_by_one_engine(router: Server, single: Single) -> None:
     asked = [prompt for prompt in prompts() if len(prompt) <= 1500]
 

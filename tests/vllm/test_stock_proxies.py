@@ -1,4 +1,7 @@
-"""vLLM's own proxies, unmodified, before vLLM with our connectors: as tests/proxies before Baton's server."""
+"""vLLM's own proxies, unmodified, before vLLM with our connectors: as tests/proxies before Baton's server.
+
+And before a vLLM that prefills and a Baton that decodes.
+"""
 
 from collections.abc import Iterator
 
@@ -7,10 +10,19 @@ import pytest
 
 from tests.proxies.stock import Pair, Proxy, ProxyStarter, check_tokens, check_tokens_of_many
 from tests.proxies.upstream import NotFetched, StockProxies, stock_proxies
-from tests.vllm.engines import ANSWER_S, MODEL, Server, Site
-from tests.vllm.plain import P_CONTROL_PORT
+from tests.vllm.engines import ANSWER_S, MODEL, BatonPlan, Server, Site, transfer
+from tests.vllm.plain import P_CONTROL_PORT, PLAIN, D, P
 from tests.vllm.prompts import Single, prompts
 
+BATON_D = BatonPlan(
+    "baton-d-of-proxies",
+    transfer(
+        "BatonPushConnector",
+        "kv_consumer",
+        "baton-d-of-proxies",
+        extra={"allowed_peers": [f"127.0.0.1:{P_CONTROL_PORT}"]},
+    ),
+)
 TRANSFERS = "baton:kv_transfer_seconds_count"
 
 
@@ -22,22 +34,37 @@ def stock() -> StockProxies:
         pytest.skip(str(error))
 
 
+@pytest.fixture(scope="module")
+def baton_d(site: Site, single: Single) -> Iterator[Server]:
+    yield site.cast(PLAIN, P, D, BATON_D)[BATON_D.name]
+    site.dismiss(BATON_D.name)
+
+
+@pytest.fixture(scope="module", params=["vllm", "baton"])
+def pair(
+    request: pytest.FixtureRequest, plain_pair: tuple[Server, Server], stock: StockProxies
+) -> tuple[Server, Server]:
+    """By who decodes."""
+    p, d = plain_pair
+    return (p, d) if request.param == "vllm" else (p, request.getfixturevalue("baton_d"))
+
+
 @pytest.fixture(scope="module", params=["toy", "push_demo"])
 def proxy(
-    request: pytest.FixtureRequest, stock: StockProxies, site: Site, plain_pair: tuple[Server, Server]
+    request: pytest.FixtureRequest, stock: StockProxies, site: Site, pair: tuple[Server, Server]
 ) -> Iterator[Proxy]:
-    p, d = plain_pair
-    pair = Pair(MODEL, _port(p), _port(d), "p", p_control_port=P_CONTROL_PORT)
+    p, d = pair
+    engines = Pair(MODEL, _port(p), _port(d), "p", p_control_port=P_CONTROL_PORT)
     with httpx.Client(timeout=ANSWER_S, trust_env=False) as client:
         proxies = ProxyStarter(site.fleet, stock, client)
-        yield proxies.toy(pair) if request.param == "toy" else proxies.push_demo(pair)
+        yield proxies.toy(engines) if request.param == "toy" else proxies.push_demo(engines)
 
 
 def test_the_tokens_are_those_of_a_single_vllm(
-    proxy: Proxy, plain_pair: tuple[Server, Server], single: Single
+    proxy: Proxy, pair: tuple[Server, Server], single: Single
 ) -> None:
     asked = [prompt for prompt in prompts() if len(prompt) in (8, 128, 129, 513, 1000, 2000)]
-    _, d = plain_pair
+    _, d = pair
     before = d.metric(TRANSFERS)
     check_tokens(proxy, asked, single.tokens, cache_salt=_salt(proxy))  # Nothing of it is in D's cache.
     d.wait_metric(TRANSFERS, lambda count: count >= before + len(asked))
