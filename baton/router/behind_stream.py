@@ -9,23 +9,26 @@ from typing import Any
 
 from baton.router.said_token import SaidToken
 from baton.router.sse import END, choice_of, chunk_of, sse_event
+from baton.router.turns import TurnSieve
 
 _USAGE = b'"usage"'
 
 
-class BehindSieve:
+class BehindSieve(TurnSieve):
     """Makes D's stream the rest of an answer that has begun."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._is_at_start = True
 
     def events(self, piece: bytes) -> bytes:
         """`piece` ends where an event ends."""
+        piece = super().events(piece)
         if not self._is_at_start and _USAGE not in piece:
             return piece
-        return b"".join(self._event(event + END) for event in piece.removesuffix(END).split(END))
+        return b"".join(self._rest_of(event + END) for event in piece.removesuffix(END).split(END))
 
-    def _event(self, event: bytes) -> bytes:
+    def _rest_of(self, event: bytes) -> bytes:
         chunk = chunk_of(event)
         if chunk is None:
             return event

@@ -37,6 +37,7 @@ class Introduction(msgspec.Struct, frozen=True):
 
     engine_id: str
     introduction: str | None  # Signed, for other engines; None: nothing can be pushed from here.
+    max_model_len: int | None = None  # Of Baton's engines, which say it here.
 
 
 @dataclass(slots=True, eq=False)

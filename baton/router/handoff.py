@@ -338,7 +338,7 @@ class Handoff:
         wait_s = timeouts.first_byte_s if self._telling.is_stream else timeouts.answer_s
         if is_pushed:
             wait_s += timeouts.prefill_s  # D waits for P as well.
-        request = self._dispatch.leg(self._incoming, self._telling.ask_decode(params), wait_s)
+        request = self._dispatch.leg(self._incoming, self._telling.ask_decode(engine, params), wait_s)
         leg = DecodeLeg(self._dispatch.upstream, engine, request)
         self._legs.append(leg)
         return leg

@@ -78,6 +78,7 @@ class Introducer:
         introduction = _decode(response, Introduction) if response.status_code == 200 else None
         if introduction is not None:
             engine.kind, engine.introduction = "baton", introduction
+            engine.max_model_len = introduction.max_model_len
         else:
             await self._ask_other(engine)
         engine.is_introduced = True

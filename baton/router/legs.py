@@ -23,6 +23,7 @@ from baton.core.errors import PeerError, UserError
 
 PARAMS = "kv_transfer_params"
 FIRST_TOKEN = "baton_first_token"
+GOES_ON = "baton_goes_on"
 SEED_BITS = 63  # Seeds are signed 64-bit numbers.
 PREFIX_CHARS = 1024  # Of the prompt's beginning: what "begins alike" means to the affinity policy.
 PREFIX_TOKENS = 256

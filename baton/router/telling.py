@@ -18,6 +18,7 @@ from baton.router.first_token import FirstToken, FirstTokenReader
 from baton.router.fleet import Engine
 from baton.router.legs import (
     FIRST_TOKEN,
+    GOES_ON,
     decode_body,
     first_token_body,
     is_one_answer,
@@ -31,7 +32,7 @@ from baton.router.running_legs import read_beginning
 from baton.router.said_token import SaidToken, behind_body, ending, opening, read_said, said_body
 from baton.router.turns import TurnSieve
 from baton.router.upstream import LegAnswer
-from baton.router.ways import Way, choose_way
+from baton.router.ways import Way, can_go_on, choose_way
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class Telling:
     def can_go_on(self, engine: Engine) -> bool:
         """Whether this decode engine can say what is left."""
         if self._said is not None:
-            return engine.kind == "vllm"
+            return can_go_on(engine, is_chat=self._is_chat)
         return self._first is None or engine.kind == "baton"
 
     def choose(self, producer: Engine | None, consumer: Engine, *, is_push: bool) -> None:
@@ -93,7 +94,7 @@ class Telling:
                 consumer.kind,
                 is_push=is_push,
                 may_agree=self._may_agree,
-                may_go_behind=self._may_go_behind,
+                may_go_behind=self._may_go_behind and can_go_on(consumer, is_chat=self._is_chat),
             )
 
     def settle(self, consumer: Engine) -> None:
@@ -118,8 +119,10 @@ class Telling:
             case _:
                 return PrefillAsk(prefill_body(self._body, transfer_id))
 
-    def ask_decode(self, params: Mapping[str, Any] | None) -> dict[str, Any]:
+    def ask_decode(self, consumer: Engine, params: Mapping[str, Any] | None) -> dict[str, Any]:
         match self._way:
+            case Way.BEHIND if self._said is not None and consumer.kind == "baton":
+                return behind_body(self._body, self._said, {**(params or {}), GOES_ON: True})
             case Way.AGREE:
                 asked = {**(params or {}), FIRST_TOKEN: True} if self.is_stream else params
                 return decode_body(self._seeded, asked)
@@ -154,7 +157,8 @@ class Telling:
         """P's whole answer, if the client can be shown it. Whether that is all there is to say."""
         if answer is None or self.is_said or self._way not in (Way.BEHIND, Way.OVERLAP):
             return False
-        max_model_len = consumer.max_model_len if consumer is not None and consumer.kind == "vllm" else None
+        is_fit = consumer is not None and can_go_on(consumer, is_chat=self._is_chat)
+        max_model_len = consumer.max_model_len if consumer is not None and is_fit else None
         said = read_said(answer, self._body, is_chat=self._is_chat, max_model_len=max_model_len)
         if said is None:
             self._way = Way.WHOLE

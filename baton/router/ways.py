@@ -11,7 +11,7 @@ OVERLAP   As BEHIND, but D's leg left before P had said it: D says it too. If it
 
 from enum import Enum, auto
 
-from baton.router.fleet import Kind
+from baton.router.fleet import Engine, Kind
 
 
 class Way(Enum):
@@ -22,12 +22,27 @@ class Way(Enum):
 
 
 def choose_way(
-    producer: Kind | None, consumer: Kind | None, *, is_push: bool, may_agree: bool, may_go_behind: bool
+    producer: Kind | None,
+    consumer: Kind | None,
+    *,
+    is_push: bool,
+    may_agree: bool,
+    may_go_behind: bool,
 ) -> Way:
     if producer == consumer == "baton" and may_agree:
         return Way.AGREE
-    # Baton's own decode engine is not asked to go on behind another's token: it decodes text from its first
-    # token on, and some tokenizers drop the space in front of that.
     if producer is not None and consumer == "vllm" and may_go_behind:
         return Way.OVERLAP if is_push else Way.BEHIND
+    # In push they would overlap: two kinds of engines draw unlike tokens, however they are seeded.
+    if producer == "vllm" and consumer == "baton" and may_go_behind and not is_push:
+        return Way.BEHIND
     return Way.WHOLE
+
+
+def can_go_on(consumer: Engine, *, is_chat: bool) -> bool:
+    """Behind another engine's token. Baton's server takes no chat in ids; that it knows how, it says by
+    naming its length.
+    """
+    if consumer.kind == "baton":
+        return consumer.max_model_len is not None and not is_chat
+    return consumer.kind == "vllm"

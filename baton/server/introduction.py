@@ -12,6 +12,7 @@ class Introduction(msgspec.Struct, frozen=True):
     kv_role: str
     block_size: int
     tp_size: int
+    max_model_len: int  # Tokens of prompt and answer together.
 
 
 async def introduce(config: EngineConfig, engine: Engine) -> Introduction | None:
@@ -25,4 +26,5 @@ async def introduce(config: EngineConfig, engine: Engine) -> Introduction | None
         kv_role=transfer.kv_role,
         block_size=config.cache_config.block_size,
         tp_size=config.parallel_config.tensor_parallel_size,
+        max_model_len=config.model_config.max_model_len,
     )

@@ -91,8 +91,10 @@ class Service:
         self._check_transfer(fields, num_prompts=len(prompts))
         names_first = first_token.is_asked(fields.kv_transfer_params)
         is_prefill_leg = names_first and _is_set(fields, "do_remote_decode")
-        if names_first and len(prompts) * n > 1:
-            raise UserError("stands for one answer", field=f"{TRANSFER_FIELD}.{first_token.KEY}")
+        is_behind = first_token.goes_on(fields.kv_transfer_params)
+        if (names_first or is_behind) and len(prompts) * n > 1:
+            key = first_token.KEY if names_first else first_token.GOES_ON
+            raise UserError("stands for one answer", field=f"{TRANSFER_FIELD}.{key}")
         arrival_time_s = time.monotonic()
         samples = []
         for prompt_index, token_ids in enumerate(prompts):
@@ -118,6 +120,9 @@ class Service:
             for sample_index in range(n):
                 index = prompt_index * n + sample_index
                 is_first = sample_index == 0
+                text = self._text(fields)
+                if is_behind:
+                    text.skip(token_ids[-1])
                 seed = None if params.seed is None else params.seed + sample_index
                 request = EngineRequest(
                     # The client may send one X-Request-Id twice; the engine never sees an id twice.
@@ -134,7 +139,7 @@ class Service:
                         index=index,
                         prompt_index=prompt_index,
                         request=request,
-                        text=self._text(fields),
+                        text=text,
                         include_stop=bool(fields.include_stop_str_in_output),
                         # One fetches the KV; the others then find it in the prefix cache.
                         waits_for_first=not is_first and _is_set(fields, "do_remote_prefill"),

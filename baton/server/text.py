@@ -26,6 +26,10 @@ class SampleText:
     def stopped_by(self) -> str | None:
         return self._stops.found
 
+    def skip(self, token_id: int) -> None:
+        """A token that somebody else has said and shown: it decides only how the next one is written."""
+        self._detokenizer.push([token_id])
+
     def feed(self, token_id: int) -> str:
         """The text that may be shown now."""
         self._num_tokens += 1

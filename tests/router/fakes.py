@@ -128,6 +128,7 @@ class FakeEngine:
     introduces_as: str | None = None  # None: not an engine of Baton.
     is_vllm_of: int | None = None  # Its max_model_len.
     models: Any = None  # What it says at /v1/models instead.
+    says_max_model_len: int | None = None  # One of Baton's.
     num_introductions: int = 0
     can_push: bool = True
     calls: list[Received] = field(default_factory=list)
@@ -152,7 +153,12 @@ class FakeEngine:
         if scope["path"] == "/baton/introduction":
             self.num_introductions += 1
             text = f"signed {self.num_introductions}" if self.can_push else None
-            card = {"engine_id": self.introduces_as, "introduction": text, "kv_role": "kv_both"}
+            card = {
+                "engine_id": self.introduces_as,
+                "introduction": text,
+                "kv_role": "kv_both",
+                "max_model_len": self.says_max_model_len,
+            }
             await (call.answer(200, card) if self.introduces_as else call.answer(404, {}))
             return
         if scope["path"] == "/baton/take_back":

@@ -280,6 +280,9 @@ def test_a_decode_engine_that_fails_behind_the_first_token_is_replaced_unnoticed
 
         p, bad, good = baton("p"), baton("d0"), baton("d1")
         bad.respond = fails_later
+        # In push, D waits for P: it must not have answered before P has heard of the second leg at all.
+        second_call = speaker(good).gate = asyncio.Event()
+        p.respond = counting(p, second_call)
         timeouts = LegTimeouts(first_byte_s=0.4, prefill_s=0.4) if failure is hangs else LegTimeouts()
         async with system([p], [bad, good], mode=mode, timeouts=timeouts) as s:
             await introduced(s)

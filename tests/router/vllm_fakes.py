@@ -31,6 +31,7 @@ class VllmSpeaker:
         default_factory=dict
     )  # Text of tokens, where it is not that of the character.
     message: dict[str, Any] = field(default_factory=dict)  # What else a chat's whole answer has.
+    keeps: dict[str, Any] | None = None  # Params with a stream's last event, as Baton's D has them for turns.
     legs: list[dict[str, Any]] = field(default_factory=list)
 
     async def __call__(self, call: Call) -> None:
@@ -105,7 +106,8 @@ class VllmSpeaker:
                 choice["token_ids"] = group
                 if index == 0 and "messages" not in body:
                     choice["prompt_token_ids"] = ids
-            await call.piece(event({**head, "choices": [choice]}))
+            last = {"kv_transfer_params": self.keeps} if is_last and self.keeps else {}
+            await call.piece(event({**head, "choices": [choice], **last}))
             if index == 0 and self.rest_gate is not None:
                 await self.rest_gate.wait()
         if (body.get("stream_options") or {}).get("include_usage"):

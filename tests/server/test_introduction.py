@@ -8,9 +8,9 @@ import pytest
 
 from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig
 from baton.server.introduction import Introduction, introduce
-from tests.server.fakes import LiveServer, ScriptedEngine, model_config
+from tests.server.fakes import MAX_MODEL_LEN, LiveServer, ScriptedEngine, model_config
 
-CARD = Introduction("p0", "signed", "kv_producer", 32, 1)
+CARD = Introduction("p0", "signed", "kv_producer", 32, 1, MAX_MODEL_LEN)
 TRANSFER = KVTransferConfig(kv_connector="BatonPushConnector", kv_role="kv_producer", engine_id="p0")
 
 

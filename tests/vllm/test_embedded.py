@@ -7,7 +7,7 @@ import pytest
 
 from tests.vllm.engines import BatonPlan, Server, Site, completion, transfer
 from tests.vllm.plain import PLAIN, D, P
-from tests.vllm.prompts import Prompt, Single, chat_body, prompts
+from tests.vllm.prompts import NUM_TOKENS, Prompt, Single, chat_body, prompts
 
 BATON_P = BatonPlan("baton-p", transfer("BatonPushConnector", "kv_producer", "baton-p"))
 BATON_D = BatonPlan("baton-d", transfer("BatonPushConnector", "kv_consumer", "baton-d"))
@@ -62,6 +62,22 @@ def test_streams_at_once_are_a_single_vllms(router: Server, single: Single) -> N
     with ThreadPoolExecutor(len(ASKED)) as threads:
         assert list(threads.map(ask, ASKED)) == [single.tokens(prompt) for prompt in ASKED]
     assert router.metric("baton:router_first_tokens_total", agreed="no") == 0
+
+
+def test_batons_engine_goes_on_behind_a_vllms_first_token(
+    router: Server, names: tuple[str, str], mode: str, single: Single
+) -> None:
+    if (names, mode) != (("p", "baton-d"), "pull"):
+        pytest.skip("D says all tokens, or goes on in another way")
+    before = router.metric("baton:router_first_tokens_total", agreed="unasked")
+    asked = [prompt for prompt in ASKED if prompt in single.texts]
+    for prompt in asked:
+        salt = f"{router.name} behind"
+        got = router.stream(completion(prompt, max_tokens=NUM_TOKENS, cache_salt=salt))
+        assert (got.is_done, got.text) == (True, single.texts[prompt])
+        assert got.token_ids == single.tokens(prompt, NUM_TOKENS)
+    # Not behind a token that has no text of its own, or half a character.
+    assert router.metric("baton:router_first_tokens_total", agreed="unasked") >= before + len(asked) // 2
 
 
 def test_a_chat_is_a_single_vllms(router: Server, single: Single) -> None:
