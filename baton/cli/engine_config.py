@@ -47,7 +47,9 @@ def engine_config(resolved: Resolved) -> EngineConfig:
         parallel_config=ParallelConfig(
             tensor_parallel_size=tp, executor="multiprocess" if tp > 1 else "inprocess"
         ),
-        device_config=DeviceConfig(device=_device(settings), num_threads=settings.threads),
+        device_config=DeviceConfig(
+            device=_device(settings), num_threads=settings.threads, graph_mode=settings.graph_mode
+        ),
         kv_transfer_config=settings.kv_transfer_config,
         kv_events_config=settings.kv_events_config,
         cluster_secret=resolved.secret,

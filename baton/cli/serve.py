@@ -111,6 +111,10 @@ def serve(
         _option("--tensor-parallel-size -tp", "Ranks that share the model (default 1).", _PARALLEL),
     ] = None,
     device: Annotated[str | None, _option("--device", "auto, cpu or cuda (default auto).", _PARALLEL)] = None,
+    graph_mode: Annotated[
+        str | None,
+        _option("--graph-mode", "CUDA graphs of decode steps: off, auto, piecewise, full.", _PARALLEL),
+    ] = None,
     threads: Annotated[
         int | None, _option("--threads", "Compute threads of one rank on CPU (default 1).", _PARALLEL)
     ] = None,

@@ -35,6 +35,7 @@ DRAIN_S = 30.0  # The default lease: what is lent is returned or has run out by 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Policy = Literal["fcfs", "priority"]
 Device = Literal["auto", "cpu", "cuda"]
+GraphMode = Literal["off", "auto", "piecewise", "full"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -67,6 +68,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     tensor_parallel_size: int = 1
     device: Device = "auto"
+    graph_mode: GraphMode = "auto"  # Decode steps replayed from graphs.
     threads: int = 1  # Torch threads of one rank on CPU.
 
     kv_transfer_config: KVTransferConfig | None = None
@@ -111,7 +113,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "server": ("host", "port", "log_level", "shutdown_timeout_s", "drain_timeout_s", "step_timeout_s"),
     "cache": ("block_size", "num_blocks", "kv_cache_memory", "enable_prefix_caching"),
     "scheduler": ("max_num_batched_tokens", "max_num_seqs", "scheduling_policy", "enable_chunked_prefill"),
-    "parallel": ("tensor_parallel_size", "device", "threads"),
+    "parallel": ("tensor_parallel_size", "device", "graph_mode", "threads"),
     "cluster": ("kv_transfer_config", "kv_events_config", "secret_file"),
 }
 """Of the TOML file, and of what `--show-config` prints."""

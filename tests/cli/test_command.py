@@ -19,6 +19,7 @@ SERVE_FLAGS = [
     "--dtype",
     "--enable-chunked-prefill",
     "--enable-prefix-caching",
+    "--graph-mode",
     "--host",
     "--kv-cache-memory",
     "--kv-events-config",

@@ -53,6 +53,7 @@ def test_every_setting_arrives(model: Path) -> None:
         scheduling_policy="priority",
         enable_chunked_prefill=False,
         threads=2,
+        graph_mode="piecewise",
         kv_transfer_config='{"kv_connector": "X", "kv_role": "kv_both", "engine_id": "e"}',
     )
     assert (config.model_config.served_model_name, config.model_config.max_model_len) == ("name", 128)
@@ -61,6 +62,7 @@ def test_every_setting_arrives(model: Path) -> None:
     assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (200, 4)
     assert (scheduler.policy, scheduler.enable_chunked_prefill) == ("priority", False)
     assert (config.device_config.num_threads, config.seed) == (2, 3)
+    assert config.device_config.graph_mode == "piecewise"
     assert config.kv_transfer_config is not None
     assert config.kv_transfer_config.engine_id == "e"
 
