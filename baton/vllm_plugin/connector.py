@@ -65,10 +65,14 @@ class BatonPullConnector(ForwardingConnector):
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Heads before tokens: then a tensor-parallel slice of a block is one run of bytes.
 
-        A wish: vLLM drops it where its attention needs another order, and plans describe that as well.
+        With `cross_layer_blocks`, layers inside of blocks. A wish: vLLM drops it where its attention needs
+        another order, and plans describe that as well.
         """
         model = vllm_config.model_config
-        return None if model is None or model.use_mla else "LBHNC"
+        if model is None or model.use_mla:
+            return None
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        return "BLHNC" if extra.get("cross_layer_blocks") is True else "LBHNC"
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:

@@ -110,6 +110,8 @@ def test_layouts_and_graphs_that_a_connector_asks_for(plugin: Any, folder: Path)
     pull, push = plugin.BatonPullConnector, plugin.BatonPushConnector
     config = vllm_config(folder)
     assert pull.get_required_kvcache_layout(config) == "LBHNC"
+    config.kv_transfer_config.kv_connector_extra_config["cross_layer_blocks"] = True
+    assert pull.get_required_kvcache_layout(config) == "BLHNC"
     config.model_config.use_mla = True
     assert pull.get_required_kvcache_layout(config) is None
     assert not pull.requires_piecewise_for_cudagraph({"stream": "layer"})
