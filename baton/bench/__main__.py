@@ -9,6 +9,7 @@ from baton.bench.machine import machine_line
 BENCHMARKS = {
     "step": "baton.bench.step_overhead",
     "transports": "baton.bench.transports",
+    "cross-layer": "baton.bench.cross_layer",
     "handoff": "baton.bench.handoff",
 }
 

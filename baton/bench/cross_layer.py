@@ -1,0 +1,301 @@
+"""What keeping a block of all layers in one piece gains a handoff, and what it costs a decode step.
+
+    per layer     a tensor for each layer: one run of bytes per layer and block
+    cross-layer   layers inside of blocks: one run per block
+    mixed         P keeps them together, D apart
+
+Two processes on different cores; the same bytes on both sides, seen through either layout; scattered blocks.
+A copy's speed hangs on the length of its runs, so the shapes differ in that. Judge the ratios: all kinds of a
+shape take turns on each transport.
+
+    python -m baton.bench.cross_layer --out docs/benchmarks/cross_layer.json
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from baton.bench.machine import machine_line
+from baton.bench.transports import CONSUMER, PRODUCER, TIMEOUT_S, make
+from baton.core.config import CacheConfig
+from baton.core.errors import ConfigError
+from baton.core.layout import LayerLayout, RankLayout, Region
+from baton.engine.attention.kv_memory import allocate_kv_cache
+from baton.engine.checkpoint import load_model_config
+from baton.engine.forward_context import ForwardContext, build_attention_metadata
+from baton.engine.models import Decoder, build_model, load_weights
+from baton.engine.new_model import write_checkpoint
+from baton.protocol.plan import plan_spans
+from baton.transport.base import Prepared, Transport
+from baton.transport.memory import MemoryNetwork, MemoryTransport
+
+TOTAL_BYTES = 64 << 20
+REPEATS = 9
+TRANSPORTS = ("local", "tcp", "nixl")
+KINDS = {"per layer": (False, False), "cross-layer": (True, True), "mixed": (True, False)}  # P, D together?
+DECODE_REQUESTS, DECODE_TOKENS, DECODE_STEPS = 8, 1000, 60
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One rank's cache."""
+
+    name: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    itemsize: int
+    block_tokens: int = 16
+
+    @property
+    def head_bytes(self) -> int:
+        """Of one head of a block of one layer."""
+        return self.block_tokens * 2 * self.head_dim * self.itemsize
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.num_kv_heads * self.head_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_layers * self.layer_bytes
+
+
+SHAPES = (
+    Shape("8 B parameters, one rank of eight", 32, 1, 128, 2),
+    Shape("90 M parameters, float32", 12, 4, 64, 4),
+    Shape("8 B parameters, one rank", 32, 8, 128, 2),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    transport: str
+    shape: str
+    kind: str
+    num_descriptors: int  # Runs of bytes, before neighbouring blocks merge.
+    gb_per_s: float  # Median.
+    ratio: float  # To per layer, of the same turns; median.
+
+
+def layout_of(shape: Shape, address: int, *, is_together: bool, total_bytes: int = TOTAL_BYTES) -> RankLayout:
+    num_blocks = total_bytes // shape.block_bytes
+    stride = shape.block_bytes if is_together else shape.layer_bytes
+    from_layer = shape.layer_bytes if is_together else num_blocks * shape.layer_bytes
+    return RankLayout(
+        tp_rank=0,
+        tp_size=1,
+        num_kv_heads=shape.num_kv_heads,
+        num_blocks=num_blocks,
+        block_tokens=shape.block_tokens,
+        dtype="float32" if shape.itemsize == 4 else "bfloat16",
+        regions=(Region(address, total_bytes),),
+        layers=tuple(
+            LayerLayout(f"layer.{layer}", 0, layer * from_layer, stride, shape.head_bytes, shape.head_bytes)
+            for layer in range(shape.num_layers)
+        ),
+    )
+
+
+def run(total_bytes: int = TOTAL_BYTES, repeats: int = REPEATS) -> list[Row]:
+    cpus = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cpus[0]})
+    try:
+        memory = np.zeros(total_bytes, dtype=np.uint8)
+        rows: list[Row] = []
+        with _producer(total_bytes, cpus[-1]) as pipe:
+            endpoints, address = pipe.recv()
+            for name, endpoint in endpoints.items():
+                transport = make(name, CONSUMER, cpus[0])
+                rows += _measure_transport(name, transport, endpoint, address, memory, repeats)
+        network, theirs = MemoryNetwork(), np.ones(total_bytes, dtype=np.uint8)
+        owner = MemoryTransport(PRODUCER, network)
+        endpoint = owner.register([Region(theirs.ctypes.data, theirs.nbytes)])
+        reader = MemoryTransport(CONSUMER, network)
+        rows += _measure_transport("memory", reader, endpoint, theirs.ctypes.data, memory, repeats)
+        owner.close()
+        return rows
+    finally:
+        os.sched_setaffinity(0, cpus)
+
+
+def _measure_transport(
+    name: str,
+    transport: Transport,
+    endpoint: bytes,
+    address: int,
+    memory: NDArray[np.uint8],
+    repeats: int,
+) -> list[Row]:
+    rows: list[Row] = []
+    with contextlib.closing(transport):
+        transport.register([Region(memory.ctypes.data, memory.nbytes)])
+        peer = transport.connect(PRODUCER, endpoint)
+        for shape in SHAPES:
+            rng = np.random.default_rng(shape.block_bytes)
+            num_blocks = memory.nbytes // shape.block_bytes
+            local, remote = rng.permutation(num_blocks).tolist(), rng.permutation(num_blocks).tolist()
+            reads: dict[str, Callable[[], None]] = {}
+            descriptors: dict[str, int] = {}
+            for kind, (theirs, ours) in KINDS.items():
+                spans = plan_spans(
+                    layout_of(shape, memory.ctypes.data, is_together=ours, total_bytes=memory.nbytes),
+                    layout_of(shape, address, is_together=theirs, total_bytes=memory.nbytes),
+                )
+                descriptors[kind] = len(spans) * num_blocks
+                reads[kind] = partial(_read, transport, transport.prepare(peer, spans), local, remote)
+            nbytes = num_blocks * shape.block_bytes
+            seconds = _in_turns(reads, repeats)
+            for kind, taken in seconds.items():
+                ratios = [base / this for base, this in zip(seconds["per layer"], taken, strict=True)]
+                speed = nbytes / statistics.median(taken) / 1e9
+                rows.append(Row(name, shape.name, kind, descriptors[kind], speed, statistics.median(ratios)))
+    return rows
+
+
+def _read(
+    transport: Transport, prepared: Prepared, local_blocks: Sequence[int], remote_blocks: Sequence[int]
+) -> None:
+    transport.post_read(prepared, local_blocks, remote_blocks)
+    assert transport.wait_completion(TIMEOUT_S), "the read never ended"
+    (completion,) = transport.poll()
+    assert completion.ok, completion.error
+
+
+def _in_turns(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each call, turn by turn, after one to get warm."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(repeats + 1):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            if turn:
+                seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+@contextmanager
+def _producer(total_bytes: int, cpu: int) -> Iterator[Connection]:
+    spawn = get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_produce, args=(theirs, total_bytes, cpu), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+        ours.send("done")
+        process.join(TIMEOUT_S)
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+        ours.close()
+
+
+def _produce(pipe: Connection, total_bytes: int, cpu: int) -> None:
+    os.sched_setaffinity(0, {cpu})
+    memory = np.random.default_rng(0).integers(0, 256, total_bytes, dtype=np.uint8)
+    transports: dict[str, Transport] = {}
+    for name in TRANSPORTS:
+        with contextlib.suppress(ConfigError):  # NIXL is optional.
+            transports[name] = make(name, PRODUCER, cpu)
+    regions = [Region(memory.ctypes.data, memory.nbytes)]
+    endpoints = {name: transport.register(regions) for name, transport in transports.items()}
+    pipe.send((endpoints, memory.ctypes.data))
+    pipe.recv()
+    for transport in transports.values():
+        transport.close()
+
+
+def decode_cost(num_steps: int = DECODE_STEPS) -> float:
+    """Seconds of a decode step over cross-layer blocks to one over a tensor per layer; median of the turns.
+
+    A small model over a long context, so that attention, which alone can tell, is much of the step.
+    """
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        write_checkpoint(folder, hidden=256, layers=6, heads=8, kv_heads=4, vocab=512)
+        config = load_model_config(folder, max_model_len=2 * DECODE_TOKENS)
+        model = build_model(config)
+        load_weights(model, config.model)
+    blocks_each = DECODE_TOKENS // 16 + 1
+    num_blocks = DECODE_REQUESTS * blocks_each
+    cache_config = CacheConfig(num_gpu_blocks=num_blocks)
+    order = np.random.default_rng(0).permutation(num_blocks).reshape(DECODE_REQUESTS, -1)
+    metadata = build_attention_metadata(
+        [DECODE_TOKENS] * DECODE_REQUESTS, [1] * DECODE_REQUESTS, list(order), cache_config.block_size
+    )
+    steps = {
+        kind: _decode_step(model, ForwardContext(metadata, caches))
+        for kind, caches in (
+            (kind, allocate_kv_cache(config, cache_config, 0, 1, "cpu", has_cross_layer_blocks=is_together))
+            for kind, is_together in (("per layer", False), ("cross-layer", True))
+        )
+    }
+    seconds = _in_turns(steps, num_steps)
+    ratios = [this / base for base, this in zip(seconds["per layer"], seconds["cross-layer"], strict=True)]
+    return statistics.median(ratios)
+
+
+def _decode_step(model: Decoder, context: ForwardContext) -> Callable[[], None]:
+    metadata = context.attn_metadata
+    assert metadata is not None
+    input_ids = torch.full((metadata.num_reqs,), 5)
+
+    @torch.inference_mode()
+    def step() -> None:
+        model.forward(input_ids, metadata.positions, context)
+
+    return step
+
+
+def print_table(rows: Sequence[Row], console: Console) -> None:
+    table = Table(title="Reads of scattered blocks; ratio to a tensor per layer", title_justify="left")
+    for heading in ("transport", "cache", "blocks", "runs", "GB/s", "ratio"):
+        table.add_column(heading, justify="right" if heading in ("runs", "GB/s", "ratio") else "left")
+    for row in rows:
+        figures = (str(row.num_descriptors), f"{row.gb_per_s:.2f}", f"{row.ratio:.2f}")
+        table.add_row(row.transport, row.shape, row.kind, *figures)
+    console.print(table)
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, help="where to keep the figures, as JSON")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    options = parser.parse_args(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    rows = run(repeats=options.repeats)
+    print_table(rows, console)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        cost = decode_cost()
+    finally:
+        torch.set_num_threads(threads)
+    console.print(f"A decode step over cross-layer blocks takes {cost:.3f} of one over a tensor per layer.")
+    if options.out is not None:
+        kept = {"machine": machine_line(), "reads": [asdict(row) for row in rows], "decode_step_ratio": cost}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,30 @@
+"""The benchmark of cross-layer blocks runs, and what it reads is what it says."""
+
+import pytest
+
+from baton.bench import cross_layer
+from baton.bench.cross_layer import KINDS, SHAPES, layout_of
+from baton.protocol.plan import plan_spans
+from baton.protocol.soundness import check_layout
+
+TOTAL_BYTES = 4 << 20
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_block_is_one_run_only_where_both_sides_keep_its_layers_together(shape: cross_layer.Shape) -> None:
+    for kind, (theirs, ours) in KINDS.items():
+        local = layout_of(shape, 1 << 20, is_together=ours, total_bytes=TOTAL_BYTES)
+        remote = layout_of(shape, 1 << 30, is_together=theirs, total_bytes=TOTAL_BYTES)
+        check_layout(local)
+        spans = plan_spans(local, remote)
+        assert len(spans) == (1 if kind == "cross-layer" else shape.num_layers)
+        assert sum(span.nbytes for span in spans) == shape.block_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_benchmark_runs() -> None:
+    rows = cross_layer.run(total_bytes=TOTAL_BYTES, repeats=1)
+    assert {"local", "tcp", "memory"} <= {row.transport for row in rows}
+    assert {row.kind for row in rows} == set(KINDS)
+    assert all(row.gb_per_s > 0 for row in rows)
