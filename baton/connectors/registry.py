@@ -27,6 +27,7 @@ BUILT_IN: Final = {
     "BatonPullConnector": "baton.connectors.pull:BatonPullConnector",
     "BatonPushConnector": "baton.connectors.push:BatonPushConnector",
     "BatonDecodeBenchConnector": "baton.connectors.decode_bench:BatonDecodeBenchConnector",
+    "BatonHiddenStatesConnector": "baton.connectors.hidden_states:BatonHiddenStatesConnector",
     "BatonSharedStorageConnector": "baton.connectors.shared_storage:BatonSharedStorageConnector",
 }
 FIELD = "kv_transfer_config.kv_connector"

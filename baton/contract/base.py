@@ -46,6 +46,11 @@ CopyBlocksOp = Callable[
 """(source caches, destination caches, source block ids, destination block ids, direction)."""
 
 
+def hidden_states_name(layer: int) -> str:
+    """What `save_kv_layer` calls them; see `hidden_states_wanted`."""
+    return f"hidden_states.{layer}"
+
+
 class KVConnectorRole(enum.Enum):
     SCHEDULER = 0
     WORKER = 1
@@ -226,6 +231,16 @@ class KVConnectorWorkerHalf(ABC):
     def prefer_cross_layer_blocks(self) -> bool:
         """Asked before the cache is allocated. True: one contiguous unit per block, over all layers."""
         return False
+
+    @property
+    def hidden_states_wanted(self) -> tuple[int, ...]:
+        """Hidden states that `save_kv_layer` is to get besides the KV: the same ones on every rank.
+
+        Baton's addition, as transformers counts: 0 are the embeddings, i is the output of layer i, the last
+        one stands behind the final norm. Named by `hidden_states_name`; then `kv_layer` is [T, hidden size]
+        of the step's tokens, in the order of `attn_metadata.slot_mapping`. Costs recorded graphs.
+        """
+        return ()
 
     @property
     def graph_capturable(self) -> bool:

@@ -165,6 +165,10 @@ class TwoHalves(KVConnectorBase_V1):
         return self.worker_half.prefer_cross_layer_blocks
 
     @property
+    def hidden_states_wanted(self) -> tuple[int, ...]:
+        return self.worker_half.hidden_states_wanted
+
+    @property
     def graph_capturable(self) -> bool:
         return self.worker_half.graph_capturable
 

@@ -191,6 +191,10 @@ class _ContainedHooks(NullWorkerHalf):
         self._step = step
         self._waits_for_loads = step._scheduler_output.has_sync_kv_loads
 
+    @property
+    def hidden_states_wanted(self) -> tuple[int, ...]:
+        return self._half.hidden_states_wanted
+
     def has_connector_metadata(self) -> bool:
         return self._half.has_connector_metadata()
 

@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.contract.base import hidden_states_name
+
 if TYPE_CHECKING:
     from baton.contract import KVConnectorWorkerHalf
 
@@ -77,6 +79,16 @@ class ForwardContext:
         if self.attn_metadata is None or self.worker_half is None:
             return None
         return self.worker_half if self.worker_half.has_connector_metadata() else None
+
+    @property
+    def hidden_states_wanted(self) -> tuple[int, ...]:
+        """Which of them the connector wants to see; see the contract's property of this name."""
+        return () if (watcher := self.watcher) is None else watcher.hidden_states_wanted
+
+    def show_hidden_states(self, layer: int, hidden_TM: torch.Tensor) -> None:
+        """Those that are wanted and go into `layer`, or come out of the whole model."""
+        assert self.watcher is not None, "nobody wanted them"
+        self.watcher.save_kv_layer(hidden_states_name(layer), hidden_TM, self.attn_metadata)
 
 
 def build_attention_metadata(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from baton.connectors.shared_storage import files
 from baton.connectors.shared_storage.files import ChunkName, LayerShape, Unusable
 from baton.connectors.shared_storage.sweep import ABANDONED_S, LOW_WATER, sweep
+from baton.connectors.whole_file import TEMPORARY_PREFIX, write_whole
 
 KEY = b"k" * 32
 NAME = ChunkName("n" * 32, bytes(range(32)), 0)
@@ -46,7 +47,7 @@ def assert_right_or_unusable(content: bytes, name: ChunkName = NAME, key: bytes 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = NAME.path_in(tmp_path)
-    files.write(WHOLE, path, fsync=True)
+    write_whole(WHOLE, path, fsync=True)
     assert assert_right_or_unusable(files.read(path, SHAPES))
     assert [entry.name for entry in path.parent.iterdir()] == [path.name], "nothing is left beside it"
 
@@ -128,7 +129,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "taken"
     (path / "by a folder").mkdir(parents=True)
     with pytest.raises(OSError, match="taken"):
-        files.write(WHOLE, path, fsync=False)
+        write_whole(WHOLE, path, fsync=False)
     assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
 
 
@@ -138,10 +139,11 @@ from pathlib import Path
 from tests.connectors.test_shared_storage_files import NAME, KEY, layers_of
 from baton.connectors.shared_storage import files
 from baton.connectors.shared_storage.files import ChunkName
+from baton.connectors.whole_file import write_whole
 print("writing", flush=True)
 for number in range(1_000_000):
     name = ChunkName(NAME.namespace, (number % 50).to_bytes(32, "big"), 0)
-    files.write(files.encode(name, layers_of(number % 50), KEY), name.path_in(Path(sys.argv[1])), fsync=False)
+    write_whole(files.encode(name, layers_of(number % 50), KEY), name.path_in(Path(sys.argv[1])), fsync=False)
 """
 
 
@@ -217,7 +219,7 @@ def test_a_sweep_evicts_what_a_plain_reading_of_the_rules_evicts(
 
 def test_what_a_dead_writer_has_left_is_removed_and_strangers_files_are_not(tmp_path: Path) -> None:
     (kept,) = put(tmp_path, 1, used_s=1000.0)
-    left, fresh = kept.with_name(files.TEMPORARY_PREFIX + "a"), kept.with_name(files.TEMPORARY_PREFIX + "b")
+    left, fresh = kept.with_name(TEMPORARY_PREFIX + "a"), kept.with_name(TEMPORARY_PREFIX + "b")
     strangers = [tmp_path / "README", kept.with_name("notes.txt")]
     for path, used_s in [(left, 999.0 - ABANDONED_S), (fresh, 990.0), *((s, 0.0) for s in strangers)]:
         path.write_bytes(b"...")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from baton.connectors.jobs import Jobs
 from baton.connectors.registry import connector_class
 from baton.connectors.shared_storage import (
     BatonSharedStorageConnector,
@@ -19,7 +20,6 @@ from baton.connectors.shared_storage import (
     StorageSettings,
     StorageWorkerHalf,
 )
-from baton.connectors.shared_storage.jobs import Jobs
 from baton.connectors.shared_storage.metadata import SaveChunk, StorageMetadata, StorageReport
 from baton.connectors.shared_storage.stats import StoragePromMetrics, StorageStats
 from baton.contract import ConnectorDead, KVConnectorOutput

@@ -15,7 +15,6 @@ mapped: a file that somebody truncates while it is mapped kills the process.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import secrets
@@ -32,7 +31,6 @@ import torch
 from baton.connectors.shared_storage.identity import FORMAT
 
 SUFFIX = ".safetensors"
-TEMPORARY_PREFIX = ".writing-"
 HEADER_BYTES_MAX = 1 << 20
 CHECKSUM_BYTES = 32
 
@@ -96,27 +94,6 @@ def decode(
     return layers
 
 
-def write(content: bytes, path: Path, *, fsync: bool) -> None:
-    """Raises OSError; then nothing is left."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{secrets.token_hex(8)}")
-    try:
-        with open(aside, "xb", buffering=0) as file:
-            written = 0
-            view = memoryview(content)
-            while written < len(content):
-                written += file.write(view[written:])
-            if fsync:
-                os.fsync(file.fileno())
-        os.replace(aside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            aside.unlink()
-        raise
-    if fsync:
-        _sync_folder(path.parent)
-
-
 def read(path: Path, expected: Mapping[str, LayerShape]) -> bytes:
     """Raises Unusable for a file that cannot be the right one, or that cannot be read."""
     nbytes = sum(layer.nbytes for layer in expected.values())
@@ -171,13 +148,3 @@ def _checksum(name: ChunkName, layers: Mapping[str, torch.Tensor], signing_key: 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     flat: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(flat)
-
-
-def _sync_folder(folder: Path) -> None:
-    """So that the new name survives a crash of the machine. Some file systems cannot, and need not."""
-    with contextlib.suppress(OSError):
-        fileno = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fileno)
-        finally:
-            os.close(fileno)

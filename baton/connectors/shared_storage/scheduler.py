@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from baton.connectors.jobs import Jobs, Repeated
 from baton.connectors.shared_storage.identity import StorageIdentity
-from baton.connectors.shared_storage.jobs import Jobs, Repeated
 from baton.connectors.shared_storage.metadata import (
     LoadChunks,
     SaveChunk,

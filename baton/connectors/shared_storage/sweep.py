@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.connectors.shared_storage.files import SUFFIX, TEMPORARY_PREFIX
+from baton.connectors.shared_storage.files import SUFFIX
+from baton.connectors.whole_file import TEMPORARY_PREFIX
 
 LOW_WATER = 0.9
 ABANDONED_S = 900.0  # Longer than writing one file takes; a writer that is slower fails, and says so.

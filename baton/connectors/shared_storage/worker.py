@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from baton.connectors.jobs import Jobs
 from baton.connectors.shared_storage.identity import StorageIdentity, layout_digest
-from baton.connectors.shared_storage.jobs import Jobs
 from baton.connectors.shared_storage.metadata import (
     ChunkPart,
     LoadChunks,
@@ -30,6 +30,7 @@ from baton.connectors.shared_storage.metadata import (
     StorageReport,
 )
 from baton.connectors.shared_storage.stats import StorageStats
+from baton.connectors.whole_file import write_whole
 from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerHalf, host
 from baton.core.layout import SLOT
 
@@ -219,7 +220,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
                 self._drop([copy], None)  # Another request's, or another engine's.
                 return
             content = files.encode(name, copy.layers, self._key)
-            files.write(content, path, fsync=self._identity.settings.fsync)
+            write_whole(content, path, fsync=self._identity.settings.fsync)
         except OSError as error:
             logger.warning("could not write %s: %s", path, error)
             self._drop([copy], "io")

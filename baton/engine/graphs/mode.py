@@ -24,6 +24,8 @@ class GraphMode(enum.Enum):
 def choose_mode(config: EngineConfig, half: KVConnectorWorkerHalf) -> GraphMode:
     """What the configuration asks for, as far as the connector allows it."""
     asked = config.device_config.graph_mode
+    if half.hidden_states_wanted:
+        return GraphMode.OFF  # They show between the layers only while Python runs there.
     if asked == "auto":
         # Without a device to wait for there is nothing to gain.
         asked = "full" if config.device_config.device == "cuda" else "off"

@@ -111,10 +111,18 @@ class Decoder(nn.Module):
         hidden = F.embedding(input_ids, self.embedding)
         if self._embedding_scale != 1:
             hidden = hidden * self._embedding_scale
-        for layer in self.layers[:-1]:
-            hidden = layer(hidden, rotations, context, plans)
-        hidden = self.layers[-1](hidden, rotations, context, plans, context.wanted_tokens)
-        return self.norm(hidden)  # type: ignore[no-any-return]  # nn.Module.__call__ is untyped.
+        last = len(self.layers)
+        shows = context.hidden_states_wanted
+        for index, layer in enumerate(self.layers):
+            if index in shows:
+                context.show_hidden_states(index, hidden)
+            # Whoever wants to see the last states of all tokens has them computed.
+            wanted = context.wanted_tokens if index == last - 1 and last not in shows else None
+            hidden = layer(hidden, rotations, context, plans, wanted)
+        hidden = self.norm(hidden)
+        if last in shows:
+            context.show_hidden_states(last, hidden)
+        return hidden  # type: ignore[no-any-return]  # nn.Module.__call__ is untyped.
 
     # --- Recorded steps (`baton.engine.graphs`) --------------------------------------------------
 

@@ -1,0 +1,6 @@
+"""Hidden states of prompts and answers, saved to files."""
+
+from baton.connectors.hidden_states.connector import BatonHiddenStatesConnector
+from baton.connectors.hidden_states.reading import load_hidden_states
+
+__all__ = ["BatonHiddenStatesConnector", "load_hidden_states"]

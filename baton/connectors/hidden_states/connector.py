@@ -1,0 +1,85 @@
+"""BatonHiddenStatesConnector: what the model's layers said of a prompt, for training drafts and probes.
+
+{"kv_connector": "BatonHiddenStatesConnector", "kv_role": "kv_producer",
+ "kv_connector_extra_config": {"shared_storage_path": "/data/states", "layer_ids": [2, 14, 28]}}
+
+Every answer names its file: {"hidden_states_path": "..."} in `kv_transfer_params`. The file comes a little
+later, and whole (`load_hidden_states` waits for it). A request may ask for more:
+
+    {"include_output_tokens": true, "hidden_states_path": "run-7/one.safetensors"}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from baton.connectors.hidden_states.halves import HiddenStatesSchedulerHalf, HiddenStatesWorkerHalf
+from baton.connectors.hidden_states.settings import PATH_KEY, HiddenStatesSettings, includes_output
+from baton.connectors.hidden_states.stats import HiddenStatesPromMetrics, HiddenStatesStats
+from baton.contract import (
+    KVConnectorPromMetrics,
+    KVConnectorSchedulerHalf,
+    KVConnectorStats,
+    KVConnectorWorkerHalf,
+    TwoHalves,
+    host,
+)
+from baton.core.config import EngineConfig
+from baton.core.transfer_params import parse_transfer_params
+
+
+class BatonHiddenStatesConnector(TwoHalves):
+    answered_params: ClassVar[frozenset[str]] = frozenset({PATH_KEY})
+    stands_alone: ClassVar[bool] = True
+
+    @classmethod
+    def make_scheduler_half(
+        cls, vllm_config: host.HostConfig, kv_cache_config: Any
+    ) -> KVConnectorSchedulerHalf:
+        return HiddenStatesSchedulerHalf(_settings_of(vllm_config))
+
+    @classmethod
+    def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:
+        assert isinstance(vllm_config, EngineConfig), "in vLLM its own connector does this"
+        settings = _settings_of(vllm_config)
+        return HiddenStatesWorkerHalf(
+            settings,
+            settings.layers_of(vllm_config.model_config.num_hidden_layers),
+            vllm_config.cache_config.block_size,
+            is_first_rank=vllm_config.parallel_config.rank == 0,
+        )
+
+    @classmethod
+    def make_door(cls, config: EngineConfig) -> Callable[[Mapping[str, Any] | None], None]:
+        settings = _settings_of(config)
+        settings.layers_of(config.model_config.num_hidden_layers)
+
+        def check(raw: Mapping[str, Any] | None) -> None:
+            parse_transfer_params(raw)
+            includes_output(raw)
+            settings.path_for("", raw)
+
+        return check
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return True
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return HiddenStatesStats(data if data is not None else {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: host.HostConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return HiddenStatesPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _settings_of(vllm_config: host.HostConfig) -> HiddenStatesSettings:
+    return HiddenStatesSettings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)

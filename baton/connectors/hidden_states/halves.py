@@ -1,0 +1,199 @@
+"""The halves of hidden-state saving.
+
+    forward      layer i's states of the step's tokens --> a row for each slot of the KV cache, on the CPU
+    a request    ends --> its slots' rows, copied at the beginning of the next step --> a file, on a thread
+
+A slot's states live as long as its KV, so a prompt whose beginning is found in the prefix cache finds its
+states there as well, those of the request that computed it. The rows of freed blocks are overwritten in the
+forward of the next step at the earliest, so no block is held back for them. All ranks have equal states; the
+first one keeps them.
+
+This stands alone: KV that another connector loads comes without its states.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from baton.connectors.hidden_states.settings import PATH_KEY, HiddenStatesSettings, includes_output
+from baton.connectors.hidden_states.stats import HiddenStatesStats
+from baton.connectors.jobs import Jobs
+from baton.connectors.whole_file import write_whole
+from baton.contract import KVConnectorMetadata, KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
+from baton.contract.base import hidden_states_name
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStates:
+    path: str
+    token_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStatesMetadata(KVConnectorMetadata):
+    saves: tuple[SaveStates, ...] = ()
+
+
+class HiddenStatesSchedulerHalf(KVConnectorSchedulerHalf):
+    def __init__(self, settings: HiddenStatesSettings) -> None:
+        self._settings = settings
+        self._paths: dict[str, Path] = {}  # By request.
+        self._saves: list[SaveStates] = []
+
+    def on_new_request(self, request: host.Request) -> None:
+        """Raises BadTransferParams."""
+        includes_output(request.kv_transfer_params)
+        self._paths[request.request_id] = self._settings.path_for(
+            request.request_id, request.kv_transfer_params
+        )
+
+    def get_num_new_matched_tokens(
+        self, request: host.Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return 0, False
+
+    def update_state_after_alloc(
+        self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        assert num_external_tokens == 0, "nothing was promised"
+
+    def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
+        saves, self._saves = self._saves, []
+        return HiddenStatesMetadata(tuple(saves))
+
+    def has_pending_push_work(self) -> bool:
+        return bool(self._saves)
+
+    def request_finished(
+        self, request: host.Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        path = self._paths.pop(request.request_id, None)
+        if path is None or request.status.name not in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"):
+            return False, None
+        if includes_output(request.kv_transfer_params):
+            token_ids = list(request.all_token_ids)[:-1]  # The last one went through no forward pass.
+        else:
+            token_ids = list(request.prompt_token_ids or ())
+        assert len(token_ids) <= request.num_computed_tokens
+        self._saves.append(SaveStates(str(path), tuple(token_ids), tuple(block_ids)))
+        return False, {PATH_KEY: str(path)}
+
+
+class HiddenStatesWorkerHalf(KVConnectorWorkerHalf):
+    def __init__(
+        self,
+        settings: HiddenStatesSettings,
+        layers: tuple[int, ...],
+        block_tokens: int,
+        *,
+        is_first_rank: bool,
+    ) -> None:
+        self._settings = settings
+        self._layers = layers
+        self._columns: Mapping[str, int] = {hidden_states_name(layer): i for i, layer in enumerate(layers)}
+        self._block_tokens = block_tokens
+        self._is_first_rank = is_first_rank
+        self._num_slots = 0
+        self._states: torch.Tensor | None = None  # [slots, layers, hidden size], once it is known.
+        self._writer = Jobs("hidden-states")
+        self._lock = threading.Lock()
+        self._backlog_bytes = 0
+        self._stats = HiddenStatesStats()
+
+    @property
+    def hidden_states_wanted(self) -> tuple[int, ...]:
+        return self._layers
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._num_slots = next(iter(kv_caches.values())).shape[0] * self._block_tokens
+
+    # --- Step ----------------------------------------------------------------------------------
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Copies what has ended, before the forward may write over it."""
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, HiddenStatesMetadata)
+        self._writer.raise_if_dead()
+        if self._is_first_rank:
+            for save in connector_metadata.saves:
+                self._take(save)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """`kv_layer`: [tokens of the step, hidden size], under one of our names; else a layer's KV."""
+        column = self._columns.get(layer_name)
+        if column is None or not self._is_first_rank:
+            return
+        if self._states is None:
+            self._states = kv_layer.new_zeros(
+                (self._num_slots, len(self._layers), kv_layer.shape[-1]), device="cpu"
+            )
+        self._states[attn_metadata.slot_mapping.to("cpu"), column] = kv_layer.to("cpu")
+
+    def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
+        return
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def wait_for_save(self) -> None:
+        return
+
+    def get_kv_connector_stats(self) -> HiddenStatesStats | None:
+        with self._lock:
+            return self._stats.take()
+
+    def shutdown(self) -> None:
+        self._writer.close(self._settings.shutdown_timeout_s)
+
+    # --- Files ---------------------------------------------------------------------------------
+
+    def _take(self, save: SaveStates) -> None:
+        import torch
+
+        assert self._states is not None, "a request has ended, so there was a forward"
+        num_tokens = len(save.token_ids)
+        slots = torch.tensor(save.block_ids).unsqueeze(1) * self._block_tokens + torch.arange(
+            self._block_tokens
+        )
+        states = self._states[slots.flatten()[:num_tokens]]
+        with self._lock:
+            if self._backlog_bytes + states.nbytes > self._settings.backlog_max_mib * MIB:
+                self._stats.add(lost_files=1)
+                logger.warning("too much waits to be written: %s will not come", save.path)
+                return
+            self._backlog_bytes += states.nbytes
+        self._writer.put(partial(self._write, save, states))
+
+    def _write(self, save: SaveStates, states: torch.Tensor) -> None:
+        """On the writer's thread."""
+        import safetensors.torch
+        import torch
+
+        tensors = {"hidden_states": states, "token_ids": torch.tensor(save.token_ids, dtype=torch.int64)}
+        metadata = {"layer_ids": ",".join(str(layer) for layer in self._layers)}
+        try:
+            write_whole(safetensors.torch.save(tensors, metadata), Path(save.path), fsync=False)
+        except OSError as error:
+            logger.warning("could not write %s: %s", save.path, error)
+            counts = {"lost_files": 1}
+        else:
+            counts = {"saved_files": 1, "saved_tokens": len(save.token_ids)}
+        with self._lock:
+            self._backlog_bytes -= states.nbytes
+            self._stats.add(**counts)

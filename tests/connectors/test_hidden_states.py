@@ -1,0 +1,271 @@
+"""Hidden states in files are those that transformers computes, however the engine came by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry, Counter
+
+from baton.connectors.hidden_states import BatonHiddenStatesConnector, load_hidden_states
+from baton.connectors.hidden_states.settings import HiddenStatesSettings
+from baton.connectors.multi.children import children_of
+from baton.core.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from baton.core.errors import BadTransferParams, ConfigError
+from baton.engine.api import SamplingParams
+from baton.engine.checkpoint import load_model_config
+from baton.engine.llm import LLM, Completion
+from baton.engine.new_model import write_checkpoint
+
+GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+LAYERS = (0, 1, 3)  # Of three: the embeddings, one from within, and the end.
+Start = Callable[..., LLM]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("model")
+    write_checkpoint(folder, hidden=64, layers=3, heads=4, kv_heads=2, vocab=512)
+    return load_model_config(folder, max_model_len=256)
+
+
+@pytest.fixture(scope="module")
+def expected(model: ModelConfig) -> Callable[[list[int]], torch.Tensor]:
+    """[tokens, layers, hidden size] by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(model.model, dtype=torch.float32)
+
+    def compute(token_ids: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            out = theirs(torch.tensor([token_ids]), output_hidden_states=True)
+        return torch.stack([out.hidden_states[layer][0] for layer in LAYERS], dim=1)
+
+    return compute
+
+
+def config_of(
+    model: ModelConfig, folder: Path, *, tp: int = 1, graph_mode: str = "off", **extra: Any
+) -> EngineConfig:
+    return EngineConfig(
+        model_config=model,
+        cache_config=CacheConfig(num_gpu_blocks=48, block_size=4),
+        scheduler_config=SchedulerConfig(max_num_batched_tokens=16),  # Prompts take several steps.
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=tp, executor="multiprocess" if tp > 1 else "inprocess"
+        ),
+        device_config=DeviceConfig(graph_mode=graph_mode),  # type: ignore[arg-type]
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="BatonHiddenStatesConnector",
+            kv_role="kv_producer",
+            kv_connector_extra_config={
+                "shared_storage_path": str(folder),
+                "layer_ids": list(LAYERS),
+                **extra,
+            },
+        ),
+    )
+
+
+@pytest.fixture
+def start(model: ModelConfig, tmp_path: Path) -> Iterator[Start]:
+    with ExitStack() as stack:
+
+        def start_engine(**options: Any) -> LLM:
+            config = config_of(model, tmp_path, **options)
+            return stack.enter_context(LLM(config, "baton.assemble:connector_factory"))
+
+        yield start_engine
+
+
+def prompt_of(num_tokens: int, step: int = 7) -> list[int]:
+    return [(step * i) % 500 + 5 for i in range(num_tokens)]
+
+
+def saved_of(llm: LLM, completion: Completion) -> dict[str, torch.Tensor]:
+    while llm.core.has_requests:
+        llm.core.step()
+    assert completion.kv_transfer_params is not None
+    return load_hidden_states(completion.kv_transfer_params["hidden_states_path"])
+
+
+def assert_equal(saved: dict[str, torch.Tensor], token_ids: list[int], expected: torch.Tensor) -> None:
+    assert saved["token_ids"].tolist() == token_ids
+    torch.testing.assert_close(saved["hidden_states"], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graph_mode", ["off", "full"])
+def test_they_are_transformers_states(start: Start, expected: Any, graph_mode: str) -> None:
+    llm = start(graph_mode=graph_mode)
+    prompts = [prompt_of(37), prompt_of(5, step=3), prompt_of(21, step=11)]
+    for prompt, completion in zip(prompts, llm.generate(prompts, GREEDY), strict=True):
+        assert_equal(saved_of(llm, completion), prompt, expected(prompt))
+
+
+@pytest.mark.slow
+def test_output_tokens_too_if_asked_for(start: Start, expected: Any) -> None:
+    llm = start()
+    prompt = prompt_of(18)
+    (completion,) = llm.generate([prompt], GREEDY, kv_transfer_params=[{"include_output_tokens": True}])
+    tokens = [*prompt, *completion.token_ids[:-1]]
+    assert_equal(saved_of(llm, completion), tokens, expected(tokens))
+
+
+@pytest.mark.slow
+def test_what_the_prefix_cache_had_has_its_states(start: Start, expected: Any) -> None:
+    llm = start()
+    llm.generate([prompt_of(24)], GREEDY)
+    again = [*prompt_of(24), 9, 9, 9]
+    (completion,) = llm.generate([again], GREEDY)
+    assert completion.num_cached_tokens >= 20
+    assert_equal(saved_of(llm, completion), again, expected(again))
+
+
+@pytest.mark.slow
+def test_blocks_that_are_taken_at_once_are_copied_before(start: Start, expected: Any) -> None:
+    """Many prompts in a small pool: who comes next gets the blocks of who has just ended."""
+    llm = start()
+    prompts = [prompt_of(60, step=step) for step in range(3, 15)]
+    one = SamplingParams(max_tokens=1, temperature=0)
+    for prompt, completion in zip(prompts, llm.generate(prompts, one), strict=True):
+        assert_equal(saved_of(llm, completion), prompt, expected(prompt))
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_two_ranks_save_one_file(start: Start, expected: Any, tmp_path: Path) -> None:
+    llm = start(tp=2)
+    prompt = prompt_of(21)
+    (completion,) = llm.generate([prompt], GREEDY)
+    assert_equal(saved_of(llm, completion), prompt, expected(prompt))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_a_request_may_choose_a_file_below_the_folder_if_it_is_allowed_to(
+    start: Start, tmp_path: Path
+) -> None:
+    llm = start(allow_custom_save_path=True)
+    asked = {"hidden_states_path": "run/one.safetensors"}
+    (completion,) = llm.generate([prompt_of(9)], GREEDY, kv_transfer_params=[asked])
+    saved_of(llm, completion)
+    assert (tmp_path / "run" / "one.safetensors").exists()
+    outside = {"hidden_states_path": "../else.safetensors"}
+    (refused,) = llm.generate([prompt_of(9)], GREEDY, kv_transfer_params=[outside])
+    assert refused.error is not None
+    assert refused.error.is_users
+
+
+@pytest.mark.slow
+def test_an_aborted_request_leaves_no_file(start: Start, tmp_path: Path) -> None:
+    from baton.engine.api import EngineRequest
+
+    llm = start()
+    llm.core.add_request(
+        EngineRequest(
+            request_id="a", prompt_token_ids=prompt_of(40), sampling_params=GREEDY, arrival_time_s=0
+        )
+    )
+    llm.core.step()
+    llm.core.abort("a")
+    while llm.core.has_requests:
+        llm.core.step()
+    llm.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- The door ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../x.safetensors",
+        "/etc/x.safetensors",
+        "x.txt",
+        "",
+        7,
+        "a\0.safetensors",
+        "..",
+        "a/../../b.safetensors",
+    ],
+)
+def test_a_path_that_a_client_may_not_choose_is_refused_at_the_door(
+    model: ModelConfig, tmp_path: Path, path: object
+) -> None:
+    door = BatonHiddenStatesConnector.make_door(config_of(model, tmp_path, allow_custom_save_path=True))
+    with pytest.raises(BadTransferParams, match="hidden_states_path"):
+        door({"hidden_states_path": path})
+    door({"hidden_states_path": "fine/a.safetensors"})
+    door({"include_output_tokens": True})
+    with pytest.raises(BadTransferParams, match="include_output_tokens"):
+        door({"include_output_tokens": "yes"})
+    closed = BatonHiddenStatesConnector.make_door(config_of(model, tmp_path))
+    with pytest.raises(BadTransferParams, match="allow_custom_save_path"):
+        closed({"hidden_states_path": "fine/a.safetensors"})
+
+
+def test_an_id_is_no_path(tmp_path: Path) -> None:
+    settings = HiddenStatesSettings(shared_storage_path=str(tmp_path))
+    strange = settings.path_for("../../a b", None)
+    assert strange.parent == tmp_path
+    assert strange != settings.path_for("______a_b", None), "nor is another request's"
+    assert settings.path_for("cmpl-1", None) == tmp_path / "cmpl-1.safetensors"
+    assert len(settings.path_for("x" * 5000, None).name) < 255
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"layer_ids": [4]}, r"layer_ids: must be different numbers in \[0, 3\]"),
+        ({"layer_ids": [1, 1]}, r"layer_ids: must be different numbers"),
+        ({"layer_ids": []}, r"layer_ids: must name a layer"),
+        ({"path": "/x"}, r"path: is not known"),
+        ({"shared_storage_path": "x"}, r"shared_storage_path: must be an absolute path"),
+    ],
+)
+def test_a_bad_setting_is_named(
+    model: ModelConfig, tmp_path: Path, extra: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BatonHiddenStatesConnector.make_door(config_of(model, tmp_path, **extra))
+
+
+def test_beside_another_connector_it_is_refused(model: ModelConfig, tmp_path: Path) -> None:
+    alone = config_of(model, tmp_path).kv_transfer_config
+    assert alone is not None
+    listed = [
+        {"kv_connector": "BatonPullConnector"},
+        {"kv_connector": alone.kv_connector, "kv_connector_extra_config": alone.kv_connector_extra_config},
+    ]
+    multi = KVTransferConfig(
+        kv_connector="BatonMultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": listed},
+    )
+    with pytest.raises(ConfigError, match=r"connectors\[1\]: stands alone"):
+        children_of(EngineConfig(model_config=model, kv_transfer_config=multi))
+
+
+def test_what_is_saved_is_counted(model: ModelConfig, tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    kinds: dict[type[Any], Any] = {Counter: partial(Counter, registry=registry)}
+    config = config_of(model, tmp_path)
+    metrics = BatonHiddenStatesConnector.build_prom_metrics(config, kinds, ["engine"], {0: ["0"]})
+    assert metrics is not None
+    metrics.observe({"saved_files": 2, "saved_tokens": 30, "lost_files": 0})
+    assert registry.get_sample_value("baton:hidden_states_tokens_total", {"engine": "0"}) == 30
