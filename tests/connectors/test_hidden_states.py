@@ -58,12 +58,21 @@ def expected(model: ModelConfig) -> Callable[[list[int]], torch.Tensor]:
 
 
 def config_of(
-    model: ModelConfig, folder: Path, *, tp: int = 1, graph_mode: str = "off", **extra: Any
+    model: ModelConfig,
+    folder: Path,
+    *,
+    tp: int = 1,
+    graph_mode: str = "off",
+    max_num_seqs: int = 8,
+    caching: bool = True,
+    **extra: Any,
 ) -> EngineConfig:
     return EngineConfig(
         model_config=model,
-        cache_config=CacheConfig(num_gpu_blocks=48, block_size=4),
-        scheduler_config=SchedulerConfig(max_num_batched_tokens=16),  # Prompts take several steps.
+        cache_config=CacheConfig(num_gpu_blocks=48, block_size=4, enable_prefix_caching=caching),
+        scheduler_config=SchedulerConfig(
+            max_num_batched_tokens=16, max_num_seqs=max_num_seqs
+        ),  # Prompts take several steps.
         parallel_config=ParallelConfig(
             tensor_parallel_size=tp, executor="multiprocess" if tp > 1 else "inprocess"
         ),
@@ -137,9 +146,9 @@ def test_what_the_prefix_cache_had_has_its_states(start: Start, expected: Any) -
 
 @pytest.mark.slow
 def test_blocks_that_are_taken_at_once_are_copied_before(start: Start, expected: Any) -> None:
-    """Many prompts in a small pool: who comes next gets the blocks of who has just ended."""
-    llm = start()
-    prompts = [prompt_of(60, step=step) for step in range(3, 15)]
+    """Who comes next gets the blocks of who has just ended, and computes in the very step that saves them."""
+    llm = start(max_num_seqs=1, caching=False)  # So that freed blocks are the first to be taken.
+    prompts = [prompt_of(30, step=step) for step in range(3, 9)]
     one = SamplingParams(max_tokens=1, temperature=0)
     for prompt, completion in zip(prompts, llm.generate(prompts, one), strict=True):
         assert_equal(saved_of(llm, completion), prompt, expected(prompt))
