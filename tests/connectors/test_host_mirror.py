@@ -57,13 +57,12 @@ def test_it_has_the_shape_of_the_cache_and_what_was_saved(is_together: bool) -> 
     assert len(storages) == 1
     # Tokens 3 to 6 of a request in blocks 9 and 2; block 5 was there before.
     metadata = build_attention_metadata([3], [3], [[9, 2]], BLOCK)
-    mirror.save(metadata, [5])
+    mirror.save([metadata], [5])
     for name, copied in mirror.caches.items():
         assert copied.stride() == caches[name].stride()
         for block, cache in enumerate(caches[name]):
             assert copied[block].equal(cache) is (block in (2, 5, 9))
-    mirror.save({"a layer": metadata, "another": metadata}, ())  # As vLLM has it.
-    mirror.save(None, ())
+    mirror.save((), ())
 
 
 def test_what_a_claim_has_read_goes_to_the_device_and_nothing_else() -> None:
@@ -89,7 +88,7 @@ def test_a_host_that_cannot_copy_is_told_so() -> None:
     config = engine_config("e")
     caches = allocate_kv_cache(config.model_config, config.cache_config, 0, 1, "cpu")
     with pytest.raises(ConfigError, match="kv_buffer_device"):
-        HostMirror(caches, BLOCK).save(None, [1])
+        HostMirror(caches, BLOCK).save((), [1])
 
 
 @pytest.mark.parametrize(
@@ -128,7 +127,7 @@ def test_blocks_cross_between_a_gpu_and_its_mirror() -> None:
         cache.copy_(torch.rand(cache.shape))
     mirror = HostMirror(caches, BLOCK)
     mirror.bind(copy_blocks)
-    mirror.save(None, [1, 7])
+    mirror.save((), [1, 7])
     expected = {name: cache[[1, 7]].cpu() for name, cache in caches.items()}
     for name, cache in caches.items():
         assert mirror.caches[name].is_pinned()

@@ -10,6 +10,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
+
 from baton.contract import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -112,3 +114,15 @@ class NeedsHooks(AssertingConnector):
 
 class Capturable(NeedsHooks):
     graph_capturable = True
+
+
+class CountsOnDevice(Capturable):
+    """Its hook is an operation on a tensor: what a graph keeps of it."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.num_saved = torch.zeros(1, dtype=torch.int64)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+        self.num_saved.add_(1)

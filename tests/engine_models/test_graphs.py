@@ -26,11 +26,12 @@ from baton.engine.attention.cuda import why_unavailable
 from baton.engine.attention.kv_memory import allocate_kv_cache
 from baton.engine.checkpoint import load_model_config
 from baton.engine.forward_context import ForwardContext, build_attention_metadata
-from baton.engine.graphs import DecodeGraphs, GraphMode, bucket_sizes, choose_mode
+from baton.engine.graphs import DecodeGraphs, GraphMode, bucket_sizes, choose_mode, decode_graphs
 from baton.engine.llm import LLM
-from baton.engine.models import build_model, load_weights
+from baton.engine.models import build_model, decoder, load_weights
 from tests.engine_models import asserting_connector
 from tests.engine_models.asserting_connector import AssertingConnector
+from tests.engine_models.tape import TapeRecorder, TorchKernelBackend
 
 NUM_LAYERS, BLOCK_SIZE, MAX_SEQS = 4, 8, 5
 FACTORY = "baton.assemble:connector_factory"
@@ -105,6 +106,24 @@ def test_the_tokens_are_those_of_eager_steps(
 ) -> None:
     check_tokens_equal(config_of, prompts_of(prompt_of), mode=mode, family=family)
     assert replays
+    assert max(replays) > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_what_is_recorded_needs_no_python_to_run_again(
+    monkeypatch: pytest.MonkeyPatch,
+    config_of: Callable[..., EngineConfig],
+    prompt_of: Callable[[int, int], list[int]],
+    replays: list[int],
+    mode: str,
+    family: str,
+) -> None:
+    """As on a GPU, down to the operations: graphs are tapes, and the GPU's kernel is written in torch."""
+    monkeypatch.setattr(decoder, "build_backend", TorchKernelBackend)
+    monkeypatch.setattr(decode_graphs, "recorder_for", lambda device: TapeRecorder())
+    check_tokens_equal(config_of, prompts_of(prompt_of), mode=mode, family=family)
     assert max(replays) > 2
 
 
@@ -302,6 +321,25 @@ def test_so_it_is_where_each_rank_has_a_process(
 ) -> None:
     config = config_of("full", connector="Capturable", tp=2)
     check_hooks(config, "Capturable", "full", prompt_of(1, 20), caplog)
+
+
+def test_of_captured_hooks_a_replay_runs_what_they_launched_and_no_python(
+    monkeypatch: pytest.MonkeyPatch,
+    config_of: Callable[..., EngineConfig],
+    prompt_of: Callable[[int, int], list[int]],
+) -> None:
+    monkeypatch.setattr(decoder, "build_backend", TorchKernelBackend)
+    monkeypatch.setattr(decode_graphs, "recorder_for", lambda device: TapeRecorder())
+    config = config_of("full", connector="CountsOnDevice")
+    with LLM(config, FACTORY) as llm:
+        half: Any = llm.core.executor.only_half()
+        before = int(half.num_saved)  # While it was recorded.
+        assert before == len(bucket_sizes(config)) * NUM_LAYERS
+        llm.generate([prompt_of(1, 20)], GREEDY)
+        assert int(half.num_saved) - before == GREEDY.max_tokens * NUM_LAYERS
+        scheduler = AssertingConnector.scheduler
+        assert scheduler is not None
+        assert scheduler.seen["save_layer"] == NUM_LAYERS, "of the prefill, which is not replayed"
 
 
 def test_a_step_that_waits_for_synchronous_loads_is_not_replayed(

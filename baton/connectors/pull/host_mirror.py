@@ -39,13 +39,11 @@ class HostMirror:
     def bind(self, copy_operation: CopyBlocksOp) -> None:
         self._copy = copy_operation
 
-    def save(self, attn_metadata: Any, held_blocks: Iterable[int]) -> None:
-        """What the step wrote, by its slots, and `held_blocks`. Metadata may be by layer, as in vLLM."""
+    def save(self, group_metadata: Iterable[Any], held_blocks: Iterable[int]) -> None:
+        """What the step wrote, by its slots in each KV-cache group, and `held_blocks`."""
         blocks = set(held_blocks)
-        by_layer = attn_metadata.values() if isinstance(attn_metadata, dict) else [attn_metadata]
-        for metadata in {id(one): one for one in by_layer if one is not None}.values():
-            written = np.unique(np.asarray(metadata.slot_mapping) // self._block_tokens)
-            blocks.update(written[written >= 0].tolist())
+        for metadata in group_metadata:
+            blocks.update(np.unique(np.asarray(metadata.slot_mapping) // self._block_tokens).tolist())
         if blocks:
             order = sorted(blocks)
             self._operation()(self._device_caches, self.caches, order, order, "d2h")

@@ -156,8 +156,12 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
             return
         metadata, context = self._get_connector_metadata(), self._forward_context
         assert isinstance(metadata, PullMetadata)
+        computed: Sequence[Any] = ()
+        if context is not None and context.attn_metadata is not None:
+            # Of each KV-cache group, in a host that has several.
+            computed = getattr(context, "group_metadata", ()) or (context.attn_metadata,)
         try:
-            self._mirror.save(context.attn_metadata if context is not None else None, metadata.held_blocks)
+            self._mirror.save(computed, metadata.held_blocks)
         except Exception:
             # The mirror is not what was computed, and the ticket is about to leave. Of an owner whose
             # transports are closed, nothing that is read counts: whoever comes computes for himself.

@@ -20,7 +20,7 @@ from baton.engine.forward_context import (
     metadata_of_tables,
 )
 from baton.engine.graphs.mode import GraphMode, bucket_sizes
-from baton.engine.graphs.recorders import CudaRecorder, PlainRecorder, Recorder, Replay
+from baton.engine.graphs.recorders import Recorder, Replay, recorder_for
 
 
 class GraphedModel(Protocol):
@@ -121,8 +121,7 @@ class DecodeGraphs:
 
         What the half raises comes out: a connector whose hooks cannot be captured has said that they can.
         """
-        recorder: Recorder
-        recorder = CudaRecorder(self._device) if self._device.type == "cuda" else PlainRecorder()
+        recorder = recorder_for(self._device)
         self._hooks_are_recorded = half is not None
         if half is None:
             self._record_all(recorder, None)

@@ -15,7 +15,7 @@ import contextlib
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -40,6 +40,59 @@ class PlainRecorder(Recorder):
         return lambda: forward(outside)
 
 
+class Graph(Protocol):
+    """What is launched between `begin` and `end` is recorded, and launched again by `replay`."""
+
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+    def replay(self) -> None: ...
+
+
+class Pieces:
+    """One recording: replays of graphs, and the calls that stay outside between them."""
+
+    def __init__(self, make_graph: Callable[[], Graph]) -> None:
+        self._make_graph = make_graph
+        self._graph: Graph | None = None
+        self._in_order: list[Callable[[], object]] = []
+
+    def record(self, forward: Forward, *, in_pieces: bool) -> Replay:
+        self._begin()
+        try:
+            result = forward(self._outside if in_pieces else None)
+            self._end()
+        except BaseException:
+            if self._graph is not None:
+                with contextlib.suppress(RuntimeError):  # Broken by what was raised.
+                    self._graph.end()
+            raise
+
+        def replay() -> torch.Tensor:
+            for piece in self._in_order:
+                piece()
+            return result
+
+        return replay
+
+    def _begin(self) -> None:
+        self._graph = self._make_graph()
+        self._graph.begin()
+
+    def _end(self) -> None:
+        graph, self._graph = self._graph, None
+        assert graph is not None
+        graph.end()
+        self._in_order.append(graph.replay)
+
+    def _outside(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `call` returns now is where the next piece looks for it in every replay."""
+        self._end()
+        place = call()
+        self._in_order.append(lambda: place.copy_(call()))
+        self._begin()
+        return place
+
+
 class CudaRecorder(Recorder):
     """All graphs share one memory pool: they are replayed one at a time, and keep nothing for the next."""
 
@@ -52,60 +105,33 @@ class CudaRecorder(Recorder):
 
     def record(self, forward: Forward, *, in_pieces: bool) -> Replay:
         torch.cuda.synchronize(self._device)
-        pieces = _CudaPieces(self._pool)
         with torch.cuda.stream(self._stream):
             # Kernels are compiled, and workspaces made, by a first pass outside of any graph.
             forward(_directly if in_pieces else None)
             torch.cuda.synchronize(self._device)
-            result = pieces.record(forward, in_pieces=in_pieces)
+            replay = Pieces(lambda: _CudaGraph(self._pool)).record(forward, in_pieces=in_pieces)
         torch.cuda.synchronize(self._device)
-
-        def replay() -> torch.Tensor:
-            for piece in pieces.in_order:
-                piece()
-            return result
-
         return replay
 
 
-class _CudaPieces:
-    """Of one recording: replays of graphs, and calls between them."""
-
+class _CudaGraph:
     def __init__(self, pool: Any) -> None:
-        self.in_order: list[Callable[[], object]] = []
-        self._pool = pool
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def record(self, forward: Forward, *, in_pieces: bool) -> torch.Tensor:
-        self._begin()
-        try:
-            result = forward(self._outside if in_pieces else None)
-            self._end()
-        except BaseException:
-            if self._graph is not None:
-                with contextlib.suppress(RuntimeError):  # Broken by what was raised.
-                    self._graph.capture_end()
-            raise
-        return result
-
-    def _begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
+
+    def begin(self) -> None:
         # Other threads, of collectives and connectors, may go on using the device meanwhile.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
-    def _end(self) -> None:
-        graph, self._graph = self._graph, None
-        assert graph is not None
-        graph.capture_end()
-        self.in_order.append(graph.replay)
+    def end(self) -> None:
+        self._graph.capture_end()
 
-    def _outside(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `call` returns now is where the next piece looks for it in every replay."""
-        self._end()
-        place = call()
-        self.in_order.append(lambda: place.copy_(call()))
-        self._begin()
-        return place
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+def recorder_for(device: torch.device) -> Recorder:
+    return CudaRecorder(device) if device.type == "cuda" else PlainRecorder()
 
 
 def _directly(call: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,86 @@
+"""A graph that any device can record: the tensor operations between `begin` and `end`, launched again.
+
+As with a CUDA graph, no Python runs in a replay, every result lies where it lay when it was recorded, and
+whatever asks the device for a number cannot be recorded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from baton.engine.attention.cuda import CudaBackend
+from baton.engine.graphs.recorders import Forward, Pieces, Recorder, Replay
+
+_ASKS_THE_DEVICE = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}
+
+
+class Tape(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._launched: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in _ASKS_THE_DEVICE:
+            raise RuntimeError(f"{func} cannot be recorded: it waits for the device")
+        result = func(*args, **(kwargs or {}))
+        self._launched.append((func, args, kwargs or {}, result))
+        return result
+
+    def begin(self) -> None:
+        self.__enter__()
+
+    def end(self) -> None:
+        self.__exit__(None, None, None)
+
+    def replay(self) -> None:
+        for func, args, kwargs, result in self._launched:
+            again = func(*args, **kwargs)
+            for place, value in zip(tree_flatten(result)[0], tree_flatten(again)[0], strict=True):
+                # Views, and what was changed in place, lie there already.
+                if isinstance(place, torch.Tensor) and place.data_ptr() != value.data_ptr():
+                    place.copy_(value)
+
+
+class TapeRecorder(Recorder):
+    """The pieces of CudaRecorder, on tapes."""
+
+    def record(self, forward: Forward, *, in_pieces: bool) -> Replay:
+        return Pieces(Tape).record(forward, in_pieces=in_pieces)
+
+
+class TorchKernelBackend(CudaBackend):
+    """Plans and buffers of the GPU's backend, with its kernel written in torch: it reads nothing but them."""
+
+    def attend(
+        self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: Any, sinks_Q: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert sinks_Q is None
+        if len(plan.tiles) == len(q_TQD):
+            rows, positions = plan.block_table, plan.tiles[:, 3]
+        else:  # A prefill, which nobody records.
+            tokens = [
+                (request, position + offset)
+                for request, _, count, position in plan.tiles.tolist()
+                for offset in range(count)
+            ]
+            rows = plan.block_table[[request for request, _ in tokens]]
+            positions = torch.tensor([position for _, position in tokens])
+        num_tokens, heads = len(q_TQD), self.shape.num_kv_heads
+        kv_THLC = cache_NHPC[rows].transpose(1, 2).flatten(2, 3)
+        keys = torch.arange(kv_THLC.shape[2])
+        seen = keys <= positions[:, None]
+        if plan.window:
+            seen = seen & (keys > positions[:, None] - plan.window)
+        head_dim = self.shape.head_dim
+        return F.scaled_dot_product_attention(
+            q_TQD.view(num_tokens, heads, -1, head_dim),
+            kv_THLC[..., :head_dim],
+            kv_THLC[..., head_dim:],
+            attn_mask=seen[:, None, None],
+            scale=self.shape.scale,
+        ).reshape(num_tokens, -1)
