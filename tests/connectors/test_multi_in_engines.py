@@ -1,0 +1,153 @@
+"""Embedded engines whose connector is several: the tokens are one engine's, whoever of them had the KV."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.core.config import ModelConfig
+from baton.engine.checkpoint import load_model_config
+from baton.engine.llm import LLM
+from baton.engine.new_model import write_checkpoint
+from tests.connectors.engine_world import (
+    GREEDY,
+    NO_STORE,
+    ONE_TOKEN,
+    Start,
+    check_findable,
+    engines,
+    faulty_store,
+    forget,
+    multi,
+    prompt_of,
+    rest,
+    store,
+    store_half,
+)
+
+PULL = {
+    "kv_connector": "BatonPullConnector",
+    "kv_connector_extra_config": {"timers": {"round_trip_max_s": 0.1}},
+}
+PUSH = {**PULL, "kv_connector": "BatonPushConnector"}
+PROMPT = prompt_of(50)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("model")
+    write_checkpoint(folder, hidden=64, layers=2, heads=4, kv_heads=2, vocab=512)
+    return load_model_config(folder, max_model_len=256)
+
+
+@pytest.fixture(scope="module")
+def start(model: ModelConfig) -> Iterator[Start]:
+    with engines(model) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def alone(start: Start) -> LLM:
+    return start()
+
+
+def named(engine_id: str, *children: dict[str, Any]) -> dict[str, Any]:
+    return multi(*children, engine_id=engine_id)
+
+
+def hand_over(p: LLM, d: LLM, prompt: list[int]) -> Any:
+    (prefilled,) = p.generate([prompt], ONE_TOKEN, kv_transfer_params=[{"do_remote_decode": True}])
+    (decoded,) = d.generate([prompt], GREEDY, kv_transfer_params=[prefilled.kv_transfer_params])
+    return decoded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("handoff", [PULL, PUSH], ids=["pull", "push"])
+def test_what_one_hands_over_another_stores(
+    start: Start, alone: LLM, tmp_path: Path, handoff: dict[str, Any]
+) -> None:
+    (tmp_path / "p").mkdir()
+    (tmp_path / "d").mkdir()
+    p = start(named("p", handoff, faulty_store(tmp_path / "p")))
+    d = start(named("d", handoff, faulty_store(tmp_path / "d")))
+    (expected,) = alone.generate([PROMPT], GREEDY)
+
+    (prefilled,) = p.generate([PROMPT], ONE_TOKEN, kv_transfer_params=[{"do_remote_decode": True}])
+    params = prefilled.kv_transfer_params
+    assert params is not None
+    assert params["stored_blocks"] == 12, "of the one"
+    assert "baton_ticket" in params, "of the other"
+    for _ in range(8):
+        p.core.step()  # The store has done; the loan goes on.
+    assert p.core.scheduler.remote.num_held == 1
+    (decoded,) = d.generate([PROMPT], GREEDY, kv_transfer_params=[params])
+    assert decoded.token_ids == expected.token_ids
+    assert decoded.num_transferred_tokens > 0
+    rest(p)
+    for engine in (p, d):
+        forget(engine)  # Every block is free again.
+        (again,) = engine.generate([PROMPT], GREEDY)
+        assert again.token_ids == expected.token_ids
+        assert again.num_transferred_tokens == 48, "of the store"
+        assert check_findable(engine, PROMPT, store_half(engine)) == 12
+        (computed,) = engine.generate([PROMPT], GREEDY, kv_transfer_params=[NO_STORE])
+        assert computed.token_ids == expected.token_ids
+        forget(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_the_first_one_with_tokens_loads_and_the_loan_of_the_other_ends(
+    start: Start, alone: LLM, tmp_path: Path, mode: str
+) -> None:
+    p, d = start(named("p", PULL)), start(named("d", faulty_store(tmp_path), PULL))
+    (expected,) = alone.generate([PROMPT], GREEDY)
+    d.generate([PROMPT], ONE_TOKEN)
+    forget(d)
+    (prefilled,) = p.generate([PROMPT], ONE_TOKEN, kv_transfer_params=[{"do_remote_decode": True}])
+    params = {**(prefilled.kv_transfer_params or {}), **store(mode=mode)}
+    (decoded,) = d.generate([PROMPT], GREEDY, kv_transfer_params=[params])
+    assert decoded.token_ids == expected.token_ids
+    assert decoded.num_transferred_tokens == 48, "the store has full blocks only"
+    rest(d)
+    rest(p)
+    forget(p)
+
+
+@pytest.mark.slow
+def test_a_child_that_dies_leaves_the_handoff_alone(start: Start, alone: LLM, tmp_path: Path) -> None:
+    p, d = start(named("p", PULL)), start(named("d", faulty_store(tmp_path), PULL))
+    d.generate([PROMPT], ONE_TOKEN)
+    forget(d)
+    fault = store(mode="async", how="raise", bad=[0])
+    ends = [d.generate([PROMPT], GREEDY, kv_transfer_params=[fault])[0].error is None for _ in range(4)]
+    assert ends == [False, False, False, True], "errors in a row retire it, and nobody loads from it"
+    prompts = [prompt_of(50, step=11), PROMPT]
+    expected = alone.generate(prompts, GREEDY)
+    for prompt, answer in zip(prompts, expected, strict=True):
+        decoded = hand_over(p, d, prompt)
+        assert decoded.token_ids == answer.token_ids
+        assert decoded.num_transferred_tokens > 0
+    rest(p)
+    forget(p)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_ranks_of_two_engines_keep_the_parts_apart(start: Start, alone: LLM, tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    (tmp_path / "d").mkdir()
+    p = start(named("p", PULL, faulty_store(tmp_path / "p")), tp_size=2)
+    d = start(named("d", faulty_store(tmp_path / "d"), PULL))
+    (expected,) = alone.generate([PROMPT], GREEDY)
+    decoded = hand_over(p, d, PROMPT)
+    assert decoded.token_ids == expected.token_ids
+    assert decoded.num_transferred_tokens > 0
+    for engine in (p, d):
+        forget(engine)
+        (again,) = engine.generate([PROMPT], GREEDY)
+        assert again.token_ids == expected.token_ids
+        assert again.num_transferred_tokens == 48
+    rest(p)
+    p.close()
