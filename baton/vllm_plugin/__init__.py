@@ -17,10 +17,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from baton.vllm_plugin.connector import BatonPullConnector, BatonPushConnector
+    from baton.vllm_plugin.offload import BatonOffloadConnector
 
-__all__ = ["CONNECTORS", "BatonPullConnector", "BatonPushConnector", "register"]
+__all__ = [
+    "CONNECTORS",
+    "BatonOffloadConnector",
+    "BatonPullConnector",
+    "BatonPushConnector",
+    "register",
+]
 
 CONNECTORS: Final = {
+    "BatonOffloadConnector": "baton.vllm_plugin.offload",
     "BatonPullConnector": "baton.vllm_plugin.connector",
     "BatonPushConnector": "baton.vllm_plugin.connector",
 }

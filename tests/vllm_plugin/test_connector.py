@@ -21,7 +21,7 @@ from tests.vllm_plugin.test_start import FullAttentionSpec, folder, groups, vllm
 __all__ = ["folder"]  # A fixture.
 
 FAKE = Path(__file__).with_name("fake_vllm")
-OURS = tuple(f"baton.vllm_plugin.{name}" for name in ("connector", "forwarding", "stats"))
+OURS = tuple(f"baton.vllm_plugin.{name}" for name in ("connector", "forwarding", "offload", "stats"))
 
 
 def _is_loaded_here(name: str) -> bool:

@@ -116,15 +116,13 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf):
         size = self._identity.block_tokens
         first, end = prompt.num_local_tokens, prompt.num_local_tokens + num_external_tokens
         keys = prompt.keys_between(first, end)
-        job = self._next_job()
         target = tuple(table[first // size : end // size])
         entries = self._index.pin(keys)
-        if entries is None:
-            # It was there when the host asked, in this same step. Whatever the reason, the request must end.
+        if entries is None:  # It was there when the host asked, in this same step.
             logger.error("what request %s was to load has gone", request.request_id)
-            self._loads[job] = []
-            self._due_loads.append(LoadBlocks(job, request.request_id, target, ()))
+            self.fail_load(request.request_id, target)
             return
+        job = self._next_job()
         first_chunk = first // self._chunk_tokens
         rows = [row for entry in entries for row in self._rows_of(entry)]
         skipped = first // size - first_chunk * self._chunk_blocks
@@ -137,6 +135,12 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf):
                 self._index.use(key)
         prompt.num_seen_chunks = end // self._chunk_tokens
         self._stats.count("hit_tokens", num_external_tokens)
+
+    def fail_load(self, request_id: str, block_ids: tuple[int, ...]) -> None:
+        """The host waits for a load that cannot be begun: let every rank report that it has failed."""
+        job = self._next_job()
+        self._loads[job] = []
+        self._due_loads.append(LoadBlocks(job, request_id, block_ids, ()))
 
     def get_external_cache_hit_sources(
         self, request: host.Request, num_external_tokens: int

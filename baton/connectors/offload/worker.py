@@ -20,7 +20,7 @@ from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, Offlo
 from baton.connectors.offload.settings import FIELD, GIB
 from baton.connectors.offload.stats import OffloadStats
 from baton.contract import KVConnectorMetadata, KVConnectorWorkerHalf, host
-from baton.core.errors import ConfigError, TransferError
+from baton.core.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +42,7 @@ class OffloadWorkerHalf(KVConnectorWorkerHalf):
         self._wake: Callable[[], None] | None = None
         self._due_stores: list[StoreBlocks] = []  # Of this step.
         self._stores: set[int] = set()  # Under way.
+        self._spoilt: set[int] = set()  # Of them, those whose blocks may be overwritten meanwhile.
         self._loads: dict[int, LoadBlocks] = {}
         self._received: set[str] = set()  # For this step's report, as all that follows.
         self._invalid_blocks: set[int] = set()
@@ -65,11 +66,14 @@ class OffloadWorkerHalf(KVConnectorWorkerHalf):
     # --- Step ------------------------------------------------------------------------------------
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Raises TransferError for a store that does not end: its blocks must not be overwritten."""
         if not isinstance(kv_connector_metadata, OffloadMetadata) or not kv_connector_metadata.fence:
             return
-        if not self._ready.wait(kv_connector_metadata.fence, FENCE_TIMEOUT_S):
-            raise TransferError(f"a store to host memory has not ended within {FENCE_TIMEOUT_S:g} s")
+        fence = kv_connector_metadata.fence
+        if not self._ready.wait(fence, FENCE_TIMEOUT_S):
+            logger.error(
+                "stores to host memory have not ended within %g s; they do not count", FENCE_TIMEOUT_S
+            )
+            self._spoilt.update(fence)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -150,8 +154,9 @@ class OffloadWorkerHalf(KVConnectorWorkerHalf):
         if direction == "store":
             self._stores.remove(end.job)
             report.stored = (report.stored or set()) | {end.job}
-            if end.error:
+            if end.error or end.job in self._spoilt:
                 report.failed_stores = (report.failed_stores or set()) | {end.job}
+                self._spoilt.discard(end.job)
             return
         load = self._loads.pop(end.job)
         self._received.add(load.request_id)

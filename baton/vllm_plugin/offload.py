@@ -1,0 +1,113 @@
+"""`BatonOffloadConnector` for vLLM. See `forwarding` for what all of ours share.
+
+vLLM's own aggregator gathers the ranks' reports, since they are of its kind of worker metadata; the scheduler
+half combines them as it does in the embedded engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from baton.connectors.offload.identity import OffloadIdentity
+from baton.connectors.offload.metadata import OffloadMetadata, OffloadReport
+from baton.connectors.offload.scheduler import OffloadSchedulerHalf
+from baton.connectors.offload.settings import OffloadSettings
+from baton.connectors.offload.stats import OffloadPromMetrics, OffloadStats
+from baton.connectors.offload.worker import OffloadWorkerHalf
+from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
+from baton.core.errors import ConfigError
+from baton.vllm_plugin.forwarding import ForwardingConnector
+from baton.vllm_plugin.stats import BatonPromMetrics, BatonStats
+
+logger = logging.getLogger(__name__)
+
+KVConnectorMetadata.register(OffloadMetadata)
+KVConnectorWorkerMetadata.register(OffloadReport)
+
+
+class OffloadVllmStats(BatonStats):
+    _ours = OffloadStats
+
+
+class OffloadVllmPromMetrics(BatonPromMetrics):
+    _ours = OffloadPromMetrics
+
+
+class VllmOffloadSchedulerHalf(OffloadSchedulerHalf):
+    def update_state_after_alloc(
+        self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """vLLM has parked the request by now: whatever fails here, its end has to be reported."""
+        try:
+            super().update_state_after_alloc(request, blocks, num_external_tokens)
+        except Exception:
+            logger.exception("could not begin to load request %s; it is computed", request.request_id)
+            if num_external_tokens:
+                (table,) = blocks.get_block_ids()
+                self.fail_load(request.request_id, tuple(table))
+
+
+class BatonOffloadConnector(ForwardingConnector):
+    _cache_hit_source = CacheHitSource.HOST
+    _empty_metadata = OffloadMetadata()
+    _stats_kind = OffloadVllmStats
+    _prom_kind = OffloadVllmPromMetrics
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # A store that is dropped is a miss, one day.
+
+    @classmethod
+    def make_scheduler_half(
+        cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
+    ) -> KVConnectorSchedulerHalf:
+        return VllmOffloadSchedulerHalf(identity_of(vllm_config, kv_cache_config, settings, rank=0))
+
+    @classmethod
+    def make_worker_half(
+        cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
+    ) -> KVConnectorWorkerHalf:
+        rank = int(vllm_config.parallel_config.rank)
+        return OffloadWorkerHalf(identity_of(vllm_config, kv_cache_config, settings, rank=rank))
+
+
+def identity_of(
+    vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any], *, rank: int
+) -> OffloadIdentity:
+    """Raises ConfigError."""
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    for name in (
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "decode_context_parallel_size",
+    ):
+        if int(getattr(parallel, name, 1)) > 1:
+            raise ConfigError(
+                "above 1 gives ranks different parts of a block, which offload does not know",
+                field=f"parallel_config.{name}",
+            )
+    events = getattr(vllm_config, "kv_events_config", None)
+    return OffloadIdentity(
+        settings=OffloadSettings.parse(settings),
+        rank=rank,
+        num_ranks=int(parallel.world_size),
+        block_tokens=int(vllm_config.cache_config.block_size),
+        block_bytes=block_bytes_of(kv_cache_config),
+        publishes_events=events is not None and bool(events.enable_kv_cache_events),
+        is_producer=bool(transfer.is_kv_producer),
+        is_consumer=bool(transfer.is_kv_consumer),
+    )
+
+
+def block_bytes_of(kv_cache_config: Any) -> int:
+    """Of one block on one rank, all its layers together. There is one group: `check_groups`."""
+    (group,) = kv_cache_config.kv_cache_groups
+    spec = group.kv_cache_spec
+    of_layers = getattr(spec, "kv_cache_specs", None)
+    if of_layers is not None:  # Layers that differ, each with a spec of its own.
+        return sum(int(of_layer.page_size_bytes) for of_layer in of_layers.values())
+    return len(group.layer_names) * int(spec.page_size_bytes)

@@ -1,0 +1,332 @@
+"""Offload under the real scheduler, with ranks whose KV is checkable and copies that are late or fail.
+
+Whatever happens, each request ends once, with the tokens of a single engine or with an error, and at rest no
+block, slot or job is left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.connectors.offload.copies import Copies, CopyEnd
+from baton.connectors.offload.identity import OffloadIdentity
+from baton.connectors.offload.scheduler import OffloadSchedulerHalf
+from baton.connectors.offload.settings import GIB, OffloadSettings
+from baton.connectors.offload.worker import OffloadWorkerHalf
+from baton.contract import KVConnectorOutput
+from baton.contract.aggregator import KVOutputAggregator
+from baton.engine.api import EngineRequest
+from baton.engine.scheduler import Scheduler
+from baton.engine.step import ModelRunnerOutput
+from tests.engine_sched.world import (
+    BLOCK,
+    GARBAGE,
+    Ended,
+    FakeRanks,
+    engine_config,
+    engine_request,
+    expected_output,
+)
+
+STEMS = [[1 + (7 * stem + i) % 48 for i in range(40)] for stem in range(3)]
+CHOICES = [None, None, None, "off", "load_only", "store_only"]
+
+
+class ListCopies(Copies):
+    """Between lists. A job ends after some looks; until then it has copied nothing, or half of it."""
+
+    def __init__(self, memory: list[list[int | None]], num_rows: int, rng: random.Random) -> None:
+        self.memory = memory
+        self.rows: list[list[int | None]] = [[None] * BLOCK for _ in range(num_rows)]
+        self.rng = rng
+        self.failure_share = 0.0
+        self.looks_max = 0
+        self.due: dict[int, tuple[int, Callable[[], CopyEnd]]] = {}
+        self.ended: list[CopyEnd] = []
+
+    def store(self, job: int, block_ids: Sequence[int], rows: Sequence[int]) -> None:
+        self._begin(job, list(zip(block_ids, rows, strict=True)), self.memory, self.rows)
+
+    def load(self, job: int, block_ids: Sequence[int], rows: Sequence[int]) -> None:
+        self._begin(job, list(zip(rows, block_ids, strict=True)), self.rows, self.memory)
+
+    def _begin(self, job: int, pairs: list[tuple[int, int]], source: Any, target: Any) -> None:
+        fails = self.rng.random() < self.failure_share
+        for _, there in pairs:
+            target[there] = [None] * BLOCK  # Half written, from the beginning on.
+
+        def copy() -> CopyEnd:
+            for here, there in pairs[: len(pairs) // 2] if fails else pairs:
+                target[there] = list(source[here])
+            return CopyEnd(job, error="short" if fails else "")
+
+        self.due[job] = (self.rng.randint(0, self.looks_max), copy)
+
+    def take_ended(self) -> list[CopyEnd]:
+        for job, (num_looks, copy) in list(self.due.items()):
+            self.due[job] = (num_looks - 1, copy)
+            if num_looks <= 0:
+                del self.due[job]
+                self.ended.append(copy())
+        ended, self.ended = self.ended, []
+        return ended
+
+    def wait(self, jobs: Collection[int], timeout_s: float) -> bool:
+        for job in jobs:
+            if job in self.due:
+                self.ended.append(self.due.pop(job)[1]())
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        return
+
+
+class OffloadWorld:
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        num_ranks: int = 1,
+        num_slots: int = 12,
+        num_blocks: int = 20,
+        failure_share: float = 0.0,
+        looks_max: int = 0,
+        settings: dict[str, Any] | None = None,
+        **engine: Any,
+    ) -> None:
+        config = engine_config(num_blocks=num_blocks, max_model_len=60, **engine)
+        offload = OffloadSettings(cpu_gib=1.0, **(settings or {}))
+        chunk_bytes = GIB // num_slots // num_ranks
+        self.identities = [
+            OffloadIdentity(
+                settings=offload,
+                rank=rank,
+                num_ranks=num_ranks,
+                block_tokens=BLOCK,
+                block_bytes=chunk_bytes // offload.blocks_per_chunk,
+            )
+            for rank in range(num_ranks)
+        ]
+        self.half = OffloadSchedulerHalf(self.identities[0])
+        self.scheduler = Scheduler(config, self.half)
+        self.ranks = [FakeRanks(num_blocks) for _ in range(num_ranks)]
+        self.workers: list[OffloadWorkerHalf] = []
+        for rank, identity in zip(self.ranks, self.identities, strict=True):
+            copies = ListCopies(rank.memory, identity.num_rows, rng)
+            copies.failure_share, copies.looks_max = failure_share, looks_max
+            worker = OffloadWorkerHalf(identity, lambda caches, identity, copies=copies: copies)  # type: ignore[misc]
+            worker._copies = copies  # There are no tensors to register.
+            self.workers.append(worker)
+        self.aggregator = KVOutputAggregator(num_ranks)
+        self.asked: dict[str, EngineRequest] = {}
+        self.answers: dict[str, Ended] = {}
+
+    def add(self, asked: EngineRequest) -> None:
+        self.asked[asked.request_id] = asked
+        self.answers[asked.request_id] = Ended()
+        for rank in self.ranks:
+            rank.salts[asked.request_id] = asked.cache_salt
+        self.scheduler.add_request(asked)
+
+    def step(self) -> None:
+        output = self.scheduler.schedule()
+        metadata = output.kv_connector_metadata
+        assert metadata is not None, "the scheduler half has raised"
+        results, reports = [], []
+        for rank, worker in zip(self.ranks, self.workers, strict=True):
+            rank.take_over(output)
+            worker.handle_preemptions(metadata)
+            worker.bind_connector_metadata(metadata)
+            results.append(rank.execute(output))
+            has_tokens = output.total_num_scheduled_tokens > 0
+            worker.start_load_kv(SimpleNamespace(attn_metadata=() if has_tokens else None))
+            worker.wait_for_save()
+            transfers = worker.get_transfer_results(output.finished_req_ids)
+            reports.append(
+                KVConnectorOutput(
+                    finished_recving=transfers.finished_recving,
+                    invalid_block_ids=worker.get_block_ids_with_load_errors(),
+                    kv_connector_worker_meta=worker.build_connector_worker_meta(),
+                )
+            )
+            worker.clear_connector_metadata()
+        result = _worst(results)
+        result.kv_connector_output = self.aggregator.aggregate(reports)
+        for said in self.scheduler.update_from_output(output, result).outputs:
+            answer = self.answers[said.request_id]
+            assert answer.last is None, "ended twice"
+            answer.token_ids += said.new_token_ids
+            if said.finish_reason is not None:
+                answer.last = said
+
+    def run(self) -> None:
+        for _ in range(3000):
+            if not self.scheduler.has_requests():
+                return
+            self.step()
+        raise AssertionError("still not at rest")
+
+    def check(self, on_failure: str = "recompute") -> None:
+        for request_id, answer in self.answers.items():
+            expected = expected_output(self.asked[request_id])
+            if answer.reason == "length":
+                assert answer.token_ids == expected, request_id
+            else:
+                assert answer.reason in ("abort", "error")
+                assert answer.reason == "abort" or on_failure == "fail"
+                assert answer.token_ids == expected[: len(answer.token_ids)]
+        self.scheduler.kv_cache.assert_empty()
+        assert not self.half._stores
+        assert not self.half._loads
+        assert not self.half._prompts
+        self.half._index.assert_consistent()
+
+
+def _worst(results: list[ModelRunnerOutput]) -> ModelRunnerOutput:
+    """What one rank has computed on something wrong is wrong."""
+    return next((r for r in results if [GARBAGE] in r.sampled_token_ids), results[0])
+
+
+@pytest.mark.slow
+@given(
+    rng=st.randoms(use_true_random=False),
+    num_ranks=st.integers(1, 2),
+    num_slots=st.integers(1, 16),
+    num_blocks=st.integers(16, 30),
+    budget=st.sampled_from([3, 8, 40]),
+    failure_share=st.sampled_from([0.0, 0.0, 0.3]),
+    looks_max=st.integers(0, 6),
+    eviction=st.sampled_from(["lru", "arc", "s3fifo"]),
+    blocks_per_chunk=st.integers(1, 3),
+    prompt_only=st.booleans(),
+    on_failure=st.sampled_from(["recompute", "fail"]),
+    caching=st.booleans(),
+    num_requests=st.integers(2, 14),
+)
+@settings(max_examples=150, deadline=None)
+def test_every_answer_is_a_single_engines_and_nothing_is_left(
+    rng: random.Random,
+    num_ranks: int,
+    num_slots: int,
+    num_blocks: int,
+    budget: int,
+    failure_share: float,
+    looks_max: int,
+    eviction: str,
+    blocks_per_chunk: int,
+    prompt_only: bool,
+    on_failure: str,
+    caching: bool,
+    num_requests: int,
+) -> None:
+    world = OffloadWorld(
+        rng,
+        num_ranks=num_ranks,
+        num_slots=num_slots,
+        num_blocks=num_blocks,
+        failure_share=failure_share,
+        looks_max=looks_max,
+        settings={"eviction": eviction, "blocks_per_chunk": blocks_per_chunk, "prompt_only": prompt_only},
+        budget=budget,
+        on_failure=on_failure,
+        caching=caching,
+        max_num_seqs=rng.randint(1, 6),
+    )
+    for number in range(num_requests):
+        stem = rng.choice(STEMS)
+        choice = rng.choice(CHOICES)
+        world.add(
+            engine_request(
+                f"r{number}",
+                stem[: rng.randint(1, 40)] + ([rng.randint(1, 48)] if rng.random() < 0.3 else []),
+                max_tokens=rng.randint(1, 12),
+                salt=rng.choice([None, None, "s"]),
+                params={"baton_offload": choice} if choice else None,
+            )
+        )
+        for _ in range(rng.randint(0, 12)):
+            if world.scheduler.has_requests():
+                world.step()
+        if rng.random() < 0.15:
+            world.scheduler.abort([f"r{rng.randint(0, number)}"])
+        if rng.random() < 0.1:
+            world.half.reset_cache()
+    world.run()
+    world.check(on_failure)
+
+
+def test_a_store_of_one_rank_is_no_store() -> None:
+    world = OffloadWorld(random.Random(1), num_ranks=2, num_blocks=20, caching=False)
+    copies = world.workers[1]._copies
+    assert isinstance(copies, ListCopies)
+    copies.failure_share = 1.0
+    world.add(engine_request("a", STEMS[0], max_tokens=3))
+    world.run()
+    assert world.half._index.num_free == world.half._index.num_slots
+    copies.failure_share = 0.0
+    world.add(engine_request("b", STEMS[0], max_tokens=3))
+    world.run()
+    assert world.half._index.num_free < world.half._index.num_slots
+    world.check()
+
+
+def always_late(world: OffloadWorld, rank: int, num_looks: int) -> None:
+    copies = world.workers[rank]._copies
+    assert isinstance(copies, ListCopies)
+    copies.looks_max = num_looks
+    copies.rng = SimpleNamespace(random=lambda: 1.0, randint=lambda low, high: high)  # type: ignore[assignment]
+
+
+def test_a_store_counts_when_the_last_rank_has_its_part() -> None:
+    world = OffloadWorld(random.Random(1), num_ranks=2, num_blocks=20)
+    always_late(world, 1, 5)
+    world.add(engine_request("a", STEMS[0], max_tokens=12))
+    found = []
+    while not found or found[-1] == 0:
+        world.step()
+        found.append(world.half._index.num_found(world.half._prompts["a"].keys))
+    assert len(found) == 6, "five looks, and the one that sees it"
+    world.run()
+    world.check()
+
+
+def test_what_was_stored_while_a_load_failed_is_never_found() -> None:
+    """As beside another connector, whose synchronous load of the same step turns out to be bad."""
+    world = OffloadWorld(random.Random(1), num_slots=30, num_blocks=20)
+    always_late(world, 0, 3)
+    world.add(engine_request("a", STEMS[0], max_tokens=12))
+    world.step()
+    (condemned,) = world.half._stores
+    world.half.update_connector_output(KVConnectorOutput(invalid_block_ids={1}))
+    while condemned in world.half._stores:
+        world.step()
+    assert world.half._stores, "it is stored anew"
+    assert world.half._index.num_found(world.half._prompts["a"].keys) == 0
+    world.run()
+    world.check()
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_blocks_are_not_overwritten_while_a_late_store_reads_them(is_preempted: bool) -> None:
+    world = OffloadWorld(random.Random(1), num_slots=60, num_blocks=16, caching=False)
+    always_late(world, 0, 1000)
+    num_tokens = 12 if is_preempted else 1
+    world.add(engine_request("a", STEMS[0], max_tokens=num_tokens))
+    if is_preempted:
+        world.add(engine_request("before", STEMS[2][:12], max_tokens=30, priority=-1))
+    world.step()
+    world.add(engine_request("b", STEMS[1], max_tokens=num_tokens))
+    world.run()
+    world.add(engine_request("again", STEMS[0], max_tokens=4))
+    world.run()
+    last = world.answers["again"].last
+    assert last is not None
+    assert last.num_transferred_tokens > 0
+    world.check()
