@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from baton.connectors.multi import MultiWorkerHalf
+from baton.connectors.multi import MultiSchedulerHalf, MultiWorkerHalf
 from baton.core.config import (
     CacheConfig,
     ClusterSecret,
@@ -22,7 +22,7 @@ from baton.core.config import (
 from baton.engine.api import EngineRequest, SamplingParams, SchedulerStats
 from baton.engine.llm import LLM
 from baton.engine.request import Request
-from tests.connectors.faulty_store import FaultyStore, StoreWorkerHalf
+from tests.connectors.faulty_store import FaultyStore, StoreSchedulerHalf, StoreWorkerHalf
 
 BLOCK = 4
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
@@ -155,4 +155,16 @@ def store_half(llm: LLM) -> StoreWorkerHalf:
     if isinstance(half, MultiWorkerHalf):
         (half,) = (child.worker_half for child in half.children if isinstance(child, FaultyStore))
     assert isinstance(half, StoreWorkerHalf)
+    return half
+
+
+def store_scheduler(llm: LLM) -> StoreSchedulerHalf:
+    """As above."""
+    connector: Any = llm.core.scheduler._connector._half
+    half = connector.scheduler_half
+    if isinstance(half, MultiSchedulerHalf):
+        (half,) = (
+            child.half.scheduler_half for child in half._children if isinstance(child.half, FaultyStore)
+        )
+    assert isinstance(half, StoreSchedulerHalf)
     return half

@@ -63,7 +63,7 @@ class StoreMetadata(KVConnectorMetadata):
 class StoreSchedulerHalf(KVConnectorSchedulerHalf):
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._stored: set[str] = set()
+        self.stored: set[str] = set()
         self._matched: dict[str, int] = {}
         self._next = StoreMetadata()
         self._saving: dict[str, StoreSave] = {}
@@ -74,7 +74,7 @@ class StoreSchedulerHalf(KVConnectorSchedulerHalf):
             return 0, False
         num_stored = 0
         for key in _keys(request, request.num_tokens // self._block_tokens):
-            if key not in self._stored:
+            if key not in self.stored:
                 break
             num_stored += self._block_tokens
         matched = max(0, num_stored - num_computed_tokens)
@@ -108,7 +108,7 @@ class StoreSchedulerHalf(KVConnectorSchedulerHalf):
         missing = [
             (block_id, key)
             for block_id, key in zip(block_ids, _keys(request, num_full), strict=False)
-            if key not in self._stored
+            if key not in self.stored
         ]
         if _told(request)["mode"] == "off" or not missing or "ERROR" in request.status.name:
             return False, None
@@ -119,7 +119,7 @@ class StoreSchedulerHalf(KVConnectorSchedulerHalf):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         for request_id in connector_output.finished_sending or ():
-            self._stored.update(self._saving.pop(request_id).keys)
+            self.stored.update(self._saving.pop(request_id).keys)
 
     def shutdown(self) -> None:
         return

@@ -24,6 +24,7 @@ from tests.connectors.engine_world import (
     rest,
     store,
     store_half,
+    store_scheduler,
 )
 
 PULL = {
@@ -151,3 +152,66 @@ def test_ranks_of_two_engines_keep_the_parts_apart(start: Start, alone: LLM, tmp
         assert again.num_transferred_tokens == 48
     rest(p)
     p.close()
+
+
+OFFLOAD = {"kv_connector": "BatonOffloadConnector", "kv_connector_extra_config": {"cpu_gib": 0.01}}
+
+
+def storage(folder: Path) -> dict[str, Any]:
+    extra = {"path": str(folder), "chunk_tokens": 4}
+    return {"kv_connector": "BatonSharedStorageConnector", "kv_connector_extra_config": extra}
+
+
+def generate_until_loaded(llm: LLM, prompt: list[int], params: dict[str, Any] | None = None) -> Any:
+    """Stores are made in the background: ask until one has it. The last answer."""
+    for _ in range(200):
+        forget(llm)
+        (answer,) = llm.generate([prompt], GREEDY, kv_transfer_params=[params])
+        if answer.num_transferred_tokens:
+            return answer
+    raise AssertionError("nothing was ever loaded")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["offload", "storage"])
+def test_pull_beside_a_store_of_ours(start: Start, alone: LLM, tmp_path: Path, kind: str) -> None:
+    """What D has read from P it finds again in its own store, and so does P what it has computed."""
+    beside = OFFLOAD if kind == "offload" else storage(tmp_path)
+    p, d = (start(named(engine_id, PULL, beside)) for engine_id in "pd")
+    (expected,) = alone.generate([PROMPT], GREEDY)
+    decoded = hand_over(p, d, PROMPT)
+    assert decoded.token_ids == expected.token_ids
+    assert decoded.num_transferred_tokens > 0
+    for engine in (p, d):
+        again = generate_until_loaded(engine, PROMPT)
+        assert again.token_ids == expected.token_ids
+        forget(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [[0], [3], list(range(12))], ids=["first", "middle", "all"])
+@pytest.mark.parametrize("kind", ["offload", "storage"])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_store_keeps_nothing_of_a_step_whose_load_has_failed(
+    start: Start, alone: LLM, tmp_path: Path, policy: str, kind: str, bad: list[int]
+) -> None:
+    """Two children in one step: one has loaded garbage, the other stores what was computed upon it."""
+    (tmp_path / "faulty").mkdir()
+    beside = OFFLOAD if kind == "offload" else storage(tmp_path / "shared")
+    d = start({**multi(faulty_store(tmp_path / "faulty"), beside), "kv_load_failure_policy": policy})
+    (expected,) = alone.generate([PROMPT], GREEDY)
+    prompt = [*PROMPT[:49]]
+    # The other one shall not know the prompt yet: what is loaded badly is all that it can store.
+    other = start(faulty_store(tmp_path / "faulty"))
+    other.generate([prompt], ONE_TOKEN)
+    forget(other)
+    store_scheduler(d).stored.update(store_scheduler(other).stored)
+    fault = store(mode="sync", bad=bad)
+    (first,) = d.generate([PROMPT], GREEDY, kv_transfer_params=[fault])
+    assert first.token_ids == (expected.token_ids if policy == "recompute" else [])
+    for _ in range(20):
+        forget(d)
+        (later,) = d.generate([PROMPT], GREEDY, kv_transfer_params=[NO_STORE])
+        assert later.token_ids == expected.token_ids
+    assert later.num_transferred_tokens > 0, "of the other one, by now"
+    forget(d)
