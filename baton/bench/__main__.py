@@ -10,6 +10,7 @@ BENCHMARKS = {
     "step": "baton.bench.step_overhead",
     "transports": "baton.bench.transports",
     "cross-layer": "baton.bench.cross_layer",
+    "decode-graphs": "baton.bench.decode_graphs",
     "handoff": "baton.bench.handoff",
 }
 

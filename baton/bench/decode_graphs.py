@@ -1,0 +1,122 @@
+"""What replaying decode steps from CUDA graphs gains: eager, piecewise and full, in turns, by batch size.
+
+    python -m baton.bench.decode_graphs                 on a GPU
+    python -m baton.bench.decode_graphs --device cpu    the same buckets without graphs: what padding costs
+
+A step is timed as the engine times it: from the scheduler's decision to the sampled tokens.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from baton.bench.handoff_system import model_folder
+from baton.bench.machine import machine_line
+from baton.core.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from baton.engine.api import EngineRequest, SamplingParams
+from baton.engine.attention.cuda import why_unavailable
+from baton.engine.checkpoint import load_model_config
+from baton.engine.core import EngineCore
+
+MODES = ("off", "piecewise", "full")
+BATCHES = (1, 5, 16, 64)
+PROMPT_TOKENS, NUM_STEPS, WARM_UP_STEPS = 200, 100, 10
+
+
+@dataclass(frozen=True)
+class Row:
+    mode: str
+    num_running: int
+    step_ms: float  # Median.
+    ratio: float  # To eager, of the same turns; median.
+
+
+class Engine:
+    """With so many requests that decode for as long as it is asked to."""
+
+    def __init__(self, model: ModelConfig, mode: str, device: str, num_running: int) -> None:
+        blocks_each = (PROMPT_TOKENS + NUM_STEPS + WARM_UP_STEPS) // 16 + 2
+        self._core = EngineCore(
+            EngineConfig(
+                model_config=model,
+                cache_config=CacheConfig(num_gpu_blocks=num_running * blocks_each + 2),
+                scheduler_config=SchedulerConfig(max_num_seqs=num_running, max_num_batched_tokens=8192),
+                device_config=DeviceConfig(device=device, graph_mode=mode),  # type: ignore[arg-type]
+            ),
+            None,
+        )
+        for index in range(num_running):
+            refusal = self._core.add_request(
+                EngineRequest(
+                    request_id=f"request-{index}",
+                    prompt_token_ids=[5 + (7 * index + token) % 500 for token in range(PROMPT_TOKENS)],
+                    sampling_params=SamplingParams(max_tokens=2048, temperature=0, ignore_eos=True),
+                    arrival_time_s=0.0,
+                )
+            )
+            assert refusal is None
+        for _ in range(WARM_UP_STEPS):
+            self._core.step()
+
+    def step(self) -> float:
+        """Seconds."""
+        before = self._core.times.execute_s
+        self._core.step()
+        return self._core.times.execute_s - before
+
+    def close(self) -> None:
+        self._core.shutdown()
+
+
+def run(
+    model: ModelConfig, device: str, batches: Sequence[int] = BATCHES, steps: int = NUM_STEPS
+) -> list[Row]:
+    rows: list[Row] = []
+    for num_running in batches:
+        with contextlib.ExitStack() as stack:
+            engines = {
+                mode: stack.enter_context(contextlib.closing(Engine(model, mode, device, num_running)))
+                for mode in MODES
+            }
+            seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+            for _ in range(steps):
+                for mode, engine in engines.items():
+                    seconds[mode].append(engine.step())
+        for mode, taken in seconds.items():
+            ratios = [this / eager for this, eager in zip(taken, seconds["off"], strict=True)]
+            rows.append(Row(mode, num_running, statistics.median(taken) * 1e3, statistics.median(ratios)))
+    return rows
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, help="where to keep the figures, as JSON")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and (reason := why_unavailable()) is not None:
+        print(f"decode graphs were not measured: {reason}")
+        return 0
+    rows = run(load_model_config(model_folder(), max_model_len=4096), options.device)
+    table = Table(title="Decode step by graph mode, median", title_justify="left")
+    for heading in ("requests", "mode", "ms", "of eager"):
+        table.add_column(heading, justify="left" if heading == "mode" else "right")
+    for row in rows:
+        table.add_row(str(row.num_running), row.mode, f"{row.step_ms:.3f}", f"{row.ratio:.2f}")
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        kept = {"machine": machine_line(), "device": options.device, "steps": [asdict(row) for row in rows]}
+        options.out.write_text(json.dumps(kept, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,25 @@
+"""The benchmark of replayed decode steps runs, on whatever there is."""
+
+from pathlib import Path
+
+import pytest
+
+from baton.bench import decode_graphs
+from baton.engine.attention.cuda import why_unavailable
+from baton.engine.checkpoint import load_model_config
+from baton.engine.new_model import write_checkpoint
+
+
+@pytest.mark.slow
+def test_it_runs_in_every_mode(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, hidden=32, layers=1, heads=2, vocab=512)
+    model = load_model_config(tmp_path, max_model_len=4096)
+    rows = decode_graphs.run(model, "cpu", batches=(2,), steps=2)
+    assert [(row.mode, row.num_running) for row in rows] == [(mode, 2) for mode in decode_graphs.MODES]
+    assert all(row.step_ms > 0 for row in rows)
+
+
+@pytest.mark.skipif(why_unavailable() is None, reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert decode_graphs.main() == 0
+    assert "torch finds no CUDA device" in capsys.readouterr().out
