@@ -14,7 +14,14 @@ import torch
 from baton.connectors.pull import EngineIdentity, PullWorkerHalf
 from baton.connectors.pull.metadata import ReadBlocks
 from baton.contract import KVConnectorBase_V1, KVConnectorRole, NullWorkerHalf, TwoHalves
-from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig, ModelConfig, ParallelConfig
+from baton.core.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+)
 from baton.core.errors import ConfigError
 from baton.core.ids import Address
 from baton.engine.api import SamplingParams
@@ -194,7 +201,12 @@ def start(model: ModelConfig) -> Iterator[Start]:
     with ExitStack() as stack:
 
         def start_engine(
-            engine_id: str | None = None, *, is_together: bool = False, tp: int = 1, kind: str = "Pull"
+            engine_id: str | None = None,
+            *,
+            is_together: bool = False,
+            tp: int = 1,
+            kind: str = "Pull",
+            graph_mode: Any = "off",
         ) -> LLM:
             transfer = None
             if engine_id is not None:
@@ -210,6 +222,7 @@ def start(model: ModelConfig) -> Iterator[Start]:
                 parallel_config=ParallelConfig(
                     tensor_parallel_size=tp, executor="inprocess" if tp == 1 else "multiprocess"
                 ),
+                device_config=DeviceConfig(graph_mode=graph_mode),
                 kv_transfer_config=transfer,
             )
             return stack.enter_context(LLM(config, "baton.assemble:connector_factory"))
@@ -241,6 +254,19 @@ def test_engines_of_either_kind_hand_over_to_either(
                 p = start(f"p-{kind}-{theirs}-{ours}", is_together=theirs, kind=kind)
                 d = start(f"d-{kind}-{theirs}-{ours}", is_together=ours, kind=kind)
                 assert hand_over(p, d) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graph_mode", ["full", "piecewise"])
+def test_nor_do_recorded_steps_and_their_scratch_block_matter(
+    start: Start, expected: list[list[int]], graph_mode: str
+) -> None:
+    for is_together in (True, False):
+        engines = [
+            start(f"{name}-{graph_mode}-{is_together}", is_together=is_together, graph_mode=graph_mode)
+            for name in ("p", "d")
+        ]
+        assert hand_over(*engines) == expected
 
 
 @pytest.mark.slow
