@@ -33,6 +33,11 @@ class Jobs:
     def put(self, job: Job) -> None:
         self._queue.put(job)
 
+    @property
+    def is_dead(self) -> bool:
+        """One of its threads at least."""
+        return self._death is not None
+
     def raise_if_dead(self) -> None:
         if self._death is not None:
             raise ConnectorDead(f"a thread {self._name} died: {self._death}") from self._death

@@ -17,20 +17,26 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from baton.vllm_plugin.connector import BatonPullConnector, BatonPushConnector
+    from baton.vllm_plugin.decode_bench import BatonDecodeBenchConnector
     from baton.vllm_plugin.offload import BatonOffloadConnector
+    from baton.vllm_plugin.shared_storage import BatonSharedStorageConnector
 
 __all__ = [
     "CONNECTORS",
+    "BatonDecodeBenchConnector",
     "BatonOffloadConnector",
     "BatonPullConnector",
     "BatonPushConnector",
+    "BatonSharedStorageConnector",
     "register",
 ]
 
 CONNECTORS: Final = {
+    "BatonDecodeBenchConnector": "baton.vllm_plugin.decode_bench",
     "BatonOffloadConnector": "baton.vllm_plugin.offload",
     "BatonPullConnector": "baton.vllm_plugin.connector",
     "BatonPushConnector": "baton.vllm_plugin.connector",
+    "BatonSharedStorageConnector": "baton.vllm_plugin.shared_storage",
 }
 """Names that vLLM's configuration may use, and the modules that have the classes."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -18,7 +19,7 @@ class DecodeBenchStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data = dict.fromkeys(COUNTS, 0)
+        self.data = {**dict.fromkeys(COUNTS, 0), "failures": {}}  # By reason; hosts count contained errors.
 
     def add(self, num_tokens: int, *, is_first: bool) -> None:
         self.data["synthetic_tokens"] += num_tokens
@@ -27,6 +28,7 @@ class DecodeBenchStats(KVConnectorStats):
     def aggregate(self, other: Self) -> Self:
         for name in COUNTS:
             self.data[name] += other.data[name]
+        self.data["failures"] = dict(Counter(self.data["failures"]) + Counter(other.data["failures"]))
         return self
 
     def reduce(self) -> dict[str, int | float | str]:
@@ -54,12 +56,12 @@ class DecodeBenchPromMetrics(KVConnectorPromMetrics):
         labelnames: list[str],
         per_engine_labelvalues: Mapping[int, list[object]],
     ) -> None:
-        from prometheus_client import Counter
+        from prometheus_client import Counter as PromCounter
 
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counts = {
             name: self.make_per_engine(
-                metric_types[Counter](name=f"baton:{name}", documentation=text, labelnames=labelnames)
+                metric_types[PromCounter](name=f"baton:{name}", documentation=text, labelnames=labelnames)
             )
             for name, text in (
                 ("synthetic_tokens", "Prompt tokens whose KV was made up."),

@@ -41,6 +41,7 @@ class LoadChunks:
 
     request_id: str
     parts: tuple[ChunkPart, ...]
+    is_failed: bool = False  # Nothing is to be loaded; every rank reports that it could not be.
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from baton.connectors.jobs import Jobs, Repeated
 from baton.connectors.shared_storage.identity import StorageIdentity
 from baton.connectors.shared_storage.metadata import (
+    ChunkPart,
     LoadChunks,
     SaveChunk,
     StorageHandshake,
@@ -116,6 +117,10 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf):
         prompt.has_loaded = True
         parts = prompt.load_parts(block_ids, num_external_tokens)
         self._loads.append(LoadChunks(request.request_id, parts))
+
+    def fail_load(self, request_id: str, block_ids: tuple[int, ...]) -> None:
+        """For a host that has parked a request whose load could not be ordered: it awaits the end."""
+        self._loads.append(LoadChunks(request_id, (ChunkPart(b"", block_ids),), is_failed=True))
 
     def request_finished(self, request: host.Request, block_ids: list[int]) -> tuple[bool, None]:
         self._prompts.pop(request.request_id, None)

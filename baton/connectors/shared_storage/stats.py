@@ -6,12 +6,12 @@ loaded_chunks, loaded_bytes     baton:storage_loaded_chunks, baton:storage_loade
 load_s, save_s                  baton:storage_load_seconds, baton:storage_save_seconds        threads' time
 looked_up_chunks, found_chunks  baton:storage_lookup_chunks, baton:storage_found_chunks
 evicted_chunks, evicted_bytes   baton:storage_evicted_chunks, baton:storage_evicted_bytes
-misses {reason: n}              baton:storage_unusable_files{reason}       were to be loaded, and were not
+failures {reason: n}            baton:storage_unusable_files{reason}       were to be loaded, and were not
 not_saved {reason: n}           baton:storage_not_saved_chunks{reason}
 kept_chunks, kept_bytes         baton:storage_chunks, baton:storage_bytes    gauges, of the last sweep
 
-Reasons of misses: gone, corrupt, foreign, io, timeout, failed (our own fault); of not_saved: backlog,
-tainted, io.
+Reasons of failures: gone, corrupt, foreign, io, timeout, failed (our own fault); of not_saved: backlog,
+tainted, io, failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COUNTS = (
     "saved_chunks", "saved_bytes", "save_s", "loaded_chunks", "loaded_bytes", "load_s",
     "looked_up_chunks", "found_chunks", "evicted_chunks", "evicted_bytes",
 )  # fmt: skip
-COUNTS_BY_REASON = ("misses", "not_saved")
+COUNTS_BY_REASON = ("failures", "not_saved")
 GAUGES = ("kept_chunks", "kept_bytes")
 
 
@@ -71,7 +71,7 @@ class StorageStats(KVConnectorStats):
             "loaded MB": round(data["loaded_bytes"] / 1e6, 3),
             "found": f"{data['found_chunks']}/{data['looked_up_chunks']}",
             "evicted chunks": data["evicted_chunks"],
-            "unusable": sum(data["misses"].values()),
+            "unusable": sum(data["failures"].values()),
             "not saved": sum(data["not_saved"].values()),
         }
 
@@ -122,7 +122,7 @@ class StoragePromMetrics(KVConnectorPromMetrics):
         self._by_reason = {
             key: counter(name=f"baton:storage_{name}", documentation=text, labelnames=[*labelnames, "reason"])
             for key, name, text in (
-                ("misses", "unusable_files", "Files that were to be loaded and could not be used."),
+                ("failures", "unusable_files", "Files that were to be loaded and could not be used."),
                 ("not_saved", "not_saved_chunks", "Chunks that could not be written."),
             )
         }

@@ -117,18 +117,23 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         """Starts the loads now rather than in `start_load_kv`, which hosts call behind the forward."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StorageMetadata)
-        self._readers.raise_if_dead()
-        self._writer.raise_if_dead()
         self._namespace = connector_metadata.namespace
         for step in connector_metadata.drop:
             self._drop(self._staged.pop(step, []), "tainted")
         for step in connector_metadata.write:
-            for copy in self._staged.pop(step, []):
+            copies = self._staged.pop(step, [])
+            if self._writer.is_dead:
+                self._drop(copies, "failed")
+                continue
+            for copy in copies:
                 self._writer.put(partial(self._write, copy))
         for order in connector_metadata.loads:
             load = _Load(order, self._clock() + self._identity.settings.load_timeout_s)
             self._loads[order.request_id] = load
-            self._readers.put(partial(self._run_load, load))
+            if order.is_failed or self._readers.is_dead:
+                self._end_load(load, order.parts, "failed")
+            else:
+                self._readers.put(partial(self._run_load, load))
 
     def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
         return  # Under way since the metadata was bound.
@@ -304,7 +309,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
             self._invalid_blocks.update(block for part in not_loaded for block in part.block_ids)
             if reason is not None:
                 self._failed.add(load.order.request_id)
-                self._stats.add_reason("misses", reason)
+                self._stats.add_reason("failures", reason)
         self._wake()
 
 

@@ -1,0 +1,54 @@
+"""`BatonDecodeBenchConnector` for vLLM. See `forwarding` for what all of ours share."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from baton.connectors.decode_bench.connector import WARNING
+from baton.connectors.decode_bench.halves import (
+    DecodeBenchMetadata,
+    DecodeBenchSchedulerHalf,
+    DecodeBenchWorkerHalf,
+)
+from baton.connectors.decode_bench.settings import DecodeBenchSettings
+from baton.connectors.decode_bench.stats import DecodeBenchPromMetrics, DecodeBenchStats
+from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
+from baton.vllm_plugin.forwarding import ForwardingConnector
+from baton.vllm_plugin.stats import BatonPromMetrics, BatonStats
+
+logger = logging.getLogger(__name__)
+
+KVConnectorMetadata.register(DecodeBenchMetadata)
+
+
+class DecodeBenchVllmStats(BatonStats):
+    _ours = DecodeBenchStats
+
+
+class DecodeBenchVllmPromMetrics(BatonPromMetrics):
+    _ours = DecodeBenchPromMetrics
+
+
+class BatonDecodeBenchConnector(ForwardingConnector):
+    _cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
+    _empty_metadata = DecodeBenchMetadata()
+    _stats_kind = DecodeBenchVllmStats
+    _prom_kind = DecodeBenchVllmPromMetrics
+
+    @classmethod
+    def make_scheduler_half(
+        cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
+    ) -> KVConnectorSchedulerHalf:
+        logger.warning(WARNING)
+        block_tokens = int(vllm_config.cache_config.block_size)
+        return DecodeBenchSchedulerHalf(DecodeBenchSettings.parse(settings), block_tokens)
+
+    @classmethod
+    def make_worker_half(
+        cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
+    ) -> KVConnectorWorkerHalf:
+        return DecodeBenchWorkerHalf(DecodeBenchSettings.parse(settings))

@@ -1,0 +1,141 @@
+"""`BatonSharedStorageConnector` for vLLM. See `forwarding` for what all of ours share.
+
+A folder may serve vLLM and Baton's own engines at once. They read each other's files where a block looks the
+same in both, which on CPUs it does not: then each has a namespace of its own in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from baton.connectors.shared_storage import (
+    StorageIdentity,
+    StorageSchedulerHalf,
+    StorageSettings,
+    StorageWorkerHalf,
+)
+from baton.connectors.shared_storage.metadata import StorageHandshake, StorageMetadata, StorageReport
+from baton.connectors.shared_storage.stats import StoragePromMetrics, StorageStats
+from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
+from baton.core.errors import ConfigError
+from baton.core.hashing import HASH_SEED
+from baton.core.layout import ModelFingerprint
+from baton.vllm_plugin.fingerprint import fingerprint_of
+from baton.vllm_plugin.forwarding import ForwardingConnector
+from baton.vllm_plugin.identity import find_folder
+from baton.vllm_plugin.packing import find_packing
+from baton.vllm_plugin.settings import PluginSettings
+from baton.vllm_plugin.stats import BatonPromMetrics, BatonStats
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+KVConnectorMetadata.register(StorageMetadata)
+KVConnectorHandshakeMetadata.register(StorageHandshake)
+KVConnectorWorkerMetadata.register(StorageReport)
+
+
+class StorageVllmStats(BatonStats):
+    _ours = StorageStats
+
+
+class StorageVllmPromMetrics(BatonPromMetrics):
+    _ours = StoragePromMetrics
+
+
+class VllmStorageSchedulerHalf(StorageSchedulerHalf):
+    def update_state_after_alloc(
+        self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """vLLM has parked the request by now: whatever fails here, its end has to be reported."""
+        try:
+            super().update_state_after_alloc(request, blocks, num_external_tokens)
+        except Exception:
+            logger.exception("could not begin to load request %s; it is computed", request.request_id)
+            if num_external_tokens:
+                (table,) = blocks.get_block_ids()
+                self.fail_load(request.request_id, tuple(table))
+
+
+class VllmStorageWorkerHalf(StorageWorkerHalf):
+    def __init__(
+        self, identity: StorageIdentity, *, find_packing: Callable[[dict[str, torch.Tensor]], str]
+    ) -> None:
+        super().__init__(identity)
+        self._find_packing = find_packing
+
+    def _packing_of(self, kv_caches: dict[str, torch.Tensor]) -> str:
+        return self._find_packing(kv_caches)
+
+
+class BatonSharedStorageConnector(ForwardingConnector):
+    _cache_hit_source = CacheHitSource.DISK
+    _empty_metadata = StorageMetadata()
+    _stats_kind = StorageVllmStats
+    _prom_kind = StorageVllmPromMetrics
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # A copy that is not written is a miss, one day.
+
+    @classmethod
+    def make_scheduler_half(
+        cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
+    ) -> KVConnectorSchedulerHalf:
+        return VllmStorageSchedulerHalf(_identity_of(vllm_config, settings, is_worker=False))
+
+    @classmethod
+    def make_worker_half(
+        cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
+    ) -> KVConnectorWorkerHalf:
+        identity = _identity_of(vllm_config, settings, is_worker=True)
+        return VllmStorageWorkerHalf(identity, find_packing=partial(find_packing, vllm_config))
+
+
+def _identity_of(vllm_config: Any, settings: dict[str, Any], *, is_worker: bool) -> StorageIdentity:
+    """Raises ConfigError. A worker names no weights: digesting them once an engine is enough."""
+    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
+        if int(getattr(parallel, name, 1)) > 1:
+            raise ConfigError(
+                "above 1 gives ranks different parts of a block, which shared storage does not know",
+                field=f"parallel_config.{name}",
+            )
+    ours, _ = PluginSettings.split(transfer.kv_connector_extra_config)
+    return StorageIdentity(
+        fingerprint=_UNNAMED if is_worker else _fingerprint(vllm_config, ours.revision),
+        num_ranks=int(parallel.world_size),
+        rank=int(parallel.rank) if is_worker else 0,
+        block_tokens=int(vllm_config.cache_config.block_size),
+        saves=bool(transfer.is_kv_producer),
+        loads=bool(transfer.is_kv_consumer),
+        secret=ours.find_secret(os.environ),
+        settings=StorageSettings.parse(settings),
+    )
+
+
+def _fingerprint(vllm_config: Any, revision: str | None) -> ModelFingerprint:
+    model, load = vllm_config.model_config, vllm_config.load_config
+    return fingerprint_of(
+        model,
+        vllm_config.cache_config.cache_dtype,
+        find_folder(model, load),
+        revision=revision,
+        load_format=str(load.load_format),
+    )
+
+
+_UNNAMED = ModelFingerprint("", "", "", 0, 0, 0, HASH_SEED)

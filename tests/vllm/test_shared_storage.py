@@ -1,0 +1,77 @@
+"""vLLM engines that share a folder share prompts; damage to it costs time and no token. And made-up KV."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.engines import Server, Site, VllmPlan
+from tests.vllm.prompts import Single, prompts
+
+CHUNK = 256  # Two of vLLM's blocks.
+ASKED = [prompt for prompt in prompts() if len(prompt) in (300, 513, 1500)]
+
+
+def storage(engine_id: str, folder: Path) -> dict[str, Any]:
+    return {
+        "kv_connector": "BatonSharedStorageConnector",
+        "kv_role": "kv_both",
+        "engine_id": engine_id,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"path": str(folder)},
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kv")
+
+
+@pytest.fixture(scope="module")
+def pair(site: Site, single: Single, folder: Path) -> tuple[Server, Server]:
+    a, b = VllmPlan("a", storage("a", folder), cores="0"), VllmPlan("b", storage("b", folder), cores="1")
+    servers = site.cast("storage", a, b)
+    return servers["a"], servers["b"]
+
+
+def files_in(folder: Path) -> list[Path]:
+    return list(folder.glob("*/*/*.safetensors"))
+
+
+def test_one_computes_and_the_other_reads(pair: tuple[Server, Server], single: Single) -> None:
+    a, b = pair
+    for prompt in ASKED:
+        assert a.tokens(prompt) == single.tokens(prompt), len(prompt)
+    num_chunks = len({tuple(p[: end * CHUNK]) for p in ASKED for end in range(1, len(p) // CHUNK + 1)})
+    a.wait_metric("baton:storage_saved_chunks_total", lambda count: count >= num_chunks)
+    for prompt in ASKED:
+        assert b.tokens(prompt) == single.tokens(prompt), len(prompt)
+    loaded = b.wait_metric("baton:storage_loaded_chunks_total", lambda count: count > 0)
+    assert loaded >= len(ASKED)
+    assert b.metric("baton:storage_unusable_files_total") == 0
+
+
+def test_damage_is_computed(pair: tuple[Server, Server], single: Single, folder: Path) -> None:
+    a, b = pair
+    (prompt,) = (prompt for prompt in prompts() if len(prompt) == 777)
+    before = set(files_in(folder))
+    assert a.tokens(prompt) == single.tokens(prompt)
+    while len(damaged := set(files_in(folder)) - before) < len(prompt) // CHUNK:
+        assert a.is_healthy()
+    for path in damaged:
+        content = bytearray(path.read_bytes())
+        content[-9] ^= 1
+        path.write_bytes(content)
+    assert b.tokens(prompt) == single.tokens(prompt)
+    b.wait_metric("baton:storage_unusable_files_total", lambda count: count == 1, reason="corrupt")
+    assert b.is_healthy()
+    salted = a.tokens(prompt, cache_salt="mine")  # Under other keys, so nobody's damage.
+    assert salted == single.tokens(prompt)
+
+
+def test_a_prompt_behind_made_up_kv_is_not_computed(site: Site, pair: tuple[Server, Server]) -> None:
+    transfer = {"kv_connector": "BatonDecodeBenchConnector", "kv_role": "kv_both", "engine_id": "bench"}
+    bench = site.cast("decode-bench", VllmPlan("bench", transfer))["bench"]
+    assert len(bench.tokens(ASKED[-1])) == 12
+    bench.wait_metric("baton:synthetic_tokens_total", lambda count: count == len(ASKED[-1]) - 1)
+    assert "SYNTHETIC" in bench.log()
