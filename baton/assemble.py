@@ -20,6 +20,7 @@ from baton.contract import (
     KVConnectorWorkerHalf,
     NullSchedulerHalf,
     NullWorkerHalf,
+    supports_hma,
 )
 from baton.core.config import EngineConfig
 from baton.core.errors import BadTransferParams
@@ -51,6 +52,10 @@ class RegistryFactory:
         of_rank = msgspec.structs.replace(config.parallel_config, rank=tp_rank)
         of_rank_config = msgspec.structs.replace(config, parallel_config=of_rank)
         return connector(of_rank_config, KVConnectorRole.WORKER, None)
+
+    def supports_hma(self, config: EngineConfig) -> bool:
+        connector = _class_of(config)
+        return connector is None or supports_hma(connector)
 
 
 connector_factory = RegistryFactory()

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
+from msgspec import structs
+
 from baton.cli.settings import Resolved, ServeSettings, parse_bytes
 from baton.core.config import (
     CacheConfig,
@@ -13,8 +15,11 @@ from baton.core.config import (
     SchedulerConfig,
 )
 from baton.core.errors import ConfigError
+from baton.core.kv_groups import num_places
 from baton.engine.checkpoint import load_model_config
+from baton.engine.hybrid import settle_groups
 
+CONNECTOR_FACTORY = "baton.assemble:connector_factory"
 _NVIDIA_DRIVER = Path("/dev/nvidiactl")
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -31,12 +36,12 @@ def engine_config(resolved: Resolved) -> EngineConfig:
         served_model_name=settings.served_model_name,
     )
     tp = settings.tensor_parallel_size
-    return EngineConfig(
+    config = EngineConfig(
         model_config=model,
         cache_config=CacheConfig(
             block_size=settings.block_size,
-            num_gpu_blocks=_num_blocks(settings, model),
             enable_prefix_caching=settings.enable_prefix_caching,
+            hybrid_kv_cache=settings.hybrid_kv_cache,
         ),
         scheduler_config=SchedulerConfig(
             max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -56,21 +61,29 @@ def engine_config(resolved: Resolved) -> EngineConfig:
         seed=settings.seed,
         step_timeout_s=settings.step_timeout_s,
     )
+    config = settle_groups(config, CONNECTOR_FACTORY if settings.moves_kv else None)
+    sized = structs.replace(config.cache_config, num_gpu_blocks=_num_blocks(settings, config))
+    return structs.replace(config, cache_config=sized)
 
 
-def block_bytes(model: ModelConfig, *, block_size: int, tp: int) -> int:
-    """KV of one block of all layers on one rank."""
+def block_bytes(model: ModelConfig, *, block_size: int, tp: int, num_layers: int) -> int:
+    """One block of the pool on one rank: KV of all layers, or of one group of them."""
     heads = max(1, model.num_kv_heads // tp)
-    return model.num_hidden_layers * heads * block_size * 2 * model.head_dim * _ITEM_BYTES[model.dtype]
+    return num_layers * heads * block_size * 2 * model.head_dim * _ITEM_BYTES[model.dtype]
 
 
-def _num_blocks(settings: ServeSettings, model: ModelConfig) -> int:
+def _num_blocks(settings: ServeSettings, config: EngineConfig) -> int:
     if settings.num_blocks is not None:
         return settings.num_blocks
     if settings.kv_cache_memory is None:
         return CacheConfig().num_gpu_blocks
     wanted = parse_bytes(settings.kv_cache_memory, field="kv_cache_memory")
-    one = block_bytes(model, block_size=settings.block_size, tp=settings.tensor_parallel_size)
+    one = block_bytes(
+        config.model_config,
+        block_size=settings.block_size,
+        tp=settings.tensor_parallel_size,
+        num_layers=num_places(config.kv_cache_groups),
+    )
     if wanted < 2 * one:
         raise ConfigError(
             f"holds less than two blocks; one of {settings.block_size} tokens takes {one} bytes on each rank",

@@ -89,6 +89,14 @@ def serve(
             "--enable-prefix-caching/--no-enable-prefix-caching", "Reuse equal prefixes (default on).", _CACHE
         ),
     ] = None,
+    hybrid_kv_cache: Annotated[
+        str | None,
+        _option(
+            "--hybrid-kv-cache",
+            "auto: layers with a sliding window keep no block behind it; off (default auto).",
+            _CACHE,
+        ),
+    ] = None,
     max_num_batched_tokens: Annotated[
         int | None, _option("--max-num-batched-tokens", "Token budget of a step (default 2048).", _SCHEDULER)
     ] = None,
@@ -172,7 +180,7 @@ def _serve(resolved: "Resolved") -> int:
     import logging
 
     from baton.assemble import make_connector_metrics, make_door
-    from baton.cli.engine_config import engine_config
+    from baton.cli.engine_config import CONNECTOR_FACTORY, engine_config
     from baton.engine.client import EngineClient, EngineDeadError
     from baton.engine.tokenizer import Tokenizer
     from baton.server.run import EXIT_ENGINE_DIED, Parts, ServeOptions, run
@@ -183,7 +191,7 @@ def _serve(resolved: "Resolved") -> int:
     )
     config = engine_config(resolved)
     options = ServeOptions(settings.host, settings.port, settings.shutdown_timeout_s, settings.drains_for_s)
-    factory = "baton.assemble:connector_factory" if settings.moves_kv else None
+    factory = CONNECTOR_FACTORY if settings.moves_kv else None
     parts = Parts(
         start_engine=lambda: EngineClient.start(config, connector_factory=factory),
         load_tokenizer=lambda: Tokenizer.from_folder(config.model_config.model),

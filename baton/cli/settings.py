@@ -36,6 +36,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Policy = Literal["fcfs", "priority"]
 Device = Literal["auto", "cpu", "cuda"]
 GraphMode = Literal["off", "auto", "piecewise", "full"]
+HybridCache = Literal["auto", "off"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -60,6 +61,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     num_blocks: int | None = None
     kv_cache_memory: str | None = None  # "512MiB", of one rank; instead of num_blocks.
     enable_prefix_caching: bool = True
+    hybrid_kv_cache: HybridCache = "auto"
 
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
@@ -111,7 +113,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 SECTIONS: dict[str, tuple[str, ...]] = {
     "model": ("model", "served_model_name", "dtype", "max_model_len", "seed"),
     "server": ("host", "port", "log_level", "shutdown_timeout_s", "drain_timeout_s", "step_timeout_s"),
-    "cache": ("block_size", "num_blocks", "kv_cache_memory", "enable_prefix_caching"),
+    "cache": ("block_size", "num_blocks", "kv_cache_memory", "enable_prefix_caching", "hybrid_kv_cache"),
     "scheduler": ("max_num_batched_tokens", "max_num_seqs", "scheduling_policy", "enable_chunked_prefill"),
     "parallel": ("tensor_parallel_size", "device", "graph_mode", "threads"),
     "cluster": ("kv_transfer_config", "kv_events_config", "secret_file"),

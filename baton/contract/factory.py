@@ -27,6 +27,13 @@ class ConnectorFactory(Protocol):
     def worker_half(self, config: EngineConfig, tp_rank: int) -> KVConnectorWorkerHalf: ...
 
 
+@runtime_checkable
+class KnowsGroups(Protocol):
+    """A factory that can say whether its connector handles several KV-cache groups."""
+
+    def supports_hma(self, config: EngineConfig) -> bool: ...
+
+
 class NullFactory:
     """No connector, whatever the configuration says."""
 
@@ -36,8 +43,17 @@ class NullFactory:
     def worker_half(self, config: EngineConfig, tp_rank: int) -> KVConnectorWorkerHalf:
         return NullWorkerHalf()
 
+    def supports_hma(self, config: EngineConfig) -> bool:
+        return True
+
 
 null_factory = NullFactory()
+
+
+def knows_groups(path: str | None, config: EngineConfig) -> bool:
+    """Whether the connector may be shown several KV-cache groups. Raises ConfigError as `load_factory`."""
+    factory = load_factory(path)
+    return isinstance(factory, KnowsGroups) and factory.supports_hma(config)
 
 
 def load_factory(path: str | None) -> ConnectorFactory:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from baton.contract.base import KVConnectorMetadata, KVConnectorSchedulerHalf, KVConnectorWorkerHalf
+from baton.contract.base import (
+    KVConnectorMetadata,
+    KVConnectorSchedulerHalf,
+    KVConnectorWorkerHalf,
+    SupportsHMA,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +21,7 @@ class NullConnectorMetadata(KVConnectorMetadata):
     """Says nothing."""
 
 
-class NullSchedulerHalf(KVConnectorSchedulerHalf):
+class NullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: host.Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -29,6 +34,11 @@ class NullSchedulerHalf(KVConnectorSchedulerHalf):
 
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
         return NullConnectorMetadata()
+
+    def request_finished_all_groups(
+        self, request: host.Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
 
 
 class NullWorkerHalf(KVConnectorWorkerHalf):

@@ -12,6 +12,7 @@ import msgspec
 
 from baton.core.errors import ConfigError
 from baton.core.hashing import HASH_SEED
+from baton.core.kv_groups import KVCacheGroup, group_layers, one_group
 from baton.core.layout import ModelFingerprint
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
@@ -129,6 +130,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     weights_digest: str  # Of the weights' content.
     hf_config: dict[str, Any]  # config.json as it is.
     generation_config: dict[str, Any] = {}  # generation_config.json as it is; empty without one.
+    windows: tuple[int | None, ...] = ()  # Of each layer; None: it sees everything. Empty: all layers do.
 
     def fingerprint(self, hash_seed: str) -> ModelFingerprint:
         return ModelFingerprint(
@@ -147,6 +149,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_gpu_blocks: int = 2048  # vLLM's name; blocks of the pool, wherever it lies.
     enable_prefix_caching: bool = True
     hash_seed: str = HASH_SEED
+    # "auto": layers with a sliding window have block tables of their own and keep no block behind it, if
+    # the connector can tell groups apart (SupportsHMA). "off": one table, windows are masks.
+    hybrid_kv_cache: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= 1024:
@@ -238,6 +243,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def enable_kv_events(self) -> bool:
         return self.kv_events_config is not None and self.kv_events_config.enable_kv_cache_events
+
+    @property
+    def max_chunk(self) -> int:
+        """Most tokens of one request in a step."""
+        limits = self.scheduler_config
+        chunk = min(limits.max_num_batched_tokens, self.model_config.max_model_len)
+        if limits.enable_chunked_prefill and limits.long_prefill_token_threshold:
+            chunk = min(chunk, limits.long_prefill_token_threshold)
+        return chunk
+
+    @property
+    def kv_cache_groups(self) -> tuple[KVCacheGroup, ...]:
+        model = self.model_config
+        if self.cache_config.hybrid_kv_cache == "off" or not any(model.windows):
+            return one_group(model.num_hidden_layers)
+        return group_layers(model.windows)
 
     def __post_init__(self) -> None:
         if not 0 < self.step_timeout_s <= 86_400:

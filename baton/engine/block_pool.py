@@ -23,14 +23,25 @@ if TYPE_CHECKING:
 
 class BlockPool:
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_caching: bool = True, enable_events: bool = False
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_caching: bool = True,
+        enable_events: bool = False,
+        num_groups: int = 1,
+        has_null_block: bool = False,
     ) -> None:
+        """`has_null_block`: block 0 stands for none (vLLM's null block), and is in no one's hands ever."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_caching = enable_caching
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self._free = FreeQueue(self.blocks)
-        self._cached: dict[BlockHash, Block] = {}
+        self.num_usable_blocks = num_blocks - has_null_block
+        self._free = FreeQueue(self.blocks[1:] if has_null_block else self.blocks)
+        self.blocks[0].is_null = has_null_block
+        # Per KV-cache group: one prefix has a block in each, and each is of use by itself.
+        self._cached: list[dict[BlockHash, Block]] = [{} for _ in range(num_groups)]
         self._enable_events = enable_events
         self._events: list[KVCacheEvent] = []
 
@@ -41,14 +52,19 @@ class BlockPool:
     @property
     def usage(self) -> float:
         """Held blocks / all blocks, in [0, 1]."""
-        return 1 - self._free.num_free / self.num_blocks
+        return 1 - self._free.num_free / self.num_usable_blocks
 
     def get_num_free_blocks(self) -> int:
         """vLLM's name, for connectors."""
         return self._free.num_free
 
-    def get_cached_block(self, block_hash: BlockHash) -> Block | None:
-        return self._cached.get(block_hash)
+    @property
+    def null_block(self) -> Block:
+        assert self.blocks[0].is_null
+        return self.blocks[0]
+
+    def get_cached_block(self, block_hash: BlockHash, group: int = 0) -> Block | None:
+        return self._cached[group].get(block_hash)
 
     def get_new_blocks(self, num_blocks: int) -> list[Block]:
         """Takes the least recently used free blocks; what they had cached is forgotten."""
@@ -83,9 +99,16 @@ class BlockPool:
     # --- Prefix cache ----------------------------------------------------------------------------
 
     def cache_full_blocks(
-        self, request: Request, blocks: Sequence[Block], num_cached_blocks: int, num_full_blocks: int
+        self,
+        request: Request,
+        blocks: Sequence[Block],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        group: int = 0,
     ) -> None:
         """Make `blocks[num_cached_blocks:num_full_blocks]` of the request's table findable by hash.
+
+        Null blocks are passed over.
 
         Two requests may have computed the same block side by side. The newer one is kept findable: it will be
         evicted last.
@@ -93,20 +116,23 @@ class BlockPool:
         if not self.enable_caching:
             return
         added: list[int] = []
+        cached = self._cached[group]
         for index in range(num_cached_blocks, num_full_blocks):
             block, block_hash = blocks[index], request.block_hashes[index]
             if block.block_hash is not None:
-                assert block.block_hash == block_hash, "one block, two contents"
+                assert (block.block_hash, block.group) == (block_hash, group), "one block, two contents"
                 continue
-            older = self._cached.get(block_hash)
+            if block.is_null:
+                continue
+            older = cached.get(block_hash)
             if older is None:
                 added.append(index)
             else:
                 older.block_hash = None
-            block.block_hash = block_hash
-            self._cached[block_hash] = block
+            block.block_hash, block.group = block_hash, group
+            cached[block_hash] = block
         if self._enable_events and added:
-            self._events += [self._stored(request, run) for run in _consecutive(added)]
+            self._events += [self._stored(request, run, group) for run in _consecutive(added)]
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Make these unfindable, held or not. For blocks whose content turned out to be wrong."""
@@ -121,11 +147,12 @@ class BlockPool:
 
     def reset_prefix_cache(self) -> bool:
         """Forget everything cached. Refused (False) while any block is held: it would be cached again."""
-        if self._free.num_free != self.num_blocks:
+        if self._free.num_free != self.num_usable_blocks:
             return False
-        for block in self._cached.values():
-            block.block_hash = None
-        self._cached.clear()
+        for cached in self._cached:
+            for block in cached.values():
+                block.block_hash = None
+            cached.clear()
         if self._enable_events:
             self._events.append(AllBlocksCleared())
         return True
@@ -136,12 +163,21 @@ class BlockPool:
 
     def _forget(self, block: Block) -> None:
         assert block.block_hash is not None
-        del self._cached[block.block_hash]
+        del self._cached[block.group][block.block_hash]
         if self._enable_events:
-            self._events.append(BlockRemoved(block_hashes=[block.block_hash], medium=MEDIUM_GPU))
+            self._events.append(
+                BlockRemoved(
+                    block_hashes=[block.block_hash],
+                    medium=MEDIUM_GPU,
+                    group_idx=self._group_in_events(block.group),
+                )
+            )
         block.block_hash = None
 
-    def _stored(self, request: Request, indices: range) -> BlockStored:
+    def _group_in_events(self, group: int) -> int | None:
+        return group if len(self._cached) > 1 else None
+
+    def _stored(self, request: Request, indices: range, group: int) -> BlockStored:
         size, hashes = self.block_size, request.block_hashes
         return BlockStored(
             block_hashes=[*hashes[indices.start : indices.stop]],
@@ -149,6 +185,7 @@ class BlockPool:
             token_ids=request.all_token_ids[indices.start * size : indices.stop * size],
             block_size=size,
             medium=MEDIUM_GPU,
+            group_idx=self._group_in_events(group),
         )
 
     # --- Checks ----------------------------------------------------------------------------------
@@ -160,10 +197,13 @@ class BlockPool:
         """
         free = self._free.in_order()
         assert len(free) == self._free.num_free
-        assert {b.block_id for b in free} == {b.block_id for b in self.blocks if b.ref_cnt == 0}
+        nobodys = {b.block_id for b in self.blocks if b.ref_cnt == 0 and not b.is_null}
+        assert {b.block_id for b in free} == nobodys
         assert all(b.ref_cnt >= 0 for b in self.blocks)
-        assert all(self._cached[h].block_hash == h for h in self._cached)
-        assert len(self._cached) == sum(b.block_hash is not None for b in self.blocks)
+        assert not any(b.is_null and (b.ref_cnt or b.block_hash is not None) for b in self.blocks)
+        for group, cached in enumerate(self._cached):
+            assert all((b.block_hash, b.group) == (h, group) for h, b in cached.items())
+        assert sum(map(len, self._cached)) == sum(b.block_hash is not None for b in self.blocks)
         if holders is not None:
             held = {b.block_id: b.ref_cnt for b in self.blocks if b.ref_cnt}
             assert held == {k: v for k, v in holders.items() if v}, (held, holders)

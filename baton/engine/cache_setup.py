@@ -16,6 +16,7 @@ import torch
 
 from baton.contract.base import KVConnectorBase_V1, KVConnectorWorkerHalf
 from baton.core.errors import ConfigError
+from baton.core.kv_groups import is_hybrid
 from baton.engine.attention.kv_memory import (
     CrossLayerBackend,
     allocate_kv_cache,
@@ -42,6 +43,13 @@ def allocate_for(
 ) -> dict[str, torch.Tensor]:
     """Layer name to cache, scratch blocks behind the pool's. Raises ConfigError as `is_cross_layer`."""
     has_cross_layer_blocks = is_cross_layer(half, config)
+    groups = config.kv_cache_groups
+    if has_cross_layer_blocks and is_hybrid(groups):
+        raise ConfigError(
+            f"{type(half).__name__} wants blocks of all layers, and this model's are of several kinds; use "
+            " cache_config.hybrid_kv_cache 'off'",
+            field=FIELD,
+        )
     with half.get_mem_pool_context() or nullcontext():
         return allocate_kv_cache(
             config.model_config,
@@ -51,6 +59,7 @@ def allocate_for(
             device,
             has_cross_layer_blocks=has_cross_layer_blocks,
             num_scratch_blocks=num_scratch_blocks,
+            groups=groups,
         )
 
 

@@ -56,6 +56,7 @@ def load_model_config(
         weights_digest=weights_digest(root),
         hf_config=config,
         generation_config=generation,
+        windows=architecture.windows,
     )
 
 

@@ -128,12 +128,15 @@ class ConnectorCalls:
             self._count_error("take_prefilled_tokens", request)
             return None
 
-    def finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def finished(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """(delay_free, kv_transfer_params). A connector that fails here has lent nothing."""
         try:
             if isinstance(self._half, SupportsHMA):
-                return self._half.request_finished_all_groups(request, (block_ids,))
-            return self._half.request_finished(request, block_ids)
+                return self._half.request_finished_all_groups(request, block_ids)
+            (only_group,) = block_ids
+            return self._half.request_finished(request, only_group)
         except Exception:
             self._count_error("request_finished", request)
             return False, None

@@ -21,6 +21,7 @@ from baton.core.errors import UserError
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, RequestError
 from baton.engine.connector_calls import STEP_ERRORS_MAX
 from baton.engine.executor import Executor, start_executor
+from baton.engine.hybrid import settle_groups
 from baton.engine.kv_event_publisher import KVEventPublisher
 from baton.engine.request import RequestStatus
 from baton.engine.scheduler import Scheduler
@@ -48,6 +49,7 @@ class EngineCore:
         self.num_scheduled_tokens = 0  # In the last step.
         self.has_progressed = False  # The last step computed, delivered or freed something.
         self.is_woken = False  # Whatever a step could find between messages, somebody will say.
+        config = settle_groups(config, connector_factory)
         self.executor = executor if executor is not None else start_executor(config, connector_factory)
         self._loading: set[str] = set()
         self._num_connector_errors = 0  # Steps in a row.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from baton.core.config import EngineConfig
 from baton.core.errors import UserError
+from baton.core.kv_groups import is_hybrid
 from baton.engine.api import EngineRequest
 
 
@@ -37,10 +38,15 @@ def check_can_run(asked: EngineRequest, config: EngineConfig) -> None:
             field="max_tokens",
         )
     cache = config.cache_config
-    num_needed = -(-(len(prompt) + 1) // cache.block_size)
-    if num_needed > cache.num_gpu_blocks:
+    groups = config.kv_cache_groups
+    num_needed = sum(
+        group.blocks_at_most(len(prompt) + 1, block_size=cache.block_size, chunk=config.max_chunk)
+        for group in groups
+    )
+    num_usable = cache.num_gpu_blocks - is_hybrid(groups)
+    if num_needed > num_usable:
         raise UserError(
             f"has {len(prompt)} tokens, which need {num_needed} KV blocks of {cache.block_size} tokens; "
-            f"this engine has {cache.num_gpu_blocks}: shorten the prompt, or give the engine more blocks",
+            f"this engine has {num_usable}: shorten the prompt, or give the engine more blocks",
             field="prompt",
         )

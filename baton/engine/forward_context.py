@@ -62,16 +62,21 @@ class AttentionMetadata:
 class ForwardContext:
     """`attn_metadata` None: a dummy run, in which attention does nothing and no connector is called."""
 
-    attn_metadata: AttentionMetadata | None = None
+    attn_metadata: AttentionMetadata | None = None  # Of the first group, where there are several.
     kv_caches: dict[str, torch.Tensor] = field(default_factory=dict)
     worker_half: KVConnectorWorkerHalf | None = None
     # Indices into T of the hidden states that anybody wants: of a prompt, the last one's at most. None: all.
     # A model may leave out the others once all keys and values are written.
     wanted_tokens: torch.Tensor | None = None
-    # Of a recorded step: attention plans by window, whose memory stays. None: the model makes its plans.
-    plans: dict[int | None, Any] | None = None
+    # Of a recorded step: attention plans by kind of layer, whose memory stays. None: the model makes its own.
+    plans: dict[Any, Any] | None = None
     # While a step is recorded in pieces: what is called through it runs between two pieces, in every replay.
     outside_graph: OutsideGraph | None = None
+    # Of each KV-cache group: they differ in block table and slot mapping. Empty: there is one.
+    group_metadata: Sequence[AttentionMetadata] = ()
+
+    def metadata_of(self, group: int) -> AttentionMetadata | None:
+        return self.group_metadata[group] if self.group_metadata else self.attn_metadata
 
     @property
     def watcher(self) -> KVConnectorWorkerHalf | None:

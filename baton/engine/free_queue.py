@@ -14,11 +14,13 @@ from baton.core.hashing import BlockHash
 class Block:
     """One block of the pool. In the free queue exactly while `ref_cnt` is 0."""
 
-    __slots__ = ("after", "before", "block_hash", "block_id", "ref_cnt")
+    __slots__ = ("after", "before", "block_hash", "block_id", "group", "is_null", "ref_cnt")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_cnt = 0
+        self.is_null = False  # It stands for no block, and is never held, free or findable.
+        self.group = 0  # KV-cache group under which the prefix cache knows it.
         self.block_hash: BlockHash | None = None  # Set exactly while the prefix cache finds this block.
         self.before: Block | None = None
         self.after: Block | None = None

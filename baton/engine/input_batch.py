@@ -32,6 +32,7 @@ class StepInput:
     req_ids: list[str]
     token_ids: IntArray  # [T]
     attn_metadata: AttentionMetadata
+    group_metadata: tuple[AttentionMetadata, ...]  # Of each KV-cache group; empty if there is one.
     sampled_index: IntArray  # Which of `req_ids` get a token.
     sampled_rows: IntArray
     sampled_positions: IntArray  # Where those tokens will stand.
@@ -51,7 +52,9 @@ class InputBatch:
         self._tokens = np.zeros((capacity, max_len + 1), np.int32)
         self._num_tokens = np.zeros(capacity, np.int64)
         self._num_prompt_tokens = np.zeros(capacity, np.int64)
-        self._blocks = np.zeros((capacity, -(-max_len // self._block_size) + 1), np.int32)
+        # One table per KV-cache group, all of one length; what lies behind a window is never read.
+        width = -(-max_len // self._block_size) + 1
+        self._blocks = [np.zeros((capacity, width), np.int32) for _ in config.kv_cache_groups]
         self._num_blocks = np.zeros(capacity, np.int64)
         self._num_computed = np.zeros(capacity, np.int64)
 
@@ -102,10 +105,10 @@ class InputBatch:
                 self._set_blocks(row, new_blocks)
                 self._set_tokens(row, cached.all_token_ids[req_id])
             else:
-                (block_ids,) = new_blocks
                 start = self._num_blocks[row]
-                self._blocks[row, start : start + len(block_ids)] = block_ids
-                self._num_blocks[row] = start + len(block_ids)
+                for table, block_ids in zip(self._blocks, new_blocks, strict=True):
+                    table[row, start : start + len(block_ids)] = block_ids
+                self._num_blocks[row] = start + len(new_blocks[0])
         self._drop_what_the_scheduler_dropped(rows, cached.num_output_tokens)
 
     def _set_tokens(self, row: int, token_ids: list[int]) -> None:
@@ -115,9 +118,9 @@ class InputBatch:
             self._recount(row)
 
     def _set_blocks(self, row: int, groups: tuple[list[int], ...]) -> None:
-        (block_ids,) = groups
-        self._blocks[row, : len(block_ids)] = block_ids
-        self._num_blocks[row] = len(block_ids)
+        for table, block_ids in zip(self._blocks, groups, strict=True):
+            table[row, : len(block_ids)] = block_ids
+        self._num_blocks[row] = len(groups[0])
 
     def _drop_what_the_scheduler_dropped(self, rows: IntArray, num_output_tokens: list[int]) -> None:
         """A token sampled in a step whose loads failed was thrown away; so it is here."""
@@ -143,7 +146,8 @@ class InputBatch:
         scheduled = np.fromiter(num_scheduled_tokens.values(), np.int64, len(req_ids))
         computed = self._num_computed[rows]
         seq_lens = computed + scheduled
-        metadata = self._attention_metadata(rows, computed, scheduled, seq_lens)
+        of_groups = self._attention_metadata(rows, computed, scheduled, seq_lens)
+        metadata = of_groups[0]
         if metadata.max_query_len == 1:
             token_ids = self._tokens[rows, computed]
         else:
@@ -155,6 +159,7 @@ class InputBatch:
             req_ids=req_ids,
             token_ids=token_ids.astype(np.int64),
             attn_metadata=metadata,
+            group_metadata=of_groups if len(of_groups) > 1 else (),
             sampled_index=sampled,
             sampled_rows=rows[sampled],
             sampled_positions=num_tokens[sampled],
@@ -162,11 +167,14 @@ class InputBatch:
 
     def _attention_metadata(
         self, rows: IntArray, computed: IntArray, scheduled: IntArray, seq_lens: IntArray
-    ) -> AttentionMetadata:
+    ) -> tuple[AttentionMetadata, ...]:
         num_blocks = -(-seq_lens // self._block_size)
         assert (num_blocks <= self._num_blocks[rows]).all(), "a request has tokens beyond its blocks"
-        block_table = self._blocks[rows, : int(num_blocks.max())].astype(np.int64)
-        return metadata_of_tables(computed, scheduled, block_table, self._block_size)
+        width = int(num_blocks.max())
+        return tuple(
+            metadata_of_tables(computed, scheduled, table[rows, :width].astype(np.int64), self._block_size)
+            for table in self._blocks
+        )
 
     def sampling_rows(self, rows: IntArray) -> list[SamplingRow]:
         states = [self._sampling[row] for row in rows.tolist()]
@@ -182,7 +190,7 @@ class InputBatch:
         self._free.extend(range(2 * capacity - 1, capacity - 1, -1))
         self._sampling += [None] * capacity
         self._tokens = self._doubled(self._tokens, self._num_tokens)
-        self._blocks = self._doubled(self._blocks, self._num_blocks)
+        self._blocks = [self._doubled(table, self._num_blocks) for table in self._blocks]
         more = np.zeros(capacity, np.int64)
         self._num_tokens = np.concatenate([self._num_tokens, more])
         self._num_prompt_tokens = np.concatenate([self._num_prompt_tokens, more])

@@ -105,6 +105,7 @@ class ModelRunner:
     def _compute(self, output: SchedulerOutput, context: ForwardContext, result: ModelRunnerOutput) -> None:
         step_input = self._batch.step_input(output.num_scheduled_tokens)
         context.attn_metadata = metadata = step_input.attn_metadata
+        context.group_metadata = step_input.group_metadata
         last_tokens = metadata.query_start_loc_np[1:][step_input.sampled_index] - 1
         if len(last_tokens) < metadata.num_actual_tokens:
             context.wanted_tokens = torch.from_numpy(last_tokens).to(self._device)

@@ -16,6 +16,7 @@ about requests that are in none of these states are late or wrong; they are coun
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -107,7 +108,13 @@ class RemoteKV:
         missing = self._kv_cache.num_blocks_missing
         promised = sum(missing(other, other.num_tokens) for other in others)
         promised += sum(missing(load.request, load.request.num_tokens + 1) for load in self._loading.values())
-        shared = sum(block.ref_cnt > 0 for block in hits.blocks[0])
+        # Of groups with a window, hits may lie behind it once the load has ended.
+        shared = sum(
+            block.ref_cnt > 0
+            for group, blocks in zip(self._kv_cache.groups, hits.blocks, strict=True)
+            if group.window is None
+            for block in blocks
+        )
         needed = missing(request, request.num_tokens + 1) - shared
         return needed + promised <= self._kv_cache.block_pool.num_free_blocks
 
@@ -140,7 +147,8 @@ class RemoteKV:
         for request_id, load in self._sync_loads.items():
             first = load.num_local_tokens // self._kv_cache.block_size
             last = -(-(load.num_local_tokens + load.num_external_tokens) // self._kv_cache.block_size)
-            unfilled.update(self._kv_cache.get_block_ids(request_id)[0][first:last])
+            held = self._kv_cache.blocks_between(request_id, first, last)
+            unfilled.update(block_id for _, block_id in held)
         return unfilled, [request for request in self._parked if request.request_id in self._loading]
 
     def loading_among(self, request_ids: Iterable[str]) -> list[Request]:
@@ -177,13 +185,14 @@ class RemoteKV:
         while found:
             found = False
             for request in list(untouched):
-                block_ids = self._kv_cache.get_block_ids(request.request_id)[0]
-                computed = block_ids[: -(-request.num_computed_tokens // self._kv_cache.block_size)]
-                first_bad = next((i for i, block_id in enumerate(computed) if block_id in bad), None)
+                num_computed = -(-request.num_computed_tokens // self._kv_cache.block_size)
+                computed = self._kv_cache.blocks_between(request.request_id, 0, num_computed)
+                first_bad = next((i for i, block_id in computed if block_id in bad), None)
                 if first_bad is None:
                     continue
                 untouched.remove(request)
-                bad.update(block_ids[first_bad:])
+                behind = self._kv_cache.blocks_between(request.request_id, first_bad, sys.maxsize)
+                bad.update(block_id for _, block_id in behind)
                 self._fail_request(request, first_bad * self._kv_cache.block_size, failures)
                 found = True
 
@@ -250,12 +259,18 @@ class RemoteKV:
             return True
         return False
 
-    def settle(self, load: Load, *, is_continued: bool = False) -> None:
+    def settle(self, load: Load, *, is_continued: bool = False) -> bool:
         """The load has ended: believe what is valid, and let others find it.
 
         `is_continued`: output tokens come with it, so the next thing to compute stands behind the prompt.
+        False: nothing of it is of use, and the request has to give its blocks back. For what a window sees at
+        the end of the load says nothing of what it would have seen at the end of a part of it.
         """
         request = load.request
+        if self._kv_cache.is_hybrid and load.num_valid_tokens < request.num_computed_tokens:
+            self._kv_cache.distrust(request, load.num_valid_tokens)
+            request.num_computed_tokens = request.num_transferred_tokens = 0
+            return False
         request.status = RequestStatus.PREEMPTED if request.is_known_to_ranks else RequestStatus.WAITING
         request.num_computed_tokens = load.num_valid_tokens
         if load.num_valid_tokens < load.num_local_tokens:
@@ -264,6 +279,7 @@ class RemoteKV:
         if request.num_computed_tokens == request.num_tokens and not is_continued:
             request.num_computed_tokens -= 1  # The last token's logits are what we are after.
         request.num_transferred_tokens = max(0, request.num_computed_tokens - load.num_local_tokens)
+        return True
 
     def _released(self, hold: _Hold) -> list[Request]:
         if hold.is_lent or hold.is_being_filled:

@@ -64,7 +64,12 @@ class _Admission(enum.Enum):
 class Scheduler:
     def __init__(self, config: EngineConfig, scheduler_half: KVConnectorSchedulerHalf) -> None:
         self.config = config
-        self.kv_cache = KVCache(config.cache_config, enable_events=config.enable_kv_events)
+        self.kv_cache = KVCache(
+            config.cache_config,
+            groups=config.kv_cache_groups,
+            chunk=config.max_chunk,
+            enable_events=config.enable_kv_events,
+        )
         self.requests: dict[
             str, Request
         ] = {}  # All that are not forgotten, finished ones that hold blocks too.
@@ -79,9 +84,11 @@ class Scheduler:
 
         self._connector = ConnectorCalls(scheduler_half)
         self._limits = config.scheduler_config
-        self._num_tokens_max = min(config.model_config.max_model_len, self.kv_cache.num_tokens_max + 1)
+        context = config.model_config.max_model_len
+        self._num_tokens_max = min(context, self.kv_cache.num_tokens_max(context) + 1)
         self._num_arrived = 0
         self._finished_ids: set[str] = set()  # Since the last schedule().
+        self._preempted_ids: set[str] = set()  # The same.
         self._outputs: list[EngineOutput] = []  # For the next update_from_output() to return.
         self._events: list[KVCacheEvent] = []
         self._counts = StepCounts()
@@ -256,6 +263,8 @@ class Scheduler:
     def _close(self, step: StepBuilder) -> SchedulerOutput:
         finished_ids, self._finished_ids = self._finished_ids, set()
         output = step.finish_output(finished_ids)
+        output.preempted_req_ids |= self._preempted_ids
+        self._preempted_ids.clear()
         output.kv_connector_metadata = self._connector.build_meta(output)
         step.count_as_computed()
         self._counts.num_prompt_tokens += step.num_prompt_tokens
@@ -357,11 +366,23 @@ class Scheduler:
         return failures
 
     def _roll_back(self, request: Request, num_valid: int) -> None:
-        """Compute again from the first bad block on, at once: the request keeps its place and its blocks."""
+        """Compute again from the first bad block on, at once: the request keeps its place and its blocks.
+
+        But for a model with windows, what they saw there is gone: it starts again.
+        """
         self.kv_cache.distrust(request, num_valid)
         num_lost = max(0, request.num_cached_tokens - num_valid)
         request.num_cached_tokens -= num_lost
         request.num_transferred_tokens = max(0, request.num_transferred_tokens - num_lost)
+        if self.kv_cache.is_hybrid:
+            if request.status is RequestStatus.RUNNING:
+                self.running.remove(request)
+            else:
+                self.loaded.remove(request)
+            self._preempted_ids.add(request.request_id)
+            self._counts.num_preempted += 1
+            self._send_back(request)
+            return
         request.num_computed_tokens = num_valid
         request.needs_resend = request.is_known_to_ranks
 
@@ -437,13 +458,17 @@ class Scheduler:
         accepted = None
         if not request.num_output_tokens and (prefilled := self._connector.prefilled(request)) is not None:
             accepted = accept(prefilled, request, self.config.model_config.vocab_size)
-        self.remote.settle(load, is_continued=accepted is not None)
+        is_of_use = self.remote.settle(load, is_continued=accepted is not None)
         has_ended = False
         if accepted is not None:
             request.num_cached_tokens = request.num_computed_tokens
             has_ended = self._take_tokens_of(request, accepted.token_ids, accepted.logprobs)
-        if not has_ended:
+        if has_ended:
+            return
+        if is_of_use:
             self.loaded.push(request)
+        else:
+            self._send_back(request)
 
     # --- A connector that fails ------------------------------------------------------------------
 
@@ -506,7 +531,7 @@ class Scheduler:
         request.status = status
         self._finished_ids.add(request.request_id)
         num_blocks = -(-request.num_computed_tokens // self.kv_cache.block_size)
-        block_ids = self.kv_cache.get_block_ids(request.request_id)[0][:num_blocks]
+        block_ids = tuple(ids[:num_blocks] for ids in self.kv_cache.get_block_ids(request.request_id))
         delay_free, params = self._connector.finished(request, block_ids)
         if not self.remote.hold(request, is_lent=delay_free):
             self._forget([request])

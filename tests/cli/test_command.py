@@ -21,6 +21,7 @@ SERVE_FLAGS = [
     "--enable-prefix-caching",
     "--graph-mode",
     "--host",
+    "--hybrid-kv-cache",
     "--kv-cache-memory",
     "--kv-events-config",
     "--kv-transfer-config",

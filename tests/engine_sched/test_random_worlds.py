@@ -52,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         on_failure=st.sampled_from(["recompute", "fail"]),
         caching=st.booleans(),
         longest_chunk=st.sampled_from([0, 5]),
+        windows=st.sampled_from([(), (), (None, 6), (6, None, 3), (8,), (None, 1)]),
     )
     def start(self, **kwargs: Any) -> None:
         self.world = World(**kwargs, max_model_len=60)
@@ -65,6 +66,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._lends,
         )
         self.world.bad_sync_blocks = self._bad_sync_blocks
+
+    @property
+    def _is_hybrid(self) -> bool:
+        return self.world.scheduler.kv_cache.is_hybrid
 
     # --- The connector's whims -----------------------------------------------------------------
 
@@ -121,8 +126,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _bad_sync_blocks(self, load: FakeLoad) -> set[int]:
         first, last = load.first_token // BLOCK, (load.first_token + load.num_tokens - 1) // BLOCK
-        external = load.block_ids[first : last + 1]
-        return {b for i, b in enumerate(external) if (i + self.count) % 3 < self.sync_failure_rate}
+        external = [b for table in load.tables for b in table[first : last + 1]]
+        bad = {b for i, b in enumerate(external) if (i + self.count) % 3 < self.sync_failure_rate}
+        return bad - self.world.ranks.null_blocks
 
     # --- What happens --------------------------------------------------------------------------
 
@@ -161,7 +167,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.add(request_id, prompt, max_tokens=max_tokens, **kwargs)
         except UserError:
             pool_tokens = self.world.config.cache_config.num_gpu_blocks * BLOCK
-            assert len(prompt) + 1 > pool_tokens
+            assert self._is_hybrid or len(prompt) + 1 > pool_tokens
             assert request_id not in self.world.half.asked
             del self.world.asked[request_id], self.world.answers[request_id]
 
@@ -188,8 +194,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         choice=st.integers(0, 100),
         how=st.sampled_from(["good", "good", "bad", "failed"]),
         bad=st.integers(0, 7),
+        group=st.integers(0, 2),
     )
-    def a_load_ends(self, choice: int, how: str, bad: int) -> None:
+    def a_load_ends(self, choice: int, how: str, bad: int, group: int) -> None:
         loads = sorted(self.world.half.loads)
         request_id = loads[choice % len(loads)]
         load = self.world.half.loads[request_id]
@@ -197,12 +204,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if how == "good":
             self.world.end_load(request_id)
         elif how == "failed":
-            self.world.end_load(request_id, bad_indices=set(range(first, len(load.block_ids))), failed=False)
-            self.world.report.invalid_block_ids.clear()
-            self.world.report.failed_recving = (self.world.report.failed_recving or set()) | {request_id}
+            self.world.end_load(request_id, failed=True)
         else:
             indices = {first + bad % (len(load.block_ids) - first)}
-            self.world.end_load(request_id, bad_indices=indices)
+            self.world.end_load(request_id, bad_indices=indices, bad_group=group % len(load.tables))
         self.world.step()
 
     @precondition(lambda self: self.lent)
@@ -235,7 +240,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         for request_id, load in self.world.half.loads.items():
-            assert self.world.scheduler.kv_cache.get_block_ids(request_id)[0] == load.block_ids
+            assert self.world.scheduler.kv_cache.get_block_ids(request_id) == load.tables
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -270,8 +275,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert answer.token_ids == expected
                 assert expected[-1] == EOS
             case "length":
-                pool_tokens = self.world.config.cache_config.num_gpu_blocks * BLOCK
-                filled_pool = len(asked.prompt_token_ids) + len(answer.token_ids) > pool_tokens
+                num_tokens = len(asked.prompt_token_ids) + len(answer.token_ids)
+                filled_pool = num_tokens > self.world.scheduler.kv_cache.num_tokens_max(60)
                 assert answer.token_ids == expected or filled_pool
             case _:
                 raise AssertionError(answer)

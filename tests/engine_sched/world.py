@@ -3,6 +3,9 @@
 The KV of token i is a number that depends on tokens 0..i (and the salt), and the next token depends on it.
 A request that ever computes on a wrong, foreign or missing block therefore ends with other tokens than
 `expected_output` says.
+
+With windows, a layer of each window has a table of its own where layers are grouped, and its tokens are
+computed on what the window sees; block 0 is nobody's then.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.contract import KVConnectorMetadata, KVConnectorOutput, KVConnectorSchedulerHalf
+from baton.contract import KVConnectorMetadata, KVConnectorOutput, KVConnectorSchedulerHalf, SupportsHMA
 from baton.contract.events import KVCacheEvent
 from baton.contract.null import NullConnectorMetadata
 from baton.core.config import (
@@ -23,6 +26,7 @@ from baton.core.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from baton.core.kv_groups import KVCacheGroup, is_hybrid
 from baton.core.prefilled import PrefilledTokens
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, SamplingParams, TokenLogprobs
 from baton.engine.request import Request
@@ -36,13 +40,14 @@ GARBAGE = 49  # Sampled whenever a rank computes on something wrong; `next_token
 Verdict = tuple[int | None, bool]
 
 
-def model_config(max_model_len: int = 256) -> ModelConfig:
+def model_config(max_model_len: int = 256, windows: tuple[int | None, ...] = ()) -> ModelConfig:
     return ModelConfig(
         model="m",
         served_model_name="m",
         dtype="float32",
         max_model_len=max_model_len,
-        num_hidden_layers=1,
+        num_hidden_layers=max(1, len(windows)),
+        windows=windows,
         num_attention_heads=2,
         num_kv_heads=2,
         head_dim=4,
@@ -68,9 +73,10 @@ def engine_config(
     on_failure: str = "recompute",
     caching: bool = True,
     events: bool = False,
+    windows: tuple[int | None, ...] = (),
 ) -> EngineConfig:
     return EngineConfig(
-        model_config=model_config(max_model_len),
+        model_config=model_config(max_model_len, windows),
         cache_config=CacheConfig(block_size=BLOCK, num_gpu_blocks=num_blocks, enable_prefix_caching=caching),
         scheduler_config=SchedulerConfig(
             max_num_batched_tokens=budget,
@@ -159,10 +165,15 @@ def prefilled_tokens(
 @dataclass
 class FakeLoad:
     request_id: str
-    block_ids: list[int]  # The request's whole table at the time.
+    tables: tuple[list[int], ...]  # The request's whole tables at the time.
     first_token: int
     num_tokens: int
     kv: list[int]
+
+    @property
+    def block_ids(self) -> list[int]:
+        """Of the first group, which sees everything if any does."""
+        return self.tables[0]
 
 
 class FakeHalf(KVConnectorSchedulerHalf):
@@ -212,12 +223,12 @@ class FakeHalf(KVConnectorSchedulerHalf):
         self.on_alloc(request, num_external_tokens)
         if not num_external_tokens:
             return
-        (block_ids,) = blocks.get_block_ids()
+        tables = blocks.get_block_ids()
         first = self._local[request.request_id]
-        assert len(block_ids) * BLOCK >= first + num_external_tokens
+        assert all(len(block_ids) * BLOCK >= first + num_external_tokens for block_ids in tables)
         load = FakeLoad(
             request.request_id,
-            block_ids,
+            tables,
             first,
             num_external_tokens,
             kv_of(request.all_token_ids[: first + num_external_tokens], request.cache_salt),
@@ -271,6 +282,16 @@ class FakeHalf(KVConnectorSchedulerHalf):
         self.is_shut_down = True
 
 
+class FakeHalfOfGroups(FakeHalf, SupportsHMA):
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Shown to `lends` as one list, without holes."""
+        return self.request_finished(
+            request, [block_id for table in block_ids for block_id in table if block_id]
+        )
+
+
 # --- The ranks -------------------------------------------------------------------------------------
 
 
@@ -278,7 +299,7 @@ class FakeHalf(KVConnectorSchedulerHalf):
 class _Row:
     prompt: list[int]
     tokens: list[int]
-    block_ids: list[int]
+    tables: tuple[list[int], ...]  # Per KV-cache group.
     salt: str | None
     num_computed: int = 0
 
@@ -286,7 +307,9 @@ class _Row:
 class FakeRanks:
     """Knows of requests what SchedulerOutput says, as real ranks do; and the salt, which is in the hashes."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, groups: Sequence[KVCacheGroup] = (KVCacheGroup(()),)) -> None:
+        self.groups = groups
+        self.null_blocks = {0} if is_hybrid(groups) else set()
         self.memory: list[list[int | None]] = [[None] * BLOCK for _ in range(num_blocks)]
         self.rows: dict[str, _Row] = {}
         self.salts: dict[str, str | None] = {}
@@ -298,9 +321,12 @@ class FakeRanks:
         return self.memory[block_ids[position // BLOCK]][position % BLOCK]
 
     def fill(self, load: FakeLoad, bad_blocks: set[int]) -> None:
-        for position in range(load.first_token, load.first_token + load.num_tokens):
-            is_bad = load.block_ids[position // BLOCK] in bad_blocks
-            self.write(load.block_ids, position, None if is_bad else load.kv[position])
+        for group, block_ids in enumerate(load.tables):
+            for position in range(load.first_token, load.first_token + load.num_tokens):
+                block_id = block_ids[position // BLOCK]
+                if block_id not in self.null_blocks:
+                    value = None if block_id in bad_blocks else load.kv[position] + group
+                    self.write(block_ids, position, value)
 
     def take_over(self, output: SchedulerOutput) -> None:
         for request_id in output.finished_req_ids:
@@ -311,7 +337,7 @@ class FakeRanks:
             self.rows[new.req_id] = _Row(
                 prompt,
                 [*prompt, *new.output_token_ids],
-                list(new.block_ids[0]),
+                tuple(map(list, new.block_ids)),
                 self.salts[new.req_id],
                 new.num_computed_tokens,
             )
@@ -321,10 +347,11 @@ class FakeRanks:
             row.num_computed = cached.num_computed_tokens[index]
             if request_id in cached.resumed_req_ids:
                 assert new_blocks is not None
-                row.block_ids = list(new_blocks[0])
+                row.tables = tuple(map(list, new_blocks))
                 row.tokens = list(cached.all_token_ids[request_id])
             elif new_blocks is not None:
-                row.block_ids += new_blocks[0]
+                for table, block_ids in zip(row.tables, new_blocks, strict=True):
+                    table += block_ids
             assert len(row.tokens) == len(row.prompt) + cached.num_output_tokens[index]
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -333,7 +360,9 @@ class FakeRanks:
         for request_id, num_new in output.num_scheduled_tokens.items():
             row = self.rows[request_id]
             for position in range(row.num_computed, row.num_computed + num_new):
-                self.write(row.block_ids, position, right[request_id][position])
+                for group, block_ids in enumerate(row.tables):
+                    assert block_ids[position // BLOCK] not in self.null_blocks, "computed into no block"
+                    self.write(block_ids, position, right[request_id][position] + group)
         self._spread_errors(output.num_scheduled_tokens, right)
         for request_id, num_new in output.num_scheduled_tokens.items():
             row = self.rows[request_id]
@@ -360,12 +389,19 @@ class FakeRanks:
                 if wrong is None:
                     continue
                 for position in range(max(row.num_computed, wrong), last):
-                    if self.read(row.block_ids, position) is not None:
-                        self.write(row.block_ids, position, None)
-                        changed = True
+                    for block_ids in row.tables:
+                        if self.read(block_ids, position) is not None:
+                            self.write(block_ids, position, None)
+                            changed = True
 
     def _first_wrong(self, row: _Row, right: list[int]) -> int | None:
-        return next((i for i, kv in enumerate(right) if self.read(row.block_ids, i) != kv), None)
+        """The first token that this step's queries see and that is not what it should be."""
+        wrong: list[int] = []
+        for index, (group, block_ids) in enumerate(zip(self.groups, row.tables, strict=True)):
+            first = 0 if group.window is None else max(0, row.num_computed - group.window + 1)
+            seen = range(first, len(right))
+            wrong += [i for i in seen if self.read(block_ids, i) != right[i] + index][:1]
+        return min(wrong, default=None)
 
 
 # --- The world -------------------------------------------------------------------------------------
@@ -384,9 +420,10 @@ class Ended:
 class World:
     def __init__(self, config: EngineConfig | None = None, **kwargs: Any) -> None:
         self.config = config if config is not None else engine_config(**kwargs)
-        self.half = FakeHalf()
+        groups = self.config.kv_cache_groups
+        self.half = FakeHalfOfGroups() if is_hybrid(groups) else FakeHalf()
         self.scheduler = Scheduler(self.config, self.half)
-        self.ranks = FakeRanks(self.config.cache_config.num_gpu_blocks)
+        self.ranks = FakeRanks(self.config.cache_config.num_gpu_blocks, groups)
         self.asked: dict[str, EngineRequest] = {}
         self.answers: dict[str, Ended] = {}
         self.report = KVConnectorOutput()  # Of the next step.
@@ -439,13 +476,20 @@ class World:
             self.step()
         raise AssertionError(f"still not at rest after {max_steps} steps: {self.scheduler.requests}")
 
-    def end_load(self, request_id: str, *, bad_indices: set[int] | None = None, failed: bool = False) -> None:
-        """The next step reports it. `bad_indices`: of the request's table."""
+    def end_load(
+        self,
+        request_id: str,
+        *,
+        bad_indices: set[int] | None = None,
+        bad_group: int = 0,
+        failed: bool = False,
+    ) -> None:
+        """The next step reports it. `bad_indices`: of the request's table in `bad_group`."""
         load = self.half.loads.pop(request_id)
-        (still,) = self.scheduler.kv_cache.get_block_ids(request_id)
-        assert still == load.block_ids, "blocks were taken away while somebody could write to them"
-        bad = {load.block_ids[i] for i in bad_indices or ()}
-        self.ranks.fill(load, set(load.block_ids) if failed else bad)
+        still = self.scheduler.kv_cache.get_block_ids(request_id)
+        assert still == load.tables, "blocks were taken away while somebody could write to them"
+        bad = {load.tables[bad_group][i] for i in bad_indices or ()} - self.ranks.null_blocks
+        self.ranks.fill(load, {b for table in load.tables for b in table} if failed else bad)
         self.report.invalid_block_ids |= bad
         if failed:
             self.report.failed_recving = (self.report.failed_recving or set()) | {request_id}

@@ -9,15 +9,19 @@ or, for a connector that prefers to move a block of all layers at once (cross-la
     | block 0: layer 0, layer 1, ...          | block 1: layer 0, ...          | ...
 
 In either, each layer is a view `[num_blocks, num_kv_heads_of_rank, block_size, 2 * head_dim]`, K before V.
+Where layers are grouped (`baton.core.kv_groups`), layers at the same place of different groups are views of
+the same memory: a block belongs to one group at a time.
 Behind the blocks of the pool there may be scratch blocks, which belong to no request and which no connector
 sees (see `baton.engine.graphs`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from baton.core.config import CacheConfig, ModelConfig
+from baton.core.kv_groups import KVCacheGroup, num_places, one_group, places_of
 from baton.core.layout import LayerLayout, RankLayout, Region
 from baton.core.topology import kv_heads_of
 
@@ -27,12 +31,18 @@ def layer_name(layer: int) -> str:
     return f"model.layers.{layer}.self_attn.attn"
 
 
-def kv_cache_bytes(model_config: ModelConfig, cache_config: CacheConfig, tp_rank: int, tp_size: int) -> int:
+def kv_cache_bytes(
+    model_config: ModelConfig,
+    cache_config: CacheConfig,
+    tp_rank: int,
+    tp_size: int,
+    groups: Sequence[KVCacheGroup] | None = None,
+) -> int:
     """What `allocate_kv_cache` takes on one rank."""
     heads = kv_heads_of(tp_rank, tp_size=tp_size, num_kv_heads=model_config.num_kv_heads)
     slot_bytes = len(heads) * 2 * model_config.head_dim * torch_dtype(model_config.dtype).itemsize
     num_slots = cache_config.num_gpu_blocks * cache_config.block_size
-    return model_config.num_hidden_layers * num_slots * slot_bytes
+    return num_places(groups or one_group(model_config.num_hidden_layers)) * num_slots * slot_bytes
 
 
 def allocate_kv_cache(
@@ -44,17 +54,22 @@ def allocate_kv_cache(
     *,
     has_cross_layer_blocks: bool = False,
     num_scratch_blocks: int = 0,
+    groups: Sequence[KVCacheGroup] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Layer name to cache, in layer order. Every page is written: first touch costs ten copies."""
+    """Layer name to cache, in layer order. Every page is written: first touch costs ten copies.
+
+    By default all layers are in one group.
+    """
     heads = kv_heads_of(tp_rank, tp_size=tp_size, num_kv_heads=model_config.num_kv_heads)
-    num_layers = model_config.num_hidden_layers
+    groups = groups or one_group(model_config.num_hidden_layers)
+    num_layers = num_places(groups)
     num_blocks = cache_config.num_gpu_blocks + num_scratch_blocks
     outer = (num_blocks, num_layers) if has_cross_layer_blocks else (num_layers, num_blocks)
     shape = (*outer, len(heads), cache_config.block_size, 2 * model_config.head_dim)
     # Not torch.zeros: it maps zero pages lazily and touches nothing.
     storage = torch.empty(shape, dtype=torch_dtype(model_config.dtype), device=device).zero_()
     layers = storage.unbind(1 if has_cross_layer_blocks else 0)
-    return {layer_name(layer): cache for layer, cache in enumerate(layers)}
+    return {layer_name(layer): layers[place] for layer, (_, place) in sorted(places_of(groups).items())}
 
 
 def blocks_of_pool(kv_caches: dict[str, torch.Tensor], num_blocks: int) -> dict[str, torch.Tensor]:

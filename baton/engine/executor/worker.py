@@ -41,7 +41,9 @@ class Worker:
         else:
             torch.set_num_threads(config.device_config.num_threads)
             keep_freed_memory()
-        model = build_model(model_config, group.rank, group.size, device)
+        model = build_model(
+            model_config, group.rank, group.size, device, kv_cache_groups=config.kv_cache_groups
+        )
         load_weights(model, model_config.model)
         self.half = factory.worker_half(config, group.rank)
         try:

@@ -32,16 +32,16 @@ class GraphedModel(Protocol):
 
     def decode_plans(
         self, num_reqs: int, max_blocks: int, kv_caches: dict[str, torch.Tensor]
-    ) -> dict[int | None, Any]:
+    ) -> dict[Any, Any]:
         """For `ForwardContext.plans`: memory that stays, for steps of one token of each request."""
 
     def refill_plans(
         self,
-        plans: dict[int | None, Any],
-        metadata: AttentionMetadata,
+        plans: dict[Any, Any],
+        group_metadata: Sequence[AttentionMetadata],
         kv_caches: dict[str, torch.Tensor],
     ) -> None:
-        """Make them those of this step."""
+        """Make them those of this step, whose metadata is given for each KV-cache group."""
 
 
 def graphs_of(
@@ -61,6 +61,7 @@ def graphs_of(
         block_size=block_size,
         max_blocks=-(-config.model_config.max_model_len // block_size) + 1,
         scratch_block=config.cache_config.num_gpu_blocks,
+        num_groups=len(config.kv_cache_groups),
         device=device,
     )
 
@@ -86,6 +87,7 @@ class DecodeGraphs:
         block_size: int,
         max_blocks: int,
         scratch_block: int,
+        num_groups: int = 1,
         device: torch.device,
     ) -> None:
         """`max_blocks`: of the longest request. `scratch_block`: in every cache, and nobody's."""
@@ -96,6 +98,7 @@ class DecodeGraphs:
         self._block_size = block_size
         self._max_blocks = max_blocks
         self._scratch_block = scratch_block
+        self._num_groups = num_groups
         self._device = device
         self._buckets = {size: self._make_bucket(size) for size in sorted(sizes)}
         self._hooks_are_recorded = False
@@ -138,7 +141,7 @@ class DecodeGraphs:
         for size, bucket in reversed(self._buckets.items()):  # Smaller ones find room in larger ones' memory.
             nobody = np.zeros(0, np.int64)
             padding = self._padded(nobody, np.zeros((0, 1), np.int64), size)
-            self._fill(bucket, nobody, padding)
+            self._fill(bucket, nobody, [padding] * self._num_groups)
             bucket.context.attn_metadata = padding
             bucket.context.worker_half = half
 
@@ -167,10 +170,14 @@ class DecodeGraphs:
         size = next(size for size in self.sizes if size >= num_reqs)
         bucket = self._buckets[size]
         assert bucket.replay is not None, "recorded before the first step"
-        padded = self._padded(metadata.positions_np, metadata.block_table_np, size)
+        padded = [
+            self._padded(metadata.positions_np, of_group.block_table_np, size)
+            for of_group in step.group_metadata or (metadata,)
+        ]
         self._fill(bucket, token_ids, padded)
         context = bucket.context
         context.attn_metadata = metadata  # As hooks are to see it, without padding.
+        context.group_metadata = step.group_metadata
         if self._mode is GraphMode.PIECEWISE or self._hooks_are_recorded:
             context.worker_half = step.worker_half
         try:
@@ -187,11 +194,11 @@ class DecodeGraphs:
         table[:num_reqs] = block_table
         return metadata_of_tables(computed, np.ones(size, np.int64), table, self._block_size)
 
-    def _fill(self, bucket: _Bucket, token_ids: IntArray, padded: AttentionMetadata) -> None:
-        ids = np.zeros(padded.num_reqs, np.int64)
+    def _fill(self, bucket: _Bucket, token_ids: IntArray, padded: Sequence[AttentionMetadata]) -> None:
+        ids = np.zeros(padded[0].num_reqs, np.int64)
         ids[: len(token_ids)] = token_ids
         bucket.input_ids.fill(ids)
-        bucket.positions.fill(padded.positions_np)
+        bucket.positions.fill(padded[0].positions_np)
         plans = bucket.context.plans
         assert plans is not None
         self._model.refill_plans(plans, padded, self._kv_caches)

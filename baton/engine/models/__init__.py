@@ -1,9 +1,12 @@
 """The models that the embedded engine runs, and how their weights get into them."""
 
+from collections.abc import Sequence
+
 import torch
 
 from baton.core.config import ModelConfig
 from baton.core.errors import UserError
+from baton.core.kv_groups import KVCacheGroup, one_group
 from baton.engine.architecture import parse_architecture
 from baton.engine.attention.kv_memory import torch_dtype
 from baton.engine.models.decoder import Decoder
@@ -20,8 +23,9 @@ def build_model(
     device: str | torch.device = "cpu",
     *,
     group: TensorParallelGroup | None = None,
+    kv_cache_groups: Sequence[KVCacheGroup] | None = None,
 ) -> Decoder:
-    """One rank's share, its parameters still empty: `load_weights` is next.
+    """One rank's share, its parameters still empty: `load_weights` is next. By default, one KV-cache group.
 
     Without `group`, several ranks speak through `torch.distributed`'s default group, which must be up.
     """
@@ -43,4 +47,5 @@ def build_model(
         dtype=torch_dtype(model_config.dtype),
         device=torch.device(device),
         group=group,
+        kv_cache_groups=kv_cache_groups or one_group(architecture.num_layers),
     )

@@ -8,12 +8,14 @@ connector's hooks around itself. Legend: T tokens, Q query heads, H KV heads of 
 hidden size.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from baton.core.kv_groups import KVCacheGroup, places_of
 from baton.core.topology import kv_heads_of
 from baton.engine.architecture import DecoderArchitecture
 from baton.engine.attention import AttentionBackend, AttentionShape, build_backend
@@ -29,6 +31,18 @@ from baton.engine.rope_config import RopeScaling
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
+class Kind(NamedTuple):
+    """Layers of one kind share what attention needs of a step."""
+
+    group: int  # KV-cache group, whose block table they have.
+    window: int | None
+
+
+class StepOfKind(NamedTuple):
+    rotation: Rotation
+    plan: Any  # The backend's. None in a dummy run.
+
+
 class Decoder(nn.Module):
     """One rank's share of the model."""
 
@@ -40,6 +54,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         group: TensorParallelGroup,
+        kv_cache_groups: Sequence[KVCacheGroup],
     ) -> None:
         super().__init__()
         self.architecture = architecture
@@ -66,8 +81,12 @@ class Decoder(nn.Module):
             if architecture.local_rope_theta is not None
             else None
         )
+        places = places_of(kv_cache_groups)
+        kinds = [Kind(places[layer][0], window) for layer, window in enumerate(architecture.windows)]
+        self._first_of = {kind: kinds.index(kind) for kind in dict.fromkeys(kinds)}
         self.layers = [
-            DecoderLayer(architecture, layer, self.backend, group) for layer in range(architecture.num_layers)
+            DecoderLayer(architecture, layer, kinds[layer], self.backend, group)
+            for layer in range(architecture.num_layers)
         ]
         self._registered = nn.ModuleList(self.layers)  # So that `parameters()` finds them.
         self.norm = _norm(architecture, dtype, device)
@@ -77,7 +96,6 @@ class Decoder(nn.Module):
             else empty_parameter(*vocabulary, dtype=dtype, device=device)
         )
         self._head_matmul: Matmul | None = None
-        self._windows = frozenset(architecture.windows)
         # Rounded to the model's dtype, as its makers have it.
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale, dtype=dtype))
 
@@ -99,15 +117,18 @@ class Decoder(nn.Module):
         only wanted tokens are of any use; of a long prompt, leaving out the others saves most of a layer.
         A dummy run, without metadata, attends to nothing; it warms attention up instead.
         """
-        metadata, plans = context.attn_metadata, context.plans or {}
-        for window in self._windows if context.plans is None else ():
-            if metadata is not None:
-                plans[window] = self.backend.plan(metadata, window, context.kv_caches[layer_name(0)])
-            else:
-                self.backend.warm_up(context.kv_caches[layer_name(0)], window)
         rotation = self.rotary(positions)
         local = rotation if self.local_rotary is None else self.local_rotary(positions)
-        rotations = {window: rotation if window is None else local for window in self._windows}
+        steps: dict[Kind, StepOfKind] = {}
+        for kind, first in self._first_of.items():
+            if context.plans is not None:
+                plan = context.plans[kind]
+            elif (metadata := context.metadata_of(kind.group)) is not None:
+                plan = self.backend.plan(metadata, kind.window, context.kv_caches[layer_name(first)])
+            else:
+                plan = None
+                self.backend.warm_up(context.kv_caches[layer_name(first)], kind.window)
+            steps[kind] = StepOfKind(rotation if kind.window is None else local, plan)
         hidden = F.embedding(input_ids, self.embedding)
         if self._embedding_scale != 1:
             hidden = hidden * self._embedding_scale
@@ -118,7 +139,7 @@ class Decoder(nn.Module):
                 context.show_hidden_states(index, hidden)
             # Whoever wants to see the last states of all tokens has them computed.
             wanted = context.wanted_tokens if index == last - 1 and last not in shows else None
-            hidden = layer(hidden, rotations, context, plans, wanted)
+            hidden = layer(hidden, context, steps, wanted)
         hidden = self.norm(hidden)
         if last in shows:
             context.show_hidden_states(last, hidden)
@@ -133,17 +154,21 @@ class Decoder(nn.Module):
 
     def decode_plans(
         self, num_reqs: int, max_blocks: int, kv_caches: dict[str, torch.Tensor]
-    ) -> dict[int | None, Any]:
-        cache = kv_caches[layer_name(0)]
+    ) -> dict[Any, Any]:
         return {
-            window: self.backend.decode_plan(num_reqs, max_blocks, window, cache) for window in self._windows
+            kind: self.backend.decode_plan(num_reqs, max_blocks, kind.window, kv_caches[layer_name(first)])
+            for kind, first in self._first_of.items()
         }
 
     def refill_plans(
-        self, plans: dict[int | None, Any], metadata: AttentionMetadata, kv_caches: dict[str, torch.Tensor]
+        self,
+        plans: dict[Any, Any],
+        group_metadata: Sequence[AttentionMetadata],
+        kv_caches: dict[str, torch.Tensor],
     ) -> None:
-        for window, plan in plans.items():
-            self.backend.refill(plan, metadata, window, kv_caches[layer_name(0)])
+        for kind, first in self._first_of.items():
+            metadata, cache = group_metadata[kind.group], kv_caches[layer_name(first)]
+            self.backend.refill(plans[kind], metadata, kind.window, cache)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 `[S, V]` of the rows of `hidden` that a token is sampled from; the same on every rank."""
@@ -153,12 +178,17 @@ class Decoder(nn.Module):
 
 class DecoderLayer(nn.Module):
     def __init__(
-        self, a: DecoderArchitecture, index: int, backend: AttentionBackend, group: TensorParallelGroup
+        self,
+        a: DecoderArchitecture,
+        index: int,
+        kind: Kind,
+        backend: AttentionBackend,
+        group: TensorParallelGroup,
     ) -> None:
         super().__init__()
         dtype, device = backend.shape.dtype, backend.shape.device
         self.input_norm = _norm(a, dtype, device)
-        self.attention = Attention(a, index, backend, group)
+        self.attention = Attention(a, index, kind, backend, group)
         self.attended_norm = _norm(a, dtype, device) if a.sandwich_norms else None
         self.post_norm = _norm(a, dtype, device)
         self.mlp: Mlp | MixtureOfExperts = (
@@ -169,13 +199,12 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         hidden: torch.Tensor,
-        rotations: dict[int | None, Rotation],
         context: ForwardContext,
-        plans: dict[int | None, Any],
+        steps: dict[Kind, StepOfKind],
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Of the `wanted` tokens, or of all."""
-        attended = self.attention(self.input_norm(hidden), rotations, context, plans)
+        attended = self.attention(self.input_norm(hidden), context, steps)
         if wanted is not None:
             hidden, attended = hidden[wanted], attended[wanted]
             if not len(wanted):
@@ -202,13 +231,18 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, a: DecoderArchitecture, index: int, backend: AttentionBackend, group: TensorParallelGroup
+        self,
+        a: DecoderArchitecture,
+        index: int,
+        kind: Kind,
+        backend: AttentionBackend,
+        group: TensorParallelGroup,
     ) -> None:
         super().__init__()
         shape = backend.shape
         self._backend = backend
         self._name = layer_name(index)
-        self._window = a.windows[index]
+        self._kind = kind
         self._eps = a.rms_norm_eps
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self.qkv = PackedLinear(
@@ -240,9 +274,8 @@ class Attention(nn.Module):
     def forward(
         self,
         hidden: torch.Tensor,
-        rotations: dict[int | None, Rotation],
         context: ForwardContext,
-        plans: dict[int | None, Any],
+        steps: dict[Kind, StepOfKind],
     ) -> torch.Tensor:
         shape = self._backend.shape
         packed = self.qkv(hidden).view(len(hidden), -1, shape.head_dim)
@@ -250,14 +283,15 @@ class Attention(nn.Module):
         qk, v_THD = packed[:, :num_queried], packed[:, num_queried:]
         if self.qk_norm is not None:
             qk = rms_norm(qk, self.qk_norm, self._eps)
-        qk = rotate(qk, *rotations[self._window])
+        rotation, plan = steps[self._kind]
+        qk = rotate(qk, *rotation)
         q_TQD, k_THD = qk[:, : shape.num_heads], qk[:, shape.num_heads :]
         if context.attn_metadata is None:
             return torch.zeros_like(q_TQD).reshape(len(hidden), -1)
         q_TQD = q_TQD.contiguous()
         if context.outside_graph is not None:
-            return context.outside_graph(lambda: self._attend(q_TQD, k_THD, v_THD, context, plans))
-        return self._attend(q_TQD, k_THD, v_THD, context, plans)
+            return context.outside_graph(lambda: self._attend(q_TQD, k_THD, v_THD, context, plan))
+        return self._attend(q_TQD, k_THD, v_THD, context, plan)
 
     def _attend(
         self,
@@ -265,18 +299,17 @@ class Attention(nn.Module):
         k_THD: torch.Tensor,
         v_THD: torch.Tensor,
         context: ForwardContext,
-        plans: dict[int | None, Any],
+        plan: Any,
     ) -> torch.Tensor:
         """With the connector's hooks around it: the part of a layer that a piecewise graph leaves out."""
         cache_NHPC = context.kv_caches[self._name]
-        plan = plans[self._window]
         watcher = context.watcher
         if watcher is not None:
             watcher.wait_for_layer_load(self._name)
         self._backend.write(k_THD, v_THD, cache_NHPC, plan)
         attended = self._backend.attend(q_TQD, cache_NHPC, plan, self.sinks)
         if watcher is not None:
-            watcher.save_kv_layer(self._name, cache_NHPC, context.attn_metadata)
+            watcher.save_kv_layer(self._name, cache_NHPC, context.metadata_of(self._kind.group))
         return attended
 
 

@@ -132,9 +132,9 @@ class Engine:
         self.scheduler.kv_cache.block_pool = self.pool
         settle = self.scheduler.remote.settle
 
-        def settle_checked(load: Load, *, is_continued: bool = False) -> None:
+        def settle_checked(load: Load, *, is_continued: bool = False) -> bool:
             fresh.check_delivery(self, load)  # Nothing has been computed behind it yet.
-            settle(load, is_continued=is_continued)
+            return settle(load, is_continued=is_continued)
 
         self.scheduler.remote.settle = settle_checked  # type: ignore[method-assign]
         self.ports: list[Port] = []

@@ -1,0 +1,107 @@
+"""Models with windows: the same tokens with a table per group of layers as with one that keeps everything."""
+
+import logging
+
+import msgspec
+import pytest
+
+from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, NullSchedulerHalf, NullWorkerHalf
+from baton.core.config import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from baton.core.kv_groups import is_hybrid
+from baton.engine.api import SamplingParams
+from baton.engine.attention.kv_memory import kv_cache_bytes
+from baton.engine.checkpoint import load_model_config
+from baton.engine.llm import LLM
+from baton.engine.new_model import write_checkpoint
+from tests.engine_core.test_llm import prompts_of, tokens_of
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [*prompts_of(8), [5 + index % 300 for index in range(90)]]
+WINDOW = 10
+
+
+@pytest.fixture(scope="module", params=["gemma3", "gpt_oss", "mistral"])
+def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    folder = write_checkpoint(
+        tmp_path_factory.mktemp("model"),
+        family=request.param,
+        hidden=32,
+        layers=6,
+        heads=4,
+        vocab=512,
+        max_position=256,
+        sliding_window=WINDOW,
+    )
+    return EngineConfig(
+        model_config=load_model_config(folder),
+        cache_config=CacheConfig(num_gpu_blocks=200, block_size=4),
+    )
+
+
+def one_table(config: EngineConfig) -> EngineConfig:
+    cache = msgspec.structs.replace(config.cache_config, hybrid_kv_cache="off", enable_prefix_caching=False)
+    return msgspec.structs.replace(config, cache_config=cache)
+
+
+@pytest.fixture(scope="module")
+def expected(config: EngineConfig) -> list[list[int]]:
+    with LLM(one_table(config)) as llm:
+        return [tokens_of(llm.generate([prompt], GREEDY))[0] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(("chunk", "graph_mode"), [(2048, "off"), (7, "off"), (7, "full")])
+def test_tokens_are_those_of_one_table(
+    config: EngineConfig, expected: list[list[int]], chunk: int, graph_mode: str
+) -> None:
+    assert is_hybrid(config.kv_cache_groups)
+    config = msgspec.structs.replace(
+        config,
+        scheduler_config=SchedulerConfig(max_num_batched_tokens=chunk),
+        device_config=DeviceConfig(graph_mode=graph_mode),  # type: ignore[arg-type]
+    )
+    with LLM(config) as llm:
+        assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected
+        again = llm.generate(PROMPTS, GREEDY)  # Prefix hits, at the ends of windows.
+        assert tokens_of(again) == expected
+        assert any(completion.num_cached_tokens for completion in again)
+        llm.core.scheduler.kv_cache.assert_empty()
+
+
+def test_tokens_survive_preemption(config: EngineConfig, expected: list[list[int]]) -> None:
+    cache = msgspec.structs.replace(config.cache_config, num_gpu_blocks=60)
+    tight = msgspec.structs.replace(
+        config, cache_config=cache, scheduler_config=SchedulerConfig(max_num_batched_tokens=16)
+    )
+    with LLM(tight) as llm:
+        assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected
+
+
+def test_the_layers_share_memory(config: EngineConfig) -> None:
+    model, groups = config.model_config, config.kv_cache_groups
+    one = kv_cache_bytes(model, config.cache_config, 0, 1)
+    grouped = kv_cache_bytes(model, config.cache_config, 0, 1, groups)
+    assert grouped * len(groups) == one
+
+
+class OneTableFactory:
+    """Of a connector that knows nothing of groups."""
+
+    def scheduler_half(self, config: EngineConfig) -> KVConnectorSchedulerHalf:
+        assert config.cache_config.hybrid_kv_cache == "off"
+        return NullSchedulerHalf()
+
+    def worker_half(self, config: EngineConfig, tp_rank: int) -> KVConnectorWorkerHalf:
+        assert config.cache_config.hybrid_kv_cache == "off"
+        return NullWorkerHalf()
+
+
+one_table_factory = OneTableFactory()
+
+
+def test_a_connector_that_knows_no_groups_is_shown_one_table(
+    config: EngineConfig, expected: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), LLM(config, f"{__name__}:one_table_factory") as llm:
+        assert not llm.core.scheduler.kv_cache.is_hybrid
+        assert tokens_of(llm.generate(PROMPTS[:3], GREEDY)) == expected[:3]
+    assert "no SupportsHMA" in caplog.text

@@ -1,0 +1,158 @@
+"""Layers with a window have tables of their own: what they give back and find, what a failure costs."""
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.config import CacheConfig
+from baton.core.errors import UserError
+from baton.core.kv_groups import KVCacheGroup, group_layers, is_hybrid, num_places, places_of
+from baton.engine.kv_cache import KVCache
+from baton.engine.request import Request
+from tests.engine_sched.world import BLOCK, World, engine_request
+
+LONG = list(range(1, 41))  # Ten blocks.
+ALTERNATING = (8, None, 8, None)  # Two tokens' worth of blocks before the one that is written.
+
+
+def test_layers_are_grouped_by_what_they_see_in_groups_of_one_size() -> None:
+    assert group_layers((None,) * 3) == (KVCacheGroup((0, 1, 2)),)
+    assert group_layers(ALTERNATING) == (KVCacheGroup((1, 3)), KVCacheGroup((0, 2), 8))
+    five_to_one = group_layers(((8,) * 5 + (None,)) * 2)
+    assert [group.window for group in five_to_one] == [None] + [8] * 5
+    assert {len(group.layers) for group in five_to_one} == {2}
+    assert num_places(five_to_one) == 2
+    assert sorted(places_of(five_to_one)) == list(range(12))
+    # Nearly as many of each: a hole costs less than twice the groups.
+    assert [len(group.layers) for group in group_layers((None,) * 5 + (8,) * 4)] == [5, 4]
+
+
+@given(
+    windows=st.lists(st.sampled_from([None, 1, 3, 8]), min_size=1, max_size=3),
+    missing=st.lists(st.sets(st.integers(0, 8), max_size=3), min_size=3, max_size=3),
+    num_blocks=st.integers(0, 8),
+)
+def test_a_prefix_hits_as_far_as_every_group_can_be_at_its_end(
+    windows: Sequence[int | None], missing: list[set[int]], num_blocks: int
+) -> None:
+    if not any(windows):
+        windows = windows[:1]  # Who sees the same is cut into several groups only beside somebody else.
+    groups = tuple(KVCacheGroup((layer,), window) for layer, window in enumerate(windows))
+    kv_cache = KVCache(CacheConfig(block_size=BLOCK, num_gpu_blocks=64), groups=groups, chunk=64)
+    pool = kv_cache.block_pool
+    request = Request(engine_request("a", LONG[: num_blocks * BLOCK + 1]), block_size=BLOCK)
+    for index in range(len(groups)):
+        for place in set(range(num_blocks)) - missing[index]:
+            row = [pool.blocks[0]] * place + pool.get_new_blocks(1)
+            pool.cache_full_blocks(request, row, place, place + 1, index)
+    hits, num_tokens = kv_cache.get_computed_blocks(request)
+
+    def can_end_at(num_hits: int) -> bool:
+        return all(
+            place not in missing[index]
+            for index, group in enumerate(groups)
+            for place in range(group.first_kept(num_hits * BLOCK, BLOCK), num_hits)
+        )
+
+    assert num_tokens == BLOCK * max(num for num in range(num_blocks + 1) if can_end_at(num))
+    for index, (group, blocks) in enumerate(zip(groups, hits.blocks, strict=True)):
+        first = group.first_kept(num_tokens, BLOCK)
+        assert [block.is_null for block in blocks] == [place < first for place in range(len(blocks))]
+        assert all(block.group == index for block in blocks[first:])
+
+
+def test_blocks_behind_a_window_are_given_back_while_tokens_are_computed() -> None:
+    world = World(windows=ALTERNATING, budget=8, num_blocks=64)
+    world.add("a", LONG, max_tokens=20)
+    most = 0
+    while world.scheduler.has_requests():
+        world.step()
+        everything, window = world.scheduler.kv_cache.get_block_ids("a")
+        assert len(everything) == len(window)
+        most = max(most, sum(block_id > 0 for block_id in window))
+    world.check_answer("a")
+    world.check_at_rest()
+    assert most == 4, "two that the window sees, two that are computed"
+    assert world.scheduler.kv_cache.groups[1].blocks_at_most(60, block_size=BLOCK, chunk=8) == 5
+
+
+def test_a_prompt_that_fits_only_because_of_its_windows_runs() -> None:
+    # 41 tokens need 11 blocks in the group that sees everything, and at most 5 behind the window.
+    world = World(windows=ALTERNATING, budget=8, num_blocks=17)
+    world.add("a", LONG, max_tokens=1)
+    world.run()
+    world.check_answer("a")
+    world.check_at_rest()
+    with pytest.raises(UserError, match="need 16 KV blocks"):
+        World(windows=ALTERNATING, budget=8, num_blocks=16).add("a", LONG)
+
+
+def test_a_window_hits_although_only_its_last_blocks_are_left() -> None:
+    world = World(windows=ALTERNATING, budget=8)
+    world.add("a", LONG, max_tokens=1)
+    world.run()
+    world.add("b", [*LONG, 3, 4], max_tokens=4)
+    world.run()
+    world.check_answer("b")
+    assert world.answers["b"].last is not None
+    assert world.answers["b"].last.num_cached_tokens == len(LONG)
+
+
+def test_a_connector_is_told_the_blocks_of_every_group() -> None:
+    world = World(windows=ALTERNATING, budget=8)
+    told: list[tuple[list[int], ...]] = []
+    half = world.half
+    half.lends = lambda request, block_ids: (told.append(block_ids), (False, None))[1]
+    world.add("a", LONG, max_tokens=1)
+    for _ in range(4):
+        world.step()
+    everything = world.scheduler.kv_cache.get_block_ids("a")[0]
+    world.run()
+    (of_both,) = told
+    assert set(everything) <= set(of_both)
+    assert len(of_both) == 10 + 4
+
+
+@pytest.mark.parametrize(("bad_group", "bad_index"), [(0, 0), (0, 5), (0, 9), (1, 8), (1, 9)])
+def test_a_load_that_fails_in_one_group_is_computed_again(bad_group: int, bad_index: int) -> None:
+    world = World(windows=ALTERNATING)
+    world.half.verdict = lambda request, local: (len(LONG) - local, True)
+    world.add("a", LONG)
+    world.step()
+    assert world.half.loads["a"].tables[1][:8] == [0] * 8, "nothing is loaded behind the window"
+    world.end_load("a", bad_indices={bad_index}, bad_group=bad_group)
+    world.run()
+    world.check_answer("a")
+    world.check_at_rest()
+    assert world.half.asked["a"] == 1, "a load that has failed is not repeated"
+
+
+@pytest.mark.parametrize("bad_group", [0, 1])
+def test_whoever_shares_a_bad_block_starts_again(bad_group: int) -> None:
+    world = World(windows=ALTERNATING, budget=200)
+    world.half.verdict = lambda request, local: (len(LONG) - 8 - local, False)
+    world.bad_sync_blocks = lambda load: {load.tables[bad_group][7]}
+    world.add("a", LONG)
+    world.half.on_alloc = lambda request, external: setattr(
+        world.half, "verdict", lambda request, local: (0, False)
+    )
+    world.add("b", [*LONG, 7])
+    world.step()
+    assert world.steps[0].num_scheduled_tokens["b"] < 20, "it shares what is being loaded"
+    world.bad_sync_blocks = lambda load: set()
+    world.run()
+    assert world.steps[1].preempted_req_ids == {"a", "b"}
+    world.check_answer("a")
+    world.check_answer("b")
+    world.check_at_rest()
+
+
+def test_one_table_where_the_switch_is_off() -> None:
+    world = World(windows=ALTERNATING)
+    assert is_hybrid(world.config.kv_cache_groups)
+    cache = CacheConfig(block_size=BLOCK, num_gpu_blocks=8, hybrid_kv_cache="off")
+    off = msgspec.structs.replace(world.config, cache_config=cache)
+    assert off.kv_cache_groups == (KVCacheGroup((0, 1, 2, 3)),)
