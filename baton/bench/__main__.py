@@ -12,6 +12,7 @@ BENCHMARKS = {
     "cross-layer": "baton.bench.cross_layer",
     "decode-graphs": "baton.bench.decode_graphs",
     "handoff": "baton.bench.handoff",
+    "offload": "baton.bench.offload",
 }
 
 

@@ -58,7 +58,7 @@ USED: Final[Mapping[str, tuple[str, ...]]] = {
         "kv_connector_worker_meta",
         "invalid_block_ids",
     ),
-    "v1/metrics/cache_hit_source.py:CacheHitSource": ("P2P",),
+    "v1/metrics/cache_hit_source.py:CacheHitSource": ("HOST", "P2P"),
 }
 RECORDS: Final = Path(__file__).with_name("record")
 

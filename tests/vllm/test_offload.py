@@ -1,4 +1,4 @@
-"""Offload inside a real vLLM whose pool is too small for what it is asked."""
+"""Offload inside a real vLLM of two ranks, whose pool is too small for what it is asked."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def engine(site: Site, single: Single) -> Server:
     config = transfer("BatonOffloadConnector", "kv_both", "o")
     config["kv_connector_extra_config"] = {"cpu_gib": 0.25, "eviction": "arc"}
     # 40 blocks of 128 tokens: one of these prompts drives out the others.
-    plan = VllmPlan("o", config, cores="0", extra=("--num-gpu-blocks-override", "40"))
+    plan = VllmPlan("o", config, cores="0|1", extra=("--num-gpu-blocks-override", "40"))
     return site.cast("offload", plan)["o"]
 
 

@@ -1,0 +1,219 @@
+"""Settings, door, statistics and copying threads of offload, each by itself."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import prometheus_client
+import pytest
+import torch
+
+from baton.connectors.offload.connector import BatonOffloadConnector, check_at_door
+from baton.connectors.offload.copies import CopyEnd
+from baton.connectors.offload.cpu_copies import CpuCopies
+from baton.connectors.offload.identity import OffloadIdentity
+from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, StoreBlocks
+from baton.connectors.offload.prompts import is_plain
+from baton.connectors.offload.settings import OffloadSettings
+from baton.connectors.offload.stats import OffloadPromMetrics, OffloadStats
+from baton.connectors.offload.worker import OffloadWorkerHalf
+from baton.core.errors import BadTransferParams, ConfigError
+from baton.tiers.host_rows import HostRows
+
+PATIENCE_S = 30.0
+
+# --- Settings and door -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "complaint"),
+    [
+        ({}, r"cpu_gib: is required"),
+        ({"cpu_gib": 0}, r"cpu_gib: must be positive"),
+        ({"cpu_gib": "8"}, r"cpu_gib"),
+        ({"cpu_gib": 1, "eviction": "fifo"}, r"eviction"),
+        ({"cpu_gib": 1, "prompt_only": "yes"}, r"prompt_only"),
+        ({"cpu_gib": 1, "blocks_per_chunk": 0}, r"blocks_per_chunk: must be at least 1"),
+        ({"cpu_gib": 1, "cpu_gb": 1}, r"cpu_gb: is not known; known are cpu_gib"),
+        ({"cpu_gib": 1, "shutdown_timeout_s": 0}, r"shutdown_timeout_s: must be positive"),
+    ],
+)
+def test_a_wrong_setting_is_named(extra: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        OffloadSettings.parse(extra)
+
+
+def identity(cpu_gib: float = 1.0, num_ranks: int = 1, block_bytes: int = 1 << 20) -> OffloadIdentity:
+    settings = OffloadSettings(cpu_gib=cpu_gib, blocks_per_chunk=2)
+    return OffloadIdentity(
+        settings=settings, rank=0, num_ranks=num_ranks, block_tokens=4, block_bytes=block_bytes
+    )
+
+
+def test_the_memory_is_the_engines_and_ranks_share_it() -> None:
+    assert (identity().num_slots, identity().num_rows) == (512, 1024)
+    assert identity(num_ranks=4).num_slots == 128
+    with pytest.raises(ConfigError, match=r"cpu_gib: 0\.001 GiB hold no chunk"):
+        identity(0.001)
+
+
+def test_more_than_the_machine_has_is_refused_before_it_is_taken() -> None:
+    worker = OffloadWorkerHalf(identity(cpu_gib=1 << 20))
+    with pytest.raises(ConfigError, match=r"cpu_gib: this rank's share is .* are free"):
+        worker.register_kv_caches({"l": torch.zeros(2, 1, 4, 8)})
+
+
+def test_the_door_knows_the_three_words() -> None:
+    for good in (None, {}, {"baton_offload": "off"}, {"do_remote_decode": True, "baton_offload": None}):
+        check_at_door(good)
+    for bad in ({"baton_offload": True}, {"baton_offload": "OFF"}, {"baton_offload": ""}):
+        with pytest.raises(BadTransferParams, match="baton_offload"):
+            check_at_door(bad)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "expected"),
+    [
+        ({}, True),
+        ({"lora_request": None, "mm_features": [], "prompt_embeds": None}, True),
+        ({"lora_request": object()}, False),
+        ({"mm_features": [object()]}, False),
+        ({"prompt_embeds": torch.zeros(1)}, False),
+        ({"prompt_token_ids": None}, False),
+    ],
+)
+def test_what_tokens_do_not_say_is_left_alone(attributes: dict[str, Any], expected: bool) -> None:
+    request: Any = SimpleNamespace(**{"prompt_token_ids": [1], **attributes})
+    assert is_plain(request) == expected
+
+
+# --- Statistics --------------------------------------------------------------------------------------
+
+
+def test_ranks_add_up_and_nothing_is_said_about_nothing() -> None:
+    own, of_rank = OffloadStats(), OffloadStats()
+    own.note_usage(3, 12)
+    assert own.take() is None
+    own.count("hit_tokens", 40)
+    own.count_failure("load")
+    own.note_usage(3, 12)
+    for _ in range(2):
+        of_rank.count_copy("store", 1000, 0.5)
+    taken = own.take()
+    assert taken is not None
+    assert own.is_empty()
+    total = of_rank.aggregate(taken)
+    assert total.data["bytes"] == {"store": 2000}
+    assert total.reduce()["store GB/s"] == pytest.approx(2e-6, abs=1e-3)
+    registry = prometheus_client.CollectorRegistry()
+    kinds = (prometheus_client.Counter, prometheus_client.Gauge)
+    types: Any = {kind: lambda kind=kind, **named: kind(**named, registry=registry) for kind in kinds}
+    metrics = OffloadPromMetrics(SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"]})
+    rebuilt = BatonOffloadConnector.build_kv_connector_stats(total.to_dict())
+    assert rebuilt is not None
+    metrics.observe(rebuilt.to_dict())
+    for name, labels, value in (
+        ("baton:kv_offload_hit_tokens_total", {}, 40),
+        ("baton:kv_offload_bytes_total", {"direction": "store"}, 2000),
+        ("baton:kv_offload_seconds_total", {"direction": "store"}, 1),
+        ("baton:kv_offload_failures_total", {"reason": "load"}, 1),
+        ("baton:kv_offload_usage", {}, 0.25),
+    ):
+        assert registry.get_sample_value(name, {"engine": "0", **labels}) == value
+
+
+# --- Copying -----------------------------------------------------------------------------------------
+
+
+class HeldRows(HostRows):
+    """Loads wait until they are let go, and fail if they are told to."""
+
+    def __init__(self) -> None:
+        super().__init__({"l": torch.arange(4 * 8, dtype=torch.uint8).reshape(4, 1, 1, 8)}, 4)
+        self.let_go = threading.Event()
+        self.error: BaseException | None = None
+
+    def load(self, block_ids: Any, rows: Any) -> None:
+        assert self.let_go.wait(PATIENCE_S)
+        if self.error is not None:
+            raise self.error
+        super().load(block_ids, rows)
+
+
+def test_a_store_is_over_at_once_and_a_load_wakes_the_host() -> None:
+    rows, woken = HeldRows(), threading.Event()
+    copies = CpuCopies(rows)
+    assert copies.bind_wake(woken.set)
+    copies.store(1, [0, 1], [2, 3])
+    assert [(end.job, end.error) for end in copies.take_ended()] == [(1, "")]
+    copies.load(2, [3], [2])
+    assert not copies.wait([1, 2], 0)
+    assert copies.take_ended() == []
+    rows.let_go.set()
+    assert woken.wait(PATIENCE_S)
+    assert copies.wait([1, 2], 0)
+    assert [(end.job, end.nbytes, end.error) for end in copies.take_ended()] == [(2, 8, "")]
+    assert rows._caches[0][3].tolist() == list(range(8))
+    copies.close(PATIENCE_S)
+
+
+@pytest.mark.parametrize("error", [OSError("bad memory"), SystemExit("the thread")])
+def test_a_load_that_raises_fails_alone_and_a_dead_thread_fails_all(error: BaseException) -> None:
+    rows = HeldRows()
+    rows.error = error
+    rows.let_go.set()
+    copies = CpuCopies(rows)
+    copies.load(1, [0], [0])
+    assert copies.wait([1], PATIENCE_S)
+    (end,) = copies.take_ended()
+    assert str(error) in end.error
+    rows.error = None
+    copies.load(2, [0], [0])
+    assert copies.wait([2], PATIENCE_S)
+    (end,) = copies.take_ended()
+    assert bool(end.error) == isinstance(error, SystemExit)
+    copies.close(PATIENCE_S)
+
+
+class NeverEnding(CpuCopies):
+    """Stores that a fence waits for in vain."""
+
+    def store(self, job: int, block_ids: Any, rows: Any) -> None:
+        self.held = job
+
+    def wait(self, jobs: Any, timeout_s: float) -> bool:
+        return False
+
+
+def test_a_store_that_the_fence_gave_up_does_not_count_when_it_ends() -> None:
+    copies = NeverEnding(HeldRows())
+    worker = OffloadWorkerHalf(identity(), lambda caches, identity: copies)
+    worker.register_kv_caches({})
+    worker.bind_connector_metadata(OffloadMetadata(stores=(StoreBlocks(7, (0,), (0,)),)))
+    worker.wait_for_save()
+    worker.clear_connector_metadata()
+    worker.handle_preemptions(OffloadMetadata(fence=(7,)))
+    copies._end(CopyEnd(copies.held, 8))
+    worker.get_finished(set())
+    report = worker.build_connector_worker_meta()
+    assert report is not None
+    assert (report.stored, report.failed_stores) == ({7}, {7})
+
+
+def test_what_a_host_leaves_half_done_is_reported_as_failed() -> None:
+    worker = OffloadWorkerHalf(identity(), lambda caches, identity: CpuCopies(HeldRows()))
+    worker.register_kv_caches({})
+    worker.bind_connector_metadata(
+        OffloadMetadata(loads=(LoadBlocks(1, "r", (5, 6), ()),), stores=(StoreBlocks(2, (0,), (0,)),))
+    )
+    worker.clear_connector_metadata()
+    assert worker.get_finished(set()) == (None, {"r"})
+    assert worker.get_block_ids_with_load_errors() == {5, 6}
+    report = worker.build_connector_worker_meta()
+    assert report is not None
+    assert (report.stored, report.failed_stores) == ({2}, {2})
+    assert (report.loaded, report.failed_loads) == ({1}, {1})
+    assert worker.build_connector_worker_meta() is None
+    worker.shutdown()
