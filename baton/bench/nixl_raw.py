@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from baton.bench.cold import ColdCaches
 from baton.core.errors import TransferError
 from baton.transport.threads import free_affinity
 
@@ -123,6 +124,7 @@ def _read(
     owner = agent.add_remote_agent(metadata)
     owner = owner.decode() if isinstance(owner, bytes) else owner
     speeds = {}
+    caches = ColdCaches()
     for block_bytes in block_sizes:
         count = total_bytes // block_bytes
         ours = agent.prep_xfer_dlist("", _blocks(memory.ctypes.data, block_bytes, count), "DRAM")
@@ -130,10 +132,14 @@ def _read(
         rng = np.random.default_rng(block_bytes)
         local = rng.permutation(count).astype(np.int32)
         remote = rng.permutation(count).astype(np.int32)
-        _time_read(agent, ours, local, theirs, remote)  # Warm: pages, caches, connections.
-        before_s = cpu_s()
-        timed = [_time_read(agent, ours, local, theirs, remote) for _ in range(repeats)]
-        cost = (cpu_s() - before_s) / (repeats * total_bytes / 1e9)
+        _time_read(agent, ours, local, theirs, remote)  # Warm: pages, connections.
+        timed, used_s = [], 0.0
+        for _ in range(repeats):
+            caches.forget()
+            before_s = cpu_s()
+            timed.append(_time_read(agent, ours, local, theirs, remote))
+            used_s += cpu_s() - before_s
+        cost = used_s / (repeats * total_bytes / 1e9)
         speeds[block_bytes] = (total_bytes / statistics.median(timed) / 1e9, cost)
     pipe.send(speeds)
     pipe.poll(None)

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.bench import nixl_raw
+from baton.bench.cold import ColdCaches
 from baton.core.errors import ConfigError, TransferError
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.layout import CopySpan, Region
@@ -229,12 +230,14 @@ def _measure(
     def cpu_s() -> float:
         return float(time.process_time() + sum(producer.cpu_times()[:2]))
 
+    caches = ColdCaches()
     for move in moves.values():
-        move()  # Warm: pages, caches, connections.
+        move()  # Warm: pages, connections.
     speeds: dict[str, list[float]] = {name: [] for name in moves}
     costs = dict.fromkeys(moves, 0.0)
     for _ in range(repeats):
         for name, move in moves.items():
+            caches.forget()
             cpu_before_s, start = cpu_s(), time.perf_counter()
             move()
             speeds[name].append(nbytes / (time.perf_counter() - start) / 1e9)
