@@ -201,6 +201,8 @@ def test_the_tokens_are_those_of_a_single_engine(start: Start, connector: str, t
     p = start("p", connector, cross_layer_blocks=together)
     d = start("d", connector)
     assert hand_over(p, d) == expected
+    half: Any = d.core.executor.only_half()
+    assert half.worker_half.mirror.num_expected == 0
     assert COUNTED.blocks["d2h"] > 0
     assert (
         COUNTED.blocks["h2d"] == 13 + 5 + 8

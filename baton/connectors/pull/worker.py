@@ -67,7 +67,7 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         self._transports: Mapping[str, Transport] = {}
         self._links: PeerLinks | None = None  # Once the cache is registered.
         self._card: RankCard | None = None
-        self._mirror: HostMirror | None = None
+        self.mirror: HostMirror | None = None
         self._forward_context: host.ForwardContext | None = None  # Of this step, for the mirror.
         self._received: set[str] = set()  # Of failed loads; for this step's report.
         self._invalid_blocks: set[int] = set()
@@ -78,8 +78,8 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         if self._identity.has_host_mirror:
             from baton.connectors.pull.host_mirror import HostMirror
 
-            self._mirror = HostMirror(kv_caches, self._identity.block_tokens)
-            kv_caches = self._mirror.caches
+            self.mirror = HostMirror(kv_caches, self._identity.block_tokens)
+            kv_caches = self.mirror.caches
         layout = layout_of(kv_caches, self._identity, packing)
         address = Address(self._identity.engine_id, self._epoch)
         order = self._identity.settings.transports or available_names(_kind_of_device(layout))
@@ -107,8 +107,8 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         self.register_kv_caches(dict(zip(attn_backend.layer_names, kv_cache.unbind(1), strict=True)))
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
-        if self._mirror is not None:
-            self._mirror.bind(copy_operation)
+        if self.mirror is not None:
+            self.mirror.bind(copy_operation)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return PullHandshake(self._card) if self._card is not None else None
@@ -152,7 +152,7 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         return  # Peers read the cache itself.
 
     def wait_for_save(self) -> None:
-        if self._mirror is None or not self._identity.is_producer:
+        if self.mirror is None or not self._identity.is_producer:
             return
         metadata, context = self._get_connector_metadata(), self._forward_context
         assert isinstance(metadata, PullMetadata)
@@ -161,7 +161,7 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
             # Of each KV-cache group, in a host that has several.
             computed = getattr(context, "group_metadata", ()) or (context.attn_metadata,)
         try:
-            self._mirror.save(computed, metadata.held_blocks)
+            self.mirror.save(computed, metadata.held_blocks)
         except Exception:
             # The mirror is not what was computed, and the ticket is about to leave. Of an owner whose
             # transports are closed, nothing that is read counts: whoever comes computes for himself.
@@ -192,7 +192,7 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
 
     def _take_ended(self) -> list[ReadEnd]:
         ended = self._links.take_ended() if self._links is not None else []
-        return ended if self._mirror is None else [self._landed(end, self._mirror) for end in ended]
+        return ended if self.mirror is None else [self._landed(end, self.mirror) for end in ended]
 
     def _landed(self, end: ReadEnd, mirror: HostMirror) -> ReadEnd:
         """On the device too: only then it is an end."""
@@ -228,8 +228,10 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
             case LosePeer(address):
                 links.lose(address)
             case ReadBlocks():
-                if self._mirror is not None:
-                    self._mirror.expect(order)
+                if self.mirror is not None and any(
+                    pair.consumer_rank == self._identity.rank for pair in order.pairs
+                ):
+                    self.mirror.expect(order)
                 links.read(order)
             case EndReads(claim):
                 links.cancel(claim)
