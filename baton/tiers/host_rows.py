@@ -40,14 +40,25 @@ class HostRows:
         ]
 
     def store(self, block_ids: Sequence[int], rows: Sequence[int]) -> None:
+        self._check(block_ids, rows)
         for block, row, count in runs(block_ids, rows):
             for cache, ours in zip(self._caches, self._rows, strict=True):
                 ours[row : row + count] = cache[block : block + count]
 
     def load(self, block_ids: Sequence[int], rows: Sequence[int]) -> None:
+        self._check(block_ids, rows)
         for block, row, count in runs(block_ids, rows):
             for cache, ours in zip(self._caches, self._rows, strict=True):
                 cache[block : block + count] = ours[row : row + count]
+
+    def _check(self, block_ids: Sequence[int], rows: Sequence[int]) -> None:
+        check_ids(block_ids, len(self._caches[0]))
+        check_ids(rows, len(self._rows[0]))
+
+
+def check_ids(ids: Sequence[int], count: int) -> None:
+    """A slice beyond the end is no error to numpy or torch: it copies nothing, and says so to nobody."""
+    assert not ids or 0 <= min(ids) <= max(ids) < count, f"{ids} are not all in [0, {count})"
 
 
 def block_rows(name: str, cache: torch.Tensor) -> torch.Tensor:

@@ -53,3 +53,12 @@ def test_runs_are_the_same_pairs(sources: list[int]) -> None:
     found = [(s + i, t + i) for s, t, count in runs(sources, targets) for i in range(count)]
     assert found == list(zip(sources, targets, strict=True))
     assert list(runs([4, 5, 9], [0, 1, 2])) == [(4, 0, 2), (9, 2, 1)]
+
+
+@pytest.mark.parametrize(("blocks", "rows"), [([NUM_BLOCKS], [0]), ([0], [9]), ([0, 1], [8, 9]), ([-1], [0])])
+def test_what_is_not_there_is_not_copied_in_silence(blocks: list[int], rows: list[int]) -> None:
+    host_rows = HostRows({"a": cache_of("heads first")}, 9)
+    with pytest.raises(AssertionError):
+        host_rows.store(blocks, rows)
+    with pytest.raises(AssertionError):
+        host_rows.load(blocks, rows)

@@ -14,11 +14,12 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from baton.connectors.offload.copies import Copies, CopyEnd
-from baton.tiers.host_rows import block_rows, runs
+from baton.tiers.host_rows import block_rows, check_ids, runs
 
 logger = logging.getLogger(__name__)
 
@@ -48,18 +49,30 @@ class _Copying:
 
 
 class CudaCopies(Copies):
-    def __init__(self, kv_caches: dict[str, torch.Tensor], num_rows: int) -> None:
-        """Raises ConfigError for caches that are not whole blocks one after the other."""
+    def __init__(
+        self,
+        kv_caches: dict[str, torch.Tensor],
+        num_rows: int,
+        *,
+        cuda: Any = torch.cuda,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        """Raises ConfigError for caches that are not whole blocks one after the other.
+
+        `cuda`: whose streams and events these are; tests have others.
+        """
+        self._cuda = cuda
         self._blocks = [block_rows(name, cache) for name, cache in kv_caches.items()]
         self._device = self._blocks[0].device
+        self._pins = self._device.type == "cuda"  # Only where there is a device to pin it for.
         self._widths = [int(blocks.shape[1]) for blocks in self._blocks]
         self.row_bytes = sum(self._widths)
         # Pinning touches every page.
-        self._rows = torch.zeros((num_rows, self.row_bytes), dtype=torch.uint8, pin_memory=True)
-        num_staged = max(1, min(num_rows, STAGING_BYTES // self.row_bytes))
+        self._rows = torch.zeros((num_rows, self.row_bytes), dtype=torch.uint8, pin_memory=self._pins)
+        num_staged = max(1, min(num_rows, staging_bytes // self.row_bytes))
         self._storing, self._loading = (
             _Lane(
-                torch.cuda.Stream(self._device),  # type: ignore[no-untyped-call]
+                cuda.Stream(self._device),
                 torch.empty((num_staged, self.row_bytes), dtype=torch.uint8, device=self._device),
             )
             for _ in range(2)
@@ -99,19 +112,21 @@ class CudaCopies(Copies):
     ) -> None:
         copying = _Copying(
             job,
-            torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
-            torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
+            self._cuda.Event(enable_timing=True),
+            self._cuda.Event(enable_timing=True),
             len(rows) * self.row_bytes,
             [],
         )
         try:
+            check_ids(rows, len(self._rows))
+            check_ids(block_ids, len(self._blocks[0]))
             # What was told to the device so far computes the blocks of a store, and may read those of a load.
-            lane.stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(lane.stream):
+            lane.stream.wait_stream(self._cuda.current_stream(self._device))
+            with self._cuda.stream(lane.stream):
                 copying.began.record(lane.stream)
                 for first in range(0, len(rows), len(lane.staging)):
                     some = slice(first, first + len(lane.staging))
-                    index = torch.tensor(block_ids[some], dtype=torch.int64, pin_memory=True)
+                    index = torch.tensor(block_ids[some], dtype=torch.int64, pin_memory=self._pins)
                     copying.indices.append(index)
                     on_device = index.to(self._device, non_blocking=True)
                     if is_store:

@@ -20,7 +20,7 @@ Pure: no torch, no clock, no thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,9 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf):
     @property
     def _chunk_tokens(self) -> int:
         return self._identity.block_tokens * self._chunk_blocks
+
+    def bind_wake(self, wake: Callable[[], None]) -> bool:
+        return True  # Nothing happens here between steps.
 
     # --- Requests --------------------------------------------------------------------------------
 
