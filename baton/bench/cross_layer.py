@@ -29,7 +29,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -37,6 +36,7 @@ from baton.bench.machine import machine_line
 from baton.bench.transports import CONSUMER, PRODUCER, TIMEOUT_S, make
 from baton.core.config import CacheConfig
 from baton.core.errors import ConfigError
+from baton.core.ids import Address
 from baton.core.layout import LayerLayout, RankLayout, Region
 from baton.engine.attention.kv_memory import allocate_kv_cache
 from baton.engine.checkpoint import load_model_config
@@ -44,12 +44,13 @@ from baton.engine.forward_context import ForwardContext, build_attention_metadat
 from baton.engine.models import Decoder, build_model, load_weights
 from baton.engine.new_model import write_checkpoint
 from baton.protocol.plan import plan_spans
+from baton.transport import make_transport
 from baton.transport.base import Prepared, Transport
 from baton.transport.memory import MemoryNetwork, MemoryTransport
 
 TOTAL_BYTES = 64 << 20
 REPEATS = 9
-TRANSPORTS = ("local", "tcp", "nixl")
+TRANSPORTS = ("local", "tcp", "nixl", "cuda_ipc")  # The last one where there is a GPU.
 KINDS = {"per layer": (False, False), "cross-layer": (True, True), "mixed": (True, False)}  # P, D together?
 DECODE_REQUESTS, DECODE_TOKENS, DECODE_STEPS = 8, 1000, 60
 
@@ -96,8 +97,8 @@ class Row:
     ratio: float  # To per layer, of the same turns; median.
 
 
-def layout_of(shape: Shape, address: int, *, is_together: bool, total_bytes: int = TOTAL_BYTES) -> RankLayout:
-    num_blocks = total_bytes // shape.block_bytes
+def layout_of(shape: Shape, region: Region, *, is_together: bool) -> RankLayout:
+    num_blocks = region.nbytes // shape.block_bytes
     stride = shape.block_bytes if is_together else shape.layer_bytes
     from_layer = shape.layer_bytes if is_together else num_blocks * shape.layer_bytes
     return RankLayout(
@@ -107,7 +108,7 @@ def layout_of(shape: Shape, address: int, *, is_together: bool, total_bytes: int
         num_blocks=num_blocks,
         block_tokens=shape.block_tokens,
         dtype="float32" if shape.itemsize == 4 else "bfloat16",
-        regions=(Region(address, total_bytes),),
+        regions=(region,),
         layers=tuple(
             LayerLayout(f"layer.{layer}", 0, layer * from_layer, stride, shape.head_bytes, shape.head_bytes)
             for layer in range(shape.num_layers)
@@ -119,18 +120,17 @@ def run(total_bytes: int = TOTAL_BYTES, repeats: int = REPEATS) -> list[Row]:
     cpus = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cpus[0]})
     try:
-        memory = np.zeros(total_bytes, dtype=np.uint8)
         rows: list[Row] = []
         with _producer(total_bytes, cpus[-1]) as pipe:
-            endpoints, address = pipe.recv()
-            for name, endpoint in endpoints.items():
-                transport = make(name, CONSUMER, cpus[0])
-                rows += _measure_transport(name, transport, endpoint, address, memory, repeats)
-        network, theirs = MemoryNetwork(), np.ones(total_bytes, dtype=np.uint8)
+            for name, (endpoint, theirs) in pipe.recv().items():
+                transport = _transport(name, CONSUMER, cpus[0])
+                memory = _memory(theirs.device, total_bytes)
+                rows += _measure_transport(name, transport, endpoint, theirs, _region(memory), repeats)
+        network, kept = MemoryNetwork(), _memory("cpu", total_bytes)
         owner = MemoryTransport(PRODUCER, network)
-        endpoint = owner.register([Region(theirs.ctypes.data, theirs.nbytes)])
-        reader = MemoryTransport(CONSUMER, network)
-        rows += _measure_transport("memory", reader, endpoint, theirs.ctypes.data, memory, repeats)
+        endpoint = owner.register([_region(kept)])
+        reader, memory = MemoryTransport(CONSUMER, network), _memory("cpu", total_bytes)
+        rows += _measure_transport("memory", reader, endpoint, _region(kept), _region(memory), repeats)
         owner.close()
         return rows
     finally:
@@ -141,24 +141,24 @@ def _measure_transport(
     name: str,
     transport: Transport,
     endpoint: bytes,
-    address: int,
-    memory: NDArray[np.uint8],
+    theirs: Region,
+    ours: Region,
     repeats: int,
 ) -> list[Row]:
     rows: list[Row] = []
     with contextlib.closing(transport):
-        transport.register([Region(memory.ctypes.data, memory.nbytes)])
+        transport.register([ours])
         peer = transport.connect(PRODUCER, endpoint)
         for shape in SHAPES:
             rng = np.random.default_rng(shape.block_bytes)
-            num_blocks = memory.nbytes // shape.block_bytes
+            num_blocks = ours.nbytes // shape.block_bytes
             local, remote = rng.permutation(num_blocks).tolist(), rng.permutation(num_blocks).tolist()
             reads: dict[str, Callable[[], None]] = {}
             descriptors: dict[str, int] = {}
-            for kind, (theirs, ours) in KINDS.items():
+            for kind, (is_theirs_together, is_ours_together) in KINDS.items():
                 spans = plan_spans(
-                    layout_of(shape, memory.ctypes.data, is_together=ours, total_bytes=memory.nbytes),
-                    layout_of(shape, address, is_together=theirs, total_bytes=memory.nbytes),
+                    layout_of(shape, ours, is_together=is_ours_together),
+                    layout_of(shape, theirs, is_together=is_theirs_together),
                 )
                 descriptors[kind] = len(spans) * num_blocks
                 reads[kind] = partial(_read, transport, transport.prepare(peer, spans), local, remote)
@@ -169,6 +169,19 @@ def _measure_transport(
                 speed = nbytes / statistics.median(taken) / 1e9
                 rows.append(Row(name, shape.name, kind, descriptors[kind], speed, statistics.median(ratios)))
     return rows
+
+
+def _memory(device: str, total_bytes: int) -> torch.Tensor:
+    return torch.randint(0, 256, (total_bytes,), dtype=torch.uint8, device=device)
+
+
+def _region(memory: torch.Tensor) -> Region:
+    return Region(memory.data_ptr(), memory.nbytes, str(memory.device))
+
+
+def _transport(name: str, address: Address, cpu: int) -> Transport:
+    """Raises ConfigError where it cannot be had."""
+    return make_transport(name, address=address) if name == "cuda_ipc" else make(name, address, cpu)
 
 
 def _read(
@@ -212,14 +225,18 @@ def _producer(total_bytes: int, cpu: int) -> Iterator[Connection]:
 
 def _produce(pipe: Connection, total_bytes: int, cpu: int) -> None:
     os.sched_setaffinity(0, {cpu})
-    memory = np.random.default_rng(0).integers(0, 256, total_bytes, dtype=np.uint8)
+    memories = {"cpu": _memory("cpu", total_bytes)}
+    if torch.cuda.is_available():
+        memories["cuda"] = _memory("cuda:0", total_bytes)
     transports: dict[str, Transport] = {}
+    offers: dict[str, tuple[bytes, Region]] = {}
     for name in TRANSPORTS:
-        with contextlib.suppress(ConfigError):  # NIXL is optional.
-            transports[name] = make(name, PRODUCER, cpu)
-    regions = [Region(memory.ctypes.data, memory.nbytes)]
-    endpoints = {name: transport.register(regions) for name, transport in transports.items()}
-    pipe.send((endpoints, memory.ctypes.data))
+        memory = memories.get("cuda" if name == "cuda_ipc" else "cpu")
+        if memory is not None:
+            with contextlib.suppress(ConfigError):  # NIXL is optional.
+                transports[name] = _transport(name, PRODUCER, cpu)
+                offers[name] = transports[name].register([_region(memory)]), _region(memory)
+    pipe.send(offers)
     pipe.recv()
     for transport in transports.values():
         transport.close()

@@ -4,6 +4,7 @@ import pytest
 
 from baton.bench import cross_layer
 from baton.bench.cross_layer import KINDS, SHAPES, layout_of
+from baton.core.layout import Region
 from baton.protocol.plan import plan_spans
 from baton.protocol.soundness import check_layout
 
@@ -13,8 +14,8 @@ TOTAL_BYTES = 4 << 20
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_block_is_one_run_only_where_both_sides_keep_its_layers_together(shape: cross_layer.Shape) -> None:
     for kind, (theirs, ours) in KINDS.items():
-        local = layout_of(shape, 1 << 20, is_together=ours, total_bytes=TOTAL_BYTES)
-        remote = layout_of(shape, 1 << 30, is_together=theirs, total_bytes=TOTAL_BYTES)
+        local = layout_of(shape, Region(1 << 20, TOTAL_BYTES), is_together=ours)
+        remote = layout_of(shape, Region(1 << 30, TOTAL_BYTES), is_together=theirs)
         check_layout(local)
         spans = plan_spans(local, remote)
         assert len(spans) == (1 if kind == "cross-layer" else shape.num_layers)
