@@ -1,0 +1,99 @@
+"""A whole KV connector in one file: prompts are kept in a folder, and loaded where they come again.
+
+Copy it and change it; README.md says how to run it. The scheduler half orders, the ranks' worker halves copy.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from baton.contract import KVConnectorMetadata, NullSchedulerHalf, NullWorkerHalf, TwoHalves
+
+
+@dataclass
+class Orders(KVConnectorMetadata):
+    loads: list[tuple[str, list[int]]]  # Names of files, and the blocks that their last ones belong in.
+    saves: list[tuple[str, list[int]]]
+
+
+class SchedulerHalf(NullSchedulerHalf):
+    def __init__(self, config: Any) -> None:
+        model, self._block_size = config.model_config, config.cache_config.block_size
+        # What a block's bytes depend on besides its tokens: another model must never find our files.
+        ranks = config.parallel_config.tensor_parallel_size
+        self._kind = (model.architecture_digest, model.weights_digest, model.dtype, self._block_size, ranks)
+        self._folder = Path(config.kv_transfer_config.kv_connector_extra_config["path"])
+        self._orders = Orders([], [])
+
+    def _num_blocks(self, request: Any) -> int:
+        return (request.num_prompt_tokens - 1) // self._block_size  # The last token is always computed.
+
+    def _name(self, request: Any) -> str:
+        tokens = request.prompt_token_ids[: self._num_blocks(request) * self._block_size]
+        return hashlib.sha256(repr((self._kind, request.cache_salt, tokens)).encode()).hexdigest()
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """May be asked often, so it changes nothing. False: loaded within the step, before it computes."""
+        num_new = self._num_blocks(request) * self._block_size - num_computed_tokens
+        return (num_new if num_new > 0 and (self._folder / f"{self._name(request)}.0").exists() else 0), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            (table,) = blocks.get_block_ids()  # The whole table; those that the prefix cache had come first.
+            last = self._num_blocks(request)
+            fresh = table[last - num_external_tokens // self._block_size : last]
+            self._orders.loads.append((self._name(request), fresh))
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        orders, self._orders = self._orders, Orders([], [])
+        return orders
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Its blocks are free now. They are copied at the next step's start, before anybody writes there."""
+        last = self._num_blocks(request)
+        if last and request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"):
+            self._orders.saves.append((self._name(request), block_ids[:last]))
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return bool(self._orders.saves)  # Step once more, although nobody waits for an answer.
+
+
+class WorkerHalf(NullWorkerHalf):
+    def __init__(self, config: Any) -> None:
+        self._folder = Path(config.kv_transfer_config.kv_connector_extra_config["path"])
+        self._rank = config.parallel_config.rank
+        self._failed: set[int] = set()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._caches = kv_caches  # Each [num_blocks, kv_heads, block_size, 2 * head_dim].
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        for name, block_ids in connector_metadata.saves:
+            aside = self._folder / uuid4().hex
+            save_file({layer: cache[block_ids].cpu() for layer, cache in self._caches.items()}, aside)
+            aside.rename(self._folder / f"{name}.{self._rank}")  # Whole or not at all.
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for name, block_ids in self._get_connector_metadata().loads:  # type: ignore[attr-defined]
+            try:
+                for layer, kv in load_file(self._folder / f"{name}.{self._rank}").items():
+                    self._caches[layer][block_ids] = kv[-len(block_ids) :].to(self._caches[layer].device)
+            except (OSError, SafetensorError):
+                self._failed.update(block_ids)  # The engine computes them.
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed = self._failed, set()
+        return failed
+
+
+class PrefixStoreConnector(TwoHalves):
+    make_scheduler_half = classmethod(lambda cls, config, kv_cache_config: SchedulerHalf(config))
+    make_worker_half = classmethod(lambda cls, config, kv_cache_config: WorkerHalf(config))

@@ -1,0 +1,98 @@
+"""The example for authors of connectors: short, and it does what its README says."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.cli.processes import Fleet
+from baton.connectors.registry import connector_class
+from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig
+from baton.engine.api import SamplingParams
+from baton.engine.checkpoint import load_model_config
+from baton.engine.llm import LLM
+from baton.engine.new_model import write_checkpoint
+from tests.system.engines import Engines, make_prompt, tokens_of
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "prefix_store"
+TRANSFER = {
+    "kv_connector": "PrefixStoreConnector",
+    "kv_connector_module_path": "prefix_store",
+    "kv_role": "kv_both",
+}
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+
+
+def test_it_is_short_enough_to_copy() -> None:
+    source = (EXAMPLE / "prefix_store.py").read_text()
+    assert len(source.splitlines()) <= 100
+    assert max(len(line) for line in source.splitlines()) <= 110
+
+
+def test_it_is_a_connector() -> None:
+    assert connector_class(KVTransferConfig(**TRANSFER)).__name__ == "PrefixStoreConnector"  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_tokens_are_one_engines_also_when_a_file_is_gone(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", hidden=64, layers=2, heads=4, kv_heads=2, vocab=512)
+    model = load_model_config(tmp_path / "model", max_model_len=256)
+
+    def start(**fields: Any) -> LLM:
+        config = EngineConfig(
+            model_config=model, cache_config=CacheConfig(num_gpu_blocks=48, block_size=4), **fields
+        )
+        return LLM(config, "baton.assemble:connector_factory")
+
+    store = tmp_path / "store"
+    store.mkdir()
+    transfer = KVTransferConfig(**TRANSFER, kv_connector_extra_config={"path": str(store)})  # type: ignore[arg-type]
+    greedy = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    prompts = [[(step * i) % 500 + 5 for i in range(40 + step)] for step in (3, 7, 11)]
+    with start() as alone, start(kv_transfer_config=transfer) as a, start(kv_transfer_config=transfer) as b:
+        expected = [completion.token_ids for completion in alone.generate(prompts, greedy)]
+        for engine, num_hits in ((a, 0), (b, 3)):
+            completions = engine.generate(prompts, greedy)
+            assert [completion.token_ids for completion in completions] == expected
+            assert sum(completion.num_transferred_tokens > 0 for completion in completions) == num_hits
+            while engine.core.has_requests:
+                engine.core.step()
+        for path in store.iterdir():
+            path.write_bytes(b"half a f")
+        a.core.scheduler.reset_prefix_cache()
+        assert [completion.token_ids for completion in a.generate(prompts, greedy)] == expected
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[Engines]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLE), *sys.path])}
+    with Fleet(tmp_path, env=environment) as fleet:
+        engines = Engines(fleet)
+        yield engines
+        engines.close()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_served_as_its_readme_says(engines: Engines, tmp_path: Path) -> None:
+    model, store = tmp_path / "model", tmp_path / "store"
+    store.mkdir()
+    write_checkpoint(model, hidden=64, layers=2, heads=4, kv_heads=2, vocab=512)
+    transfer = {**TRANSFER, "kv_connector_extra_config": {"path": str(store)}}
+    a, b = engines.start(("a", model, transfer), ("b", model, transfer))
+    prompt = make_prompt(1, 100)
+    first = tokens_of(a.complete(prompt))
+    deadline = len(prompt)
+    while not list(store.glob("*.0")) and deadline:
+        a.complete(make_prompt(deadline, 3))
+        deadline -= 1
+    second = b.complete(prompt)
+    assert tokens_of(second) == first
+    assert second.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
