@@ -172,7 +172,8 @@ class KVConnectorSchedulerHalf(ABC):
         """The engine has one rank, and it lives in this process: `rank` is its worker half.
 
         Baton's addition, called at most once, after the handshake. Halves that agree on it need not wait for
-        a step to tell each other something. Hosts that plan a step while another one runs must not call it.
+        a step to tell each other something. Hosts that plan a step while another one runs must not call it,
+        nor those with another connector that waits for its saves in `handle_preemptions`.
         """
 
     def take_events(self) -> Iterable[KVCacheEvent]:

@@ -18,6 +18,7 @@ from baton.contract import (
 )
 from baton.core.errors import BadTransferParams, ConfigError
 from baton.core.prefilled import PrefilledTokens
+from baton.engine.step import SchedulerOutput
 from tests.connectors.multi_world import Blocks, MultiWorld, Request
 
 TABLE = Blocks([10, 11, 12, 13, 14])
@@ -423,6 +424,60 @@ def test_two_children_cannot_both_own_the_memory() -> None:
     with pytest.raises(ConfigError, match="one and two both"):
         MultiWorkerHalf([("one", Pool()), ("two", Pool())]).get_mem_pool_context()
     assert MultiWorkerHalf([("one", Pool()), ("two", NullWorkerHalf())]).get_mem_pool_context() is not None
+
+
+class Eager(NullSchedulerHalf):
+    """Gives its rank orders between steps, once it may."""
+
+    rank: Any = None
+
+    def bind_only_rank(self, rank: Any) -> None:
+        self.rank = rank
+
+
+class Fencing(NullWorkerHalf):
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        return
+
+
+def test_nobody_reads_between_steps_into_blocks_that_a_sibling_fences_at_their_start() -> None:
+    def bound(*workers: Any) -> list[bool]:
+        eager = [Eager() for _ in workers]
+        names = [str(index) for index in range(len(workers))]
+        multi = MultiSchedulerHalf(list(zip(names, eager, strict=True)), block_tokens=4)
+        multi.bind_only_rank(MultiWorkerHalf(list(zip(names, workers, strict=True)), rank=0))
+        return [half.rank is worker for half, worker in zip(eager, workers, strict=True)]
+
+    assert bound(NullWorkerHalf(), NullWorkerHalf()) == [True, True]
+    assert bound(NullWorkerHalf(), Fencing()) == [False, True]  # Its own fence is its own affair.
+    assert bound(Fencing(), Fencing()) == [False, False]
+
+
+class Curious(NullWorkerHalf):
+    def __init__(self, *layers: int) -> None:
+        self.layers = layers
+        self.saved: list[str] = []
+
+    @property
+    def hidden_states_wanted(self) -> tuple[int, ...]:
+        return self.layers
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        self.saved.append(layer_name)
+
+
+def test_hidden_states_are_shown_to_those_who_asked_for_them() -> None:
+    none, both, last = Curious(), Curious(0, 2), Curious(2)
+    schedulers = [(name, NullSchedulerHalf()) for name in "abc"]
+    multi = MultiSchedulerHalf(schedulers, block_tokens=4)
+    rank = MultiWorkerHalf([("a", none), ("b", both), ("c", last)])
+    assert rank.hidden_states_wanted == (0, 2)
+    rank.bind_connector_metadata(multi.build_connector_meta(SchedulerOutput()))
+    for name in ("hidden_states.0", "model.layers.0", "hidden_states.2"):
+        rank.save_kv_layer(name, None, None)  # type: ignore[arg-type]
+    assert none.saved == ["model.layers.0"]
+    assert both.saved == ["hidden_states.0", "model.layers.0", "hidden_states.2"]
+    assert last.saved == ["model.layers.0", "hidden_states.2"]
 
 
 def test_shutdown_reaches_everybody_and_then_raises() -> None:

@@ -27,7 +27,7 @@ from baton.connectors.multi.metadata import (
     MultiWorkerMetadata,
 )
 from baton.connectors.multi.stats import MultiStats
-from baton.connectors.multi.worker import worker_children
+from baton.connectors.multi.worker import fences, worker_children
 from baton.contract import (
     ConnectorDead,
     KVCacheEvent,
@@ -123,8 +123,15 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf):
         return all(answers)
 
     def bind_only_rank(self, rank: KVConnectorWorkerHalf) -> None:
-        for child, of_child in zip(self._children, worker_children(rank), strict=True):
-            child.half.bind_only_rank(of_child)
+        """Left out for a child whose sibling fences.
+
+        A freed block that a sibling still saves is fenced by `handle_preemptions`, at the start of a step;
+        a child that reads into it without a step would not have waited for that.
+        """
+        halves = worker_children(rank)
+        for child, of_child in zip(self._children, halves, strict=True):
+            if not any(fences(sibling) for sibling in halves if sibling is not of_child):
+                child.half.bind_only_rank(of_child)
 
     # --- One request -----------------------------------------------------------------------------
 

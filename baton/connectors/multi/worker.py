@@ -44,6 +44,7 @@ from baton.contract import (
     TwoHalves,
     host,
 )
+from baton.contract.base import hidden_states_name
 from baton.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -100,6 +101,11 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
     def __init__(self, children: Sequence[tuple[str, KVConnectorWorkerHalf]], *, rank: int = 0) -> None:
         """`children`: (name, half), in the scheduler half's order. `rank`: among all of the engine."""
         self._children = [_Child(name, position, half) for position, (name, half) in enumerate(children)]
+        # Hidden states go to those who asked for them: to others they are a layer that they do not know.
+        self._wanted_by: dict[str, set[int]] = {}
+        for child in self._children:
+            for layer in child.half.hidden_states_wanted:
+                self._wanted_by.setdefault(hidden_states_name(layer), set()).add(child.position)
         self._rank = rank
         self._begun: MultiMetadata | None = None  # The step that has begun.
         self._loader: dict[str, int] = {}  # Who is to report a request as received, by position.
@@ -115,6 +121,11 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
     def prefer_cross_layer_blocks(self) -> bool:
         """If all children do: it is a wish, and each of them can do without."""
         return all(child.half.prefer_cross_layer_blocks for child in self._children)
+
+    @property
+    def hidden_states_wanted(self) -> tuple[int, ...]:
+        """All that any child wants; each is shown its own."""
+        return tuple(sorted({layer for child in self._children for layer in child.half.hidden_states_wanted}))
 
     @property
     def graph_capturable(self) -> bool:
@@ -200,9 +211,11 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
+        of_whom = self._wanted_by.get(layer_name)  # None: a layer of the cache, which is everybody's.
         for child in self._bound():
-            save = partial(child.half.save_kv_layer, layer_name, kv_layer, attn_metadata, **kwargs)
-            child.call("save_kv_layer", save, None)
+            if of_whom is None or child.position in of_whom:
+                save = partial(child.half.save_kv_layer, layer_name, kv_layer, attn_metadata, **kwargs)
+                child.call("save_kv_layer", save, None)
 
     def finish_forward(self) -> None:
         for child in self._children:
@@ -335,3 +348,9 @@ def worker_children(rank: KVConnectorWorkerHalf) -> tuple[KVConnectorWorkerHalf,
     half = rank.worker_half if isinstance(rank, TwoHalves) else rank
     assert isinstance(half, MultiWorkerHalf)
     return half.children
+
+
+def fences(half: KVConnectorWorkerHalf) -> bool:
+    """Whether it waits in `handle_preemptions`."""
+    own = half.worker_half if isinstance(half, TwoHalves) else half
+    return type(own).handle_preemptions is not KVConnectorWorkerHalf.handle_preemptions
