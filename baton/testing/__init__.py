@@ -1,1 +1,17 @@
 """The conformance kit: suites that connectors and transports, ours and others, have to pass. Needs pytest."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from baton.testing.contract.suite import connector_suite
+
+__all__ = ["connector_suite"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loaded when asked for: the fuzzers beside it need neither torch nor Hypothesis."""
+    if name == "connector_suite":
+        from baton.testing.contract.suite import connector_suite
+
+        return connector_suite
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

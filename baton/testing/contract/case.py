@@ -1,0 +1,155 @@
+"""How the kit gets at one connector, and what it may expect of it."""
+
+from __future__ import annotations
+
+import importlib
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from baton.connectors.registry import BUILT_IN, connector_class
+from baton.contract import KVConnectorRole
+from baton.core.config import (
+    CacheConfig,
+    ClusterSecret,
+    EngineConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from baton.core.errors import ConfigError
+from baton.testing.contract.arithmetic import VOCAB
+
+BLOCK = 4  # Tokens.
+MAX_MODEL_LEN = 96
+KV_HEADS = 4
+
+Pairing = Literal["none", "pull", "push"]
+"""How two engines meet. none: one engine. pull: P's params go to D. push: both legs at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectorCase:
+    """One connector, configured. The defaults suit a connector that saves and loads within one engine."""
+
+    path: str  # "package.module:Class", or one of Baton's names.
+    extra_config: dict[str, Any] = field(default_factory=dict)
+    pairing: Pairing = "none"
+    # Further engines' configuration where it has to differ from the first's; both get `extra_config`.
+    decode_extra_config: dict[str, Any] = field(default_factory=dict)
+    patience_s: float = 5.0  # For work in the background, when no step moves anything. 0: count steps only.
+    tensor_parallel_sizes: tuple[int, ...] = (1, 2)
+    # Breaks what the connector has stored: a file is cut, a server lost. Called between steps.
+    break_store: Callable[[], None] | None = None
+    new_example: Callable[[], None] | None = None  # Called before an example's engines are made.
+    remembers_requests: bool = False  # Ended requests' ids stay in its memory on purpose, bounded.
+    speaks_text: bool = True  # False: does not answer with the right tokens on purpose (synthetic KV).
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(":")[2]
+
+
+def find_class(path: str) -> type[Any]:
+    """The class of `module:Class`, or of one of Baton's names. Raises ConfigError."""
+    if path in BUILT_IN:
+        path = BUILT_IN[path]
+    module, colon, name = path.partition(":")
+    if not colon:
+        raise ConfigError(f"must look like 'package.module:Class', is {path!r}", field="connector")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise ConfigError(f"cannot import {module!r}: {error}", field="connector") from error
+    except AttributeError as error:
+        raise ConfigError(f"{module!r} has no {name!r}", field="connector") from error
+    if not isinstance(found, type):
+        raise ConfigError(f"{path!r} is no class", field="connector")
+    return found
+
+
+def transfer_config(case: ConnectorCase, engine_id: str, role: str, policy: str) -> KVTransferConfig:
+    """As a user would write it: the embedded engine and vLLM find the same class by it."""
+    own = case.extra_config | (case.decode_extra_config if role == "kv_consumer" else {})
+    fields: dict[str, Any] = {
+        "kv_role": role,
+        "engine_id": engine_id,
+        "kv_connector_extra_config": own,
+        "kv_load_failure_policy": policy,
+    }
+    if case.path in BUILT_IN:
+        return KVTransferConfig(kv_connector=case.path, **fields)
+    module, _, name = case.path.partition(":")
+    return KVTransferConfig(kv_connector=name, kv_connector_module_path=module, **fields)
+
+
+def toy_model() -> ModelConfig:
+    return ModelConfig(
+        model="toy",
+        served_model_name="toy",
+        dtype="float32",
+        max_model_len=MAX_MODEL_LEN,
+        num_hidden_layers=2,
+        num_attention_heads=KV_HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=2,
+        hidden_size=8,
+        vocab_size=VOCAB,
+        eos_token_ids=(VOCAB - 1,),
+        bos_token_id=None,
+        architecture_digest="kit",
+        weights_digest="kit",
+        hf_config={},
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What an example's engines are like. Small pools preempt, small budgets chunk."""
+
+    tp: int = 1
+    num_blocks: int = 24
+    budget: int = 64  # Tokens of one step.
+    caching: bool = True  # The engine's own prefix cache.
+    policy: str = "recompute"
+
+
+def engine_config(
+    case: ConnectorCase,
+    shape: Shape,
+    *,
+    engine_id: str = "e",
+    role: str = "kv_both",
+    model: ModelConfig | None = None,
+    executor: str | None = None,
+    secret: ClusterSecret | None = None,
+) -> EngineConfig:
+    return EngineConfig(
+        model_config=model if model is not None else toy_model(),
+        cache_config=CacheConfig(
+            block_size=BLOCK, num_gpu_blocks=shape.num_blocks, enable_prefix_caching=shape.caching
+        ),
+        scheduler_config=SchedulerConfig(max_num_batched_tokens=shape.budget, max_num_seqs=8),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=shape.tp,
+            executor=executor or ("multiprocess" if shape.tp > 1 else "inprocess"),  # type: ignore[arg-type]
+        ),
+        kv_transfer_config=transfer_config(case, engine_id, role, shape.policy),
+        cluster_secret=secret,
+    )
+
+
+def new_secret() -> ClusterSecret:
+    return ClusterSecret(secrets.token_bytes(32))
+
+
+def make_half(config: EngineConfig, role: KVConnectorRole, rank: int = 0) -> Any:
+    """A connector as Baton's engine makes it. Raises what the constructor raises."""
+    assert config.kv_transfer_config is not None
+    kind = connector_class(config.kv_transfer_config)
+    of_rank = msgspec.structs.replace(config.parallel_config, rank=rank)
+    return kind(msgspec.structs.replace(config, parallel_config=of_rank), role, None)

@@ -1,0 +1,122 @@
+"""Run the kit over one connector, and say rule by rule what came out."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import seed as with_seed
+from hypothesis.errors import FlakyFailure
+from hypothesis.stateful import run_state_machine_as_test
+
+from baton.testing.contract.case import ConnectorCase
+from baton.testing.contract.leaks import open_files
+from baton.testing.contract.machine import Search, make_machine
+from baton.testing.contract.rules import RULES
+from baton.testing.contract.site import Site, ToySite
+from baton.testing.contract.story import Breach, ContractBroken
+
+EXAMPLES = 50
+TRIES = 300
+STEPS = 25  # Of the state machine, in one example.
+FILES_SLACK = 3  # Descriptors that libraries keep once they have been used.
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What a run found. `broken` is None if the connector kept every rule."""
+
+    case: ConnectorCase
+    num_examples: int = 0
+    checked: Counter[str] = field(default_factory=Counter)  # By rule: how often it was put to the test.
+    seen: Counter[str] = field(default_factory=Counter)  # What the examples had in them.
+    broken: ContractBroken | None = None
+
+    @property
+    def broken_rule(self) -> str | None:
+        return self.broken.rule if self.broken is not None else None
+
+    def rows(self) -> list[tuple[str, str, int]]:
+        """(rule, result, how often it was put to the test), in the order of `rules`."""
+        return [
+            (
+                name,
+                "BROKEN" if name == self.broken_rule else "kept" if self.checked[name] else "-",
+                self.checked[name],
+            )
+            for name in RULES
+        ]
+
+    def raise_if_broken(self) -> None:
+        if self.broken is not None:
+            raise self.broken
+
+
+def check_connector(
+    case: ConnectorCase,
+    *,
+    examples: int = EXAMPLES,
+    seed: int | None = 0,
+    make_site: Callable[[ConnectorCase], Site] = ToySite,
+    tries: int = TRIES,
+    steps: int = STEPS,
+) -> Verdict:
+    """Examples until one breaks a rule; then at most `tries` more, in search of a shorter story.
+
+    `steps`: of the state machine, in one example. `seed` None: other examples each time.
+    """
+    search = Search(tries)
+    site = make_site(case)
+    files = open_files()
+    chosen = settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        database=None,
+        print_blob=False,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+    )
+    machine = make_machine(site, search)
+    if seed is not None:
+        machine = with_seed(seed)(machine)
+    try:
+        with _quiet_engine():
+            run_state_machine_as_test(machine, settings=chosen)
+    except (ContractBroken, FlakyFailure):
+        assert (
+            search.best is not None
+        )  # A search that is over lets the last replay pass, which is called flaky.
+    finally:
+        site.close()
+    verdict = Verdict(case, search.num_examples, search.checked, search.seen, search.best)
+    if verdict.broken is None and examples > 1:
+        _check_files(verdict, open_files() - files)
+    return verdict
+
+
+def _check_files(verdict: Verdict, left: Counter[str]) -> None:
+    """Over all examples: what leaks in each of them has leaked as often as there were examples."""
+    verdict.checked["files-left"] += 1
+    if left.total() > FILES_SLACK + verdict.num_examples // 4:
+        names = ", ".join(f"{count} x {name}" for name, count in left.most_common(5))
+        detail = f"after {verdict.num_examples} examples more are open than before: {names}"
+        breach = Breach("files-left", detail)
+        verdict.broken = ContractBroken(breach.rule, breach.detail, "(in all examples)")
+
+
+@contextmanager
+def _quiet_engine() -> Iterator[None]:
+    """What a connector raises is in the story; the engine's log would tell it again, thousands of times."""
+    logger = logging.getLogger("baton")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

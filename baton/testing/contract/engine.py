@@ -1,0 +1,242 @@
+"""One engine as the kit drives it: the real scheduler, a connector under observation, and somebody's ranks.
+
+ask / abort --> | schedule -> ranks execute -> update | --> answers, checked token by token
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.contract import KVConnectorHandshakeMetadata
+from baton.core.config import EngineConfig
+from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
+from baton.engine.executor import Executor
+from baton.engine.scheduler import Scheduler
+from baton.engine.step import SchedulerOutput
+from baton.testing.contract.ledger import Ledger
+from baton.testing.contract.ranks import KitRanks
+from baton.testing.contract.story import Story
+from baton.testing.contract.watched_scheduler import WatchedScheduler, watch_scheduler
+
+MakeHalf = Callable[[EngineConfig], Any]
+MakeExecutor = Callable[[EngineConfig, Ledger, dict[str, str | None]], Executor]
+Expect = Callable[[Sequence[int], str | None, int], list[int]]
+"""(prompt, salt, number of tokens) -> what an engine without a connector says."""
+
+
+@dataclass(slots=True)
+class Answer:
+    asked: EngineRequest
+    token_ids: list[int] = field(default_factory=list)
+    last: EngineOutput | None = None
+    is_foreign: bool = False  # Its params were made for another prompt, or by nobody.
+
+    @property
+    def has_ended(self) -> bool:
+        return self.last is not None
+
+
+class KitEngine:
+    def __init__(
+        self,
+        config: EngineConfig,
+        story: Story,
+        *,
+        make_half: MakeHalf,
+        make_executor: MakeExecutor,
+        expect: Expect,
+        name: str = "engine",
+    ) -> None:
+        """Raises what the connector's constructors raise; then nothing of it is left."""
+        self.name = name
+        self.config = config
+        self.story = story
+        self.woken = threading.Event()
+        self.answers: dict[str, Answer] = {}
+        self.ledger = Ledger(story)
+        self.num_idle_steps = 0  # In a row: nothing was computed, delivered or freed.
+        self.num_preempted = 0
+        self.num_faults = 0  # What the kit has broken of the connector's store.
+        self._salts: dict[str, str | None] = {}
+        self._expect = expect
+        self._open: set[str] = set()  # Answers that have not ended.
+        self.executor = make_executor(config, self.ledger, self._salts)
+        try:
+            self.half: WatchedScheduler = watch_scheduler(
+                make_half(config), self.ledger, name=name, block_size=config.cache_config.block_size
+            )
+        except BaseException:
+            self.executor.shutdown()
+            raise
+        try:
+            self.scheduler = Scheduler(config, self.half)
+            self.executor.expect_reports(self.half.get_finished_count())
+            handshake: dict[int, KVConnectorHandshakeMetadata] = self.executor.handshake_metadata()
+            if handshake:
+                self.half.set_xfer_handshake_metadata_pp_aware(
+                    {(0, rank): metadata for rank, metadata in handshake.items()}
+                )
+            if (only := self.executor.only_half()) is not None:
+                self.half.bind_only_rank(only)
+            self.half.bind_wake(self.woken.set)
+            self.executor.bind_wake(self.woken.set)
+        except BaseException:
+            self.half.shutdown()
+            self.executor.shutdown()
+            raise
+
+    # --- Requests ----------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        salt: str | None = None,
+        params: dict[str, Any] | None = None,
+        is_foreign: bool = False,
+    ) -> None:
+        asked = EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            arrival_time_s=0.0,
+            cache_salt=salt,
+            kv_transfer_params=params,
+        )
+        told = f", salt {salt!r}" if salt is not None else ""
+        told += f", params {sorted(params)}" if params else ""
+        self.story.tell(
+            f"{self.name}: request {request_id}, prompt {list(prompt)}, {max_tokens} tokens{told}"
+        )
+        self._salts[request_id] = salt
+        self.answers[request_id] = Answer(asked, is_foreign=is_foreign)
+        self._open.add(request_id)
+        self.scheduler.add_request(asked)
+
+    def abort(self, request_id: str) -> None:
+        self.story.tell(f"{self.name}: request {request_id} is aborted")
+        self.scheduler.abort([request_id])
+
+    @property
+    def open_ids(self) -> list[str]:
+        return sorted(self._open)
+
+    def reset_cache(self) -> None:
+        """Forget the engine's and the connector's cache; refused while blocks are held."""
+        done = self.scheduler.reset_prefix_cache(reset_connector=True)
+        self.story.tell(f"{self.name}: reset of all caches, {'done' if done else 'refused'}")
+
+    def forget_local_cache(self) -> None:
+        self.scheduler.reset_prefix_cache(reset_connector=False)
+
+    def dummy_run(self) -> None:
+        """Warm-up. The layer hooks are called only if the connector declares that graphs may capture them."""
+        if isinstance(self.executor, KitRanks):
+            shows_hooks = all(worker.graph_capturable for worker in self.executor.workers)
+            metadata = self.half.build_dummy_meta(SchedulerOutput()) if shows_hooks else None
+            for notes in self.executor.dummy_run(metadata, shows_hooks=shows_hooks):
+                self.half.take_notes(notes)
+
+    # --- Steps -------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """True if anything was computed, delivered or freed."""
+        output = self.scheduler.schedule()
+        self._tell_step(output)
+        num_ended = self.scheduler.num_ended_transfers
+        result = self.executor.execute(output)
+        said = self.scheduler.update_from_output(output, result).outputs
+        for piece in said:
+            self._take(piece)
+        has_moved = bool(
+            output.num_scheduled_tokens or said or self.scheduler.num_ended_transfers != num_ended
+        )
+        self.num_idle_steps = 0 if has_moved else self.num_idle_steps + 1
+        return has_moved
+
+    def _tell_step(self, output: SchedulerOutput) -> None:
+        self.num_preempted += len(output.preempted_req_ids)
+        self.story.seen["preemptions"] += len(output.preempted_req_ids)
+        self.story.seen["steps" if output.num_scheduled_tokens else "steps without tokens"] += 1
+        told = [f"{request_id} {count}" for request_id, count in output.num_scheduled_tokens.items()]
+        parts = [f"computes {', '.join(told)}"] if told else []
+        if output.preempted_req_ids:
+            parts.append(f"preempts {', '.join(sorted(output.preempted_req_ids))}")
+        if output.finished_req_ids:
+            parts.append(f"finished {', '.join(sorted(output.finished_req_ids))}")
+        if parts:
+            self.story.tell(f"{self.name}: step {'; '.join(parts)}")
+        elif self.num_idle_steps == 0:
+            self.story.tell(f"{self.name}: step without tokens")
+
+    def _take(self, output: EngineOutput) -> None:
+        answer = self.answers[output.request_id]
+        answer.token_ids += output.new_token_ids
+        self._check_tokens(answer)
+        if output.finish_reason is None:
+            return
+        answer.last = output
+        self._open.discard(output.request_id)
+        error = f" ({output.error.message})" if output.error is not None else ""
+        self.story.tell(f"{self.name}: {output.request_id} ends, {output.finish_reason}{error}")
+
+    def _check_tokens(self, answer: Answer) -> None:
+        asked, said = answer.asked, answer.token_ids
+        if self.story.breach is not None or not said:
+            return
+        right = self._expect(asked.prompt_token_ids, asked.cache_salt, len(said))
+        rule, why = "wrong-token", f"{asked.request_id} says {said}, which is {right} without a connector"
+        if isinstance(self.executor, KitRanks):
+            rule = self._rule_of_wrong_bytes(answer)
+            why = str(self.executor.first_wrong or why)
+        self.story.check(rule, said == right, why)
+
+    def _rule_of_wrong_bytes(self, answer: Answer) -> str:
+        """What most likely led to them: a shrunk story has nothing in it that could be left out."""
+        assert isinstance(self.executor, KitRanks)
+        wrong = self.executor.first_wrong
+        if wrong is not None and wrong.is_of_other_salt:
+            return "salt-ignored"
+        if answer.is_foreign:
+            return "params-believed"
+        if self.num_faults:
+            return "failed-load-unreported"
+        return "lost-on-preemption" if self.num_preempted else "wrong-bytes"
+
+    # --- At rest -----------------------------------------------------------------------------------
+
+    @property
+    def is_at_rest(self) -> bool:
+        return not self.scheduler.has_requests()
+
+    def collect_notes(self) -> None:
+        """What the ranks have noted since their last report, where they live here."""
+        if isinstance(self.executor, KitRanks):
+            self.executor.check_memory("at rest")
+            for worker in self.executor.workers:
+                self.half.take_notes(worker.take_notes())
+
+    def check_pool(self) -> None:
+        """Ours, not the connector's: it could not have lost a block without an open load or loan."""
+        if not self.ledger.loading and not self.ledger.lent:
+            assert self.scheduler.kv_cache.usage == 0.0, "the engine has lost blocks"
+
+    def shutdown(self) -> None:
+        """Twice, as hosts may."""
+        story = self.story
+        for number in ("", " a second time"):
+            for who, end in (
+                (self.name, self.half.shutdown),
+                (f"{self.name}'s ranks", self.executor.shutdown),
+            ):
+                try:
+                    end()
+                except Exception as error:  # A connector's, at the border of one call.
+                    detail = f"shutdown of {who}{number} raised {type(error).__name__}: {error}"
+                    story.check("shutdown-raised", False, detail)
+                story.check("shutdown-raised", True)

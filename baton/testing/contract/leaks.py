@@ -1,0 +1,117 @@
+"""What is left of a connector when nothing should be: threads, files, and memory of ended requests."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import types
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from baton.testing.contract.engine import KitEngine
+
+THREAD_END_S = 2.0  # For a thread that was told to end.
+THREAD_END_MIN_S = 0.1
+IDS_MIN = 3  # Ended requests before their ids are looked for.
+_WALK_MAX = 20_000  # Objects.
+
+
+def running_threads() -> set[int]:
+    return {thread.ident for thread in threading.enumerate() if thread.ident is not None}
+
+
+def new_threads(before: set[int], patience_s: float) -> list[str]:
+    """Names of threads that were not there before and do not end."""
+    deadline = time.monotonic() + min(THREAD_END_S, THREAD_END_MIN_S + patience_s)
+    left = []
+    for thread in threading.enumerate():
+        if thread.ident in before or thread is threading.current_thread():
+            continue
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            left.append(thread.name)
+    return left
+
+
+def open_files() -> Counter[str]:
+    """What this process has open, by name; empty where /proc does not tell."""
+    folder = Path("/proc/self/fd")
+    found: Counter[str] = Counter()
+    if not folder.exists():
+        return found
+    gc.collect()
+    for link in folder.iterdir():
+        try:
+            name = os.readlink(link)
+        except OSError:
+            continue  # The listing's own.
+        found[name.partition(":[")[0]] += 1
+    return found
+
+
+def check_ids(engine: KitEngine) -> None:
+    """Every request has ended: no dict or set that belongs to the connector may still name one.
+
+    A cache that remembers the latest few is not a leak: more than half of the ids have to be left.
+    """
+    ended = {request_id for request_id in engine.answers if request_id in engine.ledger.ended}
+    if len(ended) < IDS_MIN:
+        return
+    halves = [engine.half.inner]
+    halves += [worker.inner for worker in getattr(engine.executor, "workers", ())]
+    for half in halves:
+        left = sorted(_keys_reachable_from(half) & ended)
+        engine.story.check(
+            "ids-left",
+            2 * len(left) <= len(ended),
+            f"{type(half).__name__} still remembers {left}, which have ended",
+        )
+
+
+def _keys_reachable_from(root: Any) -> set[str]:
+    """Strings that are keys or members of containers in the object's own state."""
+    found: set[str] = set()
+    seen = {id(root)}
+    queue = [root]
+    while queue and len(seen) < _WALK_MAX:
+        value = queue.pop()
+        if isinstance(value, dict | set | frozenset):
+            found.update(key for key in value if isinstance(key, str))
+        for child in _children(value):
+            if id(child) not in seen:
+                seen.add(id(child))
+                queue.append(child)
+    return found
+
+
+_LEAVES = (
+    str,
+    bytes,
+    int,
+    float,
+    bool,
+    type(None),
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.CodeType,
+)
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, _LEAVES) or type(value).__module__.partition(".")[0] in (
+        "torch",
+        "numpy",
+        "threading",
+    ):
+        return ()
+    # The engine's own state, which a connector may hold on to, is not the connector's memory.
+    if type(value).__module__.startswith("baton.engine."):
+        return ()
+    return gc.get_referents(value)

@@ -1,0 +1,114 @@
+"""What a connector owes its host: loads that are to end, and loans that are to come back.
+
+update_state_after_alloc(n > 0) --> loading --finished_recving--> (ended)
+request_finished -> True        --> lent    --finished_sending--> (ended)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.contract import KVConnectorOutput
+from baton.testing.contract.story import Story
+
+
+@dataclass(slots=True)
+class OpenLoad:
+    """Blocks that the connector may write to, from `first_block` of the request's table on."""
+
+    request_id: str
+    block_ids: list[int]
+    first_block: int
+    num_tokens: int
+    is_async: bool
+
+    @property
+    def filled_block_ids(self) -> list[int]:
+        return self.block_ids[self.first_block :]
+
+
+@dataclass(slots=True)
+class Ledger:
+    story: Story
+    known: set[str] = field(default_factory=set)  # Requests that the scheduler half was told of.
+    ended: set[str] = field(default_factory=set)  # request_finished was called.
+    aborted: set[str] = field(default_factory=set)
+    loading: dict[str, OpenLoad] = field(default_factory=dict)
+    sync_loads: dict[str, OpenLoad] = field(default_factory=dict)  # Of the step in the making, or in flight.
+    opened: set[str] = field(default_factory=set)  # Loads that the ranks have not heard of.
+    lent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    sent: set[str] = field(default_factory=set)
+    loaded_blocks: set[int] = field(default_factory=set)  # Of loads that have ended.
+
+    def open_load(self, load: OpenLoad) -> None:
+        (self.loading if load.is_async else self.sync_loads)[load.request_id] = load
+        self.received.discard(load.request_id)  # Once preempted, a request may load again.
+        self.opened.add(load.request_id)
+        self.story.seen["loads in the background" if load.is_async else "loads in a step"] += 1
+
+    def end_request(self, request_id: str, *, is_lent: bool, is_aborted: bool) -> None:
+        self.ended.add(request_id)
+        if is_aborted:
+            self.aborted.add(request_id)
+            self.story.seen["aborts while loading" if request_id in self.loading else "other aborts"] += 1
+        if is_lent:
+            self.lent.add(request_id)
+            self.story.seen["delayed frees"] += 1
+
+    def writable_blocks(self) -> set[int]:
+        loads = (*self.loading.values(), *self.sync_loads.values())
+        return {block_id for load in loads for block_id in load.filled_block_ids}
+
+    def take_report(self, report: KVConnectorOutput) -> None:
+        """A step's aggregated report, as the scheduler acts on it."""
+        self._check_blocks(report.invalid_block_ids)
+        for request_id in sorted(report.finished_recving or ()):
+            self._take_received(request_id)
+        for request_id in sorted(report.finished_sending or ()):
+            self._take_sent(request_id)
+        self.loaded_blocks.update(b for load in self.sync_loads.values() for b in load.filled_block_ids)
+        self.sync_loads.clear()
+
+    def _check_blocks(self, invalid: set[int]) -> None:
+        if not invalid:
+            return
+        self.story.seen["failed loads"] += 1
+        loads = (*self.loading.values(), *self.sync_loads.values())
+        fillable = {block_id for load in loads for block_id in load.block_ids}
+        if strangers := sorted(invalid - fillable):
+            is_late = set(strangers) <= self.loaded_blocks
+            rule = "load-error-too-late" if is_late else "foreign-block-reported"
+            self.story.check(rule, False, f"blocks {strangers} are reported as invalid; open loads: {loads}")
+        self.story.check("foreign-block-reported", True)
+        self.story.check("load-error-too-late", True)
+
+    def _take_received(self, request_id: str) -> None:
+        load = self.loading.pop(request_id, None)
+        if load is not None:
+            self.received.add(request_id)
+            self.loaded_blocks.update(load.filled_block_ids)
+        is_double = load is None and request_id in self.received
+        self.story.check("finished-twice", not is_double, f"finished_recving has {request_id} again")
+        self.story.check(
+            "unknown-id-reported",
+            load is not None or is_double,
+            f"finished_recving has {request_id!r}, which waits for no load",
+        )
+
+    def _take_sent(self, request_id: str) -> None:
+        story = self.story
+        is_lent = request_id in self.lent
+        self.lent.discard(request_id)
+        is_double = not is_lent and request_id in self.sent
+        is_early = not is_lent and request_id in self.known and request_id not in self.ended
+        story.check("finished-twice", not is_double, f"finished_sending has {request_id} again")
+        story.check(
+            "sent-before-finished", not is_early, f"finished_sending has {request_id}, which still runs"
+        )
+        story.check(
+            "unknown-id-reported",
+            is_lent or is_double or is_early,
+            f"finished_sending has {request_id!r}, whose blocks were not lent",
+        )
+        self.sent.add(request_id)

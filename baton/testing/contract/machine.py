@@ -1,0 +1,202 @@
+"""Hypothesis plays host and clients: which requests come, when steps happen, who aborts, what breaks.
+
+One example is one world from start to rest. Prompts share prefixes, pools are small enough to preempt, and a
+request may end in any state that it can be in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from baton.testing.contract.case import Shape
+from baton.testing.contract.site import Site
+from baton.testing.contract.story import ContractBroken, Story
+from baton.testing.contract.world import World
+
+PROMPT_MAX = 22  # Tokens: five blocks and a half.
+_TRUNKS = ((3, 1, 4, 1, 5, 9, 2, 6), (2, 7, 1, 8, 2, 8, 1, 8))  # Cycled; requests of one share prefixes.
+
+
+def prompt_of(trunk: int, length: int, twist: int | None) -> list[int]:
+    """`length` tokens of a trunk. `twist`: the place of a token that is another one; -1 is the last."""
+    tokens = [_TRUNKS[trunk][i % 8] + i // 8 for i in range(length)]
+    if twist is not None and twist < length:
+        tokens[twist] += 10
+    return tokens
+
+
+# Lengths around block borders, where they matter, and prompts that differ in one early or late token only.
+_lengths = st.one_of(st.sampled_from([21, 13, 12, 9, 4]), st.integers(1, PROMPT_MAX))
+prompts = st.builds(prompt_of, st.integers(0, 1), _lengths, st.sampled_from([None, None, 1, 5, -1]))
+answers = st.integers(1, 8)  # Tokens.
+salts = st.sampled_from([None, None, None, "salt"])
+
+
+def shapes_of(site: Site) -> st.SearchStrategy[Shape]:
+    return st.builds(
+        Shape,
+        tp=st.sampled_from(site.case.tensor_parallel_sizes),
+        num_blocks=st.sampled_from([24, 12, 8]),
+        budget=st.sampled_from([64, 8]),
+        caching=st.sampled_from([True, False]),
+        policy=st.sampled_from(["recompute", "fail"]),
+    )
+
+
+class Search:
+    """What a run has found so far, and whether it goes on. Shrinking is bounded by a number of tries."""
+
+    def __init__(self, tries_max: int) -> None:
+        """`tries_max`: examples after the first that broke a rule."""
+        self.num_examples = 0
+        self.checked: Counter[str] = Counter()
+        self.seen: Counter[str] = Counter()
+        self.best: ContractBroken | None = None  # The shortest story of a broken rule.
+        self._num_lines = 0
+        self._tries_left = tries_max
+
+    @property
+    def is_over(self) -> bool:
+        return self.best is not None and self._tries_left <= 0
+
+    def take(self, story: Story) -> None:
+        """An example is over."""
+        self.num_examples += 1
+        self.seen.update(story.seen)
+        if self.best is not None:
+            self._tries_left -= 1
+        else:
+            self.checked.update(story.checked)
+        if story.breach is None:
+            return
+        num_lines = story.num_lines
+        if self.best is None or num_lines < self._num_lines:
+            self.best = ContractBroken(story.breach.rule, story.breach.detail, story.text())
+            self._num_lines = num_lines
+
+
+def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
+    """Examples at `site`, counted and judged by `search`."""
+    has_store = site.case.break_store is not None
+    is_pair = site.case.pairing != "none"
+
+    class ConnectorMachine(RuleBasedStateMachine):
+        world: World | None = None
+
+        @initialize(shape=shapes_of(site))
+        def start(self, shape: Shape) -> None:
+            self.story = Story()
+            self.has_failed = True  # Until it is known that it has not.
+            if search.is_over:
+                return
+            if site.case.new_example is not None:
+                site.case.new_example()
+            try:
+                self.world = World(site, shape, self.story)
+            except ContractBroken:
+                search.take(self.story)
+                raise
+            except Exception as error:
+                self.story.check("raised", False, f"starting raised {type(error).__name__}: {error}")
+                search.take(self.story)
+                self.story.raise_if_broken()
+            self.dummy_run()
+
+        def dummy_run(self) -> None:
+            self.then(lambda world: world.dummy_run())
+
+        def then(self, act: Callable[[World], Any]) -> None:
+            if self.world is None:  # The search is over; Hypothesis does not know it yet.
+                return
+            self.has_failed = True
+            act(self.world)
+            self.story.raise_if_broken()
+            self.has_failed = False
+
+        @rule(prompt=prompts, max_tokens=answers, salt=salts)
+        def ask(self, prompt: Sequence[int], max_tokens: int, salt: str | None) -> None:
+            self.then(lambda world: world.ask(prompt, max_tokens, salt))
+
+        @rule(several=st.lists(prompts, min_size=2, max_size=5), max_tokens=answers)
+        def ask_several(self, several: list[list[int]], max_tokens: int) -> None:
+            """At once: they share blocks, and a small pool has not enough for all of them."""
+            self.then(lambda world: world.ask_all(several, max_tokens))
+
+        @rule(prompt=prompts, salt=salts)
+        def ask_to_store(self, prompt: Sequence[int], salt: str | None) -> None:
+            """To its end, so that the connector has something that the engine has not."""
+
+            def ask_and_forget(world: World) -> None:
+                world.ask(prompt, 1, salt)
+                world.settle()
+                world.forget_local_caches()
+
+            self.then(ask_and_forget)
+
+        @rule(count=st.integers(1, 4))
+        def step(self, count: int) -> None:
+            self.then(lambda world: [world.step() for _ in range(count)])
+
+        @rule(prompt=prompts, max_tokens=answers, num_steps=st.integers(0, 3))
+        def ask_and_abort(self, prompt: Sequence[int], max_tokens: int, num_steps: int) -> None:
+            self.then(lambda world: world.ask_and_abort(prompt, max_tokens, num_steps))
+
+        @rule(index=st.integers(0, 7))
+        def abort(self, index: int) -> None:
+            self.then(lambda world: world.abort(index))
+
+        @rule()
+        def settle(self) -> None:
+            self.then(lambda world: world.settle())
+
+        @rule()
+        def forget_local_cache(self) -> None:
+            self.then(lambda world: world.forget_local_caches())
+
+        @rule()
+        def reset_cache(self) -> None:
+            self.then(lambda world: world.reset_caches())
+
+        @precondition(lambda self: has_store)
+        @rule()
+        def break_store(self) -> None:
+            self.then(lambda world: world.break_store())
+
+        @precondition(lambda self: is_pair)
+        @rule(prompt=prompts, max_tokens=answers)
+        def ask_plain(self, prompt: Sequence[int], max_tokens: int) -> None:
+            self.then(lambda world: world.ask_plain(prompt, max_tokens))
+
+        @precondition(lambda self: is_pair)
+        @rule(index=st.integers(0, 7), prompt=prompts, max_tokens=answers)
+        def replay(self, index: int, prompt: Sequence[int], max_tokens: int) -> None:
+            self.then(lambda world: world.replay(index, prompt, max_tokens))
+
+        @precondition(lambda self: is_pair)
+        @rule(index=st.integers(0, 7))
+        def lose_ticket(self, index: int) -> None:
+            self.then(lambda world: world.lose_ticket(index))
+
+        @invariant()
+        def nothing_is_broken(self) -> None:
+            if self.world is not None:
+                self.story.raise_if_broken()
+
+        def teardown(self) -> None:
+            world, self.world = self.world, None
+            if world is None:
+                return
+            try:
+                if self.has_failed:
+                    world.shutdown()
+                else:
+                    world.finish()
+            finally:
+                search.take(self.story)
+
+    return ConnectorMachine

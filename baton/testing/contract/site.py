@@ -1,0 +1,127 @@
+"""Where an example happens: how its engines get their halves and ranks, and how time passes for them."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from baton.contract import KVConnectorRole
+from baton.core.config import ClusterSecret, EngineConfig
+from baton.engine.executor import Executor
+from baton.testing.contract.arithmetic import expected_tokens
+from baton.testing.contract.case import ConnectorCase, Shape, engine_config, make_half, new_secret
+from baton.testing.contract.engine import KitEngine
+from baton.testing.contract.ledger import Ledger
+from baton.testing.contract.ranks import KitRanks
+from baton.testing.contract.story import Story
+from baton.testing.contract.watched_worker import WatchedWorker
+
+FREE_LOOKS = 30  # Idle steps in a row that cost no time: a connector that only counts steps ends within them.
+LOOK_EVERY_S = 0.002
+LOOK_EVERY_MAX_S = 0.05
+
+
+class Site(ABC):
+    """Makes engines for one example after the other."""
+
+    def __init__(self, case: ConnectorCase) -> None:
+        self.case = case
+
+    @abstractmethod
+    def start(self, shape: Shape, story: Story, *, name: str, role: str) -> KitEngine:
+        """Raises what the connector's constructors raise."""
+
+    @abstractmethod
+    def wait(self, engines: Sequence[KitEngine]) -> bool:
+        """No step moves anything: let time pass. False when the connector has had time enough."""
+
+    @abstractmethod
+    def moved(self) -> None:
+        """A step has moved something; `wait` begins anew."""
+
+    def close(self) -> None:
+        """After the last example."""
+        return
+
+
+class Patience:
+    """Waits for work in the background: at length for the first that hangs, then as long as it had helped.
+
+    Otherwise shrinking the story of a connector that hangs would take patience_s for each try.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._longest_good_s = 0.0
+        self._has_hung = False
+        self._since: float | None = None
+        self._looks = 0
+
+    def moved(self) -> None:
+        if self._since is not None:
+            self._longest_good_s = max(self._longest_good_s, time.monotonic() - self._since)
+        self._since, self._looks = None, 0
+
+    def wait(self, engines: Sequence[KitEngine]) -> bool:
+        self._looks += 1
+        if self._looks <= FREE_LOOKS:
+            return True
+        now = time.monotonic()
+        self._since = self._since if self._since is not None else now
+        limit_s = self._patience_s
+        if self._has_hung:
+            limit_s = min(limit_s, 0.05 + 4 * self._longest_good_s)
+        if now - self._since >= limit_s:
+            self._has_hung = True
+            self._since, self._looks = None, 0
+            return False
+        pause_s = min(LOOK_EVERY_S * (self._looks - FREE_LOOKS), LOOK_EVERY_MAX_S)
+        woken = engines[0].woken
+        woken.wait(pause_s)
+        for engine in engines:
+            engine.woken.clear()
+        return True
+
+
+class ToySite(Site):
+    """Ranks of the kit, in this process; the connector as its users configure it."""
+
+    def __init__(self, case: ConnectorCase) -> None:
+        super().__init__(case)
+        self.patience = Patience(case.patience_s)
+        self._secret = new_secret()
+
+    def start(self, shape: Shape, story: Story, *, name: str, role: str) -> KitEngine:
+        config = engine_config(self.case, shape, engine_id=name, role=role, secret=self._secret)
+        return KitEngine(
+            config,
+            story,
+            make_half=self.make_scheduler_half,
+            make_executor=self._make_ranks,
+            expect=expected_tokens,
+            name=name,
+        )
+
+    def make_scheduler_half(self, config: EngineConfig) -> Any:
+        return make_half(config, KVConnectorRole.SCHEDULER)
+
+    def make_worker_half(self, config: EngineConfig, rank: int) -> Any:
+        return make_half(config, KVConnectorRole.WORKER, rank)
+
+    def _make_ranks(self, config: EngineConfig, ledger: Ledger, salts: dict[str, str | None]) -> Executor:
+        def watched(config: EngineConfig, rank: int) -> WatchedWorker:
+            return WatchedWorker(self.make_worker_half(config, rank), rank)
+
+        return KitRanks(config, watched, ledger, salts)
+
+    def moved(self) -> None:
+        self.patience.moved()
+
+    def wait(self, engines: Sequence[KitEngine]) -> bool:
+        return self.patience.wait(engines)
+
+    @property
+    def secret(self) -> ClusterSecret:
+        return self._secret

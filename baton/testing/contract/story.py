@@ -1,0 +1,89 @@
+"""What happened in one example: numbered calls, how often each rule was tested, and which broke first.
+
+Calls that said nothing (a poll without news, a hook that returned None in a quiet step) are left out, so that
+the shrunk story of a failure is short enough to read.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from baton.testing.contract.rules import RULES
+
+LINES_MAX = 120  # Of a told story; the beginning of a longer one is left out.
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 60
+_short.maxlist = _short.maxset = _short.maxdict = 8
+
+
+def short(value: Any) -> str:
+    """A value as a story shows it: one line, at most some 100 characters."""
+    request_id = getattr(value, "request_id", None)
+    if isinstance(request_id, str):
+        return request_id
+    text = " ".join(_short.repr(value).split())
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+class ContractBroken(AssertionError):
+    """A connector broke `rule`; the message tells the story."""
+
+    def __init__(self, rule: str, detail: str, story: str) -> None:
+        super().__init__(f"{rule}: {RULES[rule].promise}\n  But: {detail}\n\n{story}")
+        self.rule = rule
+        self.detail = detail
+        self.story = story
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    rule: str
+    detail: str
+
+
+class Story:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.checked: Counter[str] = Counter()  # By rule: how often it could have broken.
+        self.seen: Counter[str] = Counter()  # What the example had in it: loads, preemptions, aborts, ...
+        self.breach: Breach | None = None  # The first.
+        self.is_silent = False  # What happens now belongs to a diagnosis, not to the story.
+        self._end: int | None = None  # Lines up to the breach.
+
+    def tell(self, line: str) -> None:
+        if not self.is_silent:
+            self.lines.append(line)
+
+    def tell_call(self, who: str, method: str, arguments: tuple[Any, ...], answer: Any = None) -> None:
+        said = f"{who}.{method}({', '.join(map(short, arguments))})"
+        self.tell(said if answer is None else f"{said} -> {short(answer)}")
+
+    def check(self, rule: str, holds: bool, detail: str = "") -> bool:
+        """Returns `holds`. The first rule that does not hold is the one that is reported."""
+        assert rule in RULES, rule
+        self.checked[rule] += 1
+        if not holds and self.breach is None:
+            self.breach = Breach(rule, detail)
+            self.tell(f"!! {detail}")
+            self._end = len(self.lines)
+        return holds
+
+    def raise_if_broken(self) -> None:
+        """Raises ContractBroken."""
+        if self.breach is not None:
+            raise ContractBroken(self.breach.rule, self.breach.detail, self.text())
+
+    @property
+    def num_lines(self) -> int:
+        return len(self.lines[: self._end])
+
+    def text(self) -> str:
+        numbered = [f"{number:4d}  {line}" for number, line in enumerate(self.lines[: self._end], start=1)]
+        if len(numbered) > LINES_MAX:
+            left_out = len(numbered) - LINES_MAX
+            numbered = [f"      ... {left_out} calls before", *numbered[left_out:]]
+        return "\n".join(numbered)

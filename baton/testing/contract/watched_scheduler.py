@@ -1,0 +1,336 @@
+"""A scheduler half under observation: passes every call on, and notes in the story what the call broke."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from baton.contract import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorSchedulerHalf,
+    KVConnectorStats,
+    KVConnectorWorkerHalf,
+    SupportsHMA,
+    host,
+)
+from baton.contract.events import KVCacheEvent
+from baton.core.errors import UserError
+from baton.testing.contract.envelopes import WatchedMetadata, WatchedReport
+from baton.testing.contract.ledger import Ledger, OpenLoad
+from baton.testing.contract.story import short
+from baton.testing.contract.watched_worker import WatchedWorker, is_plain, says_something, why_not_pickled
+
+if TYPE_CHECKING:
+    from baton.core.prefilled import PrefilledTokens
+    from baton.testing.contract.story import Story
+
+_ABOUT_A_REQUEST = {"on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc"}
+
+
+class WatchedScheduler(KVConnectorSchedulerHalf):
+    def __init__(
+        self, inner: Any, ledger: Ledger, *, name: str, block_size: int, num_groups: int = 1
+    ) -> None:
+        """`inner`: a scheduler half, or anything that has its methods, as vLLM's connectors do."""
+        self.inner = inner
+        self.name = name  # Of the engine, for the story.
+        self.num_deferred = 0  # Lookups answered with None in a row.
+        self.was_reset = False  # reset_cache() said True, and nothing was computed since.
+        self._ledger = ledger
+        self._story: Story = ledger.story
+        self._block_size = block_size
+        self._num_groups = num_groups
+        self._matches: dict[str, tuple[int, bool]] = {}  # (local tokens, is_async) of the last lookup.
+        self._allocated: set[str] = set()
+        self._scheduled: set[str] = set()
+
+    # --- Start and end -----------------------------------------------------------------------------
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return bool(getattr(self.inner, "supports_divergent_local_hybrid_hits", False))
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return bool(self.inner.requires_kv_delivery)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        self.inner.bind_kv_cache_manager(kv_cache_manager)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        self._ask("set_xfer_handshake_metadata", metadata, told=())
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self._ask("set_xfer_handshake_metadata_pp_aware", metadata, told=())
+
+    def get_finished_count(self) -> int | None:
+        count = self._ask("get_finished_count")
+        is_count = count is None or (isinstance(count, int) and count > 0)
+        self._story.check("wrong-type", is_count, f"get_finished_count answers {short(count)}")
+        return count if is_count else None
+
+    def bind_wake(self, wake: Callable[[], None]) -> bool:
+        return bool(self._ask_if_there("bind_wake", wake, told=()))
+
+    def bind_only_rank(self, rank: KVConnectorWorkerHalf) -> None:
+        self._ask_if_there("bind_only_rank", rank.inner if isinstance(rank, WatchedWorker) else rank, told=())
+
+    def drain(self, timeout_s: float) -> None:
+        self._ask_if_there("drain", timeout_s)
+
+    def reset_cache(self) -> bool | None:
+        answer: bool | None = self._ask("reset_cache")
+        self._story.check("wrong-type", answer in (None, True, False), f"reset_cache answers {short(answer)}")
+        self.was_reset = answer is True
+        return answer
+
+    def introduction(self) -> str | None:
+        text: str | None = self._ask_if_there("introduction", is_quiet=True)
+        return text
+
+    def shutdown(self) -> None:
+        self.inner.shutdown()
+
+    # --- One request -------------------------------------------------------------------------------
+
+    def on_new_request(self, request: host.Request) -> None:
+        self._ledger.known.add(request.request_id)
+        self._ask("on_new_request", request)
+
+    def get_num_new_matched_tokens(
+        self, request: host.Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        before = copy.deepcopy(request.kv_transfer_params)
+        answer = self._ask("get_num_new_matched_tokens", request, num_computed_tokens)
+        is_match = (
+            isinstance(answer, tuple)
+            and len(answer) == 2
+            and (answer[0] is None or (isinstance(answer[0], int) and not isinstance(answer[0], bool)))
+            and isinstance(answer[1], bool)
+        )
+        told = f"get_num_new_matched_tokens({request.request_id}, {num_computed_tokens})"
+        if not self._story.check("wrong-type", is_match, f"{told} answers {short(answer)}"):
+            return 0, False
+        again = self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
+        self._story.check(
+            "lookup-has-side-effects",
+            again == answer or None in (again[0], answer[0]),
+            f"{told} answers {answer}, and asked again {again}",
+        )
+        self._story.check(
+            "lookup-has-side-effects",
+            request.kv_transfer_params == before,
+            f"{told} changed kv_transfer_params from {short(before)} to {short(request.kv_transfer_params)}",
+        )
+        count, is_async = answer
+        self.num_deferred = self.num_deferred + 1 if count is None else 0
+        if count is None:
+            return None, is_async
+        room = request.num_tokens - num_computed_tokens
+        self._story.check(
+            "match-out-of-range",
+            0 <= count <= room,
+            f"{told} answers {count}; {room} tokens are to be computed",
+        )
+        self._story.check("async-without-tokens", not (is_async and count == 0), f"{told} answers (0, True)")
+        if self.was_reset and not request.kv_transfer_params:
+            self._story.check(
+                "reset-ignored", count == 0, f"{told} answers {count} right after reset_cache()"
+            )
+        self._matches[request.request_id] = (num_computed_tokens, is_async)
+        return count, is_async
+
+    def get_loaded_kv_cache_group_ids(self, request: host.Request) -> tuple[int, ...]:
+        ids = self._ask("get_loaded_kv_cache_group_ids", request)
+        exist = isinstance(ids, tuple) and all(i in range(self._num_groups) for i in ids) and len(ids) > 0
+        self._story.check("foreign-group", exist, f"get_loaded_kv_cache_group_ids answers {short(ids)}")
+        return ids if exist else (0,)
+
+    def update_state_after_alloc(
+        self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        request_id, block_ids = request.request_id, blocks.get_block_ids()[0]
+        self._allocated.add(request_id)
+        self._ask(
+            "update_state_after_alloc",
+            request,
+            blocks,
+            num_external_tokens,
+            told=(request_id, block_ids, num_external_tokens),
+            is_quiet=False,
+        )
+        same = blocks.get_block_ids()[0] == block_ids
+        self._story.check("argument-modified", same, "update_state_after_alloc changed the block table")
+        if num_external_tokens:
+            if hasattr(self.inner, "get_loaded_kv_cache_group_ids"):
+                self.get_loaded_kv_cache_group_ids(request)
+            num_local, is_async = self._matches[request_id]
+            last = -(-(num_local + num_external_tokens) // self._block_size)
+            first = num_local // self._block_size
+            self._ledger.open_load(
+                OpenLoad(request_id, block_ids[:last], first, num_external_tokens, is_async)
+            )
+
+    def take_prefilled_tokens(self, request_id: str) -> PrefilledTokens | None:
+        tokens: PrefilledTokens | None = self._ask_if_there("take_prefilled_tokens", request_id)
+        return tokens
+
+    def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
+        self._ask_if_there("take_back", kv_transfer_params)
+
+    def request_finished(
+        self, request: host.Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._finished("request_finished", request, block_ids, block_ids)
+
+    def _finished(
+        self, method: str, request: host.Request, block_ids: Any, told: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        before = copy.deepcopy(block_ids)
+        status = request.status.name
+        answer = self._ask(
+            method, request, block_ids, told=(request.request_id, status, told), is_quiet=False
+        )
+        self._story.check("argument-modified", block_ids == before, f"{method} changed the list of blocks")
+        is_answer = (
+            isinstance(answer, tuple)
+            and len(answer) == 2
+            and isinstance(answer[0], bool)
+            and (answer[1] is None or isinstance(answer[1], dict))
+        )
+        if not self._story.check("wrong-type", is_answer, f"{method} answers {short(answer)}"):
+            return False, None
+        is_lent, params = answer
+        if params is not None:
+            self._story.check("params-not-plain", is_plain(params), f"{method} answers {short(params)}")
+        self._ledger.end_request(
+            request.request_id, is_lent=is_lent, is_aborted=status in ("FINISHED_ABORTED", "FINISHED_ERROR")
+        )
+        return is_lent, params
+
+    # --- One step ----------------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
+        before = copy.deepcopy(scheduler_output)
+        metadata = self._ask("build_connector_meta", scheduler_output, told=(), is_quiet=True)
+        self._story.check(
+            "argument-modified",
+            scheduler_output == before,
+            "build_connector_meta changed the scheduler output",
+        )
+        self._story.check("wrong-type", metadata is not None, "build_connector_meta answers None")
+        problem = why_not_pickled(metadata)
+        self._story.check(
+            "not-serialisable", problem is None, f"the connector metadata cannot be pickled: {problem}"
+        )
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        if num_tokens:
+            self.was_reset = False  # There is something new to store.
+        ended = scheduler_output.finished_req_ids
+        self._scheduled.update(new.req_id for new in scheduler_output.scheduled_new_reqs)
+        unseen = frozenset(ended - self._scheduled)
+        self._scheduled -= ended
+        opened, self._ledger.opened = frozenset(self._ledger.opened), set()
+        return WatchedMetadata(
+            metadata, is_empty=num_tokens == 0, opened_loads=opened, unseen_finished_ids=unseen
+        )
+
+    def build_dummy_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
+        """For a dummy run of a connector whose hooks are to be captured."""
+        metadata = self.build_connector_meta(scheduler_output)
+        assert isinstance(metadata, WatchedMetadata)
+        metadata.is_dummy = True
+        return metadata
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WatchedReport):
+            connector_output.kv_connector_worker_meta = report.inner
+            for notes in report.notes:
+                self.take_notes(notes)
+        self._ask("update_connector_output", connector_output, told=(), is_quiet=True)
+        if connector_output.finished_sending or connector_output.finished_recving:
+            self._story.tell(
+                f"{self.name}: sent {short(connector_output.finished_sending or set())}, "
+                f"received {short(connector_output.finished_recving or set())}, "
+                f"failed {short(connector_output.failed_recving or set())}, "
+                f"invalid blocks {short(connector_output.invalid_block_ids)}"
+            )
+        self._ledger.take_report(connector_output)
+
+    def take_notes(self, notes: Any) -> None:
+        for line in notes.calls:
+            self._story.tell(f"{self.name} {line}")
+        self._story.checked.update(notes.checked)
+        for rule, detail in notes.breaches:
+            self._story.check(rule, False, detail)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        events = list(self._ask_if_there("take_events") or ())
+        return events
+
+    def has_pending_block_frees(self) -> bool:
+        return bool(self._ask_if_there("has_pending_block_frees"))
+
+    def has_pending_push_work(self) -> bool:
+        return bool(self._ask_if_there("has_pending_push_work"))
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        stats: KVConnectorStats | None = self._ask("get_kv_connector_stats", is_quiet=True)
+        if stats is not None:
+            plain = is_plain(stats.to_dict())
+            self._story.check("stats-not-plain", plain, f"stats are {short(stats.to_dict())}")
+        return stats
+
+    # --- Notes -------------------------------------------------------------------------------------
+
+    def _ask(
+        self,
+        method: str,
+        *arguments: Any,
+        told: tuple[Any, ...] | None = None,
+        is_quiet: bool | None = None,
+    ) -> Any:
+        """`is_quiet` None: told if it said something."""
+        try:
+            answer = getattr(self.inner, method)(*arguments)
+        except UserError as error:
+            self._story.tell_call(self.name, method, arguments if told is None else told)
+            self._story.tell(f"    {method} refused the request: {error}")
+            allowed = method in _ABOUT_A_REQUEST
+            self._story.check("raised", allowed, f"{method} raised a UserError: {error}")
+            raise
+        except Exception as error:
+            self._story.tell_call(self.name, method, arguments if told is None else told)
+            about = arguments[0].request_id if method.startswith("request_finished") else None
+            is_unknown = about is not None and about not in self._allocated
+            rule = "unknown-id-raised" if is_unknown else "raised"
+            self._story.check(rule, False, f"{method} raised {type(error).__name__}: {error}")
+            raise
+        self._story.checked["raised"] += 1
+        if is_quiet is False or (is_quiet is None and says_something(answer)):
+            self._story.tell_call(self.name, method, arguments if told is None else told, answer)
+        return answer
+
+    def _ask_if_there(self, method: str, *arguments: Any, **how: Any) -> Any:
+        """For methods that connectors written for other hosts may lack."""
+        return self._ask(method, *arguments, **how) if hasattr(self.inner, method) else None
+
+
+class WatchedHMAScheduler(WatchedScheduler, SupportsHMA):
+    """Of a connector that handles several KV-cache groups."""
+
+    def request_finished_all_groups(
+        self, request: host.Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._finished("request_finished_all_groups", request, block_ids, block_ids)
+
+
+def watch_scheduler(inner: Any, ledger: Ledger, **how: Any) -> WatchedScheduler:
+    has_groups = hasattr(inner, "request_finished_all_groups")
+    return (WatchedHMAScheduler if has_groups else WatchedScheduler)(inner, ledger, **how)

@@ -1,0 +1,280 @@
+"""A worker half under observation: passes every call on, and notes what the call broke.
+
+Runs in whatever process its rank runs in; what it notes comes home in the rank's report.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from baton.contract import (
+    CopyBlocksOp,
+    KVConnectorHandshakeMetadata,
+    KVConnectorKVEvents,
+    KVConnectorMetadata,
+    KVConnectorStats,
+    KVConnectorTransferResults,
+    KVConnectorWorkerHalf,
+    KVConnectorWorkerMetadata,
+    host,
+)
+from baton.testing.contract.envelopes import RankNotes, WatchedMetadata, WatchedReport
+from baton.testing.contract.story import short
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+class WatchedWorker(KVConnectorWorkerHalf):
+    def __init__(self, inner: Any, rank: int) -> None:
+        """`inner`: a worker half, or anything that has its methods, as vLLM's connectors do."""
+        self.inner = inner
+        self.rank = rank
+        self._notes = RankNotes(rank)
+        self._step: WatchedMetadata | None = None
+        self._sent: set[str] = set()  # Reported by this rank before.
+        self._received: set[str] = set()
+
+    # --- Start -----------------------------------------------------------------------------------
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        return bool(getattr(self.inner, "prefer_cross_layer_blocks", False))
+
+    @property
+    def hidden_states_wanted(self) -> tuple[int, ...]:
+        return tuple(getattr(self.inner, "hidden_states_wanted", ()))
+
+    @property
+    def graph_capturable(self) -> bool:
+        return bool(getattr(self.inner, "graph_capturable", False))
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        ask = getattr(self.inner, "get_mem_pool_context", None)
+        return ask() if ask is not None else None
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.inner.register_kv_caches(kv_caches)
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
+        self.inner.register_cross_layers_kv_cache(kv_cache, attn_backend)
+
+    def unregister_kv_caches(self) -> None:
+        self.inner.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        self.inner.restore_kv_caches()
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
+        if hasattr(self.inner, "set_host_xfer_buffer_ops"):
+            self.inner.set_host_xfer_buffer_ops(copy_operation)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        metadata: KVConnectorHandshakeMetadata | None = self._ask("get_handshake_metadata")
+        self._check_pickles("get_handshake_metadata", metadata)
+        return metadata
+
+    def bind_wake(self, wake: Callable[[], None]) -> bool:
+        ask = getattr(self.inner, "bind_wake", None)
+        return bool(ask(wake)) if ask is not None else False
+
+    # --- Step ------------------------------------------------------------------------------------
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, WatchedMetadata)
+        self._step = kv_connector_metadata
+        self._received -= kv_connector_metadata.opened_loads
+        self._ask("handle_preemptions", kv_connector_metadata.inner)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(connector_metadata, WatchedMetadata)
+        self._step = connector_metadata
+        self._ask("bind_connector_metadata", connector_metadata.inner)
+        self._check(
+            "bind-not-kept",
+            self.inner.has_connector_metadata(),
+            "has_connector_metadata() is false after bind_connector_metadata",
+        )
+
+    def clear_connector_metadata(self) -> None:
+        self._ask("clear_connector_metadata")
+        self._check(
+            "bind-without-clear",
+            not self.inner.has_connector_metadata(),
+            "has_connector_metadata() is true after clear_connector_metadata"
+            + (" of a step without tokens" if self._step is not None and self._step.is_empty else ""),
+        )
+        self._step = None
+
+    def has_connector_metadata(self) -> bool:
+        return bool(self.inner.has_connector_metadata())
+
+    def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
+        self._ask("start_load_kv", forward_context, told=())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._ask("wait_for_layer_load", layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        self._ask("save_kv_layer", layer_name, kv_layer, attn_metadata, told=(layer_name,))
+
+    def wait_for_save(self) -> None:
+        self._ask("wait_for_save")
+
+    def finish_forward(self) -> None:
+        self._ask_if_there("finish_forward")
+
+    def reset_capture_state(self) -> None:
+        self._ask_if_there("reset_capture_state")
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        sending, recving, _ = self.get_transfer_results(finished_req_ids)
+        return sending, recving
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if hasattr(self.inner, "get_transfer_results"):
+            said = self._ask("get_transfer_results", finished_req_ids)
+        else:
+            said = (*self._ask("get_finished", finished_req_ids), None)
+        results = [
+            getattr(said, name, None) if hasattr(said, name) else said[place]
+            for place, name in enumerate(KVConnectorTransferResults._fields)
+        ]
+        are_ids = all(
+            r is None or (isinstance(r, set) and all(isinstance(i, str) for i in r)) for r in results
+        )
+        self._check(
+            "wrong-type", are_ids, f"get_transfer_results answers {short(said)}, which has no sets of ids"
+        )
+        sent, received, failed = (set(ids or ()) for ids in results)
+        for ids, before, name in ((sent, self._sent, "sent"), (received, self._received, "received")):
+            twice = sorted(ids & before)
+            self._check("finished-twice", not twice, f"rank {self.rank} reports {twice} as {name} again")
+            before |= ids
+        if failed:
+            strays = sorted(failed - received)
+            self._check(
+                "failed-but-not-finished",
+                not strays,
+                f"{strays} are in failed_recving, not in finished_recving",
+            )
+        return KVConnectorTransferResults(*results)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        blocks = self._ask("get_block_ids_with_load_errors")
+        are_blocks = isinstance(blocks, set) and all(isinstance(b, int) for b in blocks)
+        self._check("wrong-type", are_blocks, f"get_block_ids_with_load_errors answers {short(blocks)}")
+        return blocks if are_blocks else set()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        stats: KVConnectorStats | None = self._ask("get_kv_connector_stats", is_quiet=True)
+        if stats is not None:
+            self._check("stats-not-plain", is_plain(stats.to_dict()), f"stats are {short(stats.to_dict())}")
+        return stats
+
+    def get_kv_connector_kv_cache_events(self) -> KVConnectorKVEvents | None:
+        events: KVConnectorKVEvents | None = self._ask("get_kv_connector_kv_cache_events")
+        return events
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        inner = self._ask_if_there("build_connector_worker_meta")
+        self._check_pickles("build_connector_worker_meta", inner)
+        if inner is not None:
+            is_report = callable(getattr(inner, "aggregate", None))
+            self._check("wrong-type", is_report, f"build_connector_worker_meta answers {short(inner)}")
+        notes, self._notes = self._notes, RankNotes(self.rank)
+        return WatchedReport((notes,), inner)
+
+    def shutdown(self) -> None:
+        self.inner.shutdown()
+
+    # --- Notes -----------------------------------------------------------------------------------
+
+    def take_notes(self) -> RankNotes:
+        """What no report has carried yet; for a host in the same process."""
+        notes, self._notes = self._notes, RankNotes(self.rank)
+        return notes
+
+    def _ask(
+        self, method: str, *arguments: Any, told: tuple[Any, ...] | None = None, is_quiet: bool = False
+    ) -> Any:
+        """`told`: what the story says of the arguments; by default all."""
+        step = self._step
+        try:
+            answer = getattr(self.inner, method)(*arguments)
+        except Exception as error:
+            rule = self._rule_of_raising(method)
+            self._check(rule, False, f"rank {self.rank}: {method} raised {type(error).__name__}: {error}")
+            raise
+        self._notes.checked["raised"] += 1
+        if step is not None:
+            if step.is_dummy:
+                self._notes.checked["dummy-run-raised"] += 1
+            elif step.is_empty:
+                self._notes.checked["empty-step-raised"] += 1
+            if step.unseen_finished_ids and method == "get_transfer_results":
+                self._notes.checked["unknown-id-raised"] += 1
+        if not is_quiet and says_something(answer):
+            shown = ", ".join(map(short, arguments if told is None else told))
+            self._notes.calls.append(
+                f"rank {self.rank}.{method}({shown})" + (f" -> {short(answer)}" if answer is not None else "")
+            )
+        return answer
+
+    def _ask_if_there(self, method: str) -> Any:
+        """For methods that connectors written for other hosts may lack."""
+        return self._ask(method) if hasattr(self.inner, method) else None
+
+    def _rule_of_raising(self, method: str) -> str:
+        step = self._step
+        if step is None:
+            return "raised"
+        if step.is_dummy:
+            return "dummy-run-raised"
+        if step.unseen_finished_ids and method == "get_transfer_results":
+            return "unknown-id-raised"
+        return "empty-step-raised" if step.is_empty else "raised"
+
+    def _check(self, rule: str, holds: bool, detail: str) -> None:
+        self._notes.checked[rule] += 1
+        if not holds:
+            self._notes.breaches.append((rule, detail))
+
+    def _check_pickles(self, method: str, value: Any) -> None:
+        if value is None:
+            return
+        problem = why_not_pickled(value)
+        self._check(
+            "not-serialisable", problem is None, f"what {method} answers cannot be pickled: {problem}"
+        )
+
+
+def why_not_pickled(value: Any) -> str | None:
+    try:
+        pickle.loads(pickle.dumps(value))
+    except Exception as error:  # Whatever a foreign __reduce__ raises is the finding.
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def says_something(answer: Any) -> bool:
+    """Worth a line of the story even in a quiet step."""
+    if isinstance(answer, tuple):
+        return any(map(says_something, answer))
+    return answer is not None and answer is not False and answer != 0 and answer not in (set(), {}, [])

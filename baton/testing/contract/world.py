@@ -1,0 +1,279 @@
+"""One example: an engine, or two that hand requests over, and everything that may happen to them.
+
+At the end everything is brought to rest, and what is then still open is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.testing.contract.case import Shape
+from baton.testing.contract.engine import KitEngine
+from baton.testing.contract.leaks import check_ids, new_threads, running_threads
+from baton.testing.contract.site import Site
+from baton.testing.contract.story import Story
+
+PROBE = "probe"
+PROBE_STEPS = 40
+REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@dataclass(slots=True)
+class Leg:
+    """A request whose prompt P computes and whose answer D gives."""
+
+    number: int
+    prompt: list[int]
+    max_tokens: int
+    salt: str | None
+    params: dict[str, Any] | None = None  # What P's answer said.
+    is_over: bool = False  # D has been asked, or nobody will be.
+
+
+class World:
+    def __init__(self, site: Site, shape: Shape, story: Story) -> None:
+        self.site = site
+        self.shape = shape
+        self.story = story
+        self._num_asked = 0
+        self._legs: list[Leg] = []
+        self._threads = running_threads()
+        story.tell(
+            f"engine with {shape.tp} rank(s), {shape.num_blocks} blocks, {shape.budget} tokens a step, "
+            f"prefix cache {'on' if shape.caching else 'off'}, on failed loads: {shape.policy}"
+        )
+        self.pairing = site.case.pairing
+        self.engines: list[KitEngine] = []
+        if self.pairing == "none":
+            self.engines.append(site.start(shape, story, name="engine", role="kv_both"))
+        else:
+            self.engines.append(site.start(shape, story, name="P", role="kv_producer"))
+            try:
+                self.engines.append(site.start(shape, story, name="D", role="kv_consumer"))
+            except BaseException:
+                self.engines[0].shutdown()
+                raise
+
+    @property
+    def last(self) -> KitEngine:
+        """The one that answers."""
+        return self.engines[-1]
+
+    # --- What may happen ---------------------------------------------------------------------------
+
+    def dummy_run(self) -> None:
+        """What hosts do before the first step, as far as connectors see anything of it."""
+        for engine in self.engines:
+            engine.dummy_run()
+
+    def ask(self, prompt: Sequence[int], max_tokens: int, salt: str | None) -> None:
+        """A client's request; with two engines, by the way of the pair."""
+        self._num_asked += 1
+        number = self._num_asked
+        if self.pairing == "none":
+            self.last.ask(f"r{number}", prompt, max_tokens=max_tokens, salt=salt)
+            return
+        leg = Leg(number, list(prompt), max_tokens, salt)
+        self._legs.append(leg)
+        transfer_id = f"t{number}"
+        self.engines[0].ask(
+            f"p{number}",
+            prompt,
+            max_tokens=1,
+            salt=salt,
+            params={**REMOTE_DECODE, "transfer_id": transfer_id},
+        )
+        if self.pairing == "push":
+            introduction = self.engines[0].half.introduction()
+            self._ask_decode(
+                leg,
+                {
+                    "do_remote_prefill": True,
+                    "do_remote_decode": False,
+                    "transfer_id": transfer_id,
+                    "remote_engine_id": self.engines[0].name,
+                    "baton_introduction": introduction,
+                },
+            )
+
+    def ask_all(self, several: Sequence[Sequence[int]], max_tokens: int) -> None:
+        for prompt in several:
+            self.ask(prompt, max_tokens, None)
+
+    def ask_plain(self, prompt: Sequence[int], max_tokens: int) -> None:
+        """Of one engine of a pair, which has nobody to hand it to or to get it from."""
+        self._num_asked += 1
+        self.last.ask(f"r{self._num_asked}", prompt, max_tokens=max_tokens)
+
+    def replay(self, index: int, prompt: Sequence[int], max_tokens: int) -> None:
+        """Params that P gave for one prompt come with another, or a second time with the same."""
+        legs = [leg for leg in self._legs if leg.params is not None]
+        if not legs:
+            return
+        leg = legs[index % len(legs)]
+        self._num_asked += 1
+        self.last.ask(
+            f"d{self._num_asked}",
+            prompt,
+            max_tokens=max_tokens,
+            salt=leg.salt,
+            params=dict(leg.params or {}),
+            is_foreign=True,
+        )
+
+    def lose_ticket(self, index: int) -> None:
+        """P's answer never reaches D."""
+        legs = [leg for leg in self._legs if not leg.is_over]
+        if legs:
+            leg = legs[index % len(legs)]
+            self.story.tell(f"nobody will ask D for what P computed as p{leg.number}")
+            leg.is_over = True
+
+    def abort(self, index: int) -> None:
+        open_ids = [(engine, request_id) for engine in self.engines for request_id in engine.open_ids]
+        if open_ids:
+            engine, request_id = open_ids[index % len(open_ids)]
+            engine.abort(request_id)
+
+    def ask_and_abort(self, prompt: Sequence[int], max_tokens: int, num_steps: int) -> None:
+        """A client that goes away while its request waits, loads, computes, or has just ended."""
+        before = {(engine.name, request_id) for engine in self.engines for request_id in engine.answers}
+        self.ask(prompt, max_tokens, None)
+        for _ in range(num_steps):
+            self.step()
+        for engine in self.engines:
+            for request_id in engine.open_ids:
+                if (engine.name, request_id) not in before:
+                    engine.abort(request_id)
+
+    def break_store(self) -> None:
+        if self.site.case.break_store is not None:
+            self.story.tell("what the connector has stored is broken")
+            for engine in self.engines:
+                engine.num_faults += 1
+            self.site.case.break_store()
+
+    def forget_local_caches(self) -> None:
+        """Of the engines; what the connector has stored stays."""
+        for engine in self.engines:
+            engine.forget_local_cache()
+
+    def reset_caches(self) -> None:
+        for engine in self.engines:
+            engine.reset_cache()
+
+    def step(self) -> bool:
+        """One step of each engine, and what passes between them."""
+        moved = any([engine.step() for engine in self.engines])
+        moved = self._hand_over() or moved
+        self.story.raise_if_broken()
+        return moved
+
+    def _hand_over(self) -> bool:
+        moved = False
+        for leg in self._legs:
+            answer = self.engines[0].answers[f"p{leg.number}"]
+            if answer.last is None or (leg.is_over and leg.params is not None):
+                continue
+            if leg.params is None:
+                leg.params = answer.last.kv_transfer_params
+            if not leg.is_over:
+                self._ask_decode(leg, dict(leg.params) if leg.params is not None else None)
+                moved = True
+        return moved
+
+    def _ask_decode(self, leg: Leg, params: dict[str, Any] | None) -> None:
+        leg.is_over = True
+        self.last.ask(f"d{leg.number}", leg.prompt, max_tokens=leg.max_tokens, salt=leg.salt, params=params)
+
+    # --- To rest -----------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Step until nothing is left to do. Raises ContractBroken, naming what does not end."""
+        self.site.moved()
+        while not self._is_at_rest():
+            if self.step():
+                self.site.moved()
+            elif not self.site.wait(self.engines):
+                self._blame_whoever_hangs()
+                self.story.raise_if_broken()
+                raise AssertionError(f"no connector is to blame for this hang\n{self.story.text()}")
+        for engine in self.engines:
+            engine.check_pool()
+
+    def _is_at_rest(self) -> bool:
+        return all(engine.is_at_rest for engine in self.engines) and all(
+            leg.is_over or self.engines[0].answers[f"p{leg.number}"].last is None for leg in self._legs
+        )
+
+    def _blame_whoever_hangs(self) -> None:
+        for engine in self.engines:
+            story, ledger = self.story, engine.ledger
+            # What hangs without having been aborted first: then the abort is not to blame.
+            for request_id in sorted(ledger.loading, key=lambda i: (i in ledger.ended, i)):
+                if request_id in ledger.ended:
+                    story.check("abort-leaks", False, f"{request_id} was aborted; its load never ended")
+                rule = (
+                    "empty-step-skipped" if self._ends_with_tokens(engine, request_id) else "load-never-ends"
+                )
+                story.check(rule, False, f"the load of {request_id} is not reported, however long one waits")
+            for request_id in sorted(ledger.lent, key=lambda i: (i in ledger.aborted, i)):
+                rule = "abort-leaks" if request_id in ledger.aborted else "delayed-free-never-returned"
+                if rule != "abort-leaks" and self._ends_with_tokens(engine, request_id):
+                    rule = "empty-step-skipped"
+                story.check(rule, False, f"the blocks of {request_id} were kept and are not given back")
+            if engine.open_ids and engine.half.num_deferred:
+                story.check(
+                    "lookup-deferred-for-ever", False, f"{engine.open_ids} wait for a lookup's answer"
+                )
+            pending = engine.half.has_pending_push_work()
+            story.check("work-pending-for-ever", not pending, "has_pending_push_work() stays true")
+
+    def _ends_with_tokens(self, engine: KitEngine, request_id: str) -> bool:
+        """Whether what hung in steps without tokens goes on in steps with tokens."""
+        self.story.is_silent = True
+        try:
+            if PROBE not in engine.answers:
+                engine.ask(PROBE, [1, 2, 3], max_tokens=PROBE_STEPS)
+            for _ in range(PROBE_STEPS):
+                engine.step()
+                if request_id not in engine.ledger.loading and request_id not in engine.ledger.lent:
+                    return True
+            return False
+        finally:
+            self.story.is_silent = False
+
+    def finish(self) -> None:
+        """Settle, look for what is left, shut down, look again. Raises ContractBroken."""
+        try:
+            self.story.raise_if_broken()
+            self.settle()
+            for _ in range(2):  # Whatever is told too late is told now.
+                self.step()
+            for engine in self.engines:
+                engine.collect_notes()
+                self._check_pending(engine)
+                if not self.site.case.remembers_requests:
+                    check_ids(engine)
+            self.story.raise_if_broken()
+        finally:
+            self.shutdown()
+        self.story.raise_if_broken()
+
+    def _check_pending(self, engine: KitEngine) -> None:
+        self.story.check(
+            "work-pending-for-ever",
+            not engine.half.has_pending_block_frees(),
+            "has_pending_block_frees() is true although no block is held",
+        )
+        for rule in ("load-never-ends", "abort-leaks", "empty-step-skipped", "lookup-deferred-for-ever"):
+            self.story.check(rule, True)
+        self.story.check("delayed-free-never-returned", not engine.ledger.lent)
+
+    def shutdown(self) -> None:
+        for engine in reversed(self.engines):
+            engine.shutdown()
+        left = new_threads(self._threads, self.site.case.patience_s)
+        self.story.check("threads-left", not left, f"after shutdown these threads go on: {', '.join(left)}")

@@ -1,0 +1,150 @@
+"""Answers that the contract does not allow: of lookups, of ends, and of what crosses processes."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.contract import KVConnectorMetadata, KVConnectorStats, host
+from tests.testing.sound import MemoryConnector, MemoryScheduler, MemoryWorker, Metadata
+
+
+class _CountsLookups(MemoryScheduler):
+    """Takes what it has found out of its index, as if a lookup were always followed by a load."""
+
+    def get_num_new_matched_tokens(
+        self, request: host.Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if answer[0]:
+            self.stored.clear()
+        return answer
+
+
+class ConsumingLookup(MemoryConnector):
+    rule = "lookup-has-side-effects"
+    scheduler_kind = _CountsLookups
+
+
+class _TicksOff(MemoryScheduler):
+    def get_num_new_matched_tokens(
+        self, request: host.Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return 0, self.loads_async
+
+
+class AsyncNothing(MemoryConnector):
+    rule = "async-without-tokens"
+    scheduler_kind = _TicksOff
+
+
+class _Generous(MemoryScheduler):
+    """Rounds up to whole blocks."""
+
+    def get_num_new_matched_tokens(
+        self, request: host.Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (count + self.block if count else 0), is_async
+
+
+class RoundsUp(MemoryConnector):
+    rule = "match-out-of-range"
+    scheduler_kind = _Generous
+
+
+class _Undecided(MemoryScheduler):
+    """Wants to be asked again while something is stored, and never finds out."""
+
+    def get_num_new_matched_tokens(
+        self, request: host.Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (None, False) if answer[0] else answer
+
+
+class NeverDecides(MemoryConnector):
+    rule = "lookup-deferred-for-ever"
+    scheduler_kind = _Undecided
+
+
+class _Tidy(MemoryScheduler):
+    """Forgets ended requests by emptying the host's set of them."""
+
+    def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        scheduler_output.finished_req_ids.clear()
+        return metadata
+
+
+class ClearsFinishedIds(MemoryConnector):
+    rule = "argument-modified"
+    scheduler_kind = _Tidy
+
+
+@dataclass
+class _MetadataWithLock(Metadata):
+    lock: Any = field(default_factory=threading.Lock)
+
+
+class _Sharing(MemoryScheduler):
+    """Sends its worker half a lock, which works as long as both live in one process."""
+
+    def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
+        plain = super().build_connector_meta(scheduler_output)
+        assert isinstance(plain, Metadata)
+        return _MetadataWithLock(plain.saves, plain.loads, plain.preempted, plain.is_empty)
+
+
+class SharesALock(MemoryConnector):
+    rule = "not-serialisable"
+    scheduler_kind = _Sharing
+
+
+class _Lists(MemoryWorker):
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return list(super().get_block_ids_with_load_errors())  # type: ignore[return-value]
+
+
+class ListsOfBlocks(MemoryConnector):
+    rule = "wrong-type"
+    worker_kind = _Lists
+
+
+class _Bytes(MemoryScheduler):
+    def request_finished(
+        self, request: host.Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        is_lent, _ = super().request_finished(request, block_ids)
+        return is_lent, {"remote_block_ids": set(block_ids)}
+
+
+class SetsInParams(MemoryConnector):
+    rule = "params-not-plain"
+    scheduler_kind = _Bytes
+
+
+@dataclass
+class _Stats(KVConnectorStats):
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> _Stats:  # type: ignore[override]
+        return self
+
+    def reduce(self) -> dict[str, int | float | str]:
+        return {}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class _CountsWithSets(MemoryWorker):
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return _Stats({"requests": {save.request_id for save in self.late_saves}})
+
+
+class SetsInStats(MemoryConnector):
+    rule = "stats-not-plain"
+    worker_kind = _CountsWithSets

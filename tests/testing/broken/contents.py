@@ -1,0 +1,90 @@
+"""Blocks with the KV of something else: the faults that end as a wrong answer with status 200."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.contract import KVConnectorMetadata, host
+from tests.testing.sound import Load, MemoryConnector, MemoryScheduler, MemoryWorker, key_of
+
+
+class _ByBlock(MemoryScheduler):
+    """Names a block by its own tokens, not by all that came before."""
+
+    def key(self, request: host.Request, index: int) -> str:
+        tokens = list(request.all_token_ids[index * self.block : (index + 1) * self.block])
+        return key_of([index, *tokens[2:]], request.cache_salt)
+
+
+class KeysWithoutPrefix(MemoryConnector):
+    rule = "wrong-bytes"
+    scheduler_kind = _ByBlock
+
+
+class _WithoutSalt(MemoryScheduler):
+    def key(self, request: host.Request, index: int) -> str:
+        return key_of(list(request.all_token_ids[: (index + 1) * self.block]), None)
+
+
+class IgnoresSalts(MemoryConnector):
+    rule = "salt-ignored"
+    scheduler_kind = _WithoutSalt
+
+
+class _Unfenced(MemoryWorker):
+    """Saves when it gets round to it, whoever has the blocks by then."""
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        return
+
+
+class NoFenceOnPreemption(MemoryConnector):
+    rule = "lost-on-preemption"
+    worker_kind = _Unfenced
+
+
+class _Silent(MemoryWorker):
+    """What is not in the store is left out of the load, and nobody is told."""
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        super().get_block_ids_with_load_errors()
+        return set()
+
+
+class HidesFailedLoads(MemoryConnector):
+    rule = "failed-load-unreported"
+    breaks_store = True
+    worker_kind = _Silent
+
+
+class _WritesLater(MemoryWorker):
+    """Reports a load when it has begun, and fills the blocks in the next step."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.begun: list[Load] = []
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        for load in self.begun:
+            self.load(load)
+        self.begun = []
+        super().handle_preemptions(kv_connector_metadata)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        self.begun, self.late_loads, self.new_loads = self.late_loads, self.new_loads, []
+        return None, {load.request_id for load in self.begun} or None
+
+
+class WritesAfterTheEnd(MemoryConnector):
+    rule = "wrote-outside-load"
+    worker_kind = _WritesLater
+
+
+class _Stubborn(MemoryScheduler):
+    def reset_cache(self) -> bool | None:
+        return True
+
+
+class ResetsNothing(MemoryConnector):
+    rule = "reset-ignored"
+    scheduler_kind = _Stubborn

@@ -1,0 +1,215 @@
+"""Ends of loads and loans that are not told, told twice, or are another's; and what is never given back."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any, ClassVar
+
+from baton.contract import KVConnectorOutput, KVConnectorTransferResults, host
+from tests.testing.sound import MemoryConnector, MemoryScheduler, MemoryWorker
+
+
+class _Forgetful(MemoryWorker):
+    """A load of a single block is so quick that it is not reported."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        short = {load.request_id for load in self.late_loads if len(load.blocks) == 1}
+        sent, received = super().get_finished(finished_req_ids)
+        return sent, (received or set()) - short or None
+
+
+class ForgetsShortLoads(MemoryConnector):
+    rule = "load-never-ends"
+    worker_kind = _Forgetful
+
+
+class _Twice(MemoryWorker):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.last: set[str] = set()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        _, received = super().get_finished(finished_req_ids)
+        told = self.last | (received or set())
+        self.last = received or set()
+        return None, told or None
+
+
+class TellsTwice(MemoryConnector):
+    rule = "finished-twice"
+    worker_kind = _Twice
+
+
+class _TellsSyncLoads(MemoryWorker):
+    """Reports every load as received, those that the step itself has waited for too."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        _, received = super().get_finished(finished_req_ids)
+        return None, (received or set()) | {load.request_id for load in self.metadata.loads} or None
+
+
+class TellsOfSyncLoads(MemoryConnector):
+    rule = "unknown-id-reported"
+    extra: ClassVar = {"async": False}
+    worker_kind = _TellsSyncLoads
+
+
+class _EarlySender(MemoryScheduler):
+    """Says "sent" whenever a step's saves are in place, as if the request had ended with them."""
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        before = {i: bool(t.unsaved_steps) for i, t in self.tracked.items()}
+        super().update_connector_output(connector_output)
+        done = {i for i, t in self.tracked.items() if before.get(i) and not t.unsaved_steps}
+        if done:
+            connector_output.finished_sending = (connector_output.finished_sending or set()) | done
+
+
+class SendsEarly(MemoryConnector):
+    rule = "sent-before-finished"
+    scheduler_kind = _EarlySender
+
+
+class _Keeps(MemoryScheduler):
+    """Keeps the blocks of every request, also where there is nothing to wait for."""
+
+    def request_finished(
+        self, request: host.Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        super().request_finished(request, block_ids)
+        return not request.status.name.endswith("ABORTED"), None
+
+
+class NeverGivesBack(MemoryConnector):
+    rule = "delayed-free-never-returned"
+    scheduler_kind = _Keeps
+
+
+class _ForgetsAborted(MemoryWorker):
+    """A request that has ended waits for no load, so nobody is told."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        for loads in (self.late_loads, self.new_loads):
+            loads[:] = [load for load in loads if load.request_id not in finished_req_ids]
+        return super().get_finished(finished_req_ids)
+
+
+class ForgetsAborted(MemoryConnector):
+    rule = "abort-leaks"
+    worker_kind = _ForgetsAborted
+
+
+class _FailsAlone(MemoryWorker):
+    """Says that a load has failed, and leaves it at that."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        sent, received, _ = super().get_transfer_results(finished_req_ids)
+        return KVConnectorTransferResults(sent, None, received)
+
+
+class FailsWithoutEnding(MemoryConnector):
+    rule = "failed-but-not-finished"
+    worker_kind = _FailsAlone
+
+
+class _FailsLate(MemoryWorker):
+    """Checks what it has loaded at leisure, one step after it was used."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.found: set[int] = set()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        late, self.found = self.found, super().get_block_ids_with_load_errors()
+        return late
+
+
+class ChecksTooLate(MemoryConnector):
+    rule = "load-error-too-late"
+    breaks_store = True
+    worker_kind = _FailsLate
+
+
+class _FailsAnywhere(MemoryWorker):
+    """Names blocks by their place in the prompt."""
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        places = {
+            i for load in self.late_loads for i, (key, _) in enumerate(load.blocks) if key not in self.store
+        }
+        places |= {i for i, _ in enumerate(super().get_block_ids_with_load_errors())}
+        return {10_000 + place for place in places}
+
+
+class NamesForeignBlocks(MemoryConnector):
+    rule = "foreign-block-reported"
+    breaks_store = True
+    worker_kind = _FailsAnywhere
+
+
+class _AlwaysBusy(MemoryScheduler):
+    def has_pending_push_work(self) -> bool:
+        return self.step > 0
+
+
+class NeverRests(MemoryConnector):
+    rule = "work-pending-for-ever"
+    scheduler_kind = _AlwaysBusy
+
+
+class _Remembers(MemoryScheduler):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.seen: dict[str, int] = {}
+
+    def on_new_request(self, request: host.Request) -> None:
+        super().on_new_request(request)
+        self.seen[request.request_id] = request.num_tokens
+
+
+class RemembersEverybody(MemoryConnector):
+    rule = "ids-left"
+    scheduler_kind = _Remembers
+
+
+class _Threaded(MemoryWorker):
+    """Its thread waits for an event that nobody sets."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.stop = threading.Event()
+        threading.Thread(target=self.stop.wait, args=(30.0,), daemon=True, name="saver").start()
+
+
+class LeavesThreads(MemoryConnector):
+    rule = "threads-left"
+    worker_kind = _Threaded
+
+
+class _Opens(MemoryWorker):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.opened = os.open(__file__, os.O_RDONLY)
+
+
+class LeavesFiles(MemoryConnector):
+    rule = "files-left"
+    examples = 6
+    worker_kind = _Opens
+
+
+class _EndsOnce(MemoryScheduler):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.is_open = True
+
+    def shutdown(self) -> None:
+        if not self.is_open:
+            raise RuntimeError("is shut down already")
+        self.is_open = False
+
+
+class ShutsDownOnce(MemoryConnector):
+    rule = "shutdown-raised"
+    scheduler_kind = _EndsOnce

@@ -1,0 +1,31 @@
+"""Connectors that keep the contract pass, and the kit has really put them to the test."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.testing import connector_suite
+from baton.testing.contract import ConnectorCase, check_connector
+from tests.testing.sound import MemoryConnector, lose_everything
+
+TestMemory = connector_suite(MemoryConnector, examples=10, patience_s=0.0)
+
+
+@pytest.mark.parametrize("loads_async", [True, False])
+def test_a_sound_connector_passes_whatever_breaks(loads_async: bool) -> None:
+    case = ConnectorCase(
+        path="tests.testing.sound:MemoryConnector",
+        extra_config={"async": loads_async},
+        patience_s=0.0,
+        break_store=lose_everything,
+    )
+    verdict = check_connector(case, examples=40)
+    verdict.raise_if_broken()
+    kind_of_load = "loads in the background" if loads_async else "loads in a step"
+    if loads_async:
+        assert verdict.seen["aborts while loading"] > 5
+    for what in (kind_of_load, "failed loads", "delayed frees", "preemptions", "steps without tokens"):
+        assert verdict.seen[what] > 5, f"{what}: {verdict.seen}"
+    results = {rule: result for rule, result, _ in verdict.rows()}
+    assert results["wrong-bytes"] == results["lookup-has-side-effects"] == "kept"
+    assert "BROKEN" not in results.values()
