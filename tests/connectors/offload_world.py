@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from baton.connectors.offload.connector import BatonOffloadConnector
@@ -14,7 +15,14 @@ from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.worker import OffloadWorkerHalf, copies_of
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.contract.events import KVCacheEvent
-from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig, ModelConfig, SchedulerConfig
+from baton.core.config import (
+    CacheConfig,
+    EngineConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.core import EngineCore
 from baton.engine.llm import Completion
@@ -51,7 +59,7 @@ def config_of(
         cache_config=CacheConfig(num_gpu_blocks=num_blocks, block_size=BLOCK),
         scheduler_config=SchedulerConfig(**scheduler),
         kv_transfer_config=transfer,
-        enable_kv_events=events,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
         **(engine or {}),
     )
 
@@ -215,8 +223,11 @@ class Engine:
         half = self.core._half
         return getattr(half, "scheduler_half", half)  # type: ignore[return-value]
 
-    def take_events(self) -> list[KVCacheEvent]:
-        return self.core.scheduler.take_events()
+    def hear_events(self) -> list[KVCacheEvent]:
+        """All events from now on, as they come."""
+        heard: list[KVCacheEvent] = []
+        self.core._event_publisher = SimpleNamespace(publish=heard.extend, close=lambda: None)  # type: ignore[assignment]
+        return heard
 
     def assert_whole(self) -> None:
         """At rest: nothing is held, pinned or waited for."""
