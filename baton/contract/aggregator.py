@@ -6,7 +6,7 @@ a finished id waits for, and that a report of nothing is None.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Self
 
 from baton.contract.base import KVConnectorSchedulerHalf
@@ -25,6 +25,10 @@ class KVOutputAggregator:
     @classmethod
     def from_connector(cls, connector: KVConnectorSchedulerHalf, world_size: int) -> Self:
         return cls(connector.get_finished_count() or world_size, world_size)
+
+    def forget_all_but(self, request_ids: Container[str]) -> None:
+        """Drop what was counted for requests that the scheduler has forgotten. Between steps."""
+        self._combiner.forget_all_but(request_ids)
 
     def aggregate(self, outputs: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput | None:
         """`outputs`: one per rank, in rank order, of the same step. None when there is nothing to tell."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Final, Generic, TypeAlias, TypeVar, get_type_hints
 
@@ -87,6 +87,13 @@ class _Tally:
     def fail(self, ids: Iterable[Any]) -> None:
         self._failed.update(ids)
 
+    def forget_all_but(self, live_ids: Container[Any]) -> None:
+        gone = [id_ for id_ in self._reported if id_ not in live_ids]
+        for id_ in gone:
+            del self._reported[id_]
+        if self._failed:
+            self._failed = {id_ for id_ in self._failed if id_ in live_ids}
+
     def take_complete(self, expected_count: int, num_ranks: int) -> tuple[set[Any], set[Any]]:
         """(complete, those of them that failed).
 
@@ -133,6 +140,14 @@ class RankCombiner(Generic[R]):
                 if given:
                     values[name] = _COMBINE[rule](given)
         return self._report_type(**{name: value for name, value in values.items() if value is not None})
+
+    def forget_all_but(self, live_ids: Container[Any]) -> None:
+        """Ids that nobody knows any more wait for no further rank, and are never taken for a namesake's.
+
+        Whoever finished and is still lent or filled is live.
+        """
+        for tally in self._tallies.values():
+            tally.forget_all_but(live_ids)
 
     def _combine_ids(self, name: str, reports: Iterable[tuple[int, R]]) -> dict[str, set[Any] | None]:
         tally = self._tallies[name]

@@ -23,7 +23,6 @@ from baton.engine.connector_calls import STEP_ERRORS_MAX
 from baton.engine.executor import Executor, start_executor
 from baton.engine.hybrid import settle_groups
 from baton.engine.kv_event_publisher import KVEventPublisher
-from baton.engine.request import RequestStatus
 from baton.engine.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
@@ -51,7 +50,6 @@ class EngineCore:
         self.is_woken = False  # Whatever a step could find between messages, somebody will say.
         config = settle_groups(config, connector_factory)
         self.executor = executor if executor is not None else start_executor(config, connector_factory)
-        self._loading: set[str] = set()
         self._num_connector_errors = 0  # Steps in a row.
         try:
             half = load_factory(connector_factory).scheduler_half(config)
@@ -136,7 +134,7 @@ class EngineCore:
         scheduled = time.perf_counter()
         result = self.executor.execute(scheduler_output)
         executed = time.perf_counter()
-        abandoned = self._abandon_loads(result)
+        abandoned = self._abandon_loads(scheduler_output, result)
         num_ended_before = self.scheduler.num_ended_transfers
         outputs = self.scheduler.update_from_output(scheduler_output, result)
         self._publish_events()
@@ -154,24 +152,17 @@ class EngineCore:
         times.update_s += updated - executed
         return outputs
 
-    def _abandon_loads(self, result: ModelRunnerOutput) -> set[str]:
+    def _abandon_loads(self, step: SchedulerOutput, result: ModelRunnerOutput) -> set[str]:
         """End the requests whose load a broken worker half will never report.
 
         Their blocks stay held until it does report them, since it may still be writing there. A half that
         goes on like that takes its connector with it: nobody else shall wait for it.
         """
-        before = self._loading
-        if before or self.scheduler.remote.num_loading:
-            self._loading = {
-                request_id
-                for request_id, request in self.scheduler.requests.items()
-                if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-            }
         self._num_connector_errors = 0 if result.connector_error is None else self._num_connector_errors + 1
         if self._num_connector_errors >= STEP_ERRORS_MAX:
             self.scheduler.retire_connector(f"a worker half raised: {result.connector_error}")
             return set()
-        abandoned = self._loading - before if result.loads_failed else set()
+        abandoned = set(self.scheduler.loads_begun_in(step)) if result.loads_failed else set()
         if abandoned:
             logger.error("%d requests waited for a connector that failed", len(abandoned))
             self.scheduler.abort(abandoned)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.core.config import LoadFailurePolicy
 from baton.engine.kv_cache import KVCache, KVCacheBlocks
@@ -40,6 +40,14 @@ class Load:
     def was_filled_at(self, token_index: int) -> bool:
         """Whether the connector, rather than the local cache, answers for this token."""
         return self.num_local_tokens <= token_index < self.num_local_tokens + self.num_external_tokens
+
+
+@dataclass(slots=True)
+class StepLoads:
+    """The loads that one step orders."""
+
+    sync: dict[str, Load] = field(default_factory=dict)  # Before it computes.
+    parked: list[Request] = field(default_factory=list)  # In the background.
 
 
 @dataclass(slots=True)
@@ -75,17 +83,12 @@ class LoadFailures:
         self.to_fail.append(request)
 
 
-NO_FAILURES = LoadFailures()
-"""Of nearly every step. Never added to."""
-
-
 class RemoteKV:
     def __init__(self, kv_cache: KVCache, policy: LoadFailurePolicy) -> None:
         self._kv_cache = kv_cache
         self._policy = policy
         self._loading: dict[str, Load] = {}
-        self._sync_loads: dict[str, Load] = {}  # Of the step in flight.
-        self._parked: list[Request] = []  # In the making of the step in flight.
+        self._step_loads = StepLoads()  # Of the step in the making.
         self._held: dict[str, _Hold] = {}
         self.num_ignored_reports = 0
 
@@ -127,29 +130,33 @@ class RemoteKV:
         self._loading[request.request_id] = Load(
             request, num_local_tokens, num_external_tokens, request.num_computed_tokens
         )
-        self._parked.append(request)
+        self._step_loads.parked.append(request)
 
     def note_sync_load(self, request: Request, num_local_tokens: int, num_external_tokens: int) -> None:
-        """The step in flight loads these before it computes."""
-        self._sync_loads[request.request_id] = Load(
+        """The step in the making loads these before it computes."""
+        self._step_loads.sync[request.request_id] = Load(
             request, num_local_tokens, num_external_tokens, num_local_tokens + num_external_tokens
         )
 
-    def forget_sync_loads(self) -> None:
-        """The step that made them is over."""
-        self._sync_loads.clear()
-        self._parked.clear()
+    def take_step_loads(self) -> StepLoads:
+        """The step in the making is decided."""
+        taken, self._step_loads = self._step_loads, StepLoads()
+        return taken
 
-    def find_unheard(self) -> tuple[set[int], list[Request]]:
-        """No rank heard of what the step in flight was to load: (blocks that its synchronous loads have not
+    def still_loading(self, loads: StepLoads) -> list[Request]:
+        """Of those that began to wait with a step."""
+        return [request for request in loads.parked if request.request_id in self._loading]
+
+    def find_unheard(self, loads: StepLoads) -> tuple[set[int], list[Request]]:
+        """No rank heard of what a step was to load: (blocks that its synchronous loads have not
         filled, requests that wait for a load which nobody may ever report)."""
         unfilled: set[int] = set()
-        for request_id, load in self._sync_loads.items():
+        for request_id, load in loads.sync.items():
             first = load.num_local_tokens // self._kv_cache.block_size
             last = -(-(load.num_local_tokens + load.num_external_tokens) // self._kv_cache.block_size)
             held = self._kv_cache.blocks_between(request_id, first, last)
             unfilled.update(block_id for _, block_id in held)
-        return unfilled, [request for request in self._parked if request.request_id in self._loading]
+        return unfilled, self.still_loading(loads)
 
     def loading_among(self, request_ids: Iterable[str]) -> list[Request]:
         return [self._loading[r].request for r in sorted(request_ids) if r in self._loading]
@@ -160,9 +167,13 @@ class RemoteKV:
     # --- Failures --------------------------------------------------------------------------------
 
     def find_failures(
-        self, failed_recving: Iterable[str], invalid_block_ids: Iterable[int], others: Iterable[Request]
+        self,
+        failed_recving: Iterable[str],
+        invalid_block_ids: Iterable[int],
+        others: Iterable[Request],
+        loads: StepLoads,
     ) -> LoadFailures:
-        """`others`: requests with blocks that are not loading, in order. To be called once per step."""
+        """`others`: requests with blocks that are not loading, in order. `loads`: of the reporting step."""
         failures = LoadFailures()
         for request_id in sorted(failed_recving):
             if (load := self._loading.get(request_id)) is not None:
@@ -170,11 +181,12 @@ class RemoteKV:
             elif request_id not in self._held:
                 self._ignore("failed_recving", request_id)
         if bad := set(invalid_block_ids):
-            self._find_invalid(bad, list(others), failures)
-        self.forget_sync_loads()
+            self._find_invalid(bad, list(others), loads, failures)
         return failures
 
-    def _find_invalid(self, bad: set[int], others: list[Request], failures: LoadFailures) -> None:
+    def _find_invalid(
+        self, bad: set[int], others: list[Request], loads: StepLoads, failures: LoadFailures
+    ) -> None:
         """Follow the bad blocks to everybody who has computed on them.
 
         What a request computed behind a bad block is bad too, and may be shared with requests that have
@@ -193,17 +205,19 @@ class RemoteKV:
                 untouched.remove(request)
                 behind = self._kv_cache.blocks_between(request.request_id, first_bad, sys.maxsize)
                 bad.update(block_id for _, block_id in behind)
-                self._fail_request(request, first_bad * self._kv_cache.block_size, failures)
+                self._fail_request(request, first_bad * self._kv_cache.block_size, loads, failures)
                 found = True
 
-    def _fail_request(self, request: Request, num_valid_tokens: int, failures: LoadFailures) -> None:
+    def _fail_request(
+        self, request: Request, num_valid_tokens: int, loads: StepLoads, failures: LoadFailures
+    ) -> None:
         if (load := self._loading.get(request.request_id)) is not None:
             if load.was_filled_at(num_valid_tokens):
                 self._fail_load(load, num_valid_tokens, failures)
             else:
                 load.num_valid_tokens = min(load.num_valid_tokens, num_valid_tokens)
             return
-        sync_load = self._sync_loads.get(request.request_id)
+        sync_load = loads.sync.get(request.request_id)
         is_own_load = sync_load is not None and sync_load.was_filled_at(num_valid_tokens)
         if is_own_load:
             failures.num_failed += 1

@@ -60,6 +60,7 @@ class Request:
         "cache_salt",
         "is_known_to_ranks",
         "kv_transfer_params",
+        "last_step",
         "max_tokens",
         "min_tokens",
         "needs_resend",
@@ -75,6 +76,7 @@ class Request:
         "sampling_params",
         "status",
         "stop_token_ids",
+        "void_step",
     )
 
     def __init__(
@@ -107,6 +109,8 @@ class Request:
         self.output_logprobs: list[TokenLogprobs] = []  # Of all output tokens, if anybody may ask for them.
         self.is_known_to_ranks = False
         self.needs_resend = False  # The ranks' copy is stale: send tokens and block table whole.
+        self.last_step = 0  # The number of the last step that computes for it; see `in_flight`.
+        self.void_step = 0  # The step whose tokens of this request do not count, if there is one.
         self.asks_connector = True  # False once a connector has failed this request: recompute, never loop.
 
         self.max_tokens = sampling.max_tokens

@@ -11,9 +11,10 @@ whose load has arrived (they hold blocks already), then the waiting. All three a
 arrival (policy "fcfs") or of priority, and whoever is last in that order gives its blocks up when the pool
 is short; so the first one always gets on.
 
-One step is in flight at a time: `update_from_output` of a step comes before the next `schedule`. That is
-why a preempted request has no stale output (what `requires_kv_delivery` is for), and why freed blocks need
-no fence against a step that still writes them.
+Several steps may be in flight: `schedule` may be called again before `update_from_output` has the result of
+the step before. Results come in the order of steps. What a request may not do meanwhile, so that no freed
+block is written and no preempted request has a stale output (what `requires_kv_delivery` is for), is in
+`in_flight`.
 
 Outputs of requests that end between steps (aborted, refused by the connector) come with the next step's.
 Imports no torch and reads no clock.
@@ -41,9 +42,10 @@ from baton.engine.api import (
 )
 from baton.engine.connector_calls import ConnectorCalls, Match, RequestFault
 from baton.engine.door import check_can_run
+from baton.engine.in_flight import InFlight, KeptEnd
 from baton.engine.kv_cache import KVCache, KVCacheBlocks
 from baton.engine.prefilled import accept
-from baton.engine.remote_kv import NO_FAILURES, Load, LoadFailures, RemoteKV
+from baton.engine.remote_kv import Load, LoadFailures, RemoteKV, StepLoads
 from baton.engine.request import Request, RequestStatus
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from baton.engine.step_builder import StepBuilder
@@ -79,6 +81,7 @@ class Scheduler:
         transfer = config.kv_transfer_config
         policy = transfer.kv_load_failure_policy if transfer is not None else "recompute"
         self.remote = RemoteKV(self.kv_cache, policy)
+        self.in_flight = InFlight()
 
         self.num_ended_transfers = 0  # Loads and loans, since start.
 
@@ -119,11 +122,18 @@ class Scheduler:
         """Ids that are unknown or have finished are ignored: an abort may cross the last output."""
         for request_id in request_ids:
             request = self.requests.get(request_id)
-            if request is not None and not request.is_finished:
+            if request is not None and not request.is_finished and not self.in_flight.is_ending(request):
                 self._finish(request, RequestStatus.FINISHED_ABORTED)
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self.running or self.waiting or self.loaded or self.remote.num_loading)
+        return bool(
+            self.running or self.waiting or self.loaded or self.remote.num_loading or self.in_flight.ending()
+        )
+
+    def has_idle_requests(self) -> bool:
+        """Whether a step beside those in flight could compute anything."""
+        is_busy = self.in_flight.is_busy
+        return bool(self.waiting or self.loaded) or any(not is_busy(request) for request in self.running)
 
     def has_requests(self) -> bool:
         """Whether there is a reason to step: also transfers to finish, ranks to tell, outputs to hand out."""
@@ -177,6 +187,9 @@ class Scheduler:
         index = 0
         while index < len(self.running) and step.budget > 0:
             request = self.running[index]
+            if self.in_flight.is_busy(request):
+                index += 1
+                continue
             num_new = step.chunk(len(request.all_token_ids) - request.num_computed_tokens)
             fresh = self.kv_cache.allocate_slots(request, num_new)
             if fresh is not None:
@@ -186,6 +199,8 @@ class Scheduler:
             step.is_short_of_blocks = True
             if self._connector.has_pending_block_frees():
                 index += 1  # Blocks are on their way: skip a step rather than compute everything again.
+            elif self.in_flight.is_busy(self.running[-1]):
+                break  # It gives way when its step is done. Who stands behind us must not get ahead of us.
             else:
                 self._preempt_last(step)  # Perhaps this very request; those before it have their blocks.
 
@@ -267,6 +282,7 @@ class Scheduler:
         self._preempted_ids.clear()
         output.kv_connector_metadata = self._connector.build_meta(output)
         step.count_as_computed()
+        self.in_flight.begin(output, step.scheduled, self.remote.take_step_loads())
         self._counts.num_prompt_tokens += step.num_prompt_tokens
         return output
 
@@ -338,9 +354,12 @@ class Scheduler:
         report = result.kv_connector_output
         if report is None:
             report = KVConnectorOutput()
+        loads = self.in_flight.end(step)
         if step.kv_connector_metadata is None:
-            self._give_up_loads_of_step(report)
-        failures = self._find_load_failures(report)
+            self._give_up_loads_of_step(report, loads)
+        failures = self._find_load_failures(report, loads)
+        for end in self.in_flight.take_ends():
+            self._end(end.request, end.status, error=end.error)
         self._take_tokens(result, failures)
         for request in failures.to_fail:
             self._fail(request, RequestFault(_LOAD_FAILED))
@@ -353,12 +372,12 @@ class Scheduler:
         outputs, self._outputs = self._outputs, []
         return EngineOutputs(outputs=outputs, stats=stats)
 
-    def _find_load_failures(self, report: KVConnectorOutput) -> LoadFailures:
+    def _find_load_failures(self, report: KVConnectorOutput, loads: StepLoads) -> LoadFailures:
         if not report.failed_recving and not report.invalid_block_ids:
-            self.remote.forget_sync_loads()
-            return NO_FAILURES
+            return LoadFailures()
+        holders = (*self.running, *self.loaded.members(), *self.in_flight.ending())
         failures = self.remote.find_failures(
-            report.failed_recving or (), report.invalid_block_ids, (*self.running, *self.loaded.members())
+            report.failed_recving or (), report.invalid_block_ids, holders, loads
         )
         self._counts.num_kv_load_failures += failures.num_failed
         for request, num_valid in failures.to_roll_back:
@@ -385,6 +404,7 @@ class Scheduler:
             return
         request.num_computed_tokens = num_valid
         request.needs_resend = request.is_known_to_ranks
+        self.in_flight.make_void(request)
 
     def _take_tokens(self, result: ModelRunnerOutput, failures: LoadFailures) -> None:
         any_finished = False
@@ -392,7 +412,7 @@ class Scheduler:
             request = self.requests.get(request_id)
             if not token_ids or request is None or request.status is not RequestStatus.RUNNING:
                 continue  # A part of a prompt; or aborted since it was scheduled.
-            if request in failures:
+            if request in failures or self.in_flight.is_void(request):
                 continue  # Computed on bad blocks.
             any_finished |= self._take_tokens_of(request, token_ids, result.logprobs.get(request_id))
         if any_finished:
@@ -441,8 +461,9 @@ class Scheduler:
         self._connector.take_report(report)
         for request in self.remote.loading_among(report.abandoned_recving):
             self._fail(request, RequestFault(_CONNECTOR_FAILED))
-        if report.finished_recving:
-            arrived, to_free = self.remote.take_arrived(report.finished_recving)
+        received = self.in_flight.hold_back_early(report.finished_recving or set(), self.requests)
+        if received:
+            arrived, to_free = self.remote.take_arrived(received)
             self.num_ended_transfers += len(arrived) + len(to_free)
             for load in arrived:
                 self._resume_after(load)
@@ -472,9 +493,13 @@ class Scheduler:
 
     # --- A connector that fails ------------------------------------------------------------------
 
-    def _give_up_loads_of_step(self, report: KVConnectorOutput) -> None:
+    def loads_begun_in(self, step: SchedulerOutput) -> list[str]:
+        """Requests that began to wait for a load with this step, and still do. Before its result is taken."""
+        return [r.request_id for r in self.remote.still_loading(self.in_flight.loads_of(step))]
+
+    def _give_up_loads_of_step(self, report: KVConnectorOutput, loads: StepLoads) -> None:
         """The connector could not say what was to be loaded."""
-        unfilled, unheard = self.remote.find_unheard()
+        unfilled, unheard = self.remote.find_unheard(loads)
         report.invalid_block_ids |= unfilled
         for request in unheard:
             self._fail(request, RequestFault(_CONNECTOR_FAILED))
@@ -510,6 +535,10 @@ class Scheduler:
         error: RequestError | None = None,
     ) -> None:
         """End a request that has not ended by its tokens, wherever it stands."""
+        if request.status is RequestStatus.RUNNING and self.in_flight.is_busy(request):
+            self.running.remove(request)
+            self.in_flight.keep_end(KeptEnd(request, status, error))
+            return
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
         else:

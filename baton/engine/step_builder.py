@@ -16,11 +16,11 @@ class StepBuilder:
     __slots__ = (
         "_kv_cache",
         "_limits",
-        "_scheduled",
         "budget",
         "is_short_of_blocks",
         "num_prompt_tokens",
         "output",
+        "scheduled",
     )
 
     def __init__(self, limits: SchedulerConfig, kv_cache: KVCache) -> None:
@@ -30,7 +30,7 @@ class StepBuilder:
         self.num_prompt_tokens = 0
         self._limits = limits
         self._kv_cache = kv_cache
-        self._scheduled: list[Request] = []
+        self.scheduled: list[Request] = []
 
     # --- How much of a request fits --------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class StepBuilder:
 
     def _spend(self, request: Request, num_new: int) -> None:
         self.output.num_scheduled_tokens[request.request_id] = num_new
-        self._scheduled.append(request)
+        self.scheduled.append(request)
         self.budget -= num_new
         if (num_left := request.num_prompt_tokens - request.num_computed_tokens) > 0:
             self.num_prompt_tokens += min(num_new, num_left)
@@ -92,5 +92,5 @@ class StepBuilder:
     def count_as_computed(self) -> None:
         """From now on the step's tokens count as computed; connectors were told of it before."""
         num_scheduled = self.output.num_scheduled_tokens
-        for request in self._scheduled:
+        for request in self.scheduled:
             request.num_computed_tokens += num_scheduled[request.request_id]

@@ -53,6 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         longest_chunk=st.sampled_from([0, 5]),
         windows=st.sampled_from([(), (), (None, 6), (6, None, 3), (8,), (None, 1)]),
+        depth=st.integers(1, 3),
     )
     def start(self, **kwargs: Any) -> None:
         self.world = World(**kwargs, max_model_len=60)
@@ -176,6 +177,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(num_steps):
             self.world.step()
 
+    @precondition(lambda self: self.world.in_flight)
+    @rule()
+    def a_result_comes(self) -> None:
+        self.world.finish_oldest()
+
     @rule(rate=st.integers(0, 2))
     def sync_loads_fail(self, rate: int) -> None:
         self.sync_failure_rate = rate
@@ -221,7 +227,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(kind=st.sampled_from(["finished_recving", "finished_sending", "failed_recving"]))
     def a_ghost_reports(self, kind: str) -> None:
-        setattr(self.world.report, kind, {"ghost"})
+        report = self.world.report
+        setattr(report, kind, (getattr(report, kind) or set()) | {"ghost"})
         self.world.step()
 
     @rule(pending=st.booleans())
@@ -236,6 +243,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self._content(block_ids) == content
 
     @invariant()
+    def what_a_step_in_flight_writes_is_fenced(self) -> None:
+        if hasattr(self, "world"):
+            self.world.assert_fenced()
+
+    @invariant()
     def blocks_under_a_load_are_still_its_own(self) -> None:
         if not hasattr(self, "world"):
             return
@@ -248,13 +260,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         world = self.world
         world.half.frees_are_pending = False
         for _ in range(3000):
-            if not world.scheduler.has_requests():
+            if not world.scheduler.has_requests() and not world.in_flight:
                 break
             for request_id in list(world.half.loads):
                 world.end_load(request_id)
             world.end_send(*self.lent)
             self.lent.clear()
-            world.step()
+            world.step_if_useful()
         world.check_at_rest()
         for request_id, asked in world.asked.items():
             self._check(request_id, expected_output(asked))

@@ -137,7 +137,7 @@ def test_blocks_about_to_be_freed_are_waited_for_rather_than_preempting() -> Non
     for _ in range(6):
         world.step()
     assert world.answers["b"].reason is None
-    assert not world.scheduler.schedule().num_scheduled_tokens
+    assert not world.step().num_scheduled_tokens
     assert not any(step.preempted_req_ids for step in world.steps)
     world.end_send("a")
     world.run()

@@ -10,7 +10,8 @@ computed on what the window sees; block 0 is nobody's then.
 
 from __future__ import annotations
 
-from collections import Counter
+import sys
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -417,8 +418,21 @@ class Ended:
         return self.last.finish_reason if self.last is not None else None
 
 
+@dataclass
+class InFlightStep:
+    """Ranks run it as late as they can: when its result is asked for."""
+
+    output: SchedulerOutput
+    sync_loads: list[FakeLoad]
+    written: dict[str, set[int]]  # Request to blocks into which the step writes.
+
+
 class World:
-    def __init__(self, config: EngineConfig | None = None, **kwargs: Any) -> None:
+    """`depth`: as many steps may be in flight, the one included whose result is awaited."""
+
+    def __init__(self, config: EngineConfig | None = None, *, depth: int = 1, **kwargs: Any) -> None:
+        self.depth = depth
+        self.in_flight: deque[InFlightStep] = deque()
         self.config = config if config is not None else engine_config(**kwargs)
         groups = self.config.kv_cache_groups
         self.half = FakeHalfOfGroups() if is_hybrid(groups) else FakeHalf()
@@ -441,15 +455,63 @@ class World:
         return asked
 
     def step(self) -> SchedulerOutput:
+        """The next step, and results until fewer than `depth` are in flight."""
+        output = self.schedule()
+        while len(self.in_flight) >= self.depth:
+            self.finish_oldest()
+        return output
+
+    def step_if_useful(self) -> None:
+        """As the engine core does it: no step beside others that has nothing to compute."""
+        if self.in_flight and not self.scheduler.has_idle_requests():
+            self.finish_oldest()
+        else:
+            self.step()
+
+    def schedule(self) -> SchedulerOutput:
+        busy = {request_id for step in self.in_flight for request_id in step.output.num_scheduled_tokens}
         output = self.scheduler.schedule()
         self.steps.append(output)
         assert output.total_num_scheduled_tokens == sum(output.num_scheduled_tokens.values())
         assert output.total_num_scheduled_tokens <= self.config.scheduler_config.max_num_batched_tokens
-        self.ranks.take_over(output)
-        report, self.report = self.report, KVConnectorOutput()
+        assert not busy & set(output.num_scheduled_tokens), "a request has one step in flight at most"
+        assert not busy & output.preempted_req_ids
         loads, self.half.sync_loads = self.half.sync_loads, []
         assert output.has_sync_kv_loads == bool(loads)
-        for load in loads if output.kv_connector_metadata is not None else ():
+        self.in_flight.append(InFlightStep(output, loads, self._written_by(output)))
+        self.assert_fenced()
+        return output
+
+    def _written_by(self, output: SchedulerOutput) -> dict[str, set[int]]:
+        written = {}
+        for request_id, num_new in output.num_scheduled_tokens.items():
+            last = self.scheduler.requests[request_id].num_computed_tokens
+            first, end = (last - num_new) // BLOCK, -(-last // BLOCK)
+            held = self.scheduler.kv_cache.blocks_between(request_id, first, end)
+            written[request_id] = {block_id for _, block_id in held}
+        return written
+
+    def assert_fenced(self) -> None:
+        """What a step in flight writes is still its request's, and nobody else's to fill."""
+        loading = {
+            block_id
+            for load in self.half.loads.values()
+            for table in load.tables
+            for block_id in table[load.first_token // BLOCK :]
+        } - self.ranks.null_blocks
+        for step in self.in_flight:
+            for request_id, block_ids in step.written.items():
+                held = self.scheduler.kv_cache.blocks_between(request_id, 0, sys.maxsize)
+                assert block_ids <= {block_id for _, block_id in held}, "freed while a step in flight writes it"
+                assert not loading & block_ids
+
+    def finish_oldest(self) -> None:
+        """The ranks run it, and its result comes."""
+        step = self.in_flight.popleft()
+        output = step.output
+        self.ranks.take_over(output)
+        report, self.report = self.report, KVConnectorOutput()
+        for load in step.sync_loads if output.kv_connector_metadata is not None else ():
             bad = self.bad_sync_blocks(load)
             self.ranks.fill(load, bad)
             report.invalid_block_ids |= bad
@@ -457,7 +519,7 @@ class World:
         result.kv_connector_output = None if report.is_empty() else report
         self._take(self.scheduler.update_from_output(output, result))
         self.scheduler.kv_cache.assert_consistent(self.other_holders)
-        return output
+        self.assert_fenced()
 
     def _take(self, outputs: EngineOutputs) -> None:
         self.outputs.append(outputs)
@@ -471,9 +533,9 @@ class World:
     def run(self, max_steps: int = 2000) -> None:
         """Until nothing is left to do."""
         for _ in range(max_steps):
-            if not self.scheduler.has_requests():
+            if not self.scheduler.has_requests() and not self.in_flight:
                 return
-            self.step()
+            self.step_if_useful()
         raise AssertionError(f"still not at rest after {max_steps} steps: {self.scheduler.requests}")
 
     def end_load(
@@ -513,6 +575,8 @@ class World:
         scheduler = self.scheduler
         assert not scheduler.has_requests()
         assert not scheduler.has_unfinished_requests()
+        assert not self.in_flight
+        assert not scheduler.in_flight
         assert not scheduler.requests
         assert not scheduler.running
         assert not scheduler.waiting
