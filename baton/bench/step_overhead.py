@@ -14,6 +14,8 @@ from __future__ import annotations
 import socket
 import statistics
 import time
+from collections.abc import Container
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import msgspec
@@ -76,13 +78,18 @@ class NullModelExecutor(Executor):
     def __init__(self, config: EngineConfig) -> None:
         self._runner = ModelRunner(config, NullModel(), {}, NullWorkerHalf(), device=torch.device("cpu"))
 
-    def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        return self._runner.execute(scheduler_output, [])
+    def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        future: Future[ModelRunnerOutput] = Future()
+        future.set_result(self._runner.execute(scheduler_output, []))
+        return future
 
     def handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
         return {}
 
     def expect_reports(self, expected_count: int | None) -> None:
+        return
+
+    def forget_all_but(self, request_ids: Container[str]) -> None:
         return
 
     def check_alive(self) -> None:

@@ -176,7 +176,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
-    executor: Literal["inprocess", "multiprocess"] = "inprocess"
+    executor: Literal["inprocess", "multiprocess", "ray"] = "inprocess"
+    max_concurrent_batches: int = 1  # Steps in flight at once; more than one hide the scheduler's own time.
+    on_rank_death: Literal["exit", "restart"] = "exit"
     rank: int = 0  # Of this process; set for each rank by whoever makes its connector.
 
     @property
@@ -188,7 +190,14 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("must be positive", field="parallel_config.tensor_parallel_size")
         if self.tensor_parallel_size > 1 and self.executor == "inprocess":
             raise ConfigError(
-                "more than one rank needs executor 'multiprocess'", field="parallel_config.executor"
+                "more than one rank needs executor 'multiprocess' or 'ray'", field="parallel_config.executor"
+            )
+        if not 1 <= self.max_concurrent_batches <= 16:
+            raise ConfigError("must be in [1, 16]", field="parallel_config.max_concurrent_batches")
+        if self.executor == "inprocess" and self.max_concurrent_batches > 1:
+            raise ConfigError(
+                "more than one needs executor 'multiprocess' or 'ray'",
+                field="parallel_config.max_concurrent_batches",
             )
 
 

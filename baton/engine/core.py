@@ -1,6 +1,8 @@
 """The engine without any process around it: scheduler, connector half and executor, one `step()` at a time.
 
-    add_request / abort --> | schedule -> execute -> update | --> EngineOutputs
+    add_request / abort --> | schedule -> submit -> ... -> result -> update | --> EngineOutputs
+
+Up to `max_concurrent_batches` steps are in flight at once, of different requests.
 
 Whoever owns it (the core process, `LLM`, a benchmark) decides when to step. Single-threaded.
 """
@@ -9,7 +11,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +51,8 @@ class EngineCore:
         self.times = StepTimes()
         self.num_scheduled_tokens = 0  # In the last step.
         self.has_progressed = False  # The last step computed, delivered or freed something.
+        self._batches: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()  # Oldest first.
+        self._num_batches_max = config.parallel_config.max_concurrent_batches
         self.is_woken = False  # Whatever a step could find between messages, somebody will say.
         config = settle_groups(config, connector_factory)
         self.executor = executor if executor is not None else start_executor(config, connector_factory)
@@ -70,7 +76,8 @@ class EngineCore:
                 )
             if self.executor.awaits_capture:
                 self.executor.capture(half.build_connector_meta(SchedulerOutput()))
-            if (only_half := self.executor.only_half()) is not None:
+            only_half = self.executor.only_half()
+            if only_half is not None and self._num_batches_max == 1:
                 half.bind_only_rank(only_half)
         except BaseException:
             if self._event_publisher is not None:
@@ -111,7 +118,12 @@ class EngineCore:
 
     @property
     def has_requests(self) -> bool:
-        return self.scheduler.has_requests()
+        return bool(self._batches) or self.scheduler.has_requests()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that the ranks have been given and whose results have not been taken."""
+        return len(self._batches)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -128,11 +140,31 @@ class EngineCore:
         return not self.has_unfinished_requests and not self.scheduler.has_blocks_to_await()
 
     def step(self) -> EngineOutputs:
-        """Raises what the model raised, or ExecutorDied: the engine cannot go on."""
-        started = time.perf_counter()
-        scheduler_output = self.scheduler.schedule()
-        scheduled = time.perf_counter()
-        result = self.executor.execute(scheduler_output)
+        """Decides a step, and takes the result of the oldest one in flight.
+
+        With room for further steps in flight it waits for no result: then it returns nothing, and is to be
+        called again. Raises what the model raised, or ExecutorDied: the engine cannot go on.
+        """
+        if not self._batches or (
+            len(self._batches) < self._num_batches_max and self.scheduler.has_idle_requests()
+        ):
+            started = time.perf_counter()
+            output = self.scheduler.schedule()
+            scheduled = time.perf_counter()
+            self._batches.append((output, self.executor.submit(output)))
+            self.times.schedule_s += scheduled - started
+            self.times.execute_s += time.perf_counter() - scheduled
+            has_room = len(self._batches) < self._num_batches_max
+            if has_room and output.num_scheduled_tokens and not self._batches[0][1].done():
+                self.num_scheduled_tokens = 0
+                self.has_progressed = True
+                return EngineOutputs(outputs=[])
+        return self._take_oldest()
+
+    def _take_oldest(self) -> EngineOutputs:
+        waiting = time.perf_counter()
+        scheduler_output, future = self._batches.popleft()
+        result = future.result()
         executed = time.perf_counter()
         abandoned = self._abandon_loads(scheduler_output, result)
         num_ended_before = self.scheduler.num_ended_transfers
@@ -140,6 +172,7 @@ class EngineCore:
         self._publish_events()
         if abandoned:
             outputs = _with_errors(outputs, abandoned, f"the KV connector failed: {result.connector_error}")
+        self.executor.forget_all_but(self.scheduler.requests)
         updated = time.perf_counter()
 
         self.num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
@@ -147,8 +180,7 @@ class EngineCore:
         self.has_progressed = bool(self.num_scheduled_tokens or outputs.outputs or has_moved)
         times = self.times
         times.num_steps += 1
-        times.schedule_s += scheduled - started
-        times.execute_s += executed - scheduled
+        times.execute_s += executed - waiting
         times.update_s += updated - executed
         return outputs
 

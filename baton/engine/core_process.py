@@ -134,7 +134,8 @@ class CoreLoop:
         # An empty step repeated a thousand times a second has nothing new to say.
         if outputs.outputs or self._core.num_scheduled_tokens or self._is_news(outputs.stats):
             self._send(Outputs(outputs))
-        self._last_stats = outputs.stats
+        if outputs.stats is not None:  # Else no result has come.
+            self._last_stats = outputs.stats
 
     def _is_news(self, stats: SchedulerStats | None) -> bool:
         """Counts of this step are news even if the last step's were equal."""

@@ -13,6 +13,7 @@ next one, so that ranks cannot disagree about a token even if their arithmetic d
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -67,7 +68,7 @@ class ModelRunner:
         self._block_size = config.cache_config.block_size
         self._batch = InputBatch(config)
         self._sampler = Sampler()
-        self._untold_rows: IntArray = np.zeros(0, np.int64)  # Sampled by rank 0; not yet heard from it.
+        self._untold_rows: deque[IntArray] = deque()  # Of steps: sampled by rank 0; not yet heard from it.
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -86,10 +87,12 @@ class ModelRunner:
             self._wait_for_device()
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput, told_token_ids: list[int]) -> ModelRunnerOutput:
-        """`told_token_ids`: what rank 0 sampled in the previous step; rank 0 itself ignores it."""
+    def execute(self, output: SchedulerOutput, told_token_ids: list[list[int]]) -> ModelRunnerOutput:
+        """`told_token_ids`: what rank 0 sampled in the oldest steps of which we were not told, step by step;
+        rank 0 itself ignores it."""
         if not self._is_driver:
-            self._learn(told_token_ids)
+            for token_ids in told_token_ids:
+                self._learn(token_ids)
         self._batch.update(output)
         context = ForwardContext(kv_caches=self._kv_caches)
         result = ModelRunnerOutput()
@@ -97,6 +100,8 @@ class ModelRunner:
             if output.num_scheduled_tokens:
                 self._compute(output, context, result)
                 self._wait_for_device()
+            elif not self._is_driver:
+                self._untold_rows.append(np.zeros(0, np.int64))
         result.connector_error = step.error
         result.loads_failed = step.loads_failed
         result.kv_connector_output = None if step.report.is_empty() else step.report
@@ -119,7 +124,7 @@ class ModelRunner:
         if self._is_driver:
             self._sample(hidden, step_input, result)
         else:
-            self._untold_rows = step_input.sampled_rows
+            self._untold_rows.append(step_input.sampled_rows)
 
     def _sample(self, hidden_BH: torch.Tensor, step_input: StepInput, result: ModelRunnerOutput) -> None:
         result.req_ids = step_input.req_ids
@@ -142,10 +147,10 @@ class ModelRunner:
         }
 
     def _learn(self, token_ids: list[int]) -> None:
-        assert len(token_ids) == len(self._untold_rows), "one token for each row that rank 0 sampled"
+        rows = self._untold_rows.popleft()
+        assert len(token_ids) == len(rows), "one token for each row that rank 0 sampled"
         if token_ids:
-            self._batch.append(self._untold_rows, token_ids)
-            self._untold_rows = self._untold_rows[:0]
+            self._batch.append(rows, token_ids)
 
 
 def _wait_for(device: torch.device) -> None:

@@ -227,7 +227,7 @@ def test_ranks_other_than_the_first_learn_their_tokens_with_the_next_step(make_c
         return forward(input_ids, positions, context)
 
     follower.model.forward = watch  # type: ignore[method-assign]
-    follower.runner.execute(step, [77])
+    follower.runner.execute(step, [[77]])
     assert np.array(seen).tolist() == [77]
 
 

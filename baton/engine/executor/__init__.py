@@ -1,15 +1,16 @@
-"""Who runs the ranks of one engine: in the engine core's own process, or in one process per rank.
+"""Who runs the ranks of one engine: the engine core's own process, one process per rank, or Ray's actors.
 
-    Executor.execute(SchedulerOutput) --> every rank --> one ModelRunnerOutput
+    Executor.submit(SchedulerOutput) --> every rank --> Future[ModelRunnerOutput]
 
-Both kinds build the same `Worker` for each rank and combine the ranks' reports by the contract's one
-aggregator.
+All kinds build the same `Worker` for each rank and combine the ranks' reports by the contract's one
+aggregator. Steps may be submitted before the results of earlier ones have come; ranks run them in order.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from baton.core.errors import BatonError
@@ -28,8 +29,16 @@ class Executor(ABC):
     """Ready for steps once constructed."""
 
     @abstractmethod
+    def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        """One step on all ranks, behind those submitted before. Never waits for ranks in other processes.
+
+        The result is ExecutorDied, or what the model raised, if this executor can do nothing more; submit
+        may raise the same.
+        """
+
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """One step on all ranks. Raises ExecutorDied, or what the model raised; neither can be survived."""
+        """A step, and its result."""
+        return self.submit(scheduler_output).result()
 
     @abstractmethod
     def handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
@@ -56,6 +65,10 @@ class Executor(ABC):
     def expect_reports(self, expected_count: int | None) -> None:
         """How many ranks report a finished id before it counts; None: all. Before the first step."""
 
+    @abstractmethod
+    def forget_all_but(self, request_ids: Container[str]) -> None:
+        """Requests that are gone wait for no rank's report any more."""
+
     def death_filenos(self) -> Sequence[int]:
         """Readable between steps when a rank has died: for an idle engine to wait on."""
         return ()
@@ -74,6 +87,10 @@ def start_executor(config: EngineConfig, connector_factory: str | None) -> Execu
         from baton.engine.executor.multiprocess import MultiprocessExecutor
 
         return MultiprocessExecutor(config, connector_factory)
+    if config.parallel_config.executor == "ray":
+        from baton.engine.executor.ray import RayExecutor
+
+        return RayExecutor(config, connector_factory)
     from baton.engine.executor.inprocess import InProcessExecutor
 
     return InProcessExecutor(config, connector_factory)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from baton.contract.aggregator import KVOutputAggregator
@@ -23,10 +24,13 @@ class InProcessExecutor(Executor):
         self._worker = Worker(config, load_factory(connector_factory), SingleRank())
         self._aggregator = KVOutputAggregator(1)
 
-    def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        """Done when it returns."""
         output = self._worker.execute(scheduler_output, [])
         output.kv_connector_output = self._aggregator.aggregate([output.kv_connector_output])
-        return output
+        future: Future[ModelRunnerOutput] = Future()
+        future.set_result(output)
+        return future
 
     def handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
         metadata = self._worker.handshake_metadata()
@@ -47,6 +51,9 @@ class InProcessExecutor(Executor):
 
     def expect_reports(self, expected_count: int | None) -> None:
         self._aggregator = KVOutputAggregator(expected_count or 1, 1)
+
+    def forget_all_but(self, request_ids: Container[str]) -> None:
+        self._aggregator.forget_all_but(request_ids)
 
     def check_alive(self) -> None:
         return  # It lives in the process that asks.

@@ -15,18 +15,19 @@ import select
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Container, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from baton.contract.aggregator import KVOutputAggregator
-from baton.core.errors import ConfigError
+from baton.core.errors import BatonError
 from baton.engine.channel import Channel, ChannelClosed
 from baton.engine.child import Child
 from baton.engine.executor import Executor, ExecutorDied
+from baton.engine.executor.answers import RankAnswers, StepFuture, opened
 from baton.engine.executor.worker import (
     RankAssignment,
     RankCapture,
-    RankFailed,
     RankReady,
     RankStep,
     RankStop,
@@ -48,11 +49,12 @@ class MultiprocessExecutor(Executor):
     def __init__(self, config: EngineConfig, connector_factory: str | None) -> None:
         self._size = config.parallel_config.tensor_parallel_size
         self._step_timeout_s = config.step_timeout_s
-        self._told_token_ids: list[int] = []
         self._is_broken = False
         self._ranks: list[Child] = []
         self._channels: list[Channel] = []
-        self._aggregator = KVOutputAggregator(self._size)
+        self._received: list[deque[Any]] = [deque() for _ in range(self._size)]  # Answers, by rank.
+        self._answers = RankAnswers(self._size)
+        self._in_flight: deque[StepFuture] = deque()
         try:
             with tempfile.TemporaryDirectory(prefix="baton-ranks-") as folder:
                 for rank in range(self._size):
@@ -89,57 +91,73 @@ class MultiprocessExecutor(Executor):
         self._ranks.append(child)
         self._channels.append(Channel(child.socket))
 
-    def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        step = pickle.dumps(RankStep(scheduler_output, self._told_token_ids), pickle.HIGHEST_PROTOCOL)
+    def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        self._send(RankStep(scheduler_output, self._answers.take_untold()))
+        future = StepFuture(self._drive)
+        self._in_flight.append(future)
+        return future
+
+    def _send(self, message: Any) -> None:
+        payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for rank, channel in enumerate(self._channels):
             try:
-                channel.send_nowait(step)
+                channel.send_nowait(payload)
             except ChannelClosed as error:
                 raise self._died(rank) from error
-        outputs: list[ModelRunnerOutput] = self._gather(self._step_timeout_s)
-        output = outputs[0]
-        self._told_token_ids = [token for tokens in output.sampled_token_ids for token in tokens]
-        output.kv_connector_output = self._aggregator.aggregate([o.kv_connector_output for o in outputs])
-        output.connector_error = next((o.connector_error for o in outputs if o.connector_error), None)
-        output.loads_failed = any(o.loads_failed for o in outputs)
-        return output
+
+    def _drive(self, future: StepFuture, is_waiting: bool) -> None:
+        """Nothing that is in flight survives a rank that failed: whoever asks for a result hears of it."""
+        while self._in_flight and self._in_flight[0] is not future:
+            self._finish(self._in_flight.popleft())
+        if is_waiting or self._has_answers():
+            self._finish(self._in_flight.popleft())
+
+    def _finish(self, future: StepFuture) -> None:
+        try:
+            future.set_result(self._answers.combine(self._gather(self._step_timeout_s)))
+        except BatonError as error:
+            future.set_exception(error)
+            raise
+
+    def _has_answers(self) -> bool:
+        self._receive(0.0)
+        return all(self._received)
 
     def _gather(self, timeout_s: float) -> list[Any]:
-        """One answer of each rank, in rank order."""
+        """The next answer of each rank, in rank order."""
         deadline = time.monotonic() + timeout_s
-        answers: dict[int, Any] = {}
+        while not all(self._received):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                self._is_broken = True
+                missing = [rank for rank, answers in enumerate(self._received) if not answers]
+                raise ExecutorDied(f"ranks {missing} did not answer within {timeout_s:.0f} s")
+            self._receive(left_s)
+        return [answers.popleft() for answers in self._received]
+
+    def _receive(self, timeout_s: float) -> None:
+        """What has come, or comes first within `timeout_s`."""
         rank_of = {channel.fileno(): rank for rank, channel in enumerate(self._channels)}
         poll = select.poll()
         for channel in self._channels:
             poll.register(channel, select.POLLIN | (select.POLLOUT if channel.has_unsent else 0))
-        while len(answers) < self._size:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                self._is_broken = True
-                missing = sorted(set(range(self._size)) - set(answers))
-                raise ExecutorDied(f"ranks {missing} did not answer within {timeout_s:.0f} s")
-            for fd, event in poll.poll(left_s * 1e3):
-                rank = rank_of[fd]
-                try:
-                    if event & select.POLLOUT:
-                        self._channels[rank].flush_nowait()
-                        if not self._channels[rank].has_unsent:
-                            poll.modify(fd, select.POLLIN)
-                    if event & ~select.POLLOUT:
-                        for payload in self._channels[rank].receive_nowait():
-                            answers[rank] = self._opened(rank, payload)
-                except ChannelClosed as error:
-                    raise self._died(rank) from error
-        return [answers[rank] for rank in range(self._size)]
+        for fd, event in poll.poll(timeout_s * 1e3):
+            rank = rank_of[fd]
+            try:
+                if event & select.POLLOUT:
+                    self._channels[rank].flush_nowait()
+                if event & ~select.POLLOUT:
+                    for payload in self._channels[rank].receive_nowait():
+                        self._received[rank].append(self._opened(rank, payload))
+            except ChannelClosed as error:
+                raise self._died(rank) from error
 
     def _opened(self, rank: int, payload: bytes) -> Any:
-        message = pickle.loads(payload)
-        if isinstance(message, RankFailed):
+        try:
+            return opened(rank, pickle.loads(payload))
+        except BatonError:
             self._is_broken = True
-            if message.is_users:
-                raise ConfigError(message.message)
-            raise ExecutorDied(f"rank {rank} failed: {message.message}")
-        return message
+            raise
 
     def _died(self, rank: int) -> ExecutorDied:
         self._is_broken = True
@@ -153,16 +171,14 @@ class MultiprocessExecutor(Executor):
         return self._any_awaits_capture
 
     def capture(self, metadata: KVConnectorMetadata) -> None:
-        message = pickle.dumps(RankCapture(metadata), pickle.HIGHEST_PROTOCOL)
-        for rank, channel in enumerate(self._channels):
-            try:
-                channel.send_nowait(message)
-            except ChannelClosed as error:
-                raise self._died(rank) from error
+        self._send(RankCapture(metadata))
         self._gather(START_TIMEOUT_S)
 
     def expect_reports(self, expected_count: int | None) -> None:
-        self._aggregator = KVOutputAggregator(expected_count or self._size, self._size)
+        self._answers.expect(expected_count)
+
+    def forget_all_but(self, request_ids: Container[str]) -> None:
+        self._answers.forget_all_but(request_ids)
 
     def death_filenos(self) -> Sequence[int]:
         return [channel.fileno() for channel in self._channels]

@@ -73,7 +73,7 @@ class Worker:
     def bind_wake(self, wake: Callable[[], None]) -> bool:
         return self.half.bind_wake(wake)
 
-    def execute(self, scheduler_output: SchedulerOutput, told_token_ids: list[int]) -> ModelRunnerOutput:
+    def execute(self, scheduler_output: SchedulerOutput, told_token_ids: list[list[int]]) -> ModelRunnerOutput:
         return self._runner.execute(scheduler_output, told_token_ids)
 
     def shutdown(self) -> None:
@@ -130,46 +130,70 @@ class RankFailed:
 @dataclass(frozen=True, slots=True)
 class RankStep:
     scheduler_output: SchedulerOutput
-    told_token_ids: list[int]
+    told_token_ids: list[list[int]]
 
 
 class RankStop:
     """Shut down the worker half and end."""
 
 
+class Rank:
+    """One rank's worker, message by message. Lives in a process of its own, whose process group it owns."""
+
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
+
+    def answer(self, message: RankAssignment | RankCapture | RankStep) -> RankReady | ModelRunnerOutput:
+        match message:
+            case RankAssignment():
+                worker = self._worker = _start(message)
+                return RankReady(worker.handshake_metadata(), worker.awaits_capture)
+            case RankCapture(metadata):
+                self._started.capture(metadata)
+                return RankReady(None)
+            case RankStep(scheduler_output, told_token_ids):
+                return self._started.execute(scheduler_output, told_token_ids)
+
+    @property
+    def _started(self) -> Worker:
+        assert self._worker is not None, "the assignment comes first"
+        return self._worker
+
+    def close(self) -> None:
+        """Idempotent."""
+        worker, self._worker = self._worker, None
+        try:
+            if worker is not None:
+                worker.shutdown()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def failure_of(error: Exception) -> RankFailed:
+    return RankFailed(f"{type(error).__name__}: {error}", isinstance(error, UserError))
+
+
 def worker_main(end: socket.socket) -> None:
     """Entry point of a rank's process; see `multiprocess`. Messages are pickled: both ends are ours."""
     channel = Channel(end)
-    worker: Worker | None = None
+    rank = Rank()
     try:
         while True:
             channel.wait_readable()
             for payload in channel.receive_nowait():
                 message = pickle.loads(payload)
-                match message:
-                    case RankAssignment():
-                        worker = _start(message)
-                        _send(channel, RankReady(worker.handshake_metadata(), worker.awaits_capture))
-                    case RankCapture(metadata):
-                        assert worker is not None
-                        worker.capture(metadata)
-                        _send(channel, RankReady(None))
-                    case RankStep(scheduler_output, told_token_ids):
-                        assert worker is not None
-                        _send(channel, worker.execute(scheduler_output, told_token_ids))
-                    case RankStop():
-                        return
+                if isinstance(message, RankStop):
+                    return
+                _send(channel, rank.answer(message))
     except ConnectionError:
         return  # Our parent is gone or has let go of us.
     except Exception as error:
-        _send(channel, RankFailed(f"{type(error).__name__}: {error}", isinstance(error, UserError)))
+        _send(channel, failure_of(error))
         channel.flush(SEND_FAILURE_S)
         raise
     finally:
-        if worker is not None:
-            worker.shutdown()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        rank.close()
 
 
 def _start(assignment: RankAssignment) -> Worker:

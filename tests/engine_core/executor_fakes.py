@@ -1,0 +1,126 @@
+"""A connector whose worker halves report what they were told, for executors wherever their ranks live.
+
+`kv_connector_extra_config`: {"raises_in_forward": step}, {"silent_ranks": [...]}, {"expects": {rank: count}}.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.contract import (
+    AllRanks,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorSchedulerHalf,
+    KVConnectorTransferResults,
+    KVConnectorWorkerHalf,
+    NotCombined,
+    NullSchedulerHalf,
+    RankReport,
+    Sum,
+)
+from baton.core.config import EngineConfig
+
+
+@dataclass
+class Order(KVConnectorMetadata):
+    """What each rank shall report in this step."""
+
+    step: int
+    received: dict[int, set[str]] = field(default_factory=dict)  # By rank, as all the following.
+    failed: dict[int, set[str]] = field(default_factory=dict)
+    invalid: dict[int, set[int]] = field(default_factory=dict)
+    model_raises: bool = False
+
+
+@dataclass
+class Pid(KVConnectorHandshakeMetadata):
+    tp_rank: int
+    pid: int
+
+
+@dataclass(kw_only=True)
+class Seen(RankReport):
+    """What a rank has seen of the contract, since start."""
+
+    steps: NotCombined[tuple[int, ...]] = ()
+    num_binds: Sum[int] = 0
+    num_clears: Sum[int] = 0
+    finished: NotCombined[tuple[str, ...]] = ()
+    pids: AllRanks[set[int]] = field(default_factory=set)
+
+
+class ToldHalf(KVConnectorWorkerHalf):
+    def __init__(self, tp_rank: int) -> None:
+        self._tp_rank = tp_rank
+        self._steps: list[int] = []
+        self._finished: list[str] = []
+        self._num_binds = self._num_clears = 0
+        self._order: Order | None = None
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return Pid(self._tp_rank, os.getpid())
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        assert not self.has_connector_metadata(), "bound twice"
+        assert isinstance(connector_metadata, Order)
+        super().bind_connector_metadata(connector_metadata)
+        self._num_binds += 1
+        self._order = connector_metadata
+        self._steps.append(connector_metadata.step)
+
+    def clear_connector_metadata(self) -> None:
+        assert self.has_connector_metadata(), "cleared twice"
+        super().clear_connector_metadata()
+        self._num_clears += 1
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        assert self.has_connector_metadata()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        assert self._order is not None
+        if self._order.model_raises:
+            # Not contained, as what a connector raises is: so raises the model.
+            raise SystemError("the model is broken")
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        assert self.has_connector_metadata()
+
+    def wait_for_save(self) -> None:
+        assert self.has_connector_metadata()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        self._finished += sorted(finished_req_ids)
+        order = self._order
+        assert order is not None
+        return KVConnectorTransferResults(
+            None, order.received.get(self._tp_rank), order.failed.get(self._tp_rank)
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        assert self._order is not None
+        return self._order.invalid.get(self._tp_rank, set())
+
+    def build_connector_worker_meta(self) -> Seen:
+        return Seen(
+            rank=self._tp_rank,
+            steps=tuple(self._steps),
+            num_binds=self._num_binds,
+            num_clears=self._num_clears,
+            finished=tuple(self._finished),
+            pids={os.getpid()},
+        )
+
+
+class ToldFactory:
+    def scheduler_half(self, config: EngineConfig) -> KVConnectorSchedulerHalf:
+        return NullSchedulerHalf()
+
+    def worker_half(self, config: EngineConfig, tp_rank: int) -> KVConnectorWorkerHalf:
+        return ToldHalf(tp_rank)
+
+
+factory = ToldFactory()
+FACTORY = "executor_fakes:factory"

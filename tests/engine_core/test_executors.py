@@ -1,0 +1,305 @@
+"""What every executor keeps, wherever its ranks live: in this process, in processes of ours, in Ray's."""
+
+import importlib.util
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from executor_fakes import FACTORY, Order, Pid, Seen
+
+from baton.contract import KVConnectorOutput
+from baton.core.config import KVTransferConfig, ParallelConfig
+from baton.core.errors import ConfigError
+from baton.engine.api import EngineRequest, SamplingParams
+from baton.engine.core import EngineCore
+from baton.engine.executor import Executor, ExecutorDied, start_executor
+from baton.engine.llm import LLM
+from baton.engine.step import CachedRequestData, NewRequestData, SchedulerOutput
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
+
+HEARD_S = 5.0  # The promise: a rank's death is heard within so long. Measured, it takes milliseconds.
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+PROMPTS = [list(range(20, 40)), [3, 4, 5], list(range(100, 131)), [7] * 9]
+
+without_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+KINDS = ["inprocess", "multiprocess", pytest.param("ray", marks=without_ray)]
+APART = KINDS[1:]  # With ranks that can die alone.
+
+
+@pytest.fixture(scope="module")
+def one_ray() -> Iterator[None]:
+    """Executors of this module share it, for speed; `test_ray_ends_with_its_executor` starts its own."""
+    if importlib.util.find_spec("ray") is None:
+        yield
+        return
+    from baton.engine.executor.ray import import_ray
+
+    ray = import_ray()
+    ray.init(address="local", num_cpus=8, include_dashboard=False, configure_logging=False)
+    yield
+    ray.shutdown()
+
+
+def parallel(kind: str, **fields: Any) -> ParallelConfig:
+    return ParallelConfig(tensor_parallel_size=1 if kind == "inprocess" else 2, executor=kind, **fields)  # type: ignore[arg-type]
+
+
+def told() -> KVTransferConfig:
+    return KVTransferConfig(kv_connector="Told", kv_role="kv_both")
+
+
+class Driver:
+    """An executor, and the steps that a scheduler would make for it."""
+
+    def __init__(self, config: Any, kind: str) -> None:
+        self.num_ranks = config.parallel_config.tensor_parallel_size
+        self.kind = kind
+        self.executor: Executor = start_executor(config, FACTORY)
+        self._num_steps = 0
+
+    @property
+    def pids(self) -> list[int]:
+        cards = self.executor.handshake_metadata()
+        assert sorted(cards) == list(range(self.num_ranks))
+        return [card.pid for rank in range(self.num_ranks) if isinstance(card := cards[rank], Pid)]
+
+    def empty(self, **order: Any) -> SchedulerOutput:
+        self._num_steps += 1
+        return SchedulerOutput(kv_connector_metadata=Order(self._num_steps, **order))
+
+    def prefill(self, request_id: str = "a", **order: Any) -> SchedulerOutput:
+        output = self.empty(**order)
+        first = 3 * ord(request_id)  # Blocks of its own.
+        blocks = ([first % 128, (first + 1) % 128, (first + 2) % 128],)
+        output.scheduled_new_reqs = [NewRequestData(request_id, [5, 6, 7, 8, 9], GREEDY, blocks, 0)]
+        output.num_scheduled_tokens = {request_id: 5}
+        output.total_num_scheduled_tokens = 5
+        return output
+
+    def decode(self, num_output: int, request_id: str = "a") -> SchedulerOutput:
+        output = self.empty()
+        output.scheduled_cached_reqs = CachedRequestData(
+            [request_id], new_block_ids=[None], num_computed_tokens=[4 + num_output], num_output_tokens=[num_output]
+        )
+        output.num_scheduled_tokens = {request_id: 1}
+        output.total_num_scheduled_tokens = 1
+        return output
+
+    def wait_death(self) -> float:
+        """Seconds until an idle engine core hears of it."""
+        started = time.monotonic()
+        assert select.select(self.executor.death_filenos(), [], [], 4 * HEARD_S)[0], "nobody heard"
+        return time.monotonic() - started
+
+
+@pytest.fixture
+def driver_of(make_config, one_ray) -> Iterator[Any]:
+    drivers: list[Driver] = []
+
+    def make(kind: str, **fields: Any) -> Driver:
+        config = make_config(parallel_config=parallel(kind), kv_transfer_config=told(), **fields)
+        drivers.append(Driver(config, kind))
+        return drivers[-1]
+
+    yield make
+    for driver in drivers:
+        driver.executor.shutdown()
+
+
+def seen(output: KVConnectorOutput | None) -> list[Seen]:
+    """Of each rank, by rank."""
+    assert output is not None
+    assert isinstance(output.kv_connector_worker_meta, Seen)
+    return sorted((s for _, s in output.kv_connector_worker_meta.each_rank()), key=lambda s: s.rank)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_life_of_an_executor(driver_of, kind: str) -> None:
+    """One start for all that leaves the executor alive: starting is what costs time here."""
+    driver = driver_of(kind)
+    executor, every_rank = driver.executor, range(driver.num_ranks)
+    processes = [psutil.Process(pid) for pid in driver.pids]
+    assert len({p.pid for p in processes}) == driver.num_ranks
+    assert (processes[0].pid == os.getpid()) == (kind == "inprocess")
+
+    # Each step, with tokens and without: metadata to each rank, bound and cleared, and a report from each.
+    first = executor.execute(driver.empty()).kv_connector_output
+    assert [(s.rank, s.steps) for s in seen(first)] == [(rank, (1,)) for rank in every_rank]
+    tokens = [executor.execute(driver.prefill()).sampled_token_ids]
+    tokens += [executor.execute(driver.decode(n)).sampled_token_ids for n in (1, 2)]
+    assert all(len(step) == 1 and len(step[0]) == 1 for step in tokens)
+    last = executor.execute(driver.empty()).kv_connector_output
+    assert [s.steps for s in seen(last)] == [(1, 2, 3, 4, 5)] * driver.num_ranks
+    assert {(s.num_binds, s.num_clears) for s in seen(last)} == {(5, 4)}, "cleared last, behind the report"
+
+    # Several steps in flight: results in order, whichever is asked for first; ranks get all of them.
+    futures = [executor.submit(step) for step in (driver.decode(3), driver.prefill("b"), driver.empty())]
+    results = [future.result() for future in reversed(futures)]
+    assert [result.req_ids for result in reversed(results)] == [["a"], ["b"], []]
+    assert all(future.done() for future in futures)
+    assert results[1].sampled_token_ids == [[tokens[0][0][0]]], "the same prompt"
+    assert executor.execute(driver.decode(4)).req_ids == ["a"], "other ranks learned the tokens in between"
+    assert executor.execute(driver.decode(1, "b")).sampled_token_ids == [tokens[1][0]]
+
+    # Ids of finished requests reach every rank, once.
+    ends = driver.empty()
+    ends.finished_req_ids = {"a", "b"}
+    assert {s.finished for s in seen(executor.execute(ends).kv_connector_output)} == {("a", "b")}
+
+    # An id comes out when the last rank has said it; one rank's no is the whole's.
+    output = executor.execute(driver.empty(received={0: {"r"}}, failed={0: {"r"}})).kv_connector_output
+    if kind != "inprocess":
+        assert output is not None
+        assert not output.finished_recving
+        output = executor.execute(driver.empty(received={1: {"r"}})).kv_connector_output
+    assert output is not None
+    assert output.finished_recving == output.failed_recving == {"r"}
+
+    # A bad block of any rank comes out at once.
+    output = executor.execute(driver.empty(invalid={driver.num_ranks - 1: {9}})).kv_connector_output
+    assert output is not None
+    assert output.invalid_block_ids == {9}
+
+    # What was counted for a request is dropped when the request is gone.
+    if kind != "inprocess":
+        executor.execute(driver.empty(received={0: {"gone"}}))
+        executor.execute(driver.empty(received={0: {"held"}}))
+        executor.forget_all_but({"held"})
+        output = executor.execute(driver.empty(received={1: {"gone", "held"}})).kv_connector_output
+        assert output is not None
+        assert output.finished_recving == {"held"}
+
+    # A connector may wait for fewer reports than there are ranks.
+    executor.expect_reports(1)
+    output = executor.execute(driver.empty(received={driver.num_ranks - 1: {"s"}})).kv_connector_output
+    assert output is not None
+    assert output.finished_recving == {"s"}
+
+    executor.shutdown()
+    executor.shutdown()
+    if kind != "inprocess":
+        _, alive = psutil.wait_procs(processes, timeout=4 * HEARD_S)
+        assert not alive
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_model_raises_ends_the_executor_clearly(driver_of, kind: str) -> None:
+    driver = driver_of(kind)
+    # A request that the ranks do not know: a bug of the engine's.
+    with pytest.raises(KeyError if kind == "inprocess" else ExecutorDied, match="nobody"):
+        driver.executor.execute(driver.decode(1, "nobody"))
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_a_killed_rank_is_heard_by_an_idle_core_and_by_every_step_in_flight(driver_of, kind: str) -> None:
+    driver = driver_of(kind)
+    driver.executor.execute(driver.prefill())
+    driver.executor.check_alive()
+    futures = [driver.executor.submit(driver.decode(1)), driver.executor.submit(driver.empty())]
+    for future in futures:
+        future.result()
+    os.kill(driver.pids[1], signal.SIGKILL)
+    assert driver.wait_death() < HEARD_S
+    with pytest.raises(ExecutorDied, match="rank 1"):
+        driver.executor.check_alive()
+    with pytest.raises(ExecutorDied):
+        driver.executor.execute(driver.decode(2))
+    driver.executor.shutdown()
+    assert not any(psutil.pid_exists(pid) and _runs(pid) for pid in driver.pids)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).wait(timeout=4 * HEARD_S) is None
+    except psutil.TimeoutExpired:
+        return True
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_a_rank_killed_in_a_step_is_heard_although_the_other_hangs_in_a_collective(
+    driver_of, kind: str
+) -> None:
+    driver = driver_of(kind)
+    stuck, killed = driver.pids
+    os.kill(killed, signal.SIGSTOP)  # So the other waits for it in the first layer's sum.
+    future = driver.executor.submit(driver.prefill())
+    assert not future.done()
+    os.kill(killed, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(ExecutorDied, match="rank"):
+        future.result()
+    assert time.monotonic() - started < HEARD_S
+    driver.executor.shutdown()
+    assert not _runs(stuck)
+
+
+@without_ray
+def test_ray_ends_with_its_executor_and_binds_to_loopback_only(make_config) -> None:
+    import ray
+
+    if ray.is_initialized():
+        ray.shutdown()  # Of the other tests here; they are done.
+    before = set(psutil.Process().children(recursive=True))
+    executor = start_executor(make_config(parallel_config=parallel("ray")), None)
+    started = set(psutil.Process().children(recursive=True)) - before
+    assert len(started) >= 4
+    addresses = {
+        connection.laddr.ip.removeprefix("::ffff:")
+        for process in (psutil.Process(), *started)
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert addresses == {"127.0.0.1"}
+    executor.shutdown()
+    _, alive = psutil.wait_procs(list(started), timeout=4 * HEARD_S)
+    assert not alive
+    assert not ray.is_initialized()
+
+
+# --- Whole engines --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reference(make_config) -> list[list[int]]:
+    with LLM(make_config()) as llm:
+        return [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)]
+
+
+@pytest.mark.parametrize("kind", APART)
+@pytest.mark.parametrize("num_batches", [1, 2, 3])
+def test_two_ranks_with_steps_in_flight_say_what_one_engine_says(
+    make_config, one_ray, reference: list[list[int]], kind: str, num_batches: int
+) -> None:
+    config = make_config(parallel_config=parallel(kind, max_concurrent_batches=num_batches))
+    core = EngineCore(config, None)
+    said: dict[str, list[int]] = {}
+    most = 0
+    try:
+        # One request comes with each step, so that there is something to compute beside what is in flight.
+        asked = [(f"{turn}-{index}", PROMPTS[index]) for turn in range(3) for index in range(len(PROMPTS))]
+        while asked or core.has_requests:
+            if asked:
+                request_id, prompt = asked.pop(0)
+                assert core.add_request(EngineRequest(request_id, prompt, GREEDY, 0.0)) is None
+            for output in core.step().outputs:
+                said.setdefault(output.request_id, []).extend(output.new_token_ids)
+            most = max(most, core.num_in_flight)
+    finally:
+        core.shutdown()
+    assert {i: t for i, t in said.items()} == {
+        f"{turn}-{index}": reference[index] for turn in range(3) for index in range(len(PROMPTS))
+    }
+    assert most >= num_batches - 1, "steps that a test never had in flight, it has not tested"
+
+
+def test_one_process_cannot_have_steps_in_flight() -> None:
+    with pytest.raises(ConfigError, match="max_concurrent_batches"):
+        ParallelConfig(max_concurrent_batches=2)
