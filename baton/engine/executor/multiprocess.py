@@ -184,9 +184,11 @@ class MultiprocessExecutor(Executor):
         return [channel.fileno() for channel in self._channels]
 
     def check_alive(self) -> None:
-        for rank, child in enumerate(self._ranks):
-            if not child.is_alive:
-                raise self._died(rank)
+        poll = select.poll()
+        for channel in self._channels:
+            poll.register(channel, getattr(select, "POLLRDHUP", 0))
+        for fd, _ in poll.poll(0):  # Its end closes a moment before the process can be waited for.
+            raise self._died([channel.fileno() for channel in self._channels].index(fd))
 
     def shutdown(self) -> None:
         deadline = time.monotonic() + (BROKEN_STOP_TIMEOUT_S if self._is_broken else STOP_TIMEOUT_S)

@@ -65,7 +65,9 @@ _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0", on any system: all 
 class RankActor:
     """Runs in a process of Ray's. Answers what `worker.Rank` answers, or RankFailed."""
 
-    def __init__(self, environment: dict[str, str], log_level: int) -> None:
+    def __init__(self, path: list[str], environment: dict[str, str], log_level: int) -> None:
+        """`path`: where our process finds modules; Ray's finds this one."""
+        sys.path += [entry for entry in path if entry not in sys.path]
         os.environ.update(environment)
         logging.basicConfig(level=log_level)
         self._rank = Rank()
@@ -74,7 +76,6 @@ class RankActor:
         try:
             return self._rank.answer(message)
         except Exception as error:  # Text, since not every exception can be pickled.
-            logger.exception("this rank cannot go on")
             return failure_of(error)
 
     def close(self) -> None:
@@ -134,7 +135,8 @@ class RayExecutor(Executor):
         # Ranks choose their GPUs by rank, as they do without Ray; so Ray is not to hide any.
         actor = self._ray.remote(num_cpus=1, max_restarts=0, concurrency_groups={"watch": 1})(RankActor)
         log_level = logging.getLogger().getEffectiveLevel()
-        self._actors = [actor.remote(environment, log_level) for _ in range(self._size)]
+        path = [os.path.abspath(entry) for entry in sys.path]
+        self._actors = [actor.remote(path, environment, log_level) for _ in range(self._size)]
         self._watch = _Watch(
             self._ray, [a.watch.options(concurrency_group="watch").remote() for a in self._actors]
         )
