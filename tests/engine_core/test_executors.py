@@ -85,7 +85,10 @@ class Driver:
     def decode(self, num_output: int, request_id: str = "a") -> SchedulerOutput:
         output = self.empty()
         output.scheduled_cached_reqs = CachedRequestData(
-            [request_id], new_block_ids=[None], num_computed_tokens=[4 + num_output], num_output_tokens=[num_output]
+            [request_id],
+            new_block_ids=[None],
+            num_computed_tokens=[4 + num_output],
+            num_output_tokens=[num_output],
         )
         output.num_scheduled_tokens = {request_id: 1}
         output.total_num_scheduled_tokens = 1
@@ -270,7 +273,8 @@ def reference(make_config) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_batches"), [("multiprocess", 2), ("multiprocess", 3), pytest.param("ray", 2, marks=without_ray)]
+    ("kind", "num_batches"),
+    [("multiprocess", 2), ("multiprocess", 3), pytest.param("ray", 2, marks=without_ray)],
 )
 def test_two_ranks_with_steps_in_flight_say_what_one_engine_says(
     make_config, one_ray, reference: list[list[int]], kind: str, num_batches: int
@@ -294,9 +298,7 @@ def test_two_ranks_with_steps_in_flight_say_what_one_engine_says(
             most = max(most, core.num_in_flight)
     finally:
         core.shutdown()
-    assert said == {
-        f"{turn}-{index}": reference[index] for turn in range(3) for index in range(len(PROMPTS))
-    }
+    assert said == {f"{turn}-{index}": reference[index] for turn in range(3) for index in range(len(PROMPTS))}
     assert most >= num_batches - 1, "steps that a test never had in flight, it has not tested"
 
 

@@ -295,6 +295,7 @@ def import_ray() -> Any:
         import ray
     except ImportError as error:
         raise ConfigError(
-            f"executor 'ray' needs Ray: pip install 'kv-baton[ray]' ({error})", field="parallel_config.executor"
+            f"executor 'ray' needs Ray: pip install 'kv-baton[ray]' ({error})",
+            field="parallel_config.executor",
         ) from error
     return ray

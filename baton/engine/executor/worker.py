@@ -73,7 +73,9 @@ class Worker:
     def bind_wake(self, wake: Callable[[], None]) -> bool:
         return self.half.bind_wake(wake)
 
-    def execute(self, scheduler_output: SchedulerOutput, told_token_ids: list[list[int]]) -> ModelRunnerOutput:
+    def execute(
+        self, scheduler_output: SchedulerOutput, told_token_ids: list[list[int]]
+    ) -> ModelRunnerOutput:
         return self._runner.execute(scheduler_output, told_token_ids)
 
     def shutdown(self) -> None:
