@@ -36,6 +36,7 @@ class StepInput:
     sampled_index: IntArray  # Which of `req_ids` get a token.
     sampled_rows: IntArray
     sampled_positions: IntArray  # Where those tokens will stand.
+    only_decodes: bool  # One token of each, and none of them of a prompt.
 
 
 class InputBatch:
@@ -163,6 +164,8 @@ class InputBatch:
             sampled_index=sampled,
             sampled_rows=rows[sampled],
             sampled_positions=num_tokens[sampled],
+            only_decodes=metadata.max_query_len == 1
+            and bool((computed >= self._num_prompt_tokens[rows]).all()),
         )
 
     def _attention_metadata(

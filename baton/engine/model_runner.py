@@ -114,7 +114,9 @@ class ModelRunner:
         last_tokens = metadata.query_start_loc_np[1:][step_input.sampled_index] - 1
         if len(last_tokens) < metadata.num_actual_tokens:
             context.wanted_tokens = torch.from_numpy(last_tokens).to(self._device)
-        if self._graphs is not None and not output.has_sync_kv_loads and self._graphs.can_run(metadata):
+        # What the connector's hooks do for prompts and loads, no replay would do.
+        is_replayable = step_input.only_decodes and not output.has_sync_kv_loads
+        if self._graphs is not None and is_replayable and self._graphs.can_run(metadata):
             hidden = self._graphs.run(step_input.token_ids, context)
         else:
             input_ids = torch.from_numpy(step_input.token_ids).to(self._device)

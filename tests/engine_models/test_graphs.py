@@ -342,6 +342,21 @@ def test_of_captured_hooks_a_replay_runs_what_they_launched_and_no_python(
         assert scheduler.seen["save_layer"] == NUM_LAYERS, "of the prefill, which is not replayed"
 
 
+def test_the_last_token_of_a_prompt_is_not_replayed(
+    config_of: Callable[..., EngineConfig], prompt_of: Callable[[int, int], list[int]], replays: list[int]
+) -> None:
+    """The rest is in the prefix cache. A connector may save prompts layer by layer: this token, too."""
+    config = config_of("full", connector="AssertingConnector")
+    cached = msgspec.structs.replace(config.cache_config, enable_prefix_caching=True)
+    with LLM(msgspec.structs.replace(config, cache_config=cached), FACTORY) as llm:
+        for _ in range(2):
+            llm.generate([prompt_of(1, 2 * BLOCK_SIZE + 1)], GREEDY)
+        scheduler = AssertingConnector.scheduler
+        assert scheduler is not None
+        assert scheduler.seen["save_layer"] == 2 * NUM_LAYERS
+    assert len(replays) == 2 * (GREEDY.max_tokens - 1)
+
+
 def test_a_step_that_waits_for_synchronous_loads_is_not_replayed(
     config_of: Callable[..., EngineConfig],
     prompt_of: Callable[[int, int], list[int]],

@@ -11,8 +11,8 @@
                 declares capturable (`graph_capturable`)
     piecewise   what lies between two attention layers is a graph; attention and the hooks around it are not
 
-A step that prefills, or has synchronous loads, is not replayed. `mode` chooses; `recorders` know how a graph
-is recorded on a device.
+A step that computes any of a prompt, or has synchronous loads, is not replayed. `mode` chooses; `recorders`
+know how a graph is recorded on a device.
 """
 
 from baton.engine.graphs.decode_graphs import DecodeGraphs, graphs_of
