@@ -2,7 +2,8 @@
 
     a small model --> prefill + decode + router, and a single engine --> 20 prompts to both --> table
 
-Exits with 1 if any token differs, or if a prompt was not handed over that should have been.
+With `--connector` of a store, or of several connectors in one, every prompt is asked twice (`demo_rounds`).
+Exits with 1 if any token differs, or if a prompt was not moved that should have been.
 """
 
 import json
@@ -10,8 +11,10 @@ import os
 import shutil
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -20,8 +23,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from baton.cli.demo_check import Outcome
+    from baton.cli.demo_prompts import DemoPrompt
+    from baton.cli.demo_rounds import RoundsPlan
     from baton.cli.processes import Fleet
-    from baton.cli.system import SystemPlan
+    from baton.cli.system import HandoffArguments, SystemPlan
 
 app = typer.Typer(help="Hand prompts over between two engines and compare with a single one.")
 
@@ -39,9 +44,21 @@ def demo(
     model: Annotated[
         Path | None, typer.Option(help="Folder of a checkpoint; a small one is made without it.")
     ] = None,
+    connector: Annotated[
+        str | None,
+        typer.Option(
+            help="pull or push, like --mode; offload, shared-storage or multi (pull beside offload): each "
+            "prompt twice, the second time out of store.",
+            show_default=False,
+        ),
+    ] = None,
     mode: Annotated[
-        str, typer.Option(help="pull: one leg after the other; push: both at once, KV moves early.")
-    ] = "pull",
+        str | None,
+        typer.Option(
+            help="pull (default): one leg after the other; push: both at once, KV moves early.",
+            show_default=False,
+        ),
+    ] = None,
     stream: Annotated[
         str | None, typer.Option(help="With push, when KV moves: off, chunk or layer.", show_default=False)
     ] = None,
@@ -70,21 +87,27 @@ def demo(
     from rich.console import Console
 
     from baton.cli.demo_check import DemoError
+    from baton.cli.demo_rounds import plan_rounds
     from baton.cli.processes import ChildDied, Fleet, StartTimeout, Stopped, raising_on_stop_signals
-    from baton.cli.system import EngineArguments, HandoffArguments, plan_system
+    from baton.cli.system import EngineArguments, plan_system
     from baton.core.errors import ConfigError
 
     if model is not None and not (model / "config.json").is_file():
         raise typer.BadParameter(f"{model} has no config.json; leave --model out for a small model")
+    of_a_pair = (prefill_tp, decode_tp, prefill_block_size)
     try:
-        handoff = HandoffArguments(mode, stream)
+        keeping, handoff = _choose(connector, mode, stream, is_uneven=any(n is not None for n in of_a_pair))
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
     console = Console(highlight=False)
     began_s = time.monotonic()
     status = 1
     try:
-        with raising_on_stop_signals(), Fleet(log_dir, env=_own_environment()) as fleet:
+        with (
+            raising_on_stop_signals(),
+            ExitStack() as stack,
+            Fleet(log_dir, env=_own_environment()) as fleet,
+        ):
             folder = model or _small_model(fleet, cache_dir or _cache_folder(), console)
             arguments = EngineArguments(
                 folder,
@@ -94,21 +117,38 @@ def demo(
                 dtype=dtype,
                 device=device,
             )
-            plan = plan_system(
-                arguments,
-                num_prefill=1,
-                num_decode=1,
-                num_single=1,
-                handoff=handoff,
-                prefill_arguments=replace(
-                    arguments, tp=prefill_tp or tp, block_size=prefill_block_size or block_size
-                ),
-            )
-            outcomes = _run(fleet, plan, console, num_prompts=prompts, max_tokens=max_tokens, seed=seed)
-            _report(console, outcomes, took_s=time.monotonic() - began_s, plan=plan, log_dir=log_dir)
-            status = 0 if all(outcome.is_good for outcome in outcomes) else 1
+            if keeping is not None:
+                kv_folder = Path(stack.enter_context(TemporaryDirectory(prefix="baton-kv-")))
+                rounds = plan_rounds(keeping, arguments, folder=kv_folder, handoff=handoff)
+                url = rounds.second_url
+                is_good = _show_rounds(
+                    fleet,
+                    rounds,
+                    console,
+                    began_s,
+                    log_dir,
+                    num_prompts=prompts,
+                    max_tokens=max_tokens,
+                    seed=seed,
+                )
+            else:
+                plan = plan_system(
+                    arguments,
+                    num_prefill=1,
+                    num_decode=1,
+                    num_single=1,
+                    handoff=handoff,
+                    prefill_arguments=replace(
+                        arguments, tp=prefill_tp or tp, block_size=prefill_block_size or block_size
+                    ),
+                )
+                url = plan.router_url
+                outcomes = _run(fleet, plan, console, num_prompts=prompts, max_tokens=max_tokens, seed=seed)
+                _report(console, outcomes, took_s=time.monotonic() - began_s, plan=plan, log_dir=log_dir)
+                is_good = all(outcome.is_good for outcome in outcomes)
+            status = 0 if is_good else 1
             if keep:
-                console.print(f"Still up at {plan.router_url} until Ctrl-C.")
+                console.print(f"Still up at {url} until Ctrl-C.")
                 ended = fleet.wait_exit(None)
                 assert ended is not None
                 raise ChildDied(ended)
@@ -120,18 +160,80 @@ def demo(
     raise typer.Exit(status)
 
 
+def _choose(
+    connector: str | None, mode: str | None, stream: str | None, *, is_uneven: bool
+) -> tuple[str | None, "HandoffArguments"]:
+    """(the connector that keeps KV, if it is one; how KV is handed over). Raises ConfigError."""
+    from baton.cli.demo_rounds import KEEPING
+    from baton.cli.system import CONNECTORS, HandoffArguments
+    from baton.core.errors import ConfigError
+
+    if connector in CONNECTORS:
+        if mode not in (None, connector):
+            raise ConfigError(f"is {connector!r}, and --mode is {mode!r}", field="connector")
+        return None, HandoffArguments(connector, stream)
+    if connector is None:
+        return None, HandoffArguments(mode or "pull", stream)
+    if connector not in KEEPING:
+        raise ConfigError(f"must be one of {', '.join((*CONNECTORS, *KEEPING))}", field="connector")
+    if connector != "multi" and (mode is not None or stream is not None):
+        raise ConfigError("hands nothing over; leave --mode and --stream out", field="connector")
+    if is_uneven:
+        raise ConfigError(
+            "is shown with engines that are alike; use --tp and --block-size", field="connector"
+        )
+    return connector, HandoffArguments(mode or "pull", stream)
+
+
+def _prompts(model: Path, *, num_prompts: int, max_tokens: int, seed: int) -> "list[DemoPrompt]":
+    from baton.cli.demo_prompts import LONGEST, make_prompts
+
+    config = json.loads((model / "config.json").read_text())
+    longest = min(LONGEST, config.get("max_position_embeddings", LONGEST + max_tokens) - max_tokens)
+    return make_prompts(num_prompts, seed=seed, vocab_size=config["vocab_size"], longest=longest)
+
+
+def _show_rounds(
+    fleet: "Fleet",
+    plan: "RoundsPlan",
+    console: "Console",
+    began_s: float,
+    log_dir: Path,
+    *,
+    num_prompts: int,
+    max_tokens: int,
+    seed: int,
+) -> bool:
+    """Whether all was well."""
+    from baton.cli.demo_report import make_rounds_table, print_rounds_summary
+    from baton.cli.demo_rounds import run_rounds
+    from baton.cli.processes import ChildDied
+    from baton.cli.system import start_engines, start_system
+
+    model = plan.engines[0].arguments.model
+    prompts = _prompts(model, num_prompts=num_prompts, max_tokens=max_tokens, seed=seed)
+    if plan.system is not None:
+        start_system(fleet, plan.system, timeout_s=START_TIMEOUT_S, console=console)
+    else:
+        start_engines(fleet, plan.engines, timeout_s=START_TIMEOUT_S, console=console)
+    outcomes = run_rounds(plan, prompts, max_tokens=max_tokens)
+    if ended := fleet.wait_exit(0):
+        raise ChildDied(ended)
+    console.print(make_rounds_table(outcomes, title=plan.title))
+    print_rounds_summary(console, outcomes, took_s=time.monotonic() - began_s, log_folder=log_dir)
+    return all(outcome.is_good for outcome in outcomes)
+
+
 def _run(
     fleet: "Fleet", plan: "SystemPlan", console: "Console", *, num_prompts: int, max_tokens: int, seed: int
 ) -> list["Outcome"]:
     from baton.cli.demo_check import Checker
-    from baton.cli.demo_prompts import LONGEST, make_prompts, num_new_blocks
+    from baton.cli.demo_prompts import num_new_blocks
     from baton.cli.processes import ChildDied
     from baton.cli.system import start_system
 
     arguments = plan.single[0].arguments
-    config = json.loads((arguments.model / "config.json").read_text())
-    longest = min(LONGEST, config.get("max_position_embeddings", LONGEST + max_tokens) - max_tokens)
-    prompts = make_prompts(num_prompts, seed=seed, vocab_size=config["vocab_size"], longest=longest)
+    prompts = _prompts(arguments.model, num_prompts=num_prompts, max_tokens=max_tokens, seed=seed)
     start_system(fleet, plan, timeout_s=START_TIMEOUT_S, console=console)
     checker = Checker(
         router_url=plan.router_url,

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from baton.cli.demo_prompts import DemoPrompt
 from baton.core.errors import BatonError
@@ -92,50 +93,57 @@ class Checker:
         )
 
     def _ask(self, url: str, prompt: DemoPrompt) -> tuple[tuple[int, ...], float]:
-        """The tokens, and the time to the first of them. Raises DemoError."""
-        body = {
-            "prompt": list(prompt.token_ids),
-            "max_tokens": self._max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,  # Random prompts may end anywhere; all answers shall be as long.
-            "stream": True,
-            "return_token_ids": True,
-        }
-        token_ids: list[int] = []
-        first_token_s = 0.0
-        sent_at_s = time.monotonic()
-        try:
-            with self._client.stream("POST", f"{url}/v1/completions", json=body) as response:
-                if response.status_code != 200:
-                    raise DemoError(f"{url} answered with {response.status_code}: {response.read().decode()}")
-                for event in _events(response):
-                    if "error" in event:
-                        raise DemoError(f"{url} ended its answer with an error: {event['error']['message']}")
-                    new = [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
-                    if new and not token_ids:
-                        first_token_s = time.monotonic() - sent_at_s
-                    token_ids += new
-        except httpx.HTTPError as error:
-            raise DemoError(f"{url} did not answer: {type(error).__name__}: {error}") from error
-        return tuple(token_ids), first_token_s
+        return ask(self._client, url, prompt, self._max_tokens)
 
     def _counters(self) -> Counters:
-        sums = dict.fromkeys(
-            (
-                "baton:kv_transfer_bytes_total",
-                "baton:kv_transfer_seconds_sum",
-                "baton:kv_transfer_wire_seconds_sum",
-                "baton:prefix_cache_hits_total",
-            ),
-            0.0,
+        names = (
+            "baton:kv_transfer_bytes_total",
+            "baton:kv_transfer_seconds_sum",
+            "baton:kv_transfer_wire_seconds_sum",
+            "baton:prefix_cache_hits_total",
         )
+        sums = dict.fromkeys(names, 0.0)
         for url in self._decode_urls:
-            text = self._client.get(f"{url}/metrics").raise_for_status().text
-            for family in text_string_to_metric_families(text):
-                for sample in family.samples:
-                    if sample.name in sums:
-                        sums[sample.name] += sample.value
+            for sample in samples(self._client, url):
+                if sample.name in sums:
+                    sums[sample.name] += sample.value
         return Counters(*sums.values())
+
+
+def ask(client: httpx.Client, url: str, prompt: DemoPrompt, max_tokens: int) -> tuple[tuple[int, ...], float]:
+    """The tokens, and the time to the first of them. Raises DemoError."""
+    body = {
+        "prompt": list(prompt.token_ids),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,  # Random prompts may end anywhere; all answers shall be as long.
+        "stream": True,
+        "return_token_ids": True,
+    }
+    token_ids: list[int] = []
+    first_token_s = 0.0
+    sent_at_s = time.monotonic()
+    try:
+        with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                raise DemoError(f"{url} answered with {response.status_code}: {response.read().decode()}")
+            for event in _events(response):
+                if "error" in event:
+                    raise DemoError(f"{url} ended its answer with an error: {event['error']['message']}")
+                new = [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
+                if new and not token_ids:
+                    first_token_s = time.monotonic() - sent_at_s
+                token_ids += new
+    except httpx.HTTPError as error:
+        raise DemoError(f"{url} did not answer: {type(error).__name__}: {error}") from error
+    return tuple(token_ids), first_token_s
+
+
+def samples(client: httpx.Client, url: str) -> Iterator[Sample]:
+    """All that an engine's `/metrics` has."""
+    text = client.get(f"{url}/metrics").raise_for_status().text
+    for family in text_string_to_metric_families(text):
+        yield from family.samples
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.cli.demo_check import Outcome
+from baton.cli.demo_rounds import RoundsOutcome
 
 
 def make_table(outcomes: Sequence[Outcome], *, mode: str = "pull") -> Table:
@@ -39,6 +40,64 @@ def make_table(outcomes: Sequence[Outcome], *, mode: str = "pull") -> Table:
             _verdict(outcome),
         )
     return table
+
+
+def make_rounds_table(outcomes: Sequence[RoundsOutcome], *, title: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    table.add_column("#", justify="right")
+    table.add_column("prompt", no_wrap=True)
+    for heading in ("tokens", "1st: moved", "TTFT\nms", "2nd: loaded", "TTFT\nms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("equal", no_wrap=True)
+    for number, outcome in enumerate(outcomes, start=1):
+        moved = sum(outcome.first.moved_bytes.values())
+        loaded = outcome.second.moved_bytes.get(outcome.store)
+        table.add_row(
+            str(number),
+            outcome.prompt.kind,
+            f"{len(outcome.prompt.token_ids):,}",
+            _size(moved) if moved else "-",
+            f"{1e3 * outcome.first.first_token_s:.0f}",
+            _size(loaded) if loaded else "-",
+            f"{1e3 * outcome.second.first_token_s:.0f}",
+            "[red]NO[/]"
+            if not outcome.is_equal
+            else "[red]not loaded[/]"
+            if outcome.was_not_loaded
+            else "[green]yes[/]",
+        )
+    return table
+
+
+def print_rounds_summary(
+    console: Console, outcomes: Sequence[RoundsOutcome], *, took_s: float, log_folder: Path
+) -> None:
+    num_equal = sum(outcome.is_equal for outcome in outcomes)
+    loaded = [n for outcome in outcomes if (n := outcome.second.moved_bytes.get(outcome.store))]
+    moved = sum(sum(outcome.first.moved_bytes.values()) for outcome in outcomes)
+    first_ms, second_ms = (
+        1e3 * median(getattr(outcome, round_).first_token_s for outcome in outcomes)
+        for round_ in ("first", "second")
+    )
+    in_the_first = f"{_size(moved)} were moved in the first one; " if moved else ""
+    console.print(
+        f"{num_equal} of {len(outcomes)} answers equal a single engine's, token by token, in both rounds. "
+        f"{in_the_first}{len(loaded)} prompts came back out of store with {_size(sum(loaded))}; "
+        f"median TTFT {first_ms:.0f} ms, then {second_ms:.0f} ms; {took_s:.0f} s in all.",
+        soft_wrap=True,
+    )
+    for number, outcome in enumerate(outcomes, start=1):
+        for name, answer in (("first", outcome.first), ("second", outcome.second)):
+            if answer.tokens != outcome.expected or not outcome.expected:
+                console.print(
+                    f"[red]#{number} differs[/] in the {name} round, "
+                    f"at {_where(outcome.expected, answer.tokens)}",
+                    soft_wrap=True,
+                )
+        if outcome.is_equal and outcome.was_not_loaded:
+            console.print(f"[red]#{number} was not loaded[/]: its prompt was computed again")
+    if not all(outcome.is_good for outcome in outcomes):
+        console.print(f"Something is wrong; the engines' logs are in {log_folder}.", soft_wrap=True)
 
 
 def print_summary(
@@ -82,11 +141,14 @@ def _verdict(outcome: Outcome) -> str:
 
 
 def _first_difference(outcome: Outcome) -> str:
-    pairs = zip(outcome.expected, outcome.got, strict=False)
-    for position, (expected, got) in enumerate(pairs):
-        if expected != got:
-            return f"token {position}: {got} instead of {expected}"
-    return f"its length: {len(outcome.got)} tokens instead of {len(outcome.expected)}"
+    return _where(outcome.expected, outcome.got)
+
+
+def _where(expected: Sequence[int], got: Sequence[int]) -> str:
+    for position, (wanted, found) in enumerate(zip(expected, got, strict=False)):
+        if wanted != found:
+            return f"token {position}: {found} instead of {wanted}"
+    return f"its length: {len(got)} tokens instead of {len(expected)}"
 
 
 def _size(nbytes: int) -> str:

@@ -10,7 +10,7 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,22 +170,34 @@ def plan_system(
 
 def start_system(fleet: Fleet, plan: SystemPlan, *, timeout_s: float, console: Console) -> None:
     """Returns when all of it answers. Raises ChildDied or StartTimeout; the fleet's owner stops the rest."""
-    env = {"BATON_SECRET": secrets.token_hex(32), "TOKENIZERS_PARALLELISM": "false"}
     with _showing_start(console) as show:
-        began_s = time.monotonic()
-        engines = {fleet.start(e.name, e.command(), env=env): e for e in plan.engines}
-        for engine in engines.values():
-            show(engine.name, None)
-        fleet.wait_ready(
-            {child: f"{engine.url}/health" for child, engine in engines.items()},
-            timeout_s=timeout_s,
-            on_ready=lambda child: show(child.name, time.monotonic() - began_s),
-        )
+        _start_engines(fleet, plan.engines, timeout_s, show)
         began_s = time.monotonic()
         router = fleet.start("router", plan.router_command())
         show(router.name, None)
         fleet.wait_ready({router: f"{plan.router_url}/health"}, timeout_s=ROUTER_START_S)
         show(router.name, time.monotonic() - began_s)
+
+
+def start_engines(fleet: Fleet, engines: Sequence[EnginePlan], *, timeout_s: float, console: Console) -> None:
+    """As `start_system`, where nobody routes between them."""
+    with _showing_start(console) as show:
+        _start_engines(fleet, engines, timeout_s, show)
+
+
+def _start_engines(
+    fleet: Fleet, engines: Sequence[EnginePlan], timeout_s: float, show: Callable[[str, float | None], None]
+) -> None:
+    env = {"BATON_SECRET": secrets.token_hex(32), "TOKENIZERS_PARALLELISM": "false"}
+    began_s = time.monotonic()
+    started = {fleet.start(e.name, e.command(), env=env): e for e in engines}
+    for engine in engines:
+        show(engine.name, None)
+    fleet.wait_ready(
+        {child: f"{engine.url}/health" for child, engine in started.items()},
+        timeout_s=timeout_s,
+        on_ready=lambda child: show(child.name, time.monotonic() - began_s),
+    )
 
 
 @contextmanager

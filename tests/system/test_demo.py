@@ -34,6 +34,21 @@ def test_the_demo_hands_over_and_the_tokens_are_equal(
     assert "Next:" in ended.stdout
 
 
+@pytest.mark.timeout(TIMEOUT_S + 30)
+@pytest.mark.parametrize("connector", ["shared-storage", "multi"])
+def test_the_demo_of_a_store_asks_twice_and_the_tokens_are_equal(
+    small_model: Path, tmp_path: Path, connector: str
+) -> None:
+    """Multi holds offload, of which the same could be shown alone."""
+    command = [sys.executable, "-m", "baton.cli", "demo", "--model", str(small_model), "--prompts", "4"]
+    command += ["--log-dir", str(tmp_path / "logs"), "--num-blocks", "256", "--connector", connector]
+    environment = {**os.environ, "COLUMNS": "100"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "4 of 4 answers equal" in ended.stdout
+    assert "3 prompts came back out of store" in ended.stdout
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 @pytest.mark.timeout(TIMEOUT_S + 30)

@@ -1,0 +1,219 @@
+"""`baton demo --connector ...` for connectors that keep KV: each prompt twice, the second time out of store.
+
+                    first round                           second round
+    offload         one engine computes and stores        the same one loads from host memory
+    shared-storage  one engine computes and writes files  another one loads them
+    multi           P and D behind the router: pull       the same two, each out of its own host memory
+                    hands over, offload stores
+
+The engines' own prefix caches are off, so that whatever the second round did not compute came from the
+connector. Both answers are compared with a single engine's.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from baton.cli.demo_check import REQUEST_TIMEOUT_S, DemoError, ask, samples
+from baton.cli.demo_prompts import DemoPrompt, num_new_blocks
+from baton.cli.processes import free_ports
+from baton.cli.system import EngineArguments, EnginePlan, HandoffArguments, SystemPlan, plan_system
+
+KEEPING: Final = ("offload", "shared-storage", "multi")
+HOST_MEMORY_GIB = 1.0
+STORE_TIMEOUT_S = 30.0  # What is computed in the first round is stored in the background.
+LOOK_EVERY_S = 0.05
+
+NO_PREFIX_CACHE = "--no-enable-prefix-caching"
+
+_TITLES: Final = {
+    "offload": "One engine computes and stores, then loads from host memory",
+    "shared-storage": "One engine computes and writes files, another one loads them",
+    "multi": "P hands over to D and both store, then load from host memory",
+}
+_LOADED: Final = {  # By (metric, its label): what the table calls it.
+    ("baton:kv_transfer_bytes_total", None): "pull",
+    ("baton:kv_offload_bytes_total", "load"): "offload",
+    ("baton:storage_loaded_bytes_total", None): "files",
+}
+_STORED: Final = "baton:kv_offload_stored_chunks_total"
+
+
+@dataclass(frozen=True, slots=True)
+class RoundsPlan:
+    """Whom to start, and whom to ask in each round."""
+
+    connector: str
+    system: SystemPlan | None  # With its router; None: only engines.
+    engines: tuple[EnginePlan, ...]
+    single_url: str
+    first_url: str
+    second_url: str
+    storing: tuple[EnginePlan, ...]  # Have to have stored all prompts before the second round.
+    folder: Path | None = None  # Of files.
+
+    @property
+    def title(self) -> str:
+        return _TITLES[self.connector]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    tokens: tuple[int, ...]
+    first_token_s: float
+    moved_bytes: dict[str, int]  # By what moved them.
+
+
+@dataclass(frozen=True, slots=True)
+class RoundsOutcome:
+    prompt: DemoPrompt
+    must_load: bool  # It has blocks that a store keeps.
+    expected: tuple[int, ...]
+    first: Answer
+    second: Answer
+    store: str  # What the second round has to come from.
+
+    @property
+    def is_equal(self) -> bool:
+        return bool(self.expected) and self.expected == self.first.tokens == self.second.tokens
+
+    @property
+    def was_not_loaded(self) -> bool:
+        return self.must_load and not self.second.moved_bytes.get(self.store)
+
+    @property
+    def is_good(self) -> bool:
+        return self.is_equal and not self.was_not_loaded
+
+
+def plan_rounds(
+    connector: str, arguments: EngineArguments, *, folder: Path, handoff: HandoffArguments
+) -> RoundsPlan:
+    """`folder`: of the shared files. `handoff`: of multi."""
+    assert connector in KEEPING
+    uncached = replace(arguments, extra=(*arguments.extra, NO_PREFIX_CACHE))
+    if connector == "multi":
+        return _plan_multi(arguments, uncached, handoff)
+    names = ("engine",) if connector == "offload" else ("writer", "reader")
+    single_port, *ports = free_ports(1 + len(names))
+    transfer = _offload() if connector == "offload" else _storage(folder, arguments.block_size)
+    single = EnginePlan("single", single_port, arguments, None)
+    engines = tuple(
+        EnginePlan(name, port, uncached, {**transfer, "kv_role": "kv_both", "engine_id": name})
+        for name, port in zip(names, ports, strict=True)
+    )
+    return RoundsPlan(
+        connector,
+        None,
+        (*engines, single),
+        single.url,
+        first_url=engines[0].url,
+        second_url=engines[-1].url,
+        storing=engines[:1],
+        folder=folder if connector == "shared-storage" else None,
+    )
+
+
+def _plan_multi(
+    arguments: EngineArguments, uncached: EngineArguments, handoff: HandoffArguments
+) -> RoundsPlan:
+    system = plan_system(
+        arguments, num_prefill=1, num_decode=1, num_single=1, handoff=handoff, prefill_arguments=uncached
+    )
+
+    def with_store(engine: EnginePlan) -> EnginePlan:
+        """First, since its own memory is nearer than another engine's. It both stores and loads."""
+        handing_over = dict(engine.transfer_config or {})
+        shared = {"kv_role": "kv_both", "engine_id": handing_over.pop("engine_id")}
+        children = [_offload(), handing_over]
+        return replace(
+            engine,
+            arguments=uncached,
+            transfer_config={
+                "kv_connector": "BatonMultiConnector",
+                "kv_connector_extra_config": {"connectors": children},
+                **shared,
+            },
+        )
+
+    system = replace(
+        system,
+        prefill=tuple(with_store(engine) for engine in system.prefill),
+        decode=tuple(with_store(engine) for engine in system.decode),
+    )
+    return RoundsPlan(
+        "multi",
+        system,
+        system.engines,
+        system.single[0].url,
+        first_url=system.router_url,
+        second_url=system.router_url,
+        storing=(*system.prefill, *system.decode),
+    )
+
+
+def _offload() -> dict[str, Any]:
+    return {
+        "kv_connector": "BatonOffloadConnector",
+        "kv_connector_extra_config": {"cpu_gib": HOST_MEMORY_GIB},
+    }
+
+
+def _storage(folder: Path, block_size: int | None) -> dict[str, Any]:
+    extra = {"path": str(folder.absolute()), "chunk_tokens": block_size}
+    return {"kv_connector": "BatonSharedStorageConnector", "kv_connector_extra_config": extra}
+
+
+def run_rounds(plan: RoundsPlan, prompts: Sequence[DemoPrompt], *, max_tokens: int) -> list[RoundsOutcome]:
+    """Raises DemoError."""
+    block_size = plan.storing[0].arguments.block_size
+    assert block_size is not None
+    store = "files" if plan.connector == "shared-storage" else "offload"
+    with httpx.Client(timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
+
+        def ask_measured(url: str, prompt: DemoPrompt) -> Answer:
+            before = _loaded_bytes(client, plan)
+            tokens, first_token_s = ask(client, url, prompt, max_tokens)
+            after = _loaded_bytes(client, plan)
+            moved = {name: after[name] - before[name] for name in after if after[name] > before[name]}
+            return Answer(tokens, first_token_s, moved)
+
+        expected = [ask(client, plan.single_url, prompt, max_tokens)[0] for prompt in prompts]
+        first = [ask_measured(plan.first_url, prompt) for prompt in prompts]
+        num_chunks = sum(num_new_blocks(prompts, i, block_size=block_size) for i in range(len(prompts)))
+        _wait_stored(client, plan, num_chunks)
+        second = [ask_measured(plan.second_url, prompt) for prompt in prompts]
+    return [
+        RoundsOutcome(prompt, (len(prompt.token_ids) - 1) // block_size > 0, right, computed, loaded, store)
+        for prompt, right, computed, loaded in zip(prompts, expected, first, second, strict=True)
+    ]
+
+
+def _loaded_bytes(client: httpx.Client, plan: RoundsPlan) -> dict[str, int]:
+    """Of all engines, since they started."""
+    loaded = dict.fromkeys(_LOADED.values(), 0.0)
+    for engine in plan.engines:
+        for sample in samples(client, engine.url):
+            name = _LOADED.get((sample.name, sample.labels.get("direction")))
+            if name is not None:
+                loaded[name] += sample.value
+    return {name: round(nbytes) for name, nbytes in loaded.items()}
+
+
+def _wait_stored(client: httpx.Client, plan: RoundsPlan, num_chunks: int) -> None:
+    """Raises DemoError if not everything is stored in time."""
+    deadline_s = time.monotonic() + STORE_TIMEOUT_S
+    while any((stored := _num_stored(client, plan, engine)) < num_chunks for engine in plan.storing):
+        if time.monotonic() > deadline_s:
+            raise DemoError(f"{stored} of {num_chunks} blocks were stored in {STORE_TIMEOUT_S:.0f} s")
+        time.sleep(LOOK_EVERY_S)
+
+
+def _num_stored(client: httpx.Client, plan: RoundsPlan, engine: EnginePlan) -> int:
+    if plan.folder is not None:  # An idle engine takes no step in which it could tell.
+        return len(list(plan.folder.rglob("*.safetensors"))) // engine.arguments.tp
+    return round(sum(s.value for s in samples(client, engine.url) if s.name == _STORED))
