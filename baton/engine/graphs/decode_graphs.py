@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ from baton.engine.forward_context import (
 )
 from baton.engine.graphs.mode import GraphMode, bucket_sizes
 from baton.engine.graphs.recorders import Recorder, Replay, recorder_for
+
+logger = logging.getLogger(__name__)
 
 
 class GraphedModel(Protocol):
@@ -52,12 +55,13 @@ def graphs_of(
     device: torch.device,
 ) -> DecodeGraphs:
     """`kv_caches` have a scratch block behind the pool's."""
-    block_size = config.cache_config.block_size
+    block_size, sizes = config.cache_config.block_size, bucket_sizes(config)
+    logger.info("decode steps are replayed, %s: batches of %s", mode.value, ", ".join(map(str, sizes)))
     return DecodeGraphs(
         model,
         kv_caches,
         mode=mode,
-        sizes=bucket_sizes(config),
+        sizes=sizes,
         block_size=block_size,
         max_blocks=-(-config.model_config.max_model_len // block_size) + 1,
         scratch_block=config.cache_config.num_gpu_blocks,
