@@ -17,6 +17,7 @@ from baton.contract import (
     KVConnectorPromMetrics,
     KVConnectorRole,
     KVConnectorSchedulerHalf,
+    KVConnectorStats,
     KVConnectorWorkerHalf,
     NullSchedulerHalf,
     NullWorkerHalf,
@@ -27,11 +28,19 @@ from baton.core.errors import BadTransferParams
 from baton.core.transfer_params import FIELD, parse_transfer_params
 from baton.transport import make_transports
 
-__all__ = ["Door", "connector_factory", "make_connector_metrics", "make_door", "make_transports"]
+__all__ = [
+    "Door",
+    "connector_factory",
+    "make_connector_metrics",
+    "make_connector_stats",
+    "make_door",
+    "make_transports",
+]
 
 BuildConnectorMetrics: TypeAlias = Callable[
     [dict[type[Any], Any], list[str], dict[int, list[object]]], KVConnectorPromMetrics | None
 ]
+BuildConnectorStats: TypeAlias = Callable[[dict[str, Any]], KVConnectorStats | None]
 Door: TypeAlias = Callable[[Mapping[str, Any] | None], None]
 """Judges one request's `kv_transfer_params` before the engine sees it. Raises BadTransferParams."""
 
@@ -75,6 +84,12 @@ def make_connector_metrics(config: EngineConfig) -> BuildConnectorMetrics | None
     """What the connector publishes of itself to Prometheus; None without a connector."""
     connector = _class_of(config)
     return partial(connector.build_prom_metrics, config) if connector is not None else None
+
+
+def make_connector_stats(config: EngineConfig) -> BuildConnectorStats | None:
+    """How what the connector counts is read again, for the log; None without a connector."""
+    connector = _class_of(config)
+    return connector.build_kv_connector_stats if connector is not None else None
 
 
 def _class_of(config: EngineConfig) -> type[KVConnectorBase_V1] | None:

@@ -179,10 +179,11 @@ def _serve(resolved: "Resolved") -> int:
     import asyncio
     import logging
 
-    from baton.assemble import make_connector_metrics, make_door
+    from baton.assemble import make_connector_metrics, make_connector_stats, make_door
     from baton.cli.engine_config import CONNECTOR_FACTORY, engine_config
     from baton.engine.client import EngineClient, EngineDeadError
     from baton.engine.tokenizer import Tokenizer
+    from baton.server.connector_log import ConnectorLog
     from baton.server.run import EXIT_ENGINE_DIED, Parts, ServeOptions, run
 
     settings = resolved.settings
@@ -192,11 +193,13 @@ def _serve(resolved: "Resolved") -> int:
     config = engine_config(resolved)
     options = ServeOptions(settings.host, settings.port, settings.shutdown_timeout_s, settings.drains_for_s)
     factory = CONNECTOR_FACTORY if settings.moves_kv else None
+    build_stats = make_connector_stats(config)
     parts = Parts(
         start_engine=lambda: EngineClient.start(config, connector_factory=factory),
         load_tokenizer=lambda: Tokenizer.from_folder(config.model_config.model),
         door=make_door(config),
         build_connector_metrics=make_connector_metrics(config),
+        connector_log=ConnectorLog(build_stats) if build_stats is not None else None,
     )
     try:
         return asyncio.run(run(config, options, parts, lambda url: _announce(config, url)))

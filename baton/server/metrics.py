@@ -29,6 +29,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from baton.contract import KVConnectorPromMetrics
 from baton.engine.api import EngineRequest, SchedulerStats
+from baton.server.connector_log import ConnectorLog
 
 logger = logging.getLogger(__name__)
 
@@ -214,6 +215,7 @@ class ServerMetrics:
         *,
         clock: Callable[[], float] = time.monotonic,
         build_connector_metrics: BuildConnectorMetrics | None = None,
+        connector_log: ConnectorLog | None = None,
     ) -> None:
         make = _Registry(model_name)
         self._registry = make.registry
@@ -223,14 +225,19 @@ class ServerMetrics:
             if build_connector_metrics is not None
             else None
         )
+        self._connector_log = connector_log
         self._requests = RequestMetrics(make)
         self._clock = clock
 
     def observe_stats(self, stats: SchedulerStats) -> None:
         """For `EngineClient.on_stats`."""
         self._engine.observe(stats)
-        if stats.kv_connector_stats and self._connector is not None:
+        if not stats.kv_connector_stats:
+            return
+        if self._connector is not None:
             self._connector.observe(stats.kv_connector_stats)
+        if self._connector_log is not None:
+            self._connector_log.observe(stats.kv_connector_stats)
 
     def observe(self, request: EngineRequest) -> RequestObserver:
         return RequestObserver(self._requests, request, self._clock)

@@ -27,6 +27,7 @@ import uvicorn
 from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
 from baton.server.app import build_app
+from baton.server.connector_log import ConnectorLog
 from baton.server.introduction import introduce
 from baton.server.metrics import BuildConnectorMetrics, ServerMetrics
 from baton.server.samples import Engine
@@ -58,6 +59,7 @@ class Parts(NamedTuple):
     load_tokenizer: Callable[[], Tokenizer]
     door: Door
     build_connector_metrics: BuildConnectorMetrics | None = None
+    connector_log: ConnectorLog | None = None
 
 
 async def run(
@@ -85,6 +87,8 @@ async def run(
                 await _serve(server, service, listener, stop, hurry, options)
             finally:
                 service.encoder.close()
+                if parts.connector_log is not None:
+                    parts.connector_log.say()
             return EXIT_ENGINE_DIED if server.engine_died else EXIT_STOPPED
 
 
@@ -186,7 +190,11 @@ async def _make_service(config: EngineConfig, engine: Engine, tokenizer: Tokeniz
         model_config=model,
         tokenizer=tokenizer,
         encoder=PromptEncoder(tokenizer, model),
-        metrics=ServerMetrics(model.served_model_name, build_connector_metrics=parts.build_connector_metrics),
+        metrics=ServerMetrics(
+            model.served_model_name,
+            build_connector_metrics=parts.build_connector_metrics,
+            connector_log=parts.connector_log,
+        ),
         door=parts.door,
         introduction=await introduce(config, engine),
     )

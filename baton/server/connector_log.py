@@ -1,0 +1,61 @@
+"""One log line for each interval in which the KV connector counted anything; none while it rests.
+
+KV connector: 3 transfers, 1.2 MB, 4.1 avg ms, ...          its own words, as in vLLM's log
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from baton.contract import KVConnectorStats
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 10.0  # vLLM's.
+
+BuildStats: TypeAlias = Callable[[dict[str, Any]], KVConnectorStats | None]
+"""A connector class's `build_kv_connector_stats`."""
+Later: TypeAlias = Callable[[float, Callable[[], None]], object]
+"""`loop.call_later`."""
+
+
+class ConnectorLog:
+    """Used from one event loop. What a connector raises here costs it its line."""
+
+    def __init__(
+        self, build: BuildStats, *, interval_s: float = INTERVAL_S, later: Later | None = None
+    ) -> None:
+        self._build = build
+        self._interval_s = interval_s
+        self._later = later or (lambda s, call: asyncio.get_running_loop().call_later(s, call))
+        self._gathered: KVConnectorStats | None = None  # Since the last line.
+
+    def observe(self, raw: dict[str, Any]) -> None:
+        """`SchedulerStats.kv_connector_stats` of one step."""
+        try:
+            stats = self._build(raw)
+            if stats is None or stats.is_empty():
+                return
+            if self._gathered is not None:
+                self._gathered = self._gathered.aggregate(stats)
+                return
+        except Exception as error:  # The border to a connector, which may be anybody's.
+            logger.warning("the connector's statistics are not logged: %r", error)
+            return
+        self._gathered = stats
+        self._later(self._interval_s, self.say)
+
+    def say(self) -> None:
+        """What was gathered, if anything: at the end of an interval, and of the server."""
+        gathered, self._gathered = self._gathered, None
+        if gathered is None:
+            return
+        try:
+            figures = gathered.reduce()
+        except Exception as error:  # As above.
+            logger.warning("the connector's statistics are not logged: %r", error)
+            return
+        logger.info("KV connector: %s", ", ".join(f"{value} {name}" for name, value in figures.items()))
