@@ -77,7 +77,14 @@ def some_stats() -> PullStats:
     stats.count("num_loans")
     stats.count_reason("failures", "read failed")
     stats.record_transfer(
-        {"bytes": 2_000_000, "ms": 4.0, "wire_ms": 1.0, "descriptors": 30, "early_tokens": 5}
+        {
+            "producer": "p",
+            "bytes": 2_000_000,
+            "ms": 4.0,
+            "wire_ms": 1.0,
+            "descriptors": 30,
+            "early_tokens": 5,
+        }
     )
     return stats
 

@@ -78,6 +78,9 @@ def test_the_connectors_names_are_frozen_too_and_documented() -> None:
         "baton:kv_transfer_bytes",
         "baton:kv_transfer_descriptors",
         "baton:kv_early_tokens",
+        "baton:kv_peer_transfers",
+        "baton:kv_peer_bytes",
+        "baton:kv_peer_wire_seconds",
         "baton:kv_transfer_failures",
         "baton:kv_tickets_refused",
         "baton:kv_loans",
@@ -112,8 +115,8 @@ def test_steps_add_up_and_gauges_show_the_latest() -> None:
                 num_prompt_tokens=5,
                 kv_connector_stats={
                     "transfers": [
-                        {"bytes": 60, "ms": 500.0, "wire_ms": 250.0, "descriptors": 2, "early_tokens": 3},
-                        {"bytes": 40, "ms": 1500.0, "wire_ms": 250.0, "descriptors": 1, "early_tokens": 0},
+                        _record("p1", bytes=60, ms=500.0, wire_ms=250.0, descriptors=2, early_tokens=3),
+                        _record("p2", bytes=40, ms=1500.0, wire_ms=250.0, descriptors=1, early_tokens=0),
                     ],
                     "failures": {"lease lapsed": 1},
                     "refused": {"another model": 1},
@@ -135,6 +138,8 @@ def test_steps_add_up_and_gauges_show_the_latest() -> None:
     assert found["baton:kv_early_tokens_total"] == 6
     assert found["baton:kv_transfer_seconds_sum"] == 4
     assert found["baton:kv_transfer_wire_seconds_sum"] == 1
+    assert found["baton:kv_peer_transfers_total/p1"] == 2
+    assert found["baton:kv_peer_bytes_total/p2"] == 80
     assert found["baton:kv_tickets_refused_total/another model"] == 2
     assert found["baton:kv_loans_total"] == 6
     assert found["baton:kv_bad_frames_total"] == 2
@@ -226,3 +231,8 @@ def test_models_version_and_health(http: httpx.Client) -> None:
     assert (card["id"], card["max_model_len"]) == ("toy", 200)
     assert http.get("/version").json().keys() == {"version"}
     assert http.get("/health").content == b""
+
+
+def _record(producer: str, **figures: float) -> dict[str, Any]:
+    """Of one delivered transfer."""
+    return {"producer": producer, **figures}

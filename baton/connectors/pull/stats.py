@@ -6,6 +6,8 @@ transfers               baton:kv_transfer_seconds, baton:kv_transfer_wire_second
                         one record per delivered transfer: request_id, transfer_id, producer, tokens,
                         early_tokens (read while the prefill ran), blocks, bytes, ms (allocation to delivery),
                         wire_ms (slowest rank's copies), gb_per_s (on the wire), descriptors, transport
+                        by peer (the producer's engine id): baton:kv_peer_transfers_total,
+                        baton:kv_peer_bytes_total, baton:kv_peer_wire_seconds_total
 failures {reason: n}    baton:kv_transfer_failures_total      fetches that failed
 refused {reason: n}     baton:kv_tickets_refused_total        tickets refused before anything was allocated
 num_loans               baton:kv_loans_total                  prompts lent to a consumer
@@ -130,6 +132,14 @@ class PullPromMetrics(KVConnectorPromMetrics):
                 ),
             )
         )
+        self._by_peer = {
+            key: counter(name=name, documentation=text, labelnames=[*labelnames, "peer"])
+            for key, name, text in (
+                ("transfers", "baton:kv_peer_transfers", "KV transfers from this engine."),
+                ("bytes", "baton:kv_peer_bytes", "Bytes received from it."),
+                ("wire_s", "baton:kv_peer_wire_seconds", "Time that their copies took."),
+            )
+        }
         self._by_reason = {
             key: counter(name=name, documentation=text, labelnames=reasons)
             for key, name, text in (
@@ -144,6 +154,10 @@ class PullPromMetrics(KVConnectorPromMetrics):
             self._wire_seconds[engine_idx].observe(record["wire_ms"] / 1e3)
             for key, children in self._of_transfers.items():
                 children[engine_idx].inc(record[key])
+            of_peer = {"transfers": 1, "bytes": record["bytes"], "wire_s": record["wire_ms"] / 1e3}
+            for key, metric in self._by_peer.items():
+                labels = (*self._per_engine_labelvalues[engine_idx], record["producer"])
+                metric.labels(*labels).inc(of_peer[key])
         for key, children in self._counts.items():
             children[engine_idx].inc(transfer_stats_data[key])
         for key, metric in self._by_reason.items():
