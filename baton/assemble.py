@@ -64,7 +64,11 @@ class RegistryFactory:
 
     def supports_hma(self, config: EngineConfig) -> bool:
         connector = _class_of(config)
-        return connector is None or supports_hma(connector)
+        if connector is None:
+            return True
+        # vLLM's factory asks in the same way: what is made of others knows only with the configuration.
+        ask = getattr(connector, "supports_hma_config", None)
+        return bool(ask(config.kv_transfer_config)) if ask is not None else supports_hma(connector)
 
 
 connector_factory = RegistryFactory()

@@ -1,6 +1,7 @@
 """What a Multi connector can be made of; what cannot work is refused at start, with what to change."""
 
 import sys
+import types
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,7 @@ from baton.contract import (
     KVConnectorWorkerHalf,
     NullSchedulerHalf,
     NullWorkerHalf,
+    SupportsHMA,
     TwoHalves,
 )
 from baton.core.config import EngineConfig, KVTransferConfig
@@ -154,6 +156,30 @@ def test_one_child_decides_what_the_whole_needs(module: ModuleType) -> None:
     for config, expected in ((multi(MINE), True), (multi(MINE, hooked), False)):
         assert config.kv_transfer_config is not None
         assert sleeps(config.kv_transfer_config) is expected
+
+
+def test_groups_are_for_a_multi_whose_children_all_know_them(module: ModuleType) -> None:
+    class Grouped(Mine, SupportsHMA):
+        def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+            return True, {"blocks": block_ids}
+
+    module.Grouped = Grouped  # type: ignore[attr-defined]
+    grouped = {**MINE, "kv_connector": "Grouped"}
+    nested = {
+        "kv_connector": "BatonMultiConnector",
+        "kv_connector_extra_config": {"connectors": [grouped]},
+    }
+    assert connector_factory.supports_hma(multi(grouped, nested))
+    assert not connector_factory.supports_hma(multi(grouped, MINE))
+    assert not connector_factory.supports_hma(multi(MINE))
+    request: Any = types.SimpleNamespace(request_id="r")
+    both = connector_factory.scheduler_half(multi(grouped, nested))
+    assert isinstance(both, SupportsHMA)
+    answer = both.request_finished_all_groups(request, ([1], [0, 2]))
+    assert answer == (True, {"blocks": ([1], [0, 2])})
+    one_table = connector_factory.scheduler_half(multi(grouped, MINE))
+    assert isinstance(one_table, SupportsHMA)
+    assert one_table.request_finished_all_groups(request, ([1, 2],)) == (True, {"blocks": ([1, 2],)})
 
 
 def test_a_child_that_cannot_be_made_takes_those_before_it_along(module: ModuleType) -> None:

@@ -143,6 +143,17 @@ def test_what_only_the_loader_knows_is_asked_of_it() -> None:
     assert half.take_prefilled_tokens("another") is None
 
 
+def test_the_block_that_stands_for_none_is_never_called_bad() -> None:
+    """Where several groups have tables, id 0 is nobody's block; where one has, it is a block."""
+    for tables, invalid in (([[0, 11, 12], [0, 0, 22]], {11, 12, 22}), ([[0, 11, 12]], {0, 11, 12})):
+        world = MultiWorld()
+        world.schedulers["a"].answers["r"] = (12, False)
+        world.half.get_num_new_matched_tokens(Request("r"), 0)
+        world.half.update_state_after_alloc(Request("r"), Blocks(*tables), 12)
+        world.workers[0]["a"].raises = {"start_load_kv"}
+        assert world.step().invalid == invalid
+
+
 # --- Who delays ------------------------------------------------------------------------------------
 
 

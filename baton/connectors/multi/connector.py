@@ -21,8 +21,10 @@ from baton.contract import (
     KVConnectorSchedulerHalf,
     KVConnectorStats,
     KVConnectorWorkerHalf,
+    SupportsHMA,
     TwoHalves,
     host,
+    supports_hma,
 )
 from baton.core.config import EngineConfig, KVTransferConfig
 from baton.core.errors import ConfigError
@@ -31,8 +33,16 @@ from baton.core.transfer_params import parse_transfer_params
 Door = Callable[[Mapping[str, Any] | None], None]
 
 
-class BatonMultiConnector(TwoHalves):
+class BatonMultiConnector(TwoHalves, SupportsHMA):
     """Raises ConfigError for children that cannot work side by side, before any of them is made."""
+
+    def request_finished_all_groups(
+        self, request: host.Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Of one group, unless all children know several (`supports_hma_config`)."""
+        half = self.scheduler_half
+        assert isinstance(half, MultiSchedulerHalf)
+        return half.request_finished_all_groups(request, block_ids)
 
     @classmethod
     def make_scheduler_half(
@@ -83,6 +93,16 @@ class BatonMultiConnector(TwoHalves):
         return any(
             connector.requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config)
             for transfer, connector in transfers_of(alone)
+        )
+
+    @classmethod
+    def supports_hma_config(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Whether all children handle several KV-cache groups."""
+        return all(
+            connector.supports_hma_config(transfer)
+            if issubclass(connector, BatonMultiConnector)
+            else supports_hma(connector)
+            for transfer, connector in transfers_of(kv_transfer_config)
         )
 
     @classmethod

@@ -42,6 +42,7 @@ from baton.contract import (
     host,
 )
 from baton.core.errors import ConfigError, UserError
+from baton.core.kv_groups import NULL_BLOCK_ID
 from baton.core.prefilled import PrefilledTokens
 
 logger = logging.getLogger(__name__)
@@ -209,8 +210,11 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf):
             return
         first = choice.num_local_tokens // self._block_tokens
         last = -(-(choice.num_local_tokens + num_external) // self._block_tokens)
-        for group in blocks.get_block_ids():
+        groups = blocks.get_block_ids()
+        for group in groups:
             self._sync_blocks[choice.position].update(group[first:last])
+        if len(groups) > 1:
+            self._sync_blocks[choice.position].discard(NULL_BLOCK_ID)
 
     def _forget_load(self, request_id: str, position: int) -> None:
         """The host ends the request and waits for nothing."""
