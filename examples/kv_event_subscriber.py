@@ -23,18 +23,20 @@ class CacheView:
     """What one engine's cache has, as far as we were told."""
 
     def __init__(self) -> None:
-        self.blocks: set[tuple[bytes | int, str | None]] = set()  # (hash of the block, medium)
+        self.blocks: set[tuple[bytes | int, str | None, int | None]] = set()  # Hash, medium, group of layers.
         self.next_number: int | None = None  # Of the batch that has to come next.
 
     def apply(self, number: int, payload: bytes) -> None:
         """A batch is [seconds, events, data_parallel_rank]."""
         self.next_number = number + 1
         for event in msgspec.msgpack.decode(payload)[1]:
+            where = event.get("medium"), event.get("group_idx")
+            named = {(block, *where) for block in event.get("block_hashes", ())}
             match event["type"]:
                 case "BlockStored":  # Also parent_block_hash, token_ids, block_size, ...
-                    self.blocks |= {(block, event["medium"]) for block in event["block_hashes"]}
+                    self.blocks |= named
                 case "BlockRemoved":
-                    self.blocks -= {(block, event["medium"]) for block in event["block_hashes"]}
+                    self.blocks -= named
                 case "AllBlocksCleared":
                     self.blocks.clear()
 

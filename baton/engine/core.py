@@ -201,7 +201,7 @@ class EngineCore:
         return abandoned
 
     def _publish_events(self) -> None:
-        """Of the step whose result has been taken: by now, what is said to be stored has been computed."""
+        """What is said to be stored can be found: it is computed, or in a step that a reader's would follow."""
         if (events := self.scheduler.take_events()) and self._event_publisher is not None:
             self._event_publisher.publish(events)
 
