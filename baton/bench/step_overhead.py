@@ -30,7 +30,7 @@ from baton.engine.api import EngineOutputs, EngineRequest, SamplingParams
 from baton.engine.channel import Channel
 from baton.engine.core import EngineCore
 from baton.engine.core_messages import FromCore, Outputs
-from baton.engine.executor import Executor
+from baton.engine.executor import Executor, done
 from baton.engine.forward_context import ForwardContext
 from baton.engine.model_runner import ModelRunner
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
@@ -79,9 +79,7 @@ class NullModelExecutor(Executor):
         self._runner = ModelRunner(config, NullModel(), {}, NullWorkerHalf(), device=torch.device("cpu"))
 
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        future: Future[ModelRunnerOutput] = Future()
-        future.set_result(self._runner.execute(scheduler_output, []))
-        return future
+        return done(self._runner.execute(scheduler_output, []))
 
     def handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
         return {}

@@ -50,7 +50,10 @@ def engine_config(resolved: Resolved) -> EngineConfig:
             enable_chunked_prefill=settings.enable_chunked_prefill,
         ),
         parallel_config=ParallelConfig(
-            tensor_parallel_size=tp, executor="multiprocess" if tp > 1 else "inprocess"
+            tensor_parallel_size=tp,
+            executor=settings.executor or ("multiprocess" if tp > 1 else "inprocess"),
+            max_concurrent_batches=settings.max_concurrent_batches,
+            on_rank_death=settings.on_rank_death,
         ),
         device_config=DeviceConfig(
             device=_device(settings), num_threads=settings.threads, graph_mode=settings.graph_mode

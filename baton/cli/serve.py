@@ -118,6 +118,26 @@ def serve(
         int | None,
         _option("--tensor-parallel-size -tp", "Ranks that share the model (default 1).", _PARALLEL),
     ] = None,
+    executor: Annotated[
+        str | None,
+        _option(
+            "--executor",
+            "Who runs the ranks: inprocess, multiprocess or ray (default: multiprocess for several).",
+            _PARALLEL,
+        ),
+    ] = None,
+    max_concurrent_batches: Annotated[
+        int | None,
+        _option("--max-concurrent-batches", "Steps in flight at once (default 1).", _PARALLEL),
+    ] = None,
+    on_rank_death: Annotated[
+        str | None,
+        _option(
+            "--on-rank-death",
+            "exit, or restart the ranks; requests that were open fail either way (default exit).",
+            _PARALLEL,
+        ),
+    ] = None,
     device: Annotated[str | None, _option("--device", "auto, cpu or cuda (default auto).", _PARALLEL)] = None,
     graph_mode: Annotated[
         str | None,

@@ -35,6 +35,8 @@ DRAIN_S = 30.0  # The default lease: what is lent is returned or has run out by 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Policy = Literal["fcfs", "priority"]
 Device = Literal["auto", "cpu", "cuda"]
+Executor = Literal["inprocess", "multiprocess", "ray"]
+OnRankDeath = Literal["exit", "restart"]
 GraphMode = Literal["off", "auto", "piecewise", "full"]
 HybridCache = Literal["auto", "off"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -69,6 +71,9 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     enable_chunked_prefill: bool = True
 
     tensor_parallel_size: int = 1
+    executor: Executor | None = None  # None: as few processes as the ranks allow.
+    max_concurrent_batches: int = 1
+    on_rank_death: OnRankDeath = "exit"
     device: Device = "auto"
     graph_mode: GraphMode = "auto"  # Decode steps replayed from graphs.
     threads: int = 1  # Torch threads of one rank on CPU.
@@ -115,7 +120,15 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "server": ("host", "port", "log_level", "shutdown_timeout_s", "drain_timeout_s", "step_timeout_s"),
     "cache": ("block_size", "num_blocks", "kv_cache_memory", "enable_prefix_caching", "hybrid_kv_cache"),
     "scheduler": ("max_num_batched_tokens", "max_num_seqs", "scheduling_policy", "enable_chunked_prefill"),
-    "parallel": ("tensor_parallel_size", "device", "graph_mode", "threads"),
+    "parallel": (
+        "tensor_parallel_size",
+        "executor",
+        "max_concurrent_batches",
+        "on_rank_death",
+        "device",
+        "graph_mode",
+        "threads",
+    ),
     "cluster": ("kv_transfer_config", "kv_events_config", "secret_file"),
 }
 """Of the TOML file, and of what `--show-config` prints."""

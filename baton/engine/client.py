@@ -31,6 +31,8 @@ from baton.engine.core_messages import (
     Outputs,
     Ping,
     Pong,
+    Restarted,
+    Restarting,
     Start,
     Started,
     StartFailed,
@@ -119,7 +121,7 @@ class EngineClient:
     async def introduction(self) -> str | None:
         """The connector's, for consumers that have no ticket of this engine yet; None without one.
 
-        It names the core's process, so it is as old as this client and never changes.
+        It names what the core's process has started, so it changes only when that starts its ranks anew.
         """
         return self._introduction
 
@@ -228,6 +230,13 @@ class EngineClient:
                     self._introduction = introduction
                     if not self._started.done():
                         self._started.set_result(None)
+                case Restarting(reason):
+                    logger.error("the engine lost a rank and starts its ranks anew: %s", reason)
+                    self._pulse.stop()  # Reading the weights is no step.
+                case Restarted(introduction):
+                    logger.warning("the engine's ranks have been started anew")
+                    self._introduction = introduction
+                    self._pulse.start()
                 case StartFailed(message, is_users):
                     error = ConfigError(message) if is_users else EngineDeadError(message)
                     if not self._started.done():

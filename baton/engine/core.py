@@ -24,7 +24,7 @@ from baton.core.config import EngineConfig
 from baton.core.errors import UserError
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, RequestError
 from baton.engine.connector_calls import STEP_ERRORS_MAX
-from baton.engine.executor import Executor, start_executor
+from baton.engine.executor import Executor, ExecutorDied, start_executor
 from baton.engine.hybrid import settle_groups
 from baton.engine.kv_event_publisher import KVEventPublisher
 from baton.engine.scheduler import Scheduler
@@ -204,6 +204,11 @@ class EngineCore:
         """What is said to be stored can be found: it is computed, or in a step that a reader's would follow."""
         if (events := self.scheduler.take_events()) and self._event_publisher is not None:
             self._event_publisher.publish(events)
+
+    def fail_all(self, death: ExecutorDied) -> EngineOutputs:
+        """What is open ends with an error: its KV is gone with the ranks. Then comes `shutdown`."""
+        error = RequestError(f"the engine lost a rank, and its KV cache with it: {death}")
+        return EngineOutputs(outputs=self.scheduler.fail_all(error))
 
     def shutdown(self) -> None:
         """Idempotent."""

@@ -59,6 +59,18 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     is_users: bool  # The configuration has to change.
 
 
+class Restarting(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A rank is gone and all are started anew. What was open has been answered; what comes now waits."""
+
+    reason: str
+
+
+class Restarted(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Ready for requests again, under another name for peers."""
+
+    introduction: str | None = None
+
+
 class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
     outputs: EngineOutputs
 
@@ -80,4 +92,4 @@ class Stopped(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 ToCore = Start | AddRequest | Abort | TakeBack | Ping | Drain | Stop
-FromCore = Started | StartFailed | Outputs | Pong | Drained | Stopped
+FromCore = Started | StartFailed | Restarting | Restarted | Outputs | Pong | Drained | Stopped

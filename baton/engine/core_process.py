@@ -11,6 +11,9 @@ before it looks again,
     RETRY_S .. IDLE_S   otherwise, while there are only loans to get back; doubling, so that they cost little
 
 Ends on Stop, on SIGTERM, and when the front end is gone: connector halves and ranks are shut down first.
+
+A rank's death fails what is open. Then the process ends, with a status other than 0, or starts ranks, cache
+and connector anew (`on_rank_death`); what arrives meanwhile waits in the channel.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from types import FrameType
 
 import msgspec
@@ -42,6 +47,8 @@ from baton.engine.core_messages import (
     Outputs,
     Ping,
     Pong,
+    Restarted,
+    Restarting,
     Start,
     Started,
     StartFailed,
@@ -50,6 +57,7 @@ from baton.engine.core_messages import (
     TakeBack,
     ToCore,
 )
+from baton.engine.executor import ExecutorDied
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +66,8 @@ IDLE_S = 0.020
 LOOK_S = 0.250
 START_MESSAGE_S = 60.0  # The front end sends it right after it has started us.
 LAST_WORDS_S = 5.0
+RESTARTS_MAX = 3  # In so many seconds; a rank that dies once more then takes the engine with it.
+RESTARTS_WITHIN_S = 600.0
 # For how long a thread that computes may keep the interpreter from those that renew leases and read requests.
 # Python's own 5 ms, once on either side, would be most of what a handoff may cost.
 SWITCH_S = 0.0005
@@ -94,7 +104,7 @@ class CoreLoop:
                 self._wait(None)
                 continue
             outputs = self._core.step()
-            self._hand_over(outputs)
+            self.hand_over(outputs)
             if wait_s := self.next_wait_s():
                 self._wait(wait_s)
             elif self._channel.has_unsent:
@@ -130,7 +140,11 @@ class CoreLoop:
             self._drained_by_s = None
             self._send(Drained(is_whole))
 
-    def _hand_over(self, outputs: EngineOutputs) -> None:
+    @property
+    def is_draining(self) -> bool:
+        return self._drained_by_s is not None
+
+    def hand_over(self, outputs: EngineOutputs) -> None:
         # An empty step repeated a thousand times a second has nothing new to say.
         if outputs.outputs or self._core.num_scheduled_tokens or self._is_news(outputs.stats):
             self._send(Outputs(outputs))
@@ -238,14 +252,14 @@ def main(end: socket.socket) -> None:
     channel = Channel(end)
     stop_signal = StopSignal()
     try:
-        core = _start(channel)
-        if core is not None:
-            _run(core, channel, stop_signal)
+        started = _start(channel)
+        if started is not None:
+            _run(*started, channel, stop_signal)
     finally:
         stop_signal.close()
 
 
-def _start(channel: Channel) -> EngineCore | None:
+def _start(channel: Channel) -> tuple[EngineCore, Start] | None:
     try:
         if not channel.wait_readable(START_MESSAGE_S):
             raise TimeoutError("the front end sent no configuration")
@@ -264,13 +278,64 @@ def _start(channel: Channel) -> EngineCore | None:
     gc.collect()
     gc.freeze()
     channel.send_nowait(msgspec.msgpack.encode(Started(core.introduction())))
-    return core
+    return core, start
 
 
-def _run(core: EngineCore, channel: Channel, stop_signal: StopSignal) -> None:
-    waker = Waker()
+def _run(core: EngineCore, start: Start, channel: Channel, stop_signal: StopSignal) -> None:
+    restarts = Restarts(start.config.parallel_config.on_rank_death == "restart")
+    while True:
+        death = _run_until_a_rank_dies(core, channel, stop_signal, restarts)
+        if death is None:
+            return
+        channel.send_nowait(msgspec.msgpack.encode(Restarting(str(death))))
+        channel.flush(LAST_WORDS_S)
+        core = _restart(start, channel)
+        channel.send_nowait(msgspec.msgpack.encode(Restarted(core.introduction())))
+
+
+def _restart(start: Start, channel: Channel) -> EngineCore:
+    """All anew: ranks, cache, and both halves of the connector under an epoch that no old paper names."""
     try:
-        CoreLoop(core, channel, stop_signal, waker).run()
+        return EngineCore(start.config, start.connector_factory)
+    except Exception as error:
+        logger.exception("the engine core could not start its ranks anew")
+        _say_last(channel, Stopped(f"it could not start its ranks anew: {_text(error)}"))
+        sys.exit(1)
+
+
+class Restarts:
+    """Whether ranks are to be started anew once more: what dies again and again is not worth it."""
+
+    def __init__(self, is_wanted: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._is_wanted = is_wanted
+        self._clock = clock
+        self._times: deque[float] = deque(maxlen=RESTARTS_MAX)
+
+    def may_restart(self) -> bool:
+        """Counts as one if it may."""
+        now = self._clock()
+        is_worn_out = len(self._times) == RESTARTS_MAX and now - self._times[0] < RESTARTS_WITHIN_S
+        if not self._is_wanted or is_worn_out:
+            return False
+        self._times.append(now)
+        return True
+
+
+def _run_until_a_rank_dies(
+    core: EngineCore, channel: Channel, stop_signal: StopSignal, restarts: Restarts
+) -> ExecutorDied | None:
+    """None: the engine has ended in order. The core is shut down in any case."""
+    waker = Waker()
+    loop = CoreLoop(core, channel, stop_signal, waker)
+    try:
+        loop.run()
+    except ExecutorDied as death:
+        logger.error("%s", death)
+        if loop.is_draining or not restarts.may_restart():
+            _say_last(channel, Stopped(_text(death)))
+            sys.exit(1)
+        loop.hand_over(core.fail_all(death))
+        return death
     except Stopping as stopping:
         _say_last(channel, Stopped(str(stopping)))
     except ChannelClosed:
@@ -282,6 +347,7 @@ def _run(core: EngineCore, channel: Channel, stop_signal: StopSignal) -> None:
     finally:
         core.shutdown()
         waker.close()  # Nobody uses it any more.
+    return None
 
 
 def _text(error: Exception) -> str:

@@ -171,6 +171,15 @@ class Scheduler:
         """Nobody will come for what was lent under these `kv_transfer_params`."""
         self._connector.take_back(params)
 
+    def fail_all(self, error: RequestError) -> list[EngineOutput]:
+        """The last outputs there will be: nothing of this scheduler can be used any more."""
+        outputs, self._outputs = self._outputs, []
+        open_ids = {r.request_id for r in self.requests.values() if not r.is_finished}
+        return outputs + [
+            EngineOutput(request_id=request_id, new_token_ids=[], finish_reason="error", error=error)
+            for request_id in sorted(open_ids)
+        ]
+
     def shutdown(self) -> None:
         self._connector.shutdown()
 

@@ -502,7 +502,7 @@ class World:
         for step in self.in_flight:
             for request_id, block_ids in step.written.items():
                 held = self.scheduler.kv_cache.blocks_between(request_id, 0, sys.maxsize)
-                assert block_ids <= {block_id for _, block_id in held}, "freed while a step in flight writes it"
+                assert block_ids <= {block_id for _, block_id in held}, "freed while a step writes it"
                 assert not loading & block_ids
 
     def finish_oldest(self) -> None:

@@ -25,6 +25,13 @@ class ExecutorDied(BatonError):
     """A rank is gone, and the engine with it. Says which rank and how it ended."""
 
 
+def done(output: ModelRunnerOutput) -> Future[ModelRunnerOutput]:
+    """Of a step that has run."""
+    future: Future[ModelRunnerOutput] = Future()
+    future.set_result(output)
+    return future
+
+
 class Executor(ABC):
     """Ready for steps once constructed."""
 

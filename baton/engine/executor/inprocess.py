@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from baton.contract.aggregator import KVOutputAggregator
 from baton.contract.factory import load_factory
-from baton.engine.executor import Executor
+from baton.engine.executor import Executor, done
 from baton.engine.executor.worker import Worker
 from baton.engine.models.parallel import SingleRank
 
@@ -28,9 +28,7 @@ class InProcessExecutor(Executor):
         """Done when it returns."""
         output = self._worker.execute(scheduler_output, [])
         output.kv_connector_output = self._aggregator.aggregate([output.kv_connector_output])
-        future: Future[ModelRunnerOutput] = Future()
-        future.set_result(output)
-        return future
+        return done(output)
 
     def handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
         metadata = self._worker.handshake_metadata()

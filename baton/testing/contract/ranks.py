@@ -7,7 +7,8 @@ an open load. And what the scheduler half sends reaches them as another process 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +18,7 @@ from baton.core.config import EngineConfig
 from baton.core.topology import kv_heads_of
 from baton.engine.cache_setup import allocate_for, register
 from baton.engine.connector_step import ConnectorStep
-from baton.engine.executor import Executor
+from baton.engine.executor import Executor, done
 from baton.engine.forward_context import ForwardContext, build_attention_metadata
 from baton.engine.models.parallel import TensorParallelGroup
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
@@ -117,6 +118,9 @@ class KitRanks(Executor):
     def expect_reports(self, expected_count: int | None) -> None:
         self._aggregator = KVOutputAggregator(expected_count or self._size, self._size)
 
+    def forget_all_but(self, request_ids: Container[str]) -> None:
+        self._aggregator.forget_all_but(request_ids)
+
     def check_alive(self) -> None:
         return
 
@@ -126,7 +130,10 @@ class KitRanks(Executor):
 
     # --- One step ----------------------------------------------------------------------------------
 
-    def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        return done(self._run(scheduler_output))
+
+    def _run(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         self.check_memory("between two steps")
         self._take_over(scheduler_output)
         result = ModelRunnerOutput()
