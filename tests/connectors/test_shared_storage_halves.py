@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ from baton.core.layout import ModelFingerprint
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.request import Request
 from baton.engine.step import CachedRequestData, NewRequestData, SchedulerOutput
-from tests.connectors.storage_world import BLOCK, CHUNK, files_in, storage
+from tests.connectors.storage_world import BLOCK, CHUNK, WAIT_S, files_in, storage
 
 NUM_BLOCKS = 16
 FINGERPRINT = ModelFingerprint("model", "weights", "float32", 1, 1, 2, "seed")
@@ -235,7 +236,17 @@ def test_a_lookup_that_hangs_is_waited_for_so_long_and_no_longer(tmp_path: Path)
     assert half.get_num_new_matched_tokens(request, 0) == (None, False)
     now[0] += 2.0
     assert half.get_num_new_matched_tokens(request, 0) == (0, False)
+    other = request_of("other", CHUNK)
+    half.on_new_request(other)
+    assert half.get_num_new_matched_tokens(other, 0) == (0, False), "it waits for nobody who hangs"
     hangs.set()
+    deadline_s = time.monotonic() + WAIT_S
+    while half._is_lookup_overdue(now[0]):
+        assert time.monotonic() < deadline_s
+    third = request_of("third", CHUNK)
+    half.on_new_request(third)
+    while half.get_num_new_matched_tokens(third, 0)[0] is None:
+        assert time.monotonic() < deadline_s
     half.shutdown()
     rank.shutdown()
 

@@ -68,6 +68,7 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf):
         self._lock = threading.Lock()  # Of lookups' results and of the statistics.
         self._stats = StorageStats()
         self._lookups = Jobs("kv-lookup")
+        self._last_lookup: Lookup | None = None
         self._sweeper: Repeated | None = None
         if settings.max_bytes is not None or settings.max_age_s is not None:
             self._sweeper = Repeated("kv-sweep", self._sweep, settings.sweep_every_s)
@@ -248,10 +249,17 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf):
     def _look_up(self, prompt: Prompt) -> None:
         """Also for an engine that only saves: what is stored need not be copied again."""
         keys = list(prompt.extend_keys())
-        if self._namespace is None or not keys:
+        now = self._clock()
+        if self._namespace is None or not keys or self._is_lookup_overdue(now):
             return
-        prompt.lookup = Lookup(self._clock() + self._identity.settings.lookup_timeout_s)
+        prompt.lookup = self._last_lookup = Lookup(now + self._identity.settings.lookup_timeout_s)
         self._lookups.put(partial(self._find_stored, prompt.lookup, self._namespace, keys))
+
+    def _is_lookup_overdue(self, now: float) -> bool:
+        """Then the thread hangs: nobody else shall wait for it, until it has answered."""
+        with self._lock:
+            last = self._last_lookup
+            return last is not None and last.num_stored is None and last.deadline_s <= now
 
     def _find_stored(self, lookup: Lookup, namespace: str, keys: list[BlockHash]) -> None:
         """On the lookup's thread. A file that is there is whole; whether it is right, the load finds out."""
