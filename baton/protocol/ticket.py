@@ -26,7 +26,7 @@ from baton.core.transfer_params import (
 from baton.protocol.messages import PROMPT_HASH_BYTES, U64_MAX
 from baton.protocol.seal import BadPaper, Fault, Seal, check_range
 
-TICKET_VERSION = 2
+TICKET_VERSION = 3
 TICKET_FIELD = f"{FIELD}.baton_ticket"
 MAX_URL_CHARS = 512
 MAX_TP_SIZE = 4096
@@ -50,7 +50,10 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     fingerprint: ModelFingerprint
     tp_size: int
     block_tokens: int
-    block_ids: tuple[tuple[BlockId, ...], ...]  # One list per cache group; the same on every rank.
+    # One list per cache group, the same on every rank. They end with the block of the last token: of a group
+    # with a window, blocks wholly behind it are left out.
+    block_ids: tuple[tuple[BlockId, ...], ...]
+    windows: tuple[int | None, ...] = (None,)  # Of each group. With the model, they say which layers it has.
     num_tokens: int  # Of the prompt, from its start, whose KV is held.
     prompt_hash: PromptHash  # Of exactly these tokens, with salt, adapter and media.
     prefilled: PrefilledTokens | None = None  # What P has sampled behind them.
@@ -68,11 +71,20 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         check_range("num_tokens", self.num_tokens, 1, U64_MAX)
         check_range("length of prompt_hash", len(self.prompt_hash), PROMPT_HASH_BYTES, PROMPT_HASH_BYTES)
         check_range("number of cache groups", len(self.block_ids), 1, 256)
+        if len(self.windows) != len(self.block_ids):
+            raise ValueError(f"names {len(self.windows)} windows for {len(self.block_ids)} cache groups")
+        for window in self.windows:
+            check_range("window", window if window is not None else 1, 1, U64_MAX)
         for group in self.block_ids:
             # A full-attention group needs every block; a sliding window may hold fewer, never more.
             check_range("number of blocks", len(group), 0, -(-self.num_tokens // self.block_tokens))
             for block_id in group:
                 check_range("block id", block_id, 0, MAX_BLOCK_ID)
+
+    def table_of(self, group: int) -> tuple[BlockId, ...]:
+        """As from token 0 on; 0 where the group holds nothing."""
+        held = self.block_ids[group]
+        return (BlockId(0),) * (-(-self.num_tokens // self.block_tokens) - len(held)) + held
 
 
 _SEAL = Seal(Ticket, BadTicket, version=TICKET_VERSION, max_chars=MAX_TICKET_CHARS, purpose=b"")

@@ -52,6 +52,7 @@ from baton.connectors.pull.stats import PullStats
 from baton.contract import host
 from baton.core.errors import BadTransferParams
 from baton.core.ids import Address, Pair, TransferId
+from baton.core.kv_groups import NULL_BLOCK_ID, is_hybrid
 from baton.core.layout import RankLayout
 from baton.core.prefilled import PrefilledTokens
 from baton.core.transfer_params import FIELD
@@ -111,7 +112,7 @@ class _Incoming:
     covers_prompt: bool = False  # The ticket's tokens are the whole prompt, and nobody has gone on behind it.
     first_token: int = 0  # Those before it were here already.
     num_moved_tokens: int = 0
-    block_table: tuple[int, ...] = ()  # From token 0 on.
+    tables: tuple[tuple[int, ...], ...] = ()  # Of each KV-cache group, from token 0 on.
     unread: tuple[Part, ...] | None = None  # What is lent and not read yet; None: all that is missing here.
     fetched_at: float = 0.0
     reads_early: bool = False  # Its pairs are known, and what is announced is read.
@@ -255,8 +256,9 @@ class PullBorrower:
         return incoming.offer.ticket.prefilled
 
     def allocated(
-        self, request_id: str, block_ids: Sequence[int], num_external_tokens: int, now: float
+        self, request_id: str, block_ids: Sequence[Sequence[int]], num_external_tokens: int, now: float
     ) -> None:
+        """`block_ids`: of each group; of one with a window, nothing is in the places behind it."""
         incoming = self._incoming.get(request_id)
         if num_external_tokens == 0:
             if incoming is not None and incoming.state is _State.RESERVED:
@@ -271,10 +273,11 @@ class PullBorrower:
         assert num_computed >= 0, "more tokens than were offered"
         assert num_computed % self._identity.block_tokens == 0, "local hits are whole blocks"
         last = num_blocks(offer.num_tokens, self._identity.block_tokens)
-        assert last <= len(block_ids), "tokens without a block"
+        assert len(block_ids) == len(self._identity.groups), "a table for each group"
+        assert all(last <= len(table) for table in block_ids), "tokens without a block"
         incoming.first_token = num_computed
         incoming.num_moved_tokens = num_external_tokens
-        incoming.block_table = tuple(block_ids[:last])
+        incoming.tables = tuple(tuple(table[:last]) for table in block_ids)
         if incoming.state is _State.ENDED:  # Before, or just now; the host waits for an end all the same.
             incoming.failed_early = False
             self._order_failure(incoming)
@@ -284,7 +287,7 @@ class PullBorrower:
         incoming.fetched_at = now
         self._start_if_ready(incoming, now)
 
-    def give_up(self, request_id: str, block_ids: Sequence[int], now: float) -> None:
+    def give_up(self, request_id: str, block_ids: Sequence[Sequence[int]], now: float) -> None:
         """A fault of ours in `allocated`: let the host hear of a failed load rather than wait for ever."""
         incoming = self._incoming.get(request_id)
         if incoming is not None and incoming.state is _State.FETCHING:
@@ -292,7 +295,7 @@ class PullBorrower:
             return
         if incoming is not None and incoming.state is _State.RESERVED:
             self._release_unused(incoming, now)
-        self._orders.append(FailedLoad(request_id, tuple(block_ids)))
+        self._orders.append(FailedLoad(request_id, self._blocks_from(0, block_ids)))
 
     def finished(self, request_id: str, now: float) -> None:
         """The host has ended the request, whatever its state."""
@@ -419,8 +422,8 @@ class PullBorrower:
         if incoming.state is not _State.FETCHING or ranks is None or incoming.is_started:
             return
         is_lent = incoming.offer.ticket is not None
-        if incoming.reads_early and not is_lent:
-            return
+        if not is_lent and (incoming.reads_early or is_hybrid(self._identity.groups)):
+            return  # Of several groups nothing is read early, whatever the producer announces.
         try:
             pairs = self._plan(ranks)
         except PlanError as error:
@@ -445,6 +448,9 @@ class PullBorrower:
     def _order_reads(self, incoming: _Incoming, pairs: Sequence[Pair]) -> None:
         assert incoming.offer is not None
         assert incoming.offer.ticket is not None
+        if is_hybrid(self._identity.groups):
+            self._order_groups(incoming, pairs, incoming.offer.ticket)
+            return
         blocks = incoming.offer.ticket.block_ids[0]
         if incoming.unread is None:
             incoming.unread = (Part(incoming.first_token, incoming.num_moved_tokens),)
@@ -452,6 +458,18 @@ class PullBorrower:
         for part in parts:
             self._order_read(incoming, pairs, part, blocks, is_last=False)
         self._order_read(incoming, pairs, last, blocks, is_last=True)
+
+    def _order_groups(self, incoming: _Incoming, pairs: Sequence[Pair], ticket: Ticket) -> None:
+        """A part for each group: its layers, and of its window's blocks those that are missing here."""
+        incoming.unread = (Part(incoming.first_token, incoming.num_moved_tokens),)
+        groups = self._identity.groups
+        for index, group in enumerate(groups):
+            kept = group.first_kept(ticket.num_tokens, ticket.block_tokens) * ticket.block_tokens
+            first = max(incoming.first_token, kept)
+            part = Part(first, ticket.num_tokens - first)
+            is_last = index == len(groups) - 1
+            table = ticket.table_of(index)
+            self._order_read(incoming, pairs, part, table, is_last=is_last, group=index)
 
     def _order_read(
         self,
@@ -461,6 +479,7 @@ class PullBorrower:
         remote_blocks: tuple[int, ...],
         *,
         is_last: bool,
+        group: int | None = None,
     ) -> None:
         assert incoming.offer is not None
         producer = incoming.offer.producer
@@ -474,10 +493,11 @@ class PullBorrower:
                 tuple(pairs),
                 part.first_token,
                 part.num_tokens,
-                incoming.block_table,
+                incoming.tables[group or 0],
                 remote_blocks,
                 part.layers,
                 is_last,
+                group,
             )
         )
 
@@ -514,7 +534,13 @@ class PullBorrower:
         self._orders.append(FailedLoad(incoming.request_id, self._moved_blocks(incoming)))
 
     def _moved_blocks(self, incoming: _Incoming) -> tuple[int, ...]:
-        return incoming.block_table[incoming.first_token // self._identity.block_tokens :]
+        return self._blocks_from(incoming.first_token, incoming.tables)
+
+    def _blocks_from(self, first_token: int, tables: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """Of all groups. Null blocks are none."""
+        first = first_token // self._identity.block_tokens
+        null = {NULL_BLOCK_ID} if is_hybrid(self._identity.groups) else set()
+        return tuple(block_id for table in tables for block_id in table[first:] if block_id not in null)
 
 
 def _record_of(incoming: _Incoming, num_moved_blocks: int, now: float) -> dict[str, Any]:

@@ -20,13 +20,14 @@ from baton.contract import (
     KVConnectorSchedulerHalf,
     KVConnectorStats,
     KVConnectorWorkerHalf,
+    SupportsHMA,
     TwoHalves,
     host,
 )
 from baton.core.config import EngineConfig
 
 
-class BatonPullConnector(TwoHalves):
+class BatonPullConnector(TwoHalves, SupportsHMA):
     # The paper, and vLLM's keys, which lead to the same blocks.
     answered_params = frozenset({"baton_ticket", "remote_block_ids", "remote_engine_id"})
 
@@ -45,6 +46,13 @@ class BatonPullConnector(TwoHalves):
     @classmethod
     def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:
         return PullWorkerHalf(cls.identity_of(vllm_config))
+
+    def request_finished_all_groups(
+        self, request: host.Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        half = self.scheduler_half
+        assert isinstance(half, SupportsHMA)
+        return half.request_finished_all_groups(request, block_ids)
 
     @classmethod
     def make_door(cls, config: EngineConfig) -> Callable[[Mapping[str, Any] | None], None]:

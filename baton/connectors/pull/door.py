@@ -16,6 +16,7 @@ from baton.contract import host
 from baton.core.errors import BadTransferParams
 from baton.core.hashing import extra_key, prompt_hash
 from baton.core.ids import NO_EPOCH, Address, EngineId, PromptHash, TransferId
+from baton.core.kv_groups import is_hybrid
 from baton.core.transfer_params import FIELD, Compute, Fetch, Named, Stream, parse_transfer_params
 from baton.protocol.introduction import BadIntroduction, Introduction, check_introduction, open_introduction
 from baton.protocol.seal import BadPaper, Fault
@@ -173,14 +174,30 @@ def check_offer(ticket: Ticket, request: host.Request, identity: EngineIdentity)
         num_prompt_tokens=len(request.prompt_token_ids),
         converts_dtype=identity.settings.convert_dtype,
     )
-    if len(ticket.block_ids) != 1 or len(ticket.block_ids[0]) != num_blocks(
-        ticket.num_tokens, ticket.block_tokens
-    ):
+    if ticket.windows != identity.windows:
         raise BadTicket(
             Fault.LAYOUT,
-            f"names {[len(group) for group in ticket.block_ids]} blocks for {ticket.num_tokens} tokens; "
-            "this engine has one cache group, and needs every block of it",
+            f"has cache groups with windows {_shown(ticket.windows)}, this engine has "
+            f"{_shown(identity.windows)}; set hybrid_kv_cache alike on both",
         )
+    if is_hybrid(identity.groups) and ticket.block_tokens != identity.block_tokens:
+        raise BadTicket(
+            Fault.LAYOUT,
+            f"has blocks of {ticket.block_tokens} tokens, this engine of {identity.block_tokens}; "
+            "engines whose cache has several groups need the same",
+        )
+    last = num_blocks(ticket.num_tokens, ticket.block_tokens)
+    needed = [last - group.first_kept(ticket.num_tokens, ticket.block_tokens) for group in identity.groups]
+    if any(len(held) < num for held, num in zip(ticket.block_ids, needed, strict=True)):
+        raise BadTicket(
+            Fault.LAYOUT,
+            f"names {[len(held) for held in ticket.block_ids]} blocks for {ticket.num_tokens} tokens; "
+            f"this engine needs {needed} in its cache groups",
+        )
+
+
+def _shown(windows: tuple[int | None, ...]) -> list[int | str]:
+    return [window if window is not None else "none" for window in windows]
 
 
 def check_producer(introduction: Introduction, request: host.Request, identity: EngineIdentity) -> None:

@@ -8,6 +8,7 @@ from baton.connectors.pull.settings import PullSettings
 from baton.core.config import ClusterSecret, EngineConfig
 from baton.core.errors import ConfigError
 from baton.core.ids import EngineId
+from baton.core.kv_groups import KVCacheGroup
 from baton.core.layout import ModelFingerprint
 
 TICKET_KEY_PURPOSE = "baton.ticket.1"
@@ -29,6 +30,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     pp_rank: int = 0  # Of this process. The embedded engine has one stage; a host that has more says so.
     pp_size: int = 1
     has_host_mirror: bool = False  # Peers see a copy of the cache in host memory (`host_mirror`).
+    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)  # Of layers; by default one, which has all.
     schedules_ahead: bool = False  # The host puts a step together while an earlier one still computes.
 
     @classmethod
@@ -61,7 +63,12 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
             settings=settings,
             does_push=does_push,
             has_host_mirror=_mirrors(transfer.kv_buffer_device, config.device_config.device),
+            groups=config.kv_cache_groups,
         )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(group.window for group in self.groups)
 
     @property
     def num_ranks(self) -> int:

@@ -31,6 +31,7 @@ from baton.connectors.pull.stats import PullStats
 from baton.contract import host
 from baton.core.errors import BadTransferParams
 from baton.core.ids import BlockId, LoanId, PromptHash, RequestId, TransferId
+from baton.core.kv_groups import NULL_BLOCK_ID
 from baton.core.prefilled import PrefilledTokens
 from baton.protocol.effects import FreeLoan
 from baton.protocol.ticket import TICKET_FIELD, Ticket, open_ticket, sign_ticket
@@ -76,9 +77,9 @@ class PullLender:
         self.num_pool_blocks: int | None = None  # As soon as the host has said.
 
     def finished(
-        self, request: host.Request, block_ids: Sequence[int], now: float
+        self, request: host.Request, block_ids: Sequence[Sequence[int]], now: float
     ) -> tuple[bool, dict[str, Any] | None]:
-        """(the host has to keep the blocks, kv_transfer_params of the answer)."""
+        """(the host has to keep the blocks, kv_transfer_params of the answer). `block_ids`: of each group."""
         try:
             wish = read_params(request.kv_transfer_params, self._identity)
         except BadTransferParams:
@@ -90,17 +91,14 @@ class PullLender:
         if not isinstance(wish, Lend):
             return False, None
         num_tokens = min(request.num_prompt_tokens, request.num_computed_tokens)
-        held = block_ids[: num_blocks(num_tokens, self._identity.block_tokens)]
+        held = self._held(block_ids, num_tokens)
         if not held or request.prompt_token_ids is None:
             return False, None
-        assert len(held) == num_blocks(num_tokens, self._identity.block_tokens), (
-            "computed tokens without a block"
-        )
         loan_id = self._agent.lend(now)
         if loan_id is None:
             return False, None  # Draining: the consumer computes the prompt itself.
         if self._holder is not None:
-            self._holder.hold(loan_id, held)
+            self._holder.hold(loan_id, [block_id for group in held for block_id in group])
         ticket = self._ticket(
             request,
             loan_id,
@@ -118,7 +116,7 @@ class PullLender:
         return self._holder is None, params
 
     def _keep(
-        self, request: host.Request, block_ids: Sequence[int], now: float
+        self, request: host.Request, block_ids: Sequence[Sequence[int]], now: float
     ) -> tuple[bool, dict[str, Any] | None]:
         """What was decoded here, for the next turn's prefill leg: vLLM's keys of a bidirectional transfer."""
         turns = self._identity.settings.turns
@@ -126,22 +124,36 @@ class PullLender:
             return False, None
         token_ids = request.all_token_ids  # The last one has no KV: it was sampled and never computed.
         num_tokens = min(request.num_computed_tokens, len(token_ids))
-        held = block_ids[: num_blocks(num_tokens, self._identity.block_tokens)]
-        if num_tokens < turns.min_tokens or not self._make_room(len(held), turns, now):
+        held = self._held(block_ids, num_tokens)
+        num_held = sum(map(len, held))
+        if not held or num_tokens < turns.min_tokens or not self._make_room(num_held, turns, now):
             return False, None
         loan_id = self._agent.keep(now, turns.ttl_s)
         if loan_id is None:
             return False, None
         if self._holder is not None:
-            self._holder.hold(loan_id, held)
+            self._holder.hold(loan_id, [block_id for group in held for block_id in group])
         prompt = hash_of_tokens(request, token_ids, num_tokens, self._identity)
         ticket = self._ticket(request, loan_id, None, held, num_tokens, prompt)
         # No transfer id: the next leg is another dispatch, and whoever sends it names it.
         params = {"do_remote_prefill": False, "do_remote_decode": True, **self._params(ticket)}
         self._lent[loan_id] = request.request_id
-        self._kept[loan_id] = len(held)
+        self._kept[loan_id] = num_held
         self._stats.count("num_loans")
         return self._holder is None, params
+
+    def _held(self, tables: Sequence[Sequence[int]], num_tokens: int) -> tuple[tuple[BlockId, ...], ...]:
+        """Of each group, what tokens behind these need. Empty: there is nothing, or a window has moved on."""
+        size = self._identity.block_tokens
+        last = num_blocks(num_tokens, size)
+        held: list[tuple[BlockId, ...]] = []
+        for group, table in zip(self._identity.groups, tables, strict=True):
+            needed = tuple(BlockId(block_id) for block_id in table[group.first_kept(num_tokens, size) : last])
+            if not needed or (group.window is not None and NULL_BLOCK_ID in needed):
+                return ()
+            assert group.window is not None or len(needed) == last, "computed tokens without a block"
+            held.append(needed)
+        return tuple(held)
 
     def _make_room(self, num_wanted: int, turns: TurnSettings, now: float) -> bool:
         if self.num_pool_blocks is None:
@@ -199,7 +211,7 @@ class PullLender:
         request: host.Request,
         loan_id: LoanId,
         transfer_id: TransferId | None,
-        block_ids: Sequence[int],
+        block_ids: tuple[tuple[BlockId, ...], ...],
         num_tokens: int,
         prompt: PromptHash,
         prefilled: PrefilledTokens | None = None,
@@ -214,7 +226,8 @@ class PullLender:
             fingerprint=identity.fingerprint,
             tp_size=identity.tp_size,
             block_tokens=identity.block_tokens,
-            block_ids=(tuple(BlockId(block_id) for block_id in block_ids),),
+            block_ids=block_ids,
+            windows=identity.windows,
             num_tokens=num_tokens,
             prompt_hash=prompt,
             prefilled=prefilled,

@@ -76,8 +76,12 @@ class PeerLinks:
         *,
         staged: StagedReader | None = None,
         converts_dtype: bool = True,
+        groups: Sequence[frozenset[str]] = (),
     ) -> None:
-        """Without a staged reader, peers that need one are peers that cannot be read."""
+        """Without a staged reader, peers that need one are peers that cannot be read.
+
+        `groups`: names of the layers of each KV-cache group, for hosts that have several.
+        """
         self._layout = layout
         self._rank = layout.pp_rank * layout.tp_size + layout.tp_rank
         self._transports = transports
@@ -85,6 +89,7 @@ class PeerLinks:
         self._run_in_background = run_in_background
         self._staged = staged
         self._converts_dtype = converts_dtype
+        self._groups = groups
         self._operations = Operations(transports, self._end)
         self._changed = self._operations.changed  # The lock of everything here.
         self._cards: dict[Address, tuple[RankCard, ...]] = {}
@@ -201,7 +206,7 @@ class PeerLinks:
                 link.card.layout.block_tokens,
                 order.local_blocks,
                 order.remote_blocks,
-                rounds_up=order.is_last,
+                rounds_up=order.is_last or order.group is not None,
             )
         except TransferError as error:
             read.fail(str(error))
@@ -228,6 +233,8 @@ class PeerLinks:
 
     def _layers_of(self, link: _Link, share: Share, order: ReadBlocks) -> tuple[str, ...]:
         """Those of the share that the part names: positions in P's order become names."""
+        if order.group is not None:
+            return tuple(name for name in share.layers if name in self._groups[order.group])
         if order.layers is None:
             return share.layers
         tp_size = link.card.layout.tp_size

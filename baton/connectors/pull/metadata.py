@@ -58,6 +58,7 @@ class ReadBlocks:
     remote_blocks: tuple[int, ...]  # Of P's own size; as far as is known.
     layers: tuple[int, int] | None = None  # Half-open, in P's order; None: all of them.
     is_last: bool = True
+    group: int | None = None  # Only layers of this KV-cache group, whose tables they are, to the claim's end.
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ from baton.contract import (
     KVConnectorSchedulerHalf,
     KVConnectorWorkerHalf,
     RankCombiner,
+    SupportsHMA,
     host,
 )
 from baton.core.errors import BadTransferParams
@@ -77,7 +78,7 @@ class TakesOrders(Protocol):
     def take_order(self, order: Order) -> None: ...
 
 
-class PullSchedulerHalf(KVConnectorSchedulerHalf):
+class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def __init__(
         self,
         identity: EngineIdentity,
@@ -177,7 +178,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
     ) -> None:
         if not request.kv_transfer_params:
             return
-        (block_ids,) = blocks.get_block_ids()
+        block_ids = blocks.get_block_ids()
         with self._lock:
             now = self._clock()
             try:
@@ -199,6 +200,11 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf):
 
     def request_finished(
         self, request: host.Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: host.Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         if not request.kv_transfer_params:
             return False, None

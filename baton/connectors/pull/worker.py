@@ -96,7 +96,11 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
             self._run_and_wake,
             staged=staged,
             converts_dtype=self._identity.settings.convert_dtype,
+            groups=self._names_of_groups(list(kv_caches)),
         )
+
+    def _names_of_groups(self, in_order: list[str]) -> list[frozenset[str]]:
+        return [frozenset(in_order[layer] for layer in group.layers) for group in self._identity.groups]
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:

@@ -29,6 +29,7 @@ from baton.connectors.push.settings import PushSettings
 from baton.contract import KVConnectorMetadata, KVConnectorOutput, host
 from baton.core.errors import BadTransferParams
 from baton.core.ids import Epoch, TransferId
+from baton.core.kv_groups import is_hybrid
 from baton.protocol.introduction import Introduction, sign_introduction
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,8 @@ class PushSchedulerHalf(PullSchedulerHalf):
     ) -> None:
         super().__init__(identity, epoch=epoch, clock=clock, control=control, holder=holder)
         assert isinstance(identity.settings, PushSettings)
-        self._stream = identity.settings.stream
+        # Whoever streams announces blocks of one table; of several groups, all is read when the prefill ends.
+        self._stream = "off" if is_hybrid(identity.groups) else identity.settings.stream
         self._prefills = Prefills(
             self._agent,
             identity.block_tokens,
@@ -87,10 +89,10 @@ class PushSchedulerHalf(PullSchedulerHalf):
         except Exception:
             self._contain("on_new_request", request)
 
-    def request_finished(
-        self, request: host.Request, block_ids: list[int]
+    def request_finished_all_groups(
+        self, request: host.Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        is_lent, params = super().request_finished(request, block_ids)
+        is_lent, params = super().request_finished_all_groups(request, block_ids)
         with self._lock:
             transfer_id = self._prefills.ended(request.request_id)
             if transfer_id is not None:
