@@ -92,6 +92,7 @@ class Scheduler:
         self._num_arrived = 0
         self._finished_ids: set[str] = set()  # Since the last schedule().
         self._preempted_ids: set[str] = set()  # The same.
+        self._to_restart: list[Request] = []  # As soon as no step in flight computes for them.
         self._outputs: list[EngineOutput] = []  # For the next update_from_output() to return.
         self._events: list[KVCacheEvent] = []
         self._counts = StepCounts()
@@ -364,6 +365,8 @@ class Scheduler:
         if report is None:
             report = KVConnectorOutput()
         loads = self.in_flight.end(step)
+        if self._to_restart:
+            self._restart_those_at_rest()
         if step.kv_connector_metadata is None:
             self._give_up_loads_of_step(report, loads)
         failures = self._find_load_failures(report, loads)
@@ -402,7 +405,20 @@ class Scheduler:
         num_lost = max(0, request.num_cached_tokens - num_valid)
         request.num_cached_tokens -= num_lost
         request.num_transferred_tokens = max(0, request.num_transferred_tokens - num_lost)
+        request.num_computed_tokens = num_valid
+        request.needs_resend = request.is_known_to_ranks
+        self.in_flight.make_void(request)
         if self.kv_cache.is_hybrid:
+            if request not in self._to_restart:
+                self._to_restart.append(request)
+            self._restart_those_at_rest()
+
+    def _restart_those_at_rest(self) -> None:
+        """A busy one keeps its blocks until the step that writes into them is done."""
+        still_busy = [request for request in self._to_restart if self.in_flight.is_busy(request)]
+        for request in self._to_restart:
+            if request in still_busy or request.is_finished or self.in_flight.is_ending(request):
+                continue
             if request.status is RequestStatus.RUNNING:
                 self.running.remove(request)
             else:
@@ -410,10 +426,7 @@ class Scheduler:
             self._preempted_ids.add(request.request_id)
             self._counts.num_preempted += 1
             self._send_back(request)
-            return
-        request.num_computed_tokens = num_valid
-        request.needs_resend = request.is_known_to_ranks
-        self.in_flight.make_void(request)
+        self._to_restart = still_busy
 
     def _take_tokens(self, result: ModelRunnerOutput, failures: LoadFailures) -> None:
         any_finished = False
