@@ -22,6 +22,7 @@ COMMANDS = {
     "doctor": "baton.cli.doctor",
     "model": "baton.cli.model",
     "sim": "baton.cli.sim",
+    "check": "baton.cli.check",
     "bench": "baton.bench.command",  # By name only: benchmarks are above the commands.
 }
 

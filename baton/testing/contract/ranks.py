@@ -19,7 +19,7 @@ from baton.core.topology import kv_heads_of
 from baton.engine.cache_setup import allocate_for, register
 from baton.engine.connector_step import ConnectorStep
 from baton.engine.executor import Executor, done
-from baton.engine.forward_context import ForwardContext, build_attention_metadata
+from baton.engine.forward_context import AttentionMetadata, ForwardContext, build_attention_metadata
 from baton.engine.models.parallel import TensorParallelGroup
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from baton.testing.contract.arithmetic import GARBAGE, POISON, kv_values, next_token, states_of
@@ -86,6 +86,7 @@ class KitRanks(Executor):
         self._salts = salts
         self._block = config.cache_config.block_size
         self._size = config.parallel_config.tensor_parallel_size
+        self._hidden_size = config.model_config.hidden_size
         self._heads: list[range] = []
         self.workers: list[WatchedWorker] = []
         self._caches: list[dict[str, torch.Tensor]] = []
@@ -208,8 +209,11 @@ class KitRanks(Executor):
             self._block,
         )
         poisoned: set[str] = set()
+        watcher = context.watcher
+        hidden_TM = self._hidden_states(context.attn_metadata)
         for layer, (name, cache) in enumerate(self._caches[rank].items()):
-            watcher = context.watcher
+            if layer in context.hidden_states_wanted:
+                context.show_hidden_states(layer, hidden_TM)
             if watcher is not None:
                 watcher.wait_for_layer_load(name)
             for request_id, row in rows.items():
@@ -230,7 +234,13 @@ class KitRanks(Executor):
             poisoned |= wrong
             if watcher is not None:
                 watcher.save_kv_layer(name, cache, context.attn_metadata)
+        if (num_layers := len(self._caches[rank])) in context.hidden_states_wanted:
+            context.show_hidden_states(num_layers, hidden_TM)
         return poisoned
+
+    def _hidden_states(self, metadata: AttentionMetadata) -> torch.Tensor:
+        """`[T, hidden size]`: any numbers will do, the kit does not read what becomes of them."""
+        return metadata.positions.float()[:, None].expand(-1, self._hidden_size).contiguous()
 
     def _slots(self, row: _Row, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         positions = torch.arange(first, last)

@@ -102,6 +102,7 @@ class ToySite(Site):
             make_executor=self._make_ranks,
             expect=expected_tokens,
             name=name,
+            checks_tokens=self.case.speaks_text,
         )
 
     def make_scheduler_half(self, config: EngineConfig) -> Any:

@@ -1,0 +1,182 @@
+"""`baton check`: does a KV connector keep the contract?
+
+baton check my.module:MyConnector --config '{"path": "/tmp/kv"}'
+baton check my.module:MyConnector --pair pull        two engines; what the first answers goes to the second
+baton check BatonOffloadConnector --executor multiprocess --examples 3
+baton check --all                                    Baton's own, over executors
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from baton.testing.contract import ConnectorCase, Verdict
+
+app = typer.Typer(help="Put a KV connector to the contract's test.")
+
+EXECUTORS = ("toy", "inprocess", "multiprocess", "ray")
+ENGINE_EXAMPLES = 3  # Of --all, where each example starts real engines.
+
+
+@app.command()
+def check(
+    connector: Annotated[
+        str | None,
+        typer.Argument(help="'package.module:Class', or one of Baton's names.", show_default=False),
+    ] = None,
+    config: Annotated[str, typer.Option(help="Its kv_connector_extra_config, as JSON.")] = "{}",
+    pair: Annotated[
+        str, typer.Option(help="How two engines meet: none, pull (params of the first's answer), push.")
+    ] = "none",
+    examples: Annotated[int, typer.Option(help="How many worlds to try.", min=1)] = 50,
+    seed: Annotated[int, typer.Option(help="Other worlds.")] = 0,
+    executor: Annotated[
+        str, typer.Option(help=f"Who runs the ranks: {', '.join(EXECUTORS)}. toy: the kit, in this process.")
+    ] = "toy",
+    patience_s: Annotated[
+        float, typer.Option(help="For work in the background, when no step moves anything.", min=0.0)
+    ] = 5.0,
+    all_of_ours: Annotated[bool, typer.Option("--all", help="All of Baton's, over executors.")] = False,
+) -> None:
+    """Try worlds of requests, steps, aborts, preemptions and faults until one breaks a rule.
+
+    Prints the rules, and of the first that is broken the shortest story that was found. Exit status 1 then.
+    Needs hypothesis.
+    """
+    from rich.console import Console
+
+    from baton.core.errors import UserError
+
+    console = Console()
+    if importlib.util.find_spec("hypothesis") is None:
+        raise typer.BadParameter("hypothesis is not installed: pip install hypothesis")
+    if executor not in EXECUTORS:
+        raise typer.BadParameter(f"must be one of {', '.join(EXECUTORS)}", param_hint="--executor")
+    try:
+        if all_of_ours:
+            is_sound = check_all(console, examples=examples, seed=seed)
+        elif connector is None:
+            raise typer.BadParameter("name a connector, or give --all")
+        else:
+            case = case_of(connector, config, pair, patience_s)
+            verdict = run_case(case, executor, examples=examples, seed=seed)
+            print_verdict(verdict, console)
+            is_sound = verdict.broken is None
+    except UserError as error:
+        raise typer.BadParameter(str(error)) from error
+    if not is_sound:
+        raise typer.Exit(1)
+
+
+def case_of(connector: str, config: str, pair: str, patience_s: float) -> ConnectorCase:
+    """Raises UserError, and BadParameter for what typer can point at."""
+    from baton.testing.contract import ConnectorCase
+    from baton.testing.contract.case import find_class
+
+    if pair not in ("none", "pull", "push"):
+        raise typer.BadParameter("must be none, pull or push", param_hint="--pair")
+    try:
+        extra = json.loads(config)
+    except ValueError as error:
+        raise typer.BadParameter(f"is no JSON: {error}", param_hint="--config") from error
+    if not isinstance(extra, dict):
+        raise typer.BadParameter("must be a JSON object", param_hint="--config")
+    find_class(connector)
+    return ConnectorCase(
+        path=connector,
+        extra_config=extra,
+        pairing=pair,  # type: ignore[arg-type]
+        patience_s=patience_s,
+    )
+
+
+def run_case(case: ConnectorCase, executor: str, *, examples: int, seed: int) -> Verdict:
+    from dataclasses import replace
+
+    from baton.testing.contract import check_connector
+    from baton.testing.contract.site import Site, ToySite
+
+    make_site: Callable[[ConnectorCase], Site] = ToySite
+    tries = 200
+    if executor != "toy":
+        from baton.testing.contract.engine_site import EngineSite
+
+        tp = 1 if executor == "inprocess" else 2
+        case = replace(case, tensor_parallel_sizes=(tp,))
+        tries = 20 if executor == "inprocess" else 0  # Each starts processes.
+
+        def make_site(case: ConnectorCase) -> Site:
+            return EngineSite(case, executor)  # type: ignore[arg-type]  # Checked by the caller.
+
+    return check_connector(case, examples=examples, seed=seed, make_site=make_site, tries=tries)
+
+
+def print_verdict(verdict: Verdict, console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"{verdict.case.name}: {verdict.num_examples} examples", title_justify="left")
+    table.add_column("rule")
+    table.add_column("result")
+    table.add_column("checks", justify="right")
+    for rule, result, count in verdict.rows():
+        style = "bold red" if result == "BROKEN" else "green" if result == "kept" else "dim"
+        table.add_row(rule, f"[{style}]{result}[/]", str(count))
+    console.print(table)
+    seen = ", ".join(f"{count} {what}" for what, count in sorted(verdict.seen.items()) if count)
+    console.print(f"seen: {seen}", highlight=False)
+    if verdict.broken is not None:
+        console.print(f"\n{verdict.broken}", markup=False, highlight=False, soft_wrap=True)
+
+
+def check_all(console: Console, *, examples: int, seed: int) -> bool:
+    """Baton's connectors over the executors that this installation has. True if all keep the contract."""
+    from rich.table import Table
+
+    executors = [name for name in EXECUTORS if name != "ray" or importlib.util.find_spec("ray") is not None]
+    table = Table(title="rules kept / broken, examples", title_justify="left")
+    table.add_column("connector")
+    for name in executors:
+        table.add_column(name)
+    stories: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="baton-check-") as folder:
+        rows: dict[str, list[str]] = {}
+        for executor in executors:
+            for name, case in _our_cases(Path(folder) / executor, executor):
+                count = examples if executor == "toy" else min(examples, ENGINE_EXAMPLES)
+                verdict = run_case(case, executor, examples=count, seed=seed)
+                cell = _cell(verdict)
+                console.print(f"{name} on {executor}: {cell}", highlight=False)
+                rows.setdefault(name, []).append(cell)
+                if verdict.broken is not None:
+                    stories.append(f"{name} on {executor}\n{verdict.broken}")
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    console.print(table)
+    for story in stories:
+        console.print(f"\n{story}", markup=False, highlight=False, soft_wrap=True)
+    return not stories
+
+
+def _our_cases(folder: Path, executor: str) -> Iterator[tuple[str, ConnectorCase]]:
+    from baton.testing.contract.ours import our_cases
+
+    folder.mkdir()
+    transports: Any = ("local", "tcp") if executor in ("multiprocess", "ray") else ("memory",)
+    yield from our_cases(folder, transports=transports).items()
+
+
+def _cell(verdict: Verdict) -> str:
+    kept = sum(result == "kept" for _, result, _ in verdict.rows())
+    if verdict.broken is not None:
+        return f"BROKEN {verdict.broken_rule} ({verdict.num_examples})"
+    return f"{kept} kept ({verdict.num_examples})"

@@ -1,0 +1,74 @@
+"""Baton's own connectors as cases of the kit: what `baton check --all` runs over."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from baton.testing.contract.case import ConnectorCase
+
+# Short enough for a loan that nobody fetches to end while the kit waits; long enough for a busy machine.
+TIMERS = {
+    "ttl_s": 0.8,
+    "round_trip_max_s": 0.4,
+    "deadline_s": 2.0,
+    "loan_max_s": 3.0,
+    "grant_every_s": 0.2,
+    "silence_s": 1.0,
+    "hold_s": 1.2,
+}
+
+
+def our_cases(folder: Path, *, transports: tuple[str, ...] = ("memory",)) -> dict[str, ConnectorCase]:
+    """By Baton's names. `folder` is private to the caller; `transports` those of pull and push."""
+    handoff: dict[str, Any] = {"transports": list(transports), "timers": TIMERS}
+    offload = {"cpu_gib": 1e-4}  # Some hundred blocks of the kit's models: enough to be evicted from.
+    stored = folder / "kv"
+    multi = {
+        "connectors": [
+            {"kv_connector": "BatonPullConnector", "kv_connector_extra_config": handoff},
+            {"kv_connector": "BatonOffloadConnector", "kv_connector_extra_config": offload},
+        ]
+    }
+    return {
+        "BatonPullConnector": ConnectorCase(path="BatonPullConnector", extra_config=handoff, pairing="pull"),
+        "BatonPushConnector": ConnectorCase(path="BatonPushConnector", extra_config=handoff, pairing="push"),
+        "BatonOffloadConnector": ConnectorCase(path="BatonOffloadConnector", extra_config=offload),
+        "BatonSharedStorageConnector": ConnectorCase(
+            path="BatonSharedStorageConnector",
+            extra_config={"path": str(stored), "chunk_tokens": 4, "fsync": False},
+            break_store=lambda: cut_files(stored),
+        ),
+        "BatonMultiConnector": ConnectorCase(path="BatonMultiConnector", extra_config=multi, pairing="pull"),
+        "BatonDecodeBenchConnector": ConnectorCase(path="BatonDecodeBenchConnector", speaks_text=False),
+        "BatonHiddenStatesConnector": ConnectorCase(
+            path="BatonHiddenStatesConnector",
+            extra_config={"shared_storage_path": str(folder / "hidden")},
+        ),
+    }
+
+
+def in_engines(case: ConnectorCase, *, tp: int) -> ConnectorCase:
+    """The same for real executors."""
+    return replace(case, tensor_parallel_sizes=(tp,))
+
+
+def cut_files(folder: Path) -> None:
+    """Files of a store end early, hold something else, or are gone: a third each."""
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file():
+            continue
+        try:
+            match random.Random(path.name).randrange(3):
+                case 0:
+                    path.unlink()
+                case 1:
+                    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+                case _:
+                    whole = bytearray(path.read_bytes())
+                    whole[-1:] = bytes([whole[-1] ^ 0xFF]) if whole else b""
+                    path.write_bytes(whole)
+        except FileNotFoundError:
+            continue  # The connector has put another in its place.
