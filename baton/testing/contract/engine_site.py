@@ -1,4 +1,4 @@
-"""Examples in real engines: a small checkpoint, real executors, tokens as an engine without connector says."""
+"""Examples in real engines: a small checkpoint, real executors, tokens as without a connector."""
 
 from __future__ import annotations
 

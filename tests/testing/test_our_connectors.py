@@ -1,0 +1,45 @@
+"""Baton's own connectors keep the contract: over the kit's ranks, and over the engine's executors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton.connectors.registry import BUILT_IN
+from baton.testing.contract import check_connector
+from baton.testing.contract.engine_site import EngineSite, ExecutorName
+from baton.testing.contract.ours import in_engines, our_cases
+
+
+def test_no_connector_is_left_out(tmp_path: Path) -> None:
+    assert set(our_cases(tmp_path)) == set(BUILT_IN)
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_it_keeps_the_contract(name: str, tmp_path: Path) -> None:
+    verdict = check_connector(our_cases(tmp_path)[name], examples=4, tries=20)
+    verdict.raise_if_broken()
+    assert verdict.seen["steps"] > 20
+
+
+@pytest.mark.parametrize(
+    ("name", "executor", "tp"),
+    [
+        ("BatonOffloadConnector", "inprocess", 1),
+        ("BatonSharedStorageConnector", "inprocess", 1),
+        ("BatonPullConnector", "inprocess", 1),
+        pytest.param("BatonOffloadConnector", "multiprocess", 2, marks=pytest.mark.processes),
+    ],
+)
+def test_it_keeps_the_contract_in_engines(name: str, executor: ExecutorName, tp: int, tmp_path: Path) -> None:
+    transports = ("memory",) if executor == "inprocess" else ("local", "tcp")
+    case = in_engines(our_cases(tmp_path, transports=transports)[name], tp=tp)
+    verdict = check_connector(
+        case,
+        examples=2 if executor == "inprocess" else 1,
+        tries=0,
+        make_site=lambda case: EngineSite(case, executor),
+    )
+    verdict.raise_if_broken()
+    assert verdict.checked["wrong-token"] > 0 or verdict.num_examples < 3
