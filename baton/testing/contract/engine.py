@@ -153,6 +153,7 @@ class KitEngine:
         num_ended = self.scheduler.num_ended_transfers
         result = self.executor.execute(output)
         said = self.scheduler.update_from_output(output, result).outputs
+        self.executor.forget_all_but(self.scheduler.requests)
         for piece in said:
             self._take(piece)
         has_moved = bool(
