@@ -13,6 +13,11 @@ import torch
 from prometheus_client import CollectorRegistry, Counter
 
 from baton.connectors.hidden_states import BatonHiddenStatesConnector, load_hidden_states
+from baton.connectors.hidden_states.halves import (
+    HiddenStatesMetadata,
+    HiddenStatesWorkerHalf,
+    SaveStates,
+)
 from baton.connectors.hidden_states.settings import HiddenStatesSettings
 from baton.connectors.multi.children import children_of
 from baton.core.config import (
@@ -194,6 +199,19 @@ def test_an_aborted_request_leaves_no_file(start: Start, tmp_path: Path) -> None
     while llm.core.has_requests:
         llm.core.step()
     llm.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_host_that_shows_no_hidden_states_costs_the_file_only(tmp_path: Path) -> None:
+    half = HiddenStatesWorkerHalf(
+        HiddenStatesSettings(shared_storage_path=str(tmp_path)), (1,), 4, is_first_rank=True
+    )
+    half.register_kv_caches({"layer": torch.zeros(4, 1, 4, 8)})
+    half.bind_connector_metadata(HiddenStatesMetadata((SaveStates(str(tmp_path / "a"), (1, 2), (0,)),)))
+    stats = half.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["lost_files"] == 1
+    half.shutdown()
     assert list(tmp_path.iterdir()) == []
 
 

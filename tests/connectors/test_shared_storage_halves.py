@@ -204,6 +204,18 @@ def test_without_a_handshake_of_ours_the_ranks_reports_tell_the_layout(tmp_path:
     halves.close()
 
 
+def test_an_empty_order_in_place_of_a_lost_one_changes_nothing(tmp_path: Path) -> None:
+    halves = Halves.start(tmp_path)
+    halves.shake_hands()
+    (half,) = halves.ranks
+    half.bind_connector_metadata(StorageMetadata(step=1, namespace="n", saves=(SaveChunk(b"1", (0, 1)),)))
+    half.wait_for_save()
+    half.bind_connector_metadata(StorageMetadata(step=2, namespace="n", write=(1,)))
+    half.bind_connector_metadata(StorageMetadata())
+    halves.close()
+    assert len(files_in(tmp_path)) == 1
+
+
 def test_copies_that_wait_to_be_written_are_bounded(tmp_path: Path) -> None:
     halves = Halves.start(tmp_path, backlog_max_mib=1)
     halves.shake_hands()

@@ -166,7 +166,11 @@ class HiddenStatesWorkerHalf(KVConnectorWorkerHalf):
     def _take(self, save: SaveStates) -> None:
         import torch
 
-        assert self._states is not None, "a request has ended, so there was a forward"
+        if self._states is None:
+            logger.warning("this host shows no hidden states: %s will not come", save.path)
+            with self._lock:
+                self._stats.add(lost_files=1)
+            return
         num_tokens = len(save.token_ids)
         slots = torch.tensor(save.block_ids).unsqueeze(1) * self._block_tokens + torch.arange(
             self._block_tokens

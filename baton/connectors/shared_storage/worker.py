@@ -117,7 +117,8 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         """Starts the loads now rather than in `start_load_kv`, which hosts call behind the forward."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StorageMetadata)
-        self._namespace = connector_metadata.namespace
+        # A host that contains a failed `build_connector_meta` sends an empty one in its place.
+        self._namespace = connector_metadata.namespace or self._namespace
         for step in connector_metadata.drop:
             self._drop(self._staged.pop(step, []), "tainted")
         for step in connector_metadata.write:
