@@ -211,6 +211,11 @@ def test_a_child_that_contradicts_one_before_it_is_left_out_and_told(
     world.schedulers["a"].adds = ({"r"}, set())
     world.schedulers["b"].adds = ({"r"}, set())
     assert world.step().sent == {"r"}, "its blocks are awaited all the same"
+    for other in range(STEP_ERRORS_MAX + 1):
+        finish(world, f"r{other}", a=(False, {"ticket": 1}), b=(False, {"ticket": 2}))
+        world.step()
+    num_steps = {name: half.num_steps for name, half in world.schedulers.items()}
+    assert num_steps["a"] == num_steps["b"], "it is wrong, and works: nobody is retired for it"
 
 
 # --- A child that raises ---------------------------------------------------------------------------

@@ -64,12 +64,16 @@ class Child:
             raise
         except Exception:
             logger.exception("the connector %s raised in %s for request %s", self.name, method, request_id)
-            self._num_errors += 1
+            self.count_error()
             return otherwise
+
+    def count_error(self) -> None:
+        """It is wrong, and works."""
+        self._num_errors += 1
 
     def note(self, error: str) -> None:
         """Something is wrong with this step."""
-        self._num_errors += 1
+        self.count_error()
         if self._step_error is None:
             self._step_error = error
 

@@ -271,6 +271,7 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf):
                 logger.error(
                     "the connector %s refuses the end of request %s: %s", child.name, request_id, error
                 )
+                child.count_error()
                 continue
             if is_delayed:
                 delayed_by.add(child.position)
@@ -293,7 +294,7 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf):
             request_id,
             ", ".join(clashes),
         )
-        child.note(f"request_finished: other kv_transfer_params than a sibling's ({', '.join(clashes)})")
+        child.count_error()
         child.call("take_back", lambda half: half.take_back(of_child), None)
 
     def _tell_all(
