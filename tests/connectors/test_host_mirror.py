@@ -151,11 +151,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     return load_model_config(folder, max_model_len=256)
 
 
+@pytest.fixture(scope="module")
+def model_with_windows(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    """Its layers are in groups, each with block tables of its own."""
+    folder = tmp_path_factory.mktemp("gemma3")
+    write_checkpoint(
+        folder, family="gemma3", hidden=64, layers=6, heads=4, kv_heads=2, vocab=512, sliding_window=10
+    )
+    return load_model_config(folder, max_model_len=256)
+
+
 @pytest.fixture
 def start(model: ModelConfig) -> Iterator[Start]:
     with ExitStack() as stack:
 
-        def start_engine(engine_id: str | None = None, connector: str = "MirroredPull", **extra: Any) -> LLM:
+        def start_engine(
+            engine_id: str | None = None,
+            connector: str = "MirroredPull",
+            of_model: ModelConfig = model,
+            **extra: Any,
+        ) -> LLM:
             transfer = None
             if engine_id is not None:
                 transfer = KVTransferConfig(
@@ -168,7 +183,7 @@ def start(model: ModelConfig) -> Iterator[Start]:
                     ),
                 )
             config = EngineConfig(
-                model_config=model,
+                model_config=of_model,
                 cache_config=CacheConfig(num_gpu_blocks=64, block_size=4),
                 scheduler_config=SchedulerConfig(max_num_batched_tokens=24),  # Prompts come in chunks.
                 kv_transfer_config=transfer,
@@ -207,6 +222,19 @@ def test_the_tokens_are_those_of_a_single_engine(start: Start, connector: str, t
     assert (
         COUNTED.blocks["h2d"] == 13 + 5 + 8
     )  # Whole prompts, but for what the second shares with the first.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("connector", ["MirroredPull", "MirroredPush"])
+def test_so_are_those_of_a_model_whose_layers_are_in_groups(
+    start: Start, model_with_windows: ModelConfig, connector: str
+) -> None:
+    alone = start(of_model=model_with_windows)
+    expected = [completion.token_ids for completion in alone.generate(PROMPTS, GREEDY)]
+    p, d = (start(name, connector, model_with_windows) for name in ("p", "d"))
+    assert p.core.scheduler.kv_cache.is_hybrid
+    assert hand_over(p, d) == expected
+    assert COUNTED.blocks["h2d"] > 0
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def config_of(checkpoint_of: Callable[[str], Path]) -> Callable[..., EngineConfi
             )
         return EngineConfig(
             model_config=load_model_config(checkpoint_of(family), max_model_len=128),
-            cache_config=CacheConfig(num_gpu_blocks=24, block_size=BLOCK_SIZE, enable_prefix_caching=False),
+            cache_config=CacheConfig(num_gpu_blocks=64, block_size=BLOCK_SIZE, enable_prefix_caching=False),
             scheduler_config=SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=32),
             parallel_config=ParallelConfig(
                 tensor_parallel_size=tp, executor="inprocess" if tp == 1 else "multiprocess"
@@ -96,7 +96,7 @@ def check_tokens_equal(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3"])
 def test_the_tokens_are_those_of_eager_steps(
     config_of: Callable[..., EngineConfig],
     prompt_of: Callable[[int, int], list[int]],
@@ -111,7 +111,7 @@ def test_the_tokens_are_those_of_eager_steps(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3"])
 def test_what_is_recorded_needs_no_python_to_run_again(
     monkeypatch: pytest.MonkeyPatch,
     config_of: Callable[..., EngineConfig],
@@ -130,7 +130,7 @@ def test_what_is_recorded_needs_no_python_to_run_again(
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3"])
 def test_the_tokens_are_those_of_eager_steps_on_a_gpu(
     config_of: Callable[..., EngineConfig],
     prompt_of: Callable[[int, int], list[int]],
@@ -203,7 +203,7 @@ def test_what_is_no_decode_step_of_a_known_size_is_not_replayed(
         sizes=(2,),
         block_size=BLOCK_SIZE,
         max_blocks=2,
-        scratch_block=24,
+        scratch_block=config.cache_config.num_gpu_blocks,
         device=torch.device("cpu"),
     )
 
