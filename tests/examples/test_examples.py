@@ -1,5 +1,6 @@
-"""The example for authors of connectors: short, and it does what its README says."""
+"""The examples do what they say, in engines as users start them."""
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -8,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from baton.cli.processes import Fleet
+from baton.cli.processes import Fleet, free_ports
 from baton.connectors.registry import connector_class
 from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig
 from baton.engine.api import SamplingParams
 from baton.engine.checkpoint import load_model_config
 from baton.engine.llm import LLM
 from baton.engine.new_model import write_checkpoint
+from examples.kv_event_subscriber import Subscriber
 from tests.system.engines import Engines, make_prompt, tokens_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "prefix_store"
@@ -81,12 +83,15 @@ def engines(tmp_path: Path) -> Iterator[Engines]:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_served_as_its_readme_says(engines: Engines, tmp_path: Path) -> None:
+def test_both_examples_with_served_engines(engines: Engines, tmp_path: Path) -> None:
     model, store = tmp_path / "model", tmp_path / "store"
     store.mkdir()
     write_checkpoint(model, hidden=64, layers=2, heads=4, kv_heads=2, vocab=512)
     transfer = {**TRANSFER, "kv_connector_extra_config": {"path": str(store)}}
-    a, b = engines.start(("a", model, transfer), ("b", model, transfer))
+    events, replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+    publishes = {"enable_kv_cache_events": True, "endpoint": events, "replay_endpoint": replay}
+    options = {"b": ["--kv-events-config", json.dumps(publishes)]}
+    a, b = engines.start(("a", model, transfer), ("b", model, transfer), options=options)
     prompt = make_prompt(1, 100)
     first = tokens_of(a.complete(prompt))
     deadline = len(prompt)
@@ -96,3 +101,10 @@ def test_served_as_its_readme_says(engines: Engines, tmp_path: Path) -> None:
     second = b.complete(prompt)
     assert tokens_of(second) == first
     assert second.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
+
+    subscriber = Subscriber(events, replay)  # Too late for all that was said so far, which it asks for.
+    while not subscriber.receive(50):
+        b.complete(prompt, max_tokens=20)
+        prompt = [*prompt, 7]
+    assert len(subscriber.view.blocks) >= 96 // 16
+    subscriber.close()
