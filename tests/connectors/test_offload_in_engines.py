@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 from baton.connectors.offload.copies import Copies
 from baton.contract.events import BlockRemoved, BlockStored
 from baton.core.config import ModelConfig, ParallelConfig
+from baton.core.kv_groups import is_hybrid
 from baton.engine.api import SamplingParams
 from baton.engine.checkpoint import load_model_config
 from baton.engine.core import EngineCore
@@ -264,6 +266,31 @@ def test_events_say_what_host_memory_has(start: Start) -> None:
         index = engine.half._index
         assert held == {key for key in index._entries if index.is_ready(key)}
     assert held
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])  # Some layers with a window, and all of them.
+def test_layers_with_windows_get_back_what_they_see(family: str, tmp_path: Path) -> None:
+    write_checkpoint(
+        tmp_path, family=family, hidden=32, layers=6, heads=4, vocab=512, max_position=256, sliding_window=10
+    )
+    model = load_model_config(tmp_path)
+    config = config_of(model, 120, slots=200, max_num_batched_tokens=24)
+    assert is_hybrid(config.kv_cache_groups)
+    alone = msgspec.structs.replace(config, kv_transfer_config=None)
+    engines = [Engine(EngineCore(config, ASSEMBLED)), Engine(EngineCore(alone, None))]
+    try:
+        for prompt in (prompt_of(70), prompt_of(33, step=11), prompt_of(70), [*prompt_of(50), 9, 9]):
+            answers = []
+            for engine in engines:
+                engine.forget()
+                answers.append(engine.tokens(prompt))
+            assert answers[0] == answers[1]
+        assert engines[0].counts["hit_tokens"] > 100
+        assert engines[0].core.scheduler.kv_cache.is_hybrid, "not one table for all"
+        engines[0].assert_whole()
+    finally:
+        for engine in engines:
+            engine.core.shutdown()
 
 
 def test_two_ranks_offload_their_halves(start: Start, expected: Callable[..., list[int]]) -> None:

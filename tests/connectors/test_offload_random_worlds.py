@@ -22,6 +22,7 @@ from baton.connectors.offload.settings import GIB, OffloadSettings
 from baton.connectors.offload.worker import OffloadWorkerHalf
 from baton.contract import KVConnectorOutput
 from baton.contract.aggregator import KVOutputAggregator
+from baton.core.errors import ConfigError
 from baton.engine.api import EngineRequest
 from baton.engine.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput
@@ -103,7 +104,8 @@ class OffloadWorld:
     ) -> None:
         config = engine_config(num_blocks=num_blocks, max_model_len=60, **engine)
         offload = OffloadSettings(cpu_gib=1.0, **(settings or {}))
-        chunk_bytes = GIB // num_slots // num_ranks
+        groups = config.kv_cache_groups
+        chunk_bytes = GIB // num_slots // num_ranks // len(groups)
         self.identities = [
             OffloadIdentity(
                 settings=offload,
@@ -111,12 +113,13 @@ class OffloadWorld:
                 num_ranks=num_ranks,
                 block_tokens=BLOCK,
                 block_bytes=chunk_bytes // offload.blocks_per_chunk,
+                groups=groups,
             )
             for rank in range(num_ranks)
         ]
         self.half = OffloadSchedulerHalf(self.identities[0])
         self.scheduler = Scheduler(config, self.half)
-        self.ranks = [FakeRanks(num_blocks) for _ in range(num_ranks)]
+        self.ranks = [FakeRanks(num_blocks, groups) for _ in range(num_ranks)]
         self.workers: list[OffloadWorkerHalf] = []
         for rank, identity in zip(self.ranks, self.identities, strict=True):
             copies = ListCopies(rank.memory, identity.num_rows, rng)
@@ -152,6 +155,7 @@ class OffloadWorld:
             reports.append(
                 KVConnectorOutput(
                     finished_recving=transfers.finished_recving,
+                    failed_recving=transfers.failed_recving,
                     invalid_block_ids=worker.get_block_ids_with_load_errors(),
                     kv_connector_worker_meta=worker.build_connector_worker_meta(),
                 )
@@ -209,6 +213,7 @@ def _worst(results: list[ModelRunnerOutput]) -> ModelRunnerOutput:
     on_failure=st.sampled_from(["recompute", "fail"]),
     caching=st.booleans(),
     num_requests=st.integers(2, 14),
+    windows=st.sampled_from([(), (), (None, 9), (9, None, 5), (6,), (None, 12, None, 12)]),
 )
 @settings(max_examples=150, deadline=None)
 def test_every_answer_is_a_single_engines_and_nothing_is_left(
@@ -225,12 +230,16 @@ def test_every_answer_is_a_single_engines_and_nothing_is_left(
     on_failure: str,
     caching: bool,
     num_requests: int,
+    windows: tuple[int | None, ...],
 ) -> None:
+    if any(window is not None and window < (blocks_per_chunk - 1) * BLOCK for window in windows):
+        blocks_per_chunk = 1
     world = OffloadWorld(
         rng,
         num_ranks=num_ranks,
         num_slots=num_slots,
-        num_blocks=num_blocks,
+        num_blocks=num_blocks * max(1, len(windows)),
+        windows=windows,
         failure_share=failure_share,
         looks_max=looks_max,
         settings={"eviction": eviction, "blocks_per_chunk": blocks_per_chunk, "prompt_only": prompt_only},
@@ -330,3 +339,34 @@ def test_blocks_are_not_overwritten_while_a_late_store_reads_them(is_preempted: 
     assert last is not None
     assert last.num_transferred_tokens > 0
     world.check()
+
+
+def test_a_chunk_of_which_a_part_has_left_a_window_is_not_stored() -> None:
+    """The engine's own cache still has the prompt, and host memory has forgotten it."""
+    world = OffloadWorld(random.Random(1), num_slots=60, num_blocks=60, windows=(None, 9))
+    world.add(engine_request("first", STEMS[0][:32], max_tokens=1))
+    world.run()
+    world.half.reset_cache()
+    world.add(engine_request("longer", [*STEMS[0][:32], *STEMS[1][:8]], max_tokens=1))
+    world.run()
+    assert world.scheduler.reset_prefix_cache()
+    world.add(engine_request("short", STEMS[0][:9], max_tokens=3))
+    world.run()
+    world.check()
+
+
+def test_of_a_window_only_what_it_sees_is_loaded() -> None:
+    world = OffloadWorld(random.Random(1), num_slots=60, num_blocks=60, windows=(None, 9))
+    world.add(engine_request("a", STEMS[0], max_tokens=1))
+    world.run()
+    assert world.scheduler.reset_prefix_cache()
+    world.add(engine_request("again", STEMS[0], max_tokens=3))
+    metadata = world.scheduler.schedule().kv_connector_metadata
+    (load,) = metadata.loads  # type: ignore[union-attr]
+    # Nine full blocks of what sees everything, three of what sees nine tokens and one more.
+    assert len(load.block_ids) == len(set(load.block_ids)) == 9 + 3
+
+
+def test_chunks_longer_than_a_window_are_refused() -> None:
+    with pytest.raises(ConfigError, match="blocks_per_chunk: chunks are longer than a window of 9 tokens"):
+        OffloadWorld(random.Random(1), windows=(None, 9), settings={"blocks_per_chunk": 4})

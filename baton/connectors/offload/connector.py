@@ -19,6 +19,7 @@ from baton.contract import (
     KVConnectorSchedulerHalf,
     KVConnectorStats,
     KVConnectorWorkerHalf,
+    SupportsHMA,
     TwoHalves,
     host,
 )
@@ -26,7 +27,7 @@ from baton.core.config import EngineConfig
 from baton.core.transfer_params import parse_offload_choice, parse_transfer_params
 
 
-class BatonOffloadConnector(TwoHalves):
+class BatonOffloadConnector(TwoHalves, SupportsHMA):
     @classmethod
     def identity_of(cls, vllm_config: host.HostConfig) -> OffloadIdentity:
         assert isinstance(vllm_config, EngineConfig), f"no way to read a {type(vllm_config).__name__}"
@@ -41,6 +42,11 @@ class BatonOffloadConnector(TwoHalves):
     @classmethod
     def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:
         return OffloadWorkerHalf(cls.identity_of(vllm_config))
+
+    def request_finished_all_groups(
+        self, request: host.Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler_half.request_finished(request, block_ids[0])  # It has the tables already.
 
     @classmethod
     def make_door(cls, config: EngineConfig) -> Callable[[Mapping[str, Any] | None], None]:

@@ -9,6 +9,7 @@ from baton.connectors.offload.settings import FIELD, GIB, OffloadSettings
 from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
 from baton.core.hashing import HASH_SEED
+from baton.core.kv_groups import KVCacheGroup, num_places
 from baton.core.layout import FORMATS
 from baton.core.topology import kv_heads_of
 
@@ -21,15 +22,23 @@ class OffloadIdentity:
     rank: int  # Of all ranks of the engine; 0 for the scheduler half.
     num_ranks: int
     block_tokens: int
-    block_bytes: int  # Of one block on one rank, all its layers together.
+    block_bytes: int  # Of one block on one rank, all layers of its group together.
+    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)  # A chunk has blocks of each.
     hash_seed: str = HASH_SEED
     publishes_events: bool = False
     is_producer: bool = True  # May store.
     is_consumer: bool = True  # May load.
 
     def __post_init__(self) -> None:
+        windows = [group.window for group in self.groups if group.window is not None]
+        if any(window < (self.settings.blocks_per_chunk - 1) * self.block_tokens for window in windows):
+            raise ConfigError(
+                f"chunks are longer than a window of {min(windows)} tokens: their beginning is gone before "
+                "their end is computed",
+                field=f"{FIELD}.blocks_per_chunk",
+            )
         if self.num_slots < 1:
-            needed = self.block_bytes * self.settings.blocks_per_chunk * self.num_ranks / GIB
+            needed = self.block_bytes * self.rows_per_slot * self.num_ranks / GIB
             raise ConfigError(
                 f"{self.settings.cpu_gib:g} GiB hold no chunk of {self.settings.blocks_per_chunk} blocks, "
                 f"which takes {needed:.6f} on {self.num_ranks} ranks",
@@ -40,12 +49,17 @@ class OffloadIdentity:
     def num_slots(self) -> int:
         """Chunks that each rank has room for. All halves of an engine compute the same."""
         share = int(self.settings.cpu_gib * GIB) // self.num_ranks
-        return share // (self.block_bytes * self.settings.blocks_per_chunk)
+        return share // (self.block_bytes * self.rows_per_slot)
+
+    @property
+    def rows_per_slot(self) -> int:
+        """Blocks of a chunk: those of the first group, then those of the second, ..."""
+        return self.settings.blocks_per_chunk * len(self.groups)
 
     @property
     def num_rows(self) -> int:
-        """The same in blocks."""
-        return self.num_slots * self.settings.blocks_per_chunk
+        """The slots in blocks."""
+        return self.num_slots * self.rows_per_slot
 
     @classmethod
     def of_engine(cls, config: EngineConfig) -> Self:
@@ -60,7 +74,8 @@ class OffloadIdentity:
             rank=parallel.rank,
             num_ranks=parallel.world_size,
             block_tokens=config.cache_config.block_size,
-            block_bytes=model.num_hidden_layers * config.cache_config.block_size * token_bytes,
+            block_bytes=num_places(config.kv_cache_groups) * config.cache_config.block_size * token_bytes,
+            groups=config.kv_cache_groups,
             hash_seed=config.cache_config.hash_seed,
             publishes_events=config.enable_kv_events,
             is_producer=transfer.is_kv_producer,

@@ -20,7 +20,6 @@ class Prompt:
     __slots__ = (
         "_extra",
         "_seed",
-        "block_ids",
         "block_tokens",
         "blocks_per_chunk",
         "choice",
@@ -31,6 +30,7 @@ class Prompt:
         "num_seen_chunks",
         "open_stores",
         "request",
+        "tables",
     )
 
     def __init__(
@@ -51,7 +51,8 @@ class Prompt:
         self.hashes: list[BlockHash] = []  # Of full blocks, as far as anybody has asked.
         self.keys: list[BlockHash] = []  # Of full chunks, likewise.
         self.key_set: set[BlockHash] = set()
-        self.block_ids: list[int] = []  # The engine's table.
+        # The engine's, one for each group. What has left a window since it was added still stands there.
+        self.tables: tuple[list[int], ...] = ()
         self.num_seen_chunks = 0  # Stored, found stored, or given up for now.
         self.num_local_tokens = 0  # What the engine had itself when it last asked what can be loaded.
         self.open_stores: set[int] = set()  # Jobs that read its blocks.
@@ -83,7 +84,7 @@ class Prompt:
         return self.keys[first_token // self.chunk_tokens : end_chunk]
 
     def blocks_of(self, chunk: int) -> slice:
-        """Of `block_ids` or `hashes`."""
+        """Of a table, or of `hashes`."""
         return slice(chunk * self.blocks_per_chunk, (chunk + 1) * self.blocks_per_chunk)
 
 

@@ -14,6 +14,10 @@ A request may lose its blocks while a store still reads them: when it ends, and 
 back to the engine at once; the store is *fenced*, i.e. the next step, which is the first that could overwrite
 them, begins with waiting for it (`handle_preemptions`).
 
+Where layers are grouped by what they see, a chunk has blocks of each group, and is stored while all of them
+are held: those behind a window go back to the engine from step to step, so there every store is fenced. Of a
+load, the blocks behind a window are left out.
+
 Pure: no torch, no clock, no thread.
 """
 
@@ -28,11 +32,12 @@ from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, OffloadReport, StoreBlocks
 from baton.connectors.offload.prompts import Prompt, is_plain
 from baton.connectors.offload.stats import OffloadStats
-from baton.contract import KVConnectorMetadata, KVConnectorOutput, KVConnectorSchedulerHalf, host
+from baton.contract import KVConnectorMetadata, KVConnectorOutput, KVConnectorSchedulerHalf, SupportsHMA, host
 from baton.contract.events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
 from baton.contract.reports import RankCombiner
 from baton.core.errors import BadTransferParams
 from baton.core.hashing import BlockHash
+from baton.core.kv_groups import NULL_BLOCK_ID, is_hybrid
 from baton.core.transfer_params import OffloadChoice, parse_offload_choice
 from baton.tiers.eviction import make_policy
 from baton.tiers.slot_index import Entry, SlotIndex
@@ -47,11 +52,12 @@ class _Store:
     entries: list[Entry[BlockHash]]
 
 
-class OffloadSchedulerHalf(KVConnectorSchedulerHalf):
+class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def __init__(self, identity: OffloadIdentity) -> None:
         settings, num_slots = identity.settings, identity.num_slots
         self._identity = identity
         self._chunk_blocks = settings.blocks_per_chunk
+        self._is_hybrid = is_hybrid(identity.groups)
         self._index: SlotIndex[BlockHash] = SlotIndex(num_slots, make_policy(settings.eviction, num_slots))
         self._reports = RankCombiner(OffloadReport, identity.num_ranks)
         self._prompts: dict[str, Prompt] = {}
@@ -115,23 +121,31 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf):
         prompt = self._follow(request)
         if not num_external_tokens:
             return
-        (table,) = blocks.get_block_ids()
         size = self._identity.block_tokens
         first, end = prompt.num_local_tokens, prompt.num_local_tokens + num_external_tokens
         keys = prompt.keys_between(first, end)
-        target = tuple(table[first // size : end // size])
+        tables = [table[first // size : end // size] for table in blocks.get_block_ids()]
         entries = self._index.pin(keys)
         if entries is None:  # It was there when the host asked, in this same step.
             logger.error("what request %s was to load has gone", request.request_id)
-            self.fail_load(request.request_id, target)
+            self.fail_load(request.request_id, tuple(block for table in tables for block in table))
             return
         job = self._next_job()
         first_chunk = first // self._chunk_tokens
-        rows = [row for entry in entries for row in self._rows_of(entry)]
         skipped = first // size - first_chunk * self._chunk_blocks
+        pairs = [
+            (block, row)
+            for group, table in enumerate(tables)
+            for block, row in zip(
+                table,
+                [row for entry in entries for row in self._rows_of(entry, group)][skipped:],
+                strict=False,
+            )
+            if not (self._is_hybrid and block == NULL_BLOCK_ID)  # Behind the window when it is needed.
+        ]
         self._loads[job] = entries
         self._due_loads.append(
-            LoadBlocks(job, request.request_id, target, tuple(rows[skipped : skipped + len(target)]))
+            LoadBlocks(job, request.request_id, tuple(b for b, _ in pairs), tuple(r for _, r in pairs))
         )
         for key in prompt.keys[: first_chunk + len(keys)]:
             if key in self._index:
@@ -144,6 +158,9 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf):
         job = self._next_job()
         self._loads[job] = []
         self._due_loads.append(LoadBlocks(job, request_id, block_ids, ()))
+
+    def get_loaded_kv_cache_group_ids(self, request: host.Request) -> tuple[int, ...]:
+        return tuple(range(len(self._identity.groups)))
 
     def get_external_cache_hit_sources(
         self, request: host.Request, num_external_tokens: int
@@ -160,12 +177,19 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf):
             self._index.refresh(reversed(prompt.keys))
         return False, None
 
+    def request_finished_all_groups(
+        self, request: host.Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
     # --- Step ------------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
         for request_id in scheduler_output.preempted_req_ids or ():
             if (prompt := self._prompts.get(request_id)) is not None:
                 self._due_fence |= prompt.open_stores
+        if self._is_hybrid:
+            self._due_fence |= self._stores.keys()  # Their blocks may have left a window.
         fence = tuple(sorted(job for job in self._due_fence if job in self._stores))
         loads = tuple(self._due_loads)
         self._due_fence, self._due_loads = set(), []
@@ -231,7 +255,7 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf):
         scheduled: list[tuple[str, int]] = []  # (request, its tokens that were computed before this step)
         for new in output.scheduled_new_reqs:
             if (prompt := self._prompts.get(new.req_id)) is not None:
-                prompt.block_ids = list(new.block_ids[0])
+                prompt.tables = tuple(list(table) for table in new.block_ids)
             scheduled.append((new.req_id, new.num_computed_tokens))
         cached = output.scheduled_cached_reqs
         for request_id, block_ids, num_computed in zip(
@@ -239,9 +263,10 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf):
         ):
             if block_ids is not None and (prompt := self._prompts.get(request_id)) is not None:
                 if request_id in cached.resumed_req_ids:
-                    prompt.block_ids = list(block_ids[0])
+                    prompt.tables = tuple(list(table) for table in block_ids)
                 else:
-                    prompt.block_ids += block_ids[0]
+                    for table, added in zip(prompt.tables, block_ids, strict=True):
+                        table += added
             scheduled.append((request_id, num_computed))
         for request_id, num_computed in scheduled:
             prompt = self._prompts.get(request_id)
@@ -265,14 +290,17 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf):
         prompt.hash_up_to(num_chunks * self._chunk_tokens)
         store = _Store(prompt, [], [])
         prompt.num_seen_chunks = num_chunks
+        first_held = self._first_held(num_computed)
         for chunk in range(first, num_chunks):
             key = prompt.keys[chunk]
             if key in self._index:
                 self._index.use(key)
                 continue
-            reserved = self._index.reserve(key, prompt.key_set)
+            is_held = chunk * self._chunk_blocks >= first_held
+            reserved = self._index.reserve(key, prompt.key_set) if is_held else None
             if reserved is None:
-                # All is in use, or this very prompt fills it: what lies behind a gap could not be found.
+                # All is in use, this very prompt fills it, or a part of the chunk has left a window. What
+                # lies behind the gap could not be found.
                 self._stats.count("not_stored_chunks", num_chunks - chunk)
                 prompt.num_seen_chunks = chunk
                 break
@@ -288,12 +316,28 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf):
         prompt.open_stores.add(job)
         return StoreBlocks(
             job,
-            tuple(b for chunk in store.chunks for b in prompt.block_ids[prompt.blocks_of(chunk)]),
-            tuple(row for entry in store.entries for row in self._rows_of(entry)),
+            tuple(
+                block
+                for table in prompt.tables
+                for chunk in store.chunks
+                for block in table[prompt.blocks_of(chunk)]
+            ),
+            tuple(
+                row
+                for group in range(len(prompt.tables))
+                for entry in store.entries
+                for row in self._rows_of(entry, group)
+            ),
         )
 
-    def _rows_of(self, entry: Entry[BlockHash]) -> range:
-        return range(entry.slot * self._chunk_blocks, (entry.slot + 1) * self._chunk_blocks)
+    def _first_held(self, num_computed: int) -> int:
+        """Index of the first block that every group holds in a step that begins behind so many tokens."""
+        size = self._identity.block_tokens
+        return max(group.first_kept(num_computed, size) for group in self._identity.groups)
+
+    def _rows_of(self, entry: Entry[BlockHash], group: int) -> range:
+        first = entry.slot * self._identity.rows_per_slot + group * self._chunk_blocks
+        return range(first, first + self._chunk_blocks)
 
     def _next_job(self) -> int:
         self._num_jobs += 1

@@ -19,7 +19,12 @@ from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, OffloadReport, StoreBlocks
 from baton.connectors.offload.settings import FIELD, GIB
 from baton.connectors.offload.stats import OffloadStats
-from baton.contract import KVConnectorMetadata, KVConnectorWorkerHalf, host
+from baton.contract import (
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
+    KVConnectorWorkerHalf,
+    host,
+)
 from baton.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,6 +51,7 @@ class OffloadWorkerHalf(KVConnectorWorkerHalf):
         self._loads: dict[int, LoadBlocks] = {}
         self._received: set[str] = set()  # For this step's report, as all that follows.
         self._invalid_blocks: set[int] = set()
+        self._failed: set[str] = set()
         self._report = OffloadReport(rank=identity.rank)
         self._stats = OffloadStats()
 
@@ -58,7 +64,9 @@ class OffloadWorkerHalf(KVConnectorWorkerHalf):
                 f"this rank's share is {needed / GIB:.2f} GiB, and {available / GIB:.2f} GiB are free",
                 field=f"{FIELD}.cpu_gib",
             )
-        self._copies = self._make_copies(kv_caches, self._identity)
+        # Layers of different groups may share their memory: a block belongs to one group at a time.
+        distinct = {cache.data_ptr(): (name, cache) for name, cache in reversed(kv_caches.items())}
+        self._copies = self._make_copies(dict(reversed(distinct.values())), self._identity)
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
         return self._copies is not None and self._copies.bind_wake(wake)
@@ -121,6 +129,11 @@ class OffloadWorkerHalf(KVConnectorWorkerHalf):
         received, self._received = self._received, set()
         return None, received or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        _, received = self.get_finished(finished_req_ids)
+        failed, self._failed = self._failed, set()
+        return KVConnectorTransferResults(None, received, failed or None)
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         invalid, self._invalid_blocks = self._invalid_blocks, set()
         return invalid
@@ -162,7 +175,10 @@ class OffloadWorkerHalf(KVConnectorWorkerHalf):
         self._received.add(load.request_id)
         report.loaded = (report.loaded or set()) | {end.job}
         if end.error:
-            self._invalid_blocks.update(load.block_ids)
+            if len(self._identity.groups) > 1:
+                self._failed.add(load.request_id)  # Which tokens a block is of, its id does not say.
+            else:
+                self._invalid_blocks.update(load.block_ids)
             report.failed_loads = (report.failed_loads or set()) | {end.job}
 
 
