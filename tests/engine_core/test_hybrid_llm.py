@@ -6,7 +6,13 @@ import msgspec
 import pytest
 
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, NullSchedulerHalf, NullWorkerHalf
-from baton.core.config import CacheConfig, DeviceConfig, EngineConfig, SchedulerConfig
+from baton.core.config import (
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from baton.core.kv_groups import is_hybrid
 from baton.engine.api import SamplingParams
 from baton.engine.attention.kv_memory import kv_cache_bytes
@@ -74,6 +80,23 @@ def test_tokens_survive_preemption(config: EngineConfig, expected: list[list[int
     )
     with LLM(tight) as llm:
         assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected
+
+
+@pytest.mark.parametrize("config", ["gemma3"], indirect=True)
+def test_tokens_are_the_same_with_steps_in_flight_on_two_ranks(
+    config: EngineConfig, expected: list[list[int]]
+) -> None:
+    cache = msgspec.structs.replace(config.cache_config, num_gpu_blocks=60)
+    ranks = ParallelConfig(tensor_parallel_size=2, executor="multiprocess", max_concurrent_batches=3)
+    busy = msgspec.structs.replace(
+        config,
+        cache_config=cache,
+        parallel_config=ranks,
+        scheduler_config=SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=2),
+    )
+    with LLM(busy) as llm:
+        assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected
+        llm.core.scheduler.kv_cache.assert_empty()
 
 
 def test_the_layers_share_memory(config: EngineConfig) -> None:

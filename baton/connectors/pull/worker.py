@@ -33,6 +33,7 @@ from baton.connectors.pull.metadata import (
 from baton.connectors.pull.scheduler import new_epoch
 from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerHalf, host
 from baton.core.ids import Address, Epoch
+from baton.core.kv_groups import is_hybrid
 from baton.core.layout import SLOT, RankLayout
 from baton.protocol.handshake import RankCard
 from baton.transport import PREFERENCE, available_names, make_transports, register_all
@@ -100,7 +101,12 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         )
 
     def _names_of_groups(self, in_order: list[str]) -> list[frozenset[str]]:
-        return [frozenset(in_order[layer] for layer in group.layers) for group in self._identity.groups]
+        """Empty if there is one group: it has whatever layers this rank has."""
+        groups = self._identity.groups
+        if not is_hybrid(groups):
+            return []
+        assert self._identity.pp_size == 1, "layers are counted through the whole model"
+        return [frozenset(in_order[layer] for layer in group.layers) for group in groups]
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
