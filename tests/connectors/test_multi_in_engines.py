@@ -209,9 +209,11 @@ def test_a_store_keeps_nothing_of_a_step_whose_load_has_failed(
     fault = store(mode="sync", bad=bad)
     (first,) = d.generate([PROMPT], GREEDY, kv_transfer_params=[fault])
     assert first.token_ids == (expected.token_ids if policy == "recompute" else [])
-    for _ in range(20):
+    for _ in range(200):
         forget(d)
         (later,) = d.generate([PROMPT], GREEDY, kv_transfer_params=[NO_STORE])
         assert later.token_ids == expected.token_ids
+        if later.num_transferred_tokens:
+            break
     assert later.num_transferred_tokens > 0, "of the other one, by now"
     forget(d)
