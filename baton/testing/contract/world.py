@@ -190,18 +190,19 @@ class World:
 
     # --- To rest -----------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Step until nothing is left to do. Raises ContractBroken, naming what does not end."""
+    def settle(self, *, until_empty: bool = False) -> None:
+        """Step until nothing is left to do. Raises ContractBroken, naming what does not end.
+
+        `until_empty`: and until no block is held, by anybody.
+        """
         self.site.moved()
-        while not self._is_at_rest():
+        while not self._is_at_rest() or (until_empty and any(e.holds_blocks for e in self.engines)):
             if self.step():
                 self.site.moved()
             elif not self.site.wait(self.engines):
                 self._blame_whoever_hangs()
                 self.story.raise_if_broken()
                 raise AssertionError(f"no connector is to blame for this hang\n{self.story.text()}")
-        for engine in self.engines:
-            engine.check_pool()
 
     def _is_at_rest(self) -> bool:
         return all(engine.is_at_rest for engine in self.engines) and all(
@@ -230,6 +231,11 @@ class World:
                 )
             pending = engine.half.has_pending_push_work()
             story.check("work-pending-for-ever", not pending, "has_pending_push_work() stays true")
+            story.check(
+                "delayed-free-never-returned",
+                not engine.holds_blocks or bool(engine.open_ids),
+                "every request has ended, and blocks are still referred to",
+            )
 
     def _ends_with_tokens(self, engine: KitEngine, request_id: str) -> bool:
         """Whether what hung in steps without tokens goes on in steps with tokens."""
@@ -249,7 +255,7 @@ class World:
         """Settle, look for what is left, shut down, look again. Raises ContractBroken."""
         try:
             self.story.raise_if_broken()
-            self.settle()
+            self.settle(until_empty=True)
             for _ in range(2):  # Whatever is told too late is told now.
                 self.step()
             for engine in self.engines:

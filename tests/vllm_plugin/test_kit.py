@@ -1,0 +1,111 @@
+"""The classes that vLLM makes keep the contract too: the kit drives them, over a vLLM of names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from baton.core.config import EngineConfig
+from baton.core.layout import SLOT
+from baton.testing.contract import ConnectorCase, check_connector
+from baton.testing.contract.ours import TIMERS, cut_files
+from baton.testing.contract.site import ToySite
+from tests.vllm_plugin.test_connector import PARALLEL, plugin, roles
+from tests.vllm_plugin.test_start import FullAttentionSpec, folder, vllm_config
+
+__all__ = ["folder", "plugin"]  # Fixtures.
+
+
+class VllmSite(ToySite):
+    """Halves as vLLM makes them: from its configuration, with its roles and its groups of caches."""
+
+    def __init__(self, case: ConnectorCase, plugin: Any, folder: Path) -> None:
+        super().__init__(case)
+        self._kind = getattr(plugin, case.path)
+        self._folder = folder
+
+    def make_scheduler_half(self, config: EngineConfig) -> Any:
+        return self._make(config, "SCHEDULER", 0)
+
+    def make_worker_half(self, config: EngineConfig, rank: int) -> Any:
+        return self._make(config, "WORKER", rank)
+
+    def _make(self, config: EngineConfig, role: str, rank: int) -> Any:
+        transfer, tp = config.kv_transfer_config, config.parallel_config.tensor_parallel_size
+        assert transfer is not None
+        changed = vllm_config(
+            self._folder,
+            parallel=PARALLEL | {"tensor_parallel_size": tp, "world_size": tp, "rank": rank},
+            kv_transfer_config=transfer,
+            scheduler_config=SimpleNamespace(async_scheduling=False),
+        )
+        model = config.model_config
+        changed.model_config.get_total_num_kv_heads = lambda: model.num_kv_heads
+        changed.model_config.get_head_size = lambda: model.head_dim
+        changed.cache_config.block_size = config.cache_config.block_size
+        return self._kind(changed, roles()[role], _cache_of(config))
+
+
+def _cache_of(config: EngineConfig) -> Any:
+    """vLLM's `KVCacheConfig` of the kit's model: one group of whole prompts."""
+    model = config.model_config
+    names = [f"model.layers.{layer}.self_attn.attn" for layer in range(model.num_hidden_layers)]
+    spec = FullAttentionSpec()
+    heads = model.num_kv_heads // config.parallel_config.tensor_parallel_size
+    spec.block_size = config.cache_config.block_size
+    spec.page_size_bytes = heads * config.cache_config.block_size * 2 * model.head_dim * 4
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=names)
+    return SimpleNamespace(kv_cache_groups=[group], num_blocks=config.cache_config.num_gpu_blocks)
+
+
+@pytest.fixture
+def cases(tmp_path: Path) -> dict[str, ConnectorCase]:
+    stored = tmp_path / "kv"
+    handoff = {"transports": ["memory"], "timers": TIMERS}
+    return {
+        case.path: case
+        for case in (
+            ConnectorCase(path="BatonPullConnector", pairing="pull", extra_config=handoff),
+            ConnectorCase(path="BatonPushConnector", pairing="push", extra_config=handoff),
+            ConnectorCase(path="BatonOffloadConnector", extra_config={"cpu_gib": 3e-5}),
+            ConnectorCase(
+                path="BatonSharedStorageConnector",
+                extra_config={"path": str(stored), "chunk_tokens": 4, "fsync": False},
+                break_store=lambda: cut_files(stored),
+            ),
+            ConnectorCase(path="BatonDecodeBenchConnector", speaks_text=False),
+        )
+    }
+
+
+NAMES = (
+    "BatonPullConnector",
+    "BatonPushConnector",
+    "BatonOffloadConnector",
+    "BatonSharedStorageConnector",
+    "BatonDecodeBenchConnector",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_keeps_the_contract(
+    name: str,
+    cases: dict[str, ConnectorCase],
+    plugin: Any,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import baton.vllm_plugin.connector as handoff
+    import baton.vllm_plugin.shared_storage as storage
+
+    # Nothing of vLLM's attention is here to be looked at; the kit's blocks hold slots.
+    for module in (handoff, storage):
+        monkeypatch.setattr(module, "find_packing", lambda config, caches: SLOT)
+    verdict = check_connector(
+        cases[name], examples=4, tries=20, make_site=lambda case: VllmSite(case, plugin, folder)
+    )
+    verdict.raise_if_broken()
+    assert verdict.seen["steps"] > 20
