@@ -201,7 +201,7 @@ class EngineCore:
         return abandoned
 
     def _publish_events(self) -> None:
-        """What is said to be stored can be found: it is computed, or in a step that readers follow."""
+        """What is said to be stored is computed, and so can be found."""
         if (events := self.scheduler.take_events()) and self._event_publisher is not None:
             self._event_publisher.publish(events)
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import enum
 import logging
 from bisect import insort
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -95,6 +96,8 @@ class Scheduler:
         self._to_restart: list[Request] = []  # As soon as no step in flight computes for them.
         self._outputs: list[EngineOutput] = []  # For the next update_from_output() to return.
         self._events: list[KVCacheEvent] = []
+        self._told_by_pool: list[KVCacheEvent] = []  # Not among the above yet.
+        self._num_due: deque[int] = deque()  # How many of them each step in flight makes true.
         self._counts = StepCounts()
         scheduler_half.bind_kv_cache_manager(self.kv_cache)
 
@@ -291,6 +294,9 @@ class Scheduler:
         output.preempted_req_ids |= self._preempted_ids
         self._preempted_ids.clear()
         output.kv_connector_metadata = self._connector.build_meta(output)
+        if self.config.enable_kv_events:
+            self._told_by_pool += self.kv_cache.block_pool.take_events()
+            self._num_due.append(len(self._told_by_pool))
         step.count_as_computed()
         self.in_flight.begin(output, step.scheduled, self.remote.take_step_loads())
         self._counts.num_prompt_tokens += step.num_prompt_tokens
@@ -621,10 +627,17 @@ class Scheduler:
         )
 
     def _gather_events(self) -> None:
+        """In order, and none of blocks that a step in flight has still to compute."""
         of_connector = self._connector.take_events()
-        if self.config.enable_kv_events:
-            self._events += self.kv_cache.block_pool.take_events()
-            self._events += of_connector
+        if not self.config.enable_kv_events:
+            return
+        self._told_by_pool += self.kv_cache.block_pool.take_events()
+        num_due = self._num_due.popleft()
+        due = self._told_by_pool[:num_due] if self.in_flight else self._told_by_pool
+        self._told_by_pool = self._told_by_pool[len(due) :]
+        self._num_due = deque(number - len(due) for number in self._num_due)
+        self._events += due
+        self._events += of_connector
 
 
 _CONNECTOR_FAILED = RequestError(

@@ -209,3 +209,71 @@ def test_failures_of_no_field_are_refused() -> None:
 
     with pytest.raises(TypeError, match="no AllRanks field"):
         RankCombiner(Lost, 2)
+
+
+# --- Requests that are gone --------------------------------------------------------------------------
+
+
+def test_what_was_counted_for_a_request_is_dropped_with_it() -> None:
+    aggregator = KVOutputAggregator(2)
+    first = KVConnectorOutput(finished_recving={"gone", "held"}, failed_recving={"gone", "held"})
+    assert aggregator.aggregate([first, None]) is None
+    aggregator.forget_all_but({"held"})
+    late = KVConnectorOutput(finished_recving={"gone", "held"})
+    assert aggregator.aggregate([None, late]) == KVConnectorOutput(
+        finished_recving={"held"}, failed_recving={"held"}
+    )
+    # A namesake that comes later waits for both ranks, and has not failed.
+    aggregator.forget_all_but(set())
+    again = KVConnectorOutput(finished_recving={"gone"})
+    assert aggregator.aggregate([again, None]) is None
+    assert aggregator.aggregate([None, again]) == again
+
+
+@given(histories(), st.sets(st.sampled_from(IDS)), st.integers(0, 7))
+def test_those_who_live_on_are_counted_as_if_nobody_had_gone(
+    history: tuple[int, dict[str, list[int]], list[set[str]]], gone: set[str], gone_at: int
+) -> None:
+    num_ranks, steps, failed = history
+    aggregator, undisturbed = KVOutputAggregator(num_ranks), KVOutputAggregator(num_ranks)
+    for step in range(8):
+        ids = [{i for i, at in steps.items() if at[rank] == step} for rank in range(num_ranks)]
+        reports = [
+            KVConnectorOutput(finished_recving=ids[rank], failed_recving=ids[rank] & failed[rank])
+            for rank in range(num_ranks)
+        ]
+        without = [
+            KVConnectorOutput(
+                finished_recving=ids[rank] - gone, failed_recving=(ids[rank] & failed[rank]) - gone
+            )
+            for rank in range(num_ranks)
+        ]
+        said, wanted = aggregator.aggregate(reports), undisturbed.aggregate(without)
+        assert ((said and said.finished_recving) or set()) - gone == (
+            (wanted and wanted.finished_recving) or set()
+        )
+        assert ((said and said.failed_recving) or set()) - gone == (
+            (wanted and wanted.failed_recving) or set()
+        )
+        if step >= gone_at:
+            aggregator.forget_all_but(set(IDS) - gone)
+
+
+def test_a_rank_may_change_how_many_reports_an_id_waits_for_that_has_some_already() -> None:
+    aggregator = KVOutputAggregator(3)
+    said = KVConnectorOutput(finished_sending={"r"})
+    assert aggregator.aggregate([said, said, None]) is None
+    assert aggregator.aggregate([None, None, KVConnectorOutput(expected_finished_count=2)]) == said
+
+
+def test_what_comes_out_of_a_step_is_shared_with_no_other_step() -> None:
+    aggregator = KVOutputAggregator(1)
+    report = KVConnectorOutput(finished_sending={"a"})
+    first = aggregator.aggregate([report])
+    assert first is not None
+    assert first.finished_sending is not None
+    first.finished_sending.add("of the scheduler half")
+    first.invalid_block_ids.add(7)
+    assert report == KVConnectorOutput(finished_sending={"a"})
+    second = aggregator.aggregate([KVConnectorOutput(finished_sending={"b"})])
+    assert second == KVConnectorOutput(finished_sending={"b"})

@@ -1,0 +1,125 @@
+"""Several steps in flight: what waits for a result, and what need not. Random worlds do the rest."""
+
+from baton.contract.events import BlockStored
+from tests.engine_sched.world import BLOCK, World
+
+
+def prompt(first: int, length: int) -> list[int]:
+    return [1 + (first + i) % 48 for i in range(length)]
+
+
+def scheduled(world: World) -> dict[str, int]:
+    return world.schedule().num_scheduled_tokens
+
+
+def test_a_step_beside_another_is_of_other_requests() -> None:
+    world = World(depth=3)
+    world.add("a", prompt(0, 10))
+    assert scheduled(world) == {"a": 10}
+    assert not world.scheduler.has_idle_requests()
+    world.add("b", prompt(20, 6))
+    assert world.scheduler.has_idle_requests()
+    assert scheduled(world) == {"b": 6}
+    assert scheduled(world) == {}
+    world.finish_oldest()
+    assert scheduled(world) == {"a": 1}
+    world.run()
+    world.check_answer("a")
+    world.check_answer("b")
+    world.check_at_rest()
+
+
+def test_an_abort_waits_for_the_step_and_keeps_the_blocks_and_the_id_until_then() -> None:
+    world = World(depth=2, num_blocks=4, caching=False)
+    world.add("a", prompt(0, 12))
+    world.schedule()
+    world.scheduler.abort(["a", "a"])
+    assert world.scheduler.has_unfinished_requests()
+    assert world.half.num_finished["a"] == 0
+    world.add("b", prompt(20, 6))
+    assert scheduled(world) == {}, "all blocks but one are still being written"
+    world.finish_oldest()
+    world.check_answer("a", "abort")
+    assert world.answers["a"].token_ids == []
+    assert scheduled(world) == {"b": 6}
+    world.run()
+    world.check_answer("b")
+    world.check_at_rest()
+
+
+def test_who_is_short_of_blocks_waits_for_the_last_in_line_rather_than_preempt_it_in_flight() -> None:
+    world = World(depth=2, num_blocks=5, caching=False)
+    world.add("first", prompt(0, 8), max_tokens=8)
+    world.schedule()
+    world.add("last", prompt(20, 12), max_tokens=2)
+    assert scheduled(world) == {"last": 12}
+    world.finish_oldest()
+    step = world.schedule()  # `first` needs a third block, and `last` is busy with the others.
+    assert step.num_scheduled_tokens == {}
+    assert step.preempted_req_ids == set()
+    world.finish_oldest()
+    step = world.schedule()
+    assert step.num_scheduled_tokens == {"first": 1}
+    assert step.preempted_req_ids == {"last"}
+    world.run()
+    world.check_answer("first")
+    world.check_answer("last")
+    world.check_at_rest()
+
+
+def test_tokens_of_a_step_in_flight_that_shared_a_block_which_was_never_loaded_do_not_count() -> None:
+    world = World(depth=2)
+    shared = prompt(0, 2 * BLOCK)
+    world.half.verdict = lambda request, local: (
+        (8 - local, False) if request.request_id == "a" else (0, False)
+    )
+    world.bad_sync_blocks = lambda load: set(load.block_ids[:1])
+    world.add("a", [*shared, 40])
+    world.schedule()
+    world.add("b", [*shared, 41])
+    step = world.schedule()
+    assert step.num_scheduled_tokens == {"b": 1}, "it found what `a` was to load"
+    world.finish_oldest()
+    world.finish_oldest()
+    assert world.answers["a"].token_ids == world.answers["b"].token_ids == []
+    world.run()
+    world.check_answer("a")
+    world.check_answer("b")
+    world.check_at_rest()
+
+
+def test_an_arrival_told_before_the_step_that_ordered_it_is_believed_after_it() -> None:
+    world = World(depth=2)
+    world.half.verdict = lambda request, local: (8, True) if request.request_id == "b" else (0, False)
+    world.add("a", prompt(20, 6))
+    world.schedule()
+    world.add("b", prompt(0, 10))
+    world.schedule()
+    world.end_load("b")
+    world.finish_oldest()
+    assert world.status("b") == "WAITING_FOR_REMOTE_KVS"
+    world.finish_oldest()
+    assert world.status("b") == "WAITING"
+    world.run()
+    world.check_answer("b")
+    world.check_at_rest()
+
+
+def test_events_tell_of_no_block_that_a_step_in_flight_has_still_to_compute() -> None:
+    world = World(depth=2, events=True)
+    first = world.add("a", prompt(0, 2 * BLOCK))
+    world.schedule()
+    second = world.add("c", prompt(30, BLOCK))
+    world.schedule()
+    assert world.scheduler.take_events() == []
+
+    def stored() -> list[list[int]]:
+        return [e.token_ids for e in world.scheduler.take_events() if isinstance(e, BlockStored)]
+
+    world.finish_oldest()
+    assert stored() == [first.prompt_token_ids]
+    world.finish_oldest()
+    assert stored() == [second.prompt_token_ids]
+    world.run()
+    world.check_answer("a")
+    world.check_answer("c")

@@ -1,0 +1,166 @@
+"""Engines whose ranks are processes of ours or of Ray's hand over to an engine of one rank, and lose a rank.
+
+rays     two ranks by Ray, two steps in flight; ends when a rank dies
+phoenix  two ranks of ours, two steps in flight; starts its ranks anew
+d        one rank in its engine's process; recomputes what it cannot load
+"""
+
+import importlib.util
+import select
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from baton.cli.processes import Fleet
+from baton.core.config import EngineConfig
+from baton.engine.api import SamplingParams
+from baton.engine.checkpoint import load_model_config
+from baton.engine.llm import LLM
+from baton.engine.new_model import write_checkpoint
+from tests.system.engines import TIMERS, WAIT_S, Engine, Engines, make_prompt, tokens_of
+from tests.system.test_topologies import pulled, pushed
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+]
+
+HEARD_S = 5.0  # The promise: whoever waits for an engine that has lost a rank hears of it within so long.
+LONG = {"max_tokens": 1500}
+AHEAD = ["--tensor-parallel-size", "2", "--max-concurrent-batches", "2", "--max-num-batched-tokens", "100"]
+
+
+def both() -> dict[str, Any]:
+    return {
+        "kv_connector": "BatonPushConnector",  # Which pulls, too, where it is given a ticket.
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"timers": TIMERS, "stream": "chunk"},
+    }
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "small"
+    write_checkpoint(folder, family="qwen3", hidden=64, layers=2, heads=4, kv_heads=2, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Iterator[Callable[[list[int]], list[int]]]:
+    with LLM(EngineConfig(model_config=load_model_config(model))) as llm:
+
+        def answer(prompt: list[int]) -> list[int]:
+            params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+            return llm.generate([prompt], params)[0].token_ids
+
+        yield answer
+
+
+@pytest.fixture(scope="module")
+def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engine]]:
+    with Fleet(tmp_path_factory.mktemp("logs")) as fleet, closing(Engines(fleet)) as engines:
+        started = engines.start(
+            ("rays", model, both()),
+            ("phoenix", model, both()),
+            ("d", model, both()),
+            options={
+                "rays": [*AHEAD, "--executor", "ray"],
+                "phoenix": [*AHEAD, "--on-rank-death", "restart"],
+            },
+        )
+        yield {engine.name: engine for engine in started}
+
+
+@pytest.mark.parametrize("hand_over", [pulled, pushed])
+@pytest.mark.parametrize(("producer", "consumer"), [("rays", "d"), ("d", "rays"), ("phoenix", "d")])
+def test_two_ranks_and_one_hand_over_and_say_what_one_engine_says(
+    engines: dict[str, Engine],
+    expected: Callable[[list[int]], list[int]],
+    hand_over: Callable[[Engine, Engine, list[int]], list[int]],
+    producer: str,
+    consumer: str,
+) -> None:
+    p, d = engines[producer], engines[consumer]
+    moved = d.metric("kv_transfer_bytes_total")
+    prompt = make_prompt(hash((len(producer), len(consumer), hand_over is pulled)) % 1000, 250)
+    assert hand_over(p, d, prompt) == expected(prompt)
+    assert d.metric("kv_transfer_bytes_total") > moved
+    p.wait_at_rest()
+    d.wait_at_rest()
+
+
+def kill_a_rank(engine: Engine) -> None:
+    ranks = [p for p in engine.processes() if p.name().startswith(("ray::RankActor", "baton-rank"))]
+    assert len(ranks) == 2
+    ranks[1].kill()
+
+
+class Waiting:
+    """A client that waits for a long answer."""
+
+    def __init__(self, engine: Engine, prompt: list[int]) -> None:
+        self.answer: httpx.Response | None = None
+        self._ask = lambda: engine.complete(prompt, **LONG)
+        self._thread = threading.Thread(target=self._wait, daemon=True)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        self.answer = self._ask()
+
+    def hears(self) -> httpx.Response:
+        self._thread.join(HEARD_S)
+        assert self.answer is not None, f"nothing was heard within {HEARD_S:g} s"
+        return self.answer
+
+
+def test_an_engine_that_starts_its_ranks_anew_fails_what_was_open_and_nothing_else(
+    engines: dict[str, Engine], expected: Callable[[list[int]], list[int]]
+) -> None:
+    p, d = engines["phoenix"], engines["d"]
+    old = make_prompt(2001, 150)
+    ticket = p.prefill(old)
+    waiting = Waiting(p, make_prompt(2003))
+    p.wait_metric("num_requests_running", lambda value: value == 1)
+    kill_a_rank(p)
+    answer = waiting.hears()
+    assert answer.status_code == 500
+    assert "lost a rank" in answer.json()["error"]["message"]
+
+    # It serves again, from an empty cache; what it had lent is gone, and is not taken for what it lends now.
+    assert tokens_of(p.complete(old)) == expected(old)
+    assert tokens_of(d.complete(old, ticket)) == expected(old)
+    for seed, hand_over in ((2006, pulled), (2007, pushed)):
+        moved = d.metric("kv_transfer_bytes_total")
+        prompt = make_prompt(seed, 150)
+        assert hand_over(p, d, prompt) == expected(prompt)
+        assert d.metric("kv_transfer_bytes_total") > moved
+    p.wait_at_rest()
+    d.wait_at_rest()
+
+
+def test_an_engine_of_ray_that_loses_a_rank_says_so_and_ends_and_its_peers_recompute(
+    engines: dict[str, Engine], expected: Callable[[list[int]], list[int]]
+) -> None:
+    p, d = engines["rays"], engines["d"]
+    prompt = make_prompt(2004, 150)
+    ticket = p.prefill(prompt)
+    waiting = Waiting(p, make_prompt(2005))
+    p.wait_metric("num_requests_running", lambda value: value == 1)
+    processes = p.processes()
+    kill_a_rank(p)
+    answer = waiting.hears()
+    assert answer.status_code == 503
+    assert "rank" in answer.json()["error"]["message"]
+    assert select.select([p.child], [], [], WAIT_S)[0], "it does not end"
+    assert p.child.exit_status() not in (0, None)
+    assert not psutil.wait_procs(processes, timeout=WAIT_S)[1], "Ray outlives its engine"
+    assert tokens_of(d.complete(prompt, ticket)) == expected(prompt)
+    d.wait_at_rest()
