@@ -232,6 +232,7 @@ class EngineClient:
                         self._started.set_result(None)
                 case Restarting(reason):
                     logger.error("the engine lost a rank and starts its ranks anew: %s", reason)
+                    self._introduction = None
                     self._pulse.stop()  # Reading the weights is no step.
                 case Restarted(introduction):
                     logger.warning("the engine's ranks have been started anew")

@@ -10,6 +10,7 @@ POST /baton/take_back                           ... and for those whose client h
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import prometheus_client
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -166,7 +167,9 @@ def _add_state(app: FastAPI, service: Service) -> None:
     async def introduction() -> Response:
         if service.introduction is None:
             raise ApiError(404, "this engine has no KV connector")
-        return json_response(service.introduction)
+        # The connector's part changes with its engine's ranks, if those are started anew.
+        now = await service.engine.introduction()
+        return json_response(msgspec.structs.replace(service.introduction, introduction=now))
 
     @app.post("/baton/take_back")
     async def take_back(http: Request) -> Response:

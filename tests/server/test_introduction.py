@@ -32,10 +32,15 @@ def test_one_without_is_not() -> None:
     assert asyncio.run(introduce(config(None), ScriptedEngine(introduces_as="signed"))) is None
 
 
-def test_a_router_reads_it_over_http_or_hears_404(http: httpx.Client, live: LiveServer) -> None:
+def test_a_router_reads_it_over_http_as_it_is_now_or_hears_404(
+    http: httpx.Client, live: LiveServer, engine: ScriptedEngine
+) -> None:
     assert http.get("/baton/introduction").status_code == 404
     live.service.introduction = CARD
     try:
-        assert http.get("/baton/introduction").json() == msgspec.to_builtins(CARD)
+        for text in ("signed", "of the ranks that were started anew", None):
+            engine.introduces_as = text
+            card = msgspec.structs.replace(CARD, introduction=text)
+            assert http.get("/baton/introduction").json() == msgspec.to_builtins(card)
     finally:
-        live.service.introduction = None
+        live.service.introduction = engine.introduces_as = None
