@@ -19,7 +19,18 @@ from baton.engine.api import (
 )
 from baton.engine.channel import Channel
 from baton.engine.core_messages import Abort, AddRequest, Drain, Drained, FromCore, Outputs, Stop, ToCore
-from baton.engine.core_process import IDLE_S, LOOK_S, RETRY_S, CoreLoop, Stopping, StopSignal, Waker
+from baton.engine.core_process import (
+    IDLE_S,
+    LOOK_S,
+    RESTARTS_MAX,
+    RESTARTS_WITHIN_S,
+    RETRY_S,
+    CoreLoop,
+    Restarts,
+    Stopping,
+    StopSignal,
+    Waker,
+)
 
 
 class NoRanks:
@@ -211,3 +222,20 @@ def test_a_drain_that_runs_out_of_time_says_so(make_world) -> None:
     world.core.after_last_step = lambda: world.send(Stop())
     world.send(Drain(0.0))
     assert [m for m in world.run() if isinstance(m, Drained)] == [Drained(is_whole=False)]
+
+
+# --- Ranks that die -----------------------------------------------------------------------------------
+
+
+def test_ranks_are_started_anew_so_often_and_no_more() -> None:
+    now = [0.0]
+    restarts = Restarts(True, lambda: now[0])
+    assert [restarts.may_restart() for _ in range(RESTARTS_MAX)] == [True] * RESTARTS_MAX
+    now[0] = RESTARTS_WITHIN_S - 1
+    assert not restarts.may_restart()
+    now[0] = RESTARTS_WITHIN_S
+    assert restarts.may_restart()
+
+
+def test_ranks_are_not_started_anew_unless_asked_for() -> None:
+    assert not Restarts(False).may_restart()

@@ -158,9 +158,10 @@ def test_an_engine_of_ray_that_loses_a_rank_says_so_and_ends_and_its_peers_recom
     kill_a_rank(p)
     answer = waiting.hears()
     assert answer.status_code == 503
-    assert "rank" in answer.json()["error"]["message"]
+    assert "the engine has stopped" in answer.json()["error"]["message"]
     assert select.select([p.child], [], [], WAIT_S)[0], "it does not end"
     assert p.child.exit_status() not in (0, None)
+    assert "the actor of rank 1 is gone" in p.child.log_tail(200), "who died is in the log"
     assert not psutil.wait_procs(processes, timeout=WAIT_S)[1], "Ray outlives its engine"
     assert tokens_of(d.complete(prompt, ticket)) == expected(prompt)
     d.wait_at_rest()
