@@ -48,7 +48,7 @@ def wait_files(engine: Server, folder: Path, num_files: int) -> set[Path]:
     return found
 
 
-def test_one_computes_and_the_other_reads(pair: tuple[Server, Server], single: Single) -> None:
+def test_one_computes_and_the_other_reads(pair: tuple[Server, Server], single: Single, folder: Path) -> None:
     a, b = pair
     for prompt in ASKED:
         assert a.tokens(prompt) == single.tokens(prompt), len(prompt)
