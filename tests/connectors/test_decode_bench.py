@@ -99,7 +99,7 @@ def test_what_is_made_up_is_counted(model: ModelConfig) -> None:
     kinds: dict[type[Any], Any] = {Counter: partial(Counter, registry=registry)}
     metrics = BatonDecodeBenchConnector.build_prom_metrics(config_of(model), kinds, ["engine"], {0: ["0"]})
     assert metrics is not None
-    metrics.observe({"synthetic_tokens": 49, "synthetic_requests": 1})
+    metrics.observe({"synthetic_tokens": 49, "synthetic_requests": 1, "failures": {}})
     assert registry.get_sample_value("baton:synthetic_tokens_total", {"engine": "0"}) == 49
 
 

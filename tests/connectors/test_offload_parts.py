@@ -96,11 +96,11 @@ def test_ranks_add_up_and_nothing_is_said_about_nothing() -> None:
     own, of_rank = OffloadStats(), OffloadStats()
     own.note_usage(3, 12)
     assert own.take() is None
-    own.count("hit_tokens", 40)
-    own.count_failure("load")
+    own.add(hit_tokens=40)
+    own.add_for("failures", "load")
     own.note_usage(3, 12)
     for _ in range(2):
-        of_rank.count_copy("store", 1000, 0.5)
+        of_rank.add_copy("store", 1000, 0.5)
     taken = own.take()
     assert taken is not None
     assert own.is_empty()

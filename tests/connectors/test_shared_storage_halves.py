@@ -327,9 +327,9 @@ def test_what_is_counted_reaches_prometheus() -> None:
     metrics = StoragePromMetrics(Config(), kinds, ["engine"], {0: ["0"]})
     of_rank, of_scheduler = StorageStats(), StorageStats()
     of_rank.add(loaded_chunks=2, loaded_bytes=100, load_s=0.5)
-    of_rank.add_reason("failures", "corrupt")
+    of_rank.add_for("failures", "corrupt")
     of_scheduler.set_kept(7, 700)
-    of_scheduler.add_reason("failures", "corrupt", 2)
+    of_scheduler.add_for("failures", "corrupt", 2)
     whole = of_rank.aggregate(of_scheduler)
     metrics.observe(whole.to_dict())
     assert registry.get_sample_value("baton:storage_loaded_bytes_total", {"engine": "0"}) == 100

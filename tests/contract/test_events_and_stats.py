@@ -74,8 +74,8 @@ def test_a_quorum_of_nobody_is_refused() -> None:
 
 def some_stats() -> PullStats:
     stats = PullStats()
-    stats.count("num_loans")
-    stats.count_reason("failures", "read failed")
+    stats.add(num_loans=1)
+    stats.add_for("failures", "read failed")
     stats.record_transfer(
         {
             "producer": "p",

@@ -34,7 +34,7 @@ class Timers:
 def loans(count: int) -> dict[str, Any]:
     stats = PullStats()
     for _ in range(count):
-        stats.count("num_loans")
+        stats.add(num_loans=1)
     return stats.data
 
 

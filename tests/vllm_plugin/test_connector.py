@@ -262,7 +262,7 @@ def test_results_are_sets_for_vllms_multiconnector(worker: Any) -> None:
 
 def test_statistics_cross_processes_as_dicts_and_add_up(plugin: Any) -> None:
     one = PullStats()
-    one.count("num_loans")
+    one.add(num_loans=1)
     kind = plugin.BatonPullConnector
     rebuilt = kind.build_kv_connector_stats(one.to_dict())
     rebuilt.aggregate(kind.build_kv_connector_stats(one.to_dict() | {"transfers": []}))
@@ -285,6 +285,6 @@ def test_metrics_are_made_of_the_classes_that_vllm_gives(plugin: Any) -> None:
         SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"]}
     )
     stats = PullStats()
-    stats.count("num_loans")
+    stats.add(num_loans=1)
     metrics.observe(stats.to_dict(), 0)
     assert registry.get_sample_value("baton:kv_loans_total", {"engine": "0"}) == 1

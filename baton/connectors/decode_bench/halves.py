@@ -52,7 +52,7 @@ class DecodeBenchSchedulerHalf(KVConnectorSchedulerHalf):
             self._to_fill += block_ids[first_block : -(-end // self._block_tokens)]
         already = self._num_synthetic.get(request.request_id, 0)
         self._num_synthetic[request.request_id] = already + num_external_tokens
-        self._stats.add(num_external_tokens, is_first=not already)
+        self._stats.add(synthetic_tokens=num_external_tokens, synthetic_requests=not already)
 
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
         to_fill, self._to_fill = self._to_fill, []

@@ -151,7 +151,7 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             if key in self._index:
                 self._index.use(key)
         prompt.num_seen_chunks = end // self._chunk_tokens
-        self._stats.count("hit_tokens", num_external_tokens)
+        self._stats.add(hit_tokens=num_external_tokens)
 
     def fail_load(self, request_id: str, block_ids: tuple[int, ...]) -> None:
         """The host waits for a load that cannot be begun: let every rank report that it has failed."""
@@ -301,11 +301,11 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             if reserved is None:
                 # All is in use, this very prompt fills it, or a part of the chunk has left a window. What
                 # lies behind the gap could not be found.
-                self._stats.count("not_stored_chunks", num_chunks - chunk)
+                self._stats.add(not_stored_chunks=num_chunks - chunk)
                 prompt.num_seen_chunks = chunk
                 break
             if reserved.left is not None:
-                self._stats.count("evicted_chunks")
+                self._stats.add(evicted_chunks=1)
                 self._publish_removed(reserved.left)
             store.chunks.append(chunk)
             store.entries.append(reserved.entry)
@@ -352,9 +352,9 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             for chunk, entry in zip(store.chunks, store.entries, strict=True)
             if self._index.end_store(entry, ok=ok)
         ]
-        self._stats.count("stored_chunks", len(found))
+        self._stats.add(stored_chunks=len(found))
         if not ok:
-            self._stats.count_failure("store")
+            self._stats.add_for("failures", "store")
             prompt.num_seen_chunks = min(prompt.num_seen_chunks, store.chunks[0])
         if self._identity.publishes_events:
             self._publish_stored(prompt, found)
@@ -363,7 +363,7 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         entries = self._loads.pop(job)
         if not ok:
             # Perhaps the rows are bad, perhaps not: others had better not try.
-            self._stats.count_failure("load")
+            self._stats.add_for("failures", "load")
             for entry in entries:
                 if self._index.forget(entry):
                     self._publish_removed(entry.key)

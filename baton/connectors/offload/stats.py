@@ -14,39 +14,44 @@ The names on the left are keys of `OffloadStats.data`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from baton.contract import KVConnectorPromMetrics, KVConnectorStats
+from baton.connectors.counted import Count, CountedPromMetrics, CountedStats, LabelledCount
 
-COUNTS = ("hit_tokens", "stored_chunks", "evicted_chunks", "not_stored_chunks")
-BY_LABEL = ("bytes", "seconds", "failures")
 LEVELS = ("used_slots", "num_slots")
 
 
 @dataclass
-class OffloadStats(KVConnectorStats):
-    """Of one step, until `take`n."""
-
-    def __post_init__(self) -> None:
-        if not self.data:
-            self.reset()
+class OffloadStats(CountedStats):
+    counts: ClassVar[Mapping[str, Count]] = {
+        "hit_tokens": Count(
+            "baton:kv_offload_hit_tokens", "Prompt tokens loaded from host memory instead of computed."
+        ),
+        "stored_chunks": Count("baton:kv_offload_stored_chunks", "Chunks of blocks that were stored."),
+        "evicted_chunks": Count(
+            "baton:kv_offload_evicted_chunks", "Chunks that left to make room for others."
+        ),
+        "not_stored_chunks": Count(
+            "baton:kv_offload_not_stored_chunks", "Chunks for which there was no room."
+        ),
+    }
+    labelled: ClassVar[Mapping[str, LabelledCount]] = {
+        "bytes": LabelledCount(
+            "baton:kv_offload_bytes", "direction", "Bytes of KV copied to and from host memory."
+        ),
+        "seconds": LabelledCount("baton:kv_offload_seconds", "direction", "Seconds that these copies took."),
+        "failures": LabelledCount("baton:kv_offload_failures", "reason", "Copies that failed."),
+    }
 
     def reset(self) -> None:
-        self.data = {**dict.fromkeys((*COUNTS, *LEVELS), 0), **{name: {} for name in BY_LABEL}}
+        super().reset()
+        self.data |= dict.fromkeys(LEVELS, 0)
 
-    def count(self, name: str, number: int = 1) -> None:
-        assert name in COUNTS
-        self.data[name] += number
-
-    def count_failure(self, reason: str) -> None:
-        self._add("failures", reason, 1)
-
-    def count_copy(self, direction: str, nbytes: int, duration_s: float) -> None:
-        self._add("bytes", direction, nbytes)
-        self._add("seconds", direction, duration_s)
+    def add_copy(self, direction: str, nbytes: int, duration_s: float) -> None:
+        self.add_for("bytes", direction, nbytes)
+        self.add_for("seconds", direction, duration_s)
 
     def note_usage(self, used_slots: int, num_slots: int) -> None:
         """Goes with what else there is to tell: alone it is no news."""
@@ -54,16 +59,14 @@ class OffloadStats(KVConnectorStats):
             self.data |= {"used_slots": used_slots, "num_slots": num_slots}
 
     def aggregate(self, other: Self) -> Self:
-        for name in COUNTS:
-            self.data[name] += other.data[name]
         for name in LEVELS:
             self.data[name] = max(self.data[name], other.data[name])  # Ranks know none of them.
-        for name in BY_LABEL:
-            self.data[name] = dict(Counter(self.data[name]) + Counter(other.data[name]))
-        return self
+        return super().aggregate(other)
 
     def reduce(self) -> dict[str, int | float | str]:
-        reduced: dict[str, int | float | str] = {name.replace("_", " "): self.data[name] for name in COUNTS}
+        reduced: dict[str, int | float | str] = {
+            name.replace("_", " "): self.data[name] for name in self.counts
+        }
         for direction in ("store", "load"):
             nbytes, seconds = (self.data[name].get(direction, 0) for name in ("bytes", "seconds"))
             reduced[f"{direction} MB"] = round(nbytes / 1e6, 3)
@@ -71,22 +74,10 @@ class OffloadStats(KVConnectorStats):
         reduced["failures"] = sum(self.data["failures"].values())
         return reduced
 
-    def is_empty(self) -> bool:
-        return not any(self.data.values())
 
-    def take(self) -> OffloadStats | None:
-        """These numbers, and start again from nothing. None if there are none."""
-        if self.is_empty():
-            return None
-        taken = OffloadStats(self.data)
-        self.reset()
-        return taken
+class OffloadPromMetrics(CountedPromMetrics):
+    kind = OffloadStats
 
-    def _add(self, name: str, label: str, number: float) -> None:
-        self.data[name][label] = self.data[name].get(label, 0) + number
-
-
-class OffloadPromMetrics(KVConnectorPromMetrics):
     def __init__(
         self,
         vllm_config: Any,
@@ -94,32 +85,11 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         labelnames: list[str],
         per_engine_labelvalues: Mapping[int, list[object]],
     ) -> None:
-        from prometheus_client import Counter as PromCounter
         from prometheus_client import Gauge
 
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counter, gauge = metric_types[PromCounter], metric_types[Gauge]
-        self._counts = {
-            key: self.make_per_engine(
-                counter(name=f"baton:kv_offload_{key}", documentation=text, labelnames=labelnames)
-            )
-            for key, text in (
-                ("hit_tokens", "Prompt tokens loaded from host memory instead of computed."),
-                ("stored_chunks", "Chunks of blocks that were stored."),
-                ("evicted_chunks", "Chunks that left to make room for others."),
-                ("not_stored_chunks", "Chunks for which there was no room."),
-            )
-        }
-        self._by_label = {
-            key: counter(name=f"baton:kv_offload_{key}", documentation=text, labelnames=[*labelnames, label])
-            for key, label, text in (
-                ("bytes", "direction", "Bytes of KV copied to and from host memory."),
-                ("seconds", "direction", "Seconds that these copies took."),
-                ("failures", "reason", "Copies that failed."),
-            )
-        }
         self._usage = self.make_per_engine(
-            gauge(
+            metric_types[Gauge](
                 name="baton:kv_offload_usage",
                 documentation="Share of the host memory's slots that are taken.",
                 labelnames=labelnames,
@@ -127,10 +97,6 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for key, children in self._counts.items():
-            children[engine_idx].inc(transfer_stats_data[key])
-        for key, metric in self._by_label.items():
-            for label, number in transfer_stats_data[key].items():
-                metric.labels(*self._per_engine_labelvalues[engine_idx], label).inc(number)
+        super().observe(transfer_stats_data, engine_idx)
         if transfer_stats_data["num_slots"]:
             self._usage[engine_idx].set(transfer_stats_data["used_slots"] / transfer_stats_data["num_slots"])

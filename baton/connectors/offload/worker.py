@@ -163,7 +163,7 @@ class OffloadWorkerHalf(KVConnectorWorkerHalf):
         if end.error:
             logger.error("job %d (%s) failed on rank %d: %s", end.job, direction, report.rank, end.error)
         else:
-            self._stats.count_copy(direction, end.nbytes, end.duration_s)
+            self._stats.add_copy(direction, end.nbytes, end.duration_s)
         if direction == "store":
             self._stores.remove(end.job)
             report.stored = (report.stored or set()) | {end.job}

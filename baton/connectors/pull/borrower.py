@@ -400,7 +400,7 @@ class PullBorrower:
 
     def _refuse(self, request_id: str, error: BadTransferParams) -> None:
         self._incoming[request_id] = _Incoming(request_id, _State.REFUSED)
-        self._stats.count_reason("refused", str(getattr(error, "reason", "params")))
+        self._stats.add_for("refused", str(getattr(error, "reason", "params")))
         logger.warning("refused the transfer of request %s: %s", request_id, error)
 
     def _open_ticket(self, incoming: _Incoming, text: str, now: float) -> None:
@@ -516,7 +516,7 @@ class PullBorrower:
         if incoming.is_unused or incoming.is_finished:
             return  # Our own wish, or the host's.
         # What stands before the first comma or colon is one of few; the rest is for the log.
-        self._stats.count_reason("failures", reason.partition(",")[0].partition(":")[0])
+        self._stats.add_for("failures", reason.partition(",")[0].partition(":")[0])
         logger.warning("fetch %d of request %s failed: %s", incoming.claim, incoming.request_id, reason)
 
     def _free_target(self, incoming: _Incoming) -> None:

@@ -112,7 +112,7 @@ class PullLender:
         params = {"do_remote_prefill": True, "do_remote_decode": False, **self._params(ticket)}
         params["transfer_id"] = ticket.transfer_id
         self._lent[loan_id] = request.request_id
-        self._stats.count("num_loans")
+        self._stats.add(num_loans=1)
         return self._holder is None, params
 
     def _keep(
@@ -139,7 +139,7 @@ class PullLender:
         params = {"do_remote_prefill": False, "do_remote_decode": True, **self._params(ticket)}
         self._lent[loan_id] = request.request_id
         self._kept[loan_id] = num_held
-        self._stats.count("num_loans")
+        self._stats.add(num_loans=1)
         return self._holder is None, params
 
     def _held(self, tables: Sequence[Sequence[int]], num_tokens: int) -> tuple[tuple[BlockId, ...], ...]:
@@ -194,7 +194,7 @@ class PullLender:
             self._freed.add(request_id)
         was_kept = self._kept.pop(effect.loan_id, None) is not None
         if effect.expired and not was_kept:
-            self._stats.count("num_expired_loans")
+            self._stats.add(num_expired_loans=1)
             logger.warning("loan %d expired: nobody released it", effect.loan_id.counter)
 
     @property

@@ -321,7 +321,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
                 except Exception:
                     # One effect is lost, and what waits for it ends by its deadline.
                     logger.exception("could not act on what was heard; the engine goes on")
-                    self._stats.count_reason("failures", "internal error")
+                    self._stats.add_for("failures", "internal error")
         self._wake_host()
 
     def _wake_host(self) -> None:
@@ -355,7 +355,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
 
     def _contain(self, hook: str, request: host.Request) -> None:
         logger.exception("%s failed for request %s; the engine goes on", hook, request.request_id)
-        self._stats.count_reason("failures", "internal error")
+        self._stats.add_for("failures", "internal error")
 
     @property
     def _has_news(self) -> bool:

@@ -19,15 +19,11 @@ The names on the left are keys of `PullStats.data`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from baton.contract import KVConnectorPromMetrics, KVConnectorStats
-
-COUNTS = ("num_loans", "num_expired_loans", "num_bad_frames")
-COUNTS_BY_REASON = ("failures", "refused")
+from baton.connectors.counted import Count, CountedPromMetrics, CountedStats, LabelledCount
 
 _SECONDS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0
@@ -35,34 +31,27 @@ _SECONDS = (
 
 
 @dataclass
-class PullStats(KVConnectorStats):
-    """Of one step, until `take`n."""
-
-    def __post_init__(self) -> None:
-        if not self.data:
-            self.reset()
+class PullStats(CountedStats):
+    counts: ClassVar[Mapping[str, Count]] = {
+        "num_loans": Count("baton:kv_loans", "Prompts lent to a consumer."),
+        "num_expired_loans": Count("baton:kv_loans_expired", "Loans that nobody released."),
+        "num_bad_frames": Count("baton:kv_bad_frames", "Malformed control messages."),
+    }
+    labelled: ClassVar[Mapping[str, LabelledCount]] = {
+        "failures": LabelledCount("baton:kv_transfer_failures", "reason", "Fetches that failed."),
+        "refused": LabelledCount("baton:kv_tickets_refused", "reason", "Tickets refused."),
+    }
 
     def reset(self) -> None:
-        self.data = {"transfers": [], **dict.fromkeys(COUNTS, 0), **{name: {} for name in COUNTS_BY_REASON}}
-
-    def count(self, name: str) -> None:
-        assert name in COUNTS
-        self.data[name] += 1
-
-    def count_reason(self, name: str, reason: str) -> None:
-        assert name in COUNTS_BY_REASON
-        self.data[name][reason] = self.data[name].get(reason, 0) + 1
+        super().reset()
+        self.data["transfers"] = []
 
     def record_transfer(self, record: dict[str, Any]) -> None:
         self.data["transfers"].append(record)
 
     def aggregate(self, other: Self) -> Self:
         self.data["transfers"] += other.data["transfers"]
-        for name in COUNTS:
-            self.data[name] += other.data[name]
-        for name in COUNTS_BY_REASON:
-            self.data[name] = dict(Counter(self.data[name]) + Counter(other.data[name]))
-        return self
+        return super().aggregate(other)
 
     def reduce(self) -> dict[str, int | float | str]:
         transfers = self.data["transfers"]
@@ -79,19 +68,10 @@ class PullStats(KVConnectorStats):
             "expired loans": self.data["num_expired_loans"],
         }
 
-    def is_empty(self) -> bool:
-        return not any(self.data.values())
 
-    def take(self) -> PullStats | None:
-        """These numbers, and start again from nothing. None if there are none."""
-        if self.is_empty():
-            return None
-        taken = PullStats(self.data)
-        self.reset()
-        return taken
+class PullPromMetrics(CountedPromMetrics):
+    kind = PullStats
 
-
-class PullPromMetrics(KVConnectorPromMetrics):
     def __init__(
         self,
         vllm_config: Any,
@@ -104,7 +84,6 @@ class PullPromMetrics(KVConnectorPromMetrics):
 
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         histogram, counter = metric_types[Histogram], metric_types[PromCounter]
-        reasons = [*labelnames, "reason"]
         self._seconds, self._wire_seconds = (
             self.make_per_engine(
                 histogram(name=name, documentation=text, labelnames=labelnames, buckets=_SECONDS)
@@ -114,24 +93,14 @@ class PullPromMetrics(KVConnectorPromMetrics):
                 ("baton:kv_transfer_wire_seconds", "Of it, the copies of the slowest rank."),
             )
         )
-        self._of_transfers, self._counts = (
-            {
-                key: self.make_per_engine(counter(name=name, documentation=text, labelnames=labelnames))
-                for key, name, text in names
-            }
-            for names in (
-                (
-                    ("bytes", "baton:kv_transfer_bytes", "Bytes of KV received from other engines."),
-                    ("descriptors", "baton:kv_transfer_descriptors", "Pieces that they came in."),
-                    ("early_tokens", "baton:kv_early_tokens", "Tokens read while their prefill still ran."),
-                ),
-                (
-                    ("num_loans", "baton:kv_loans", "Prompts lent to a consumer."),
-                    ("num_expired_loans", "baton:kv_loans_expired", "Loans that nobody released."),
-                    ("num_bad_frames", "baton:kv_bad_frames", "Malformed control messages."),
-                ),
+        self._of_transfers = {
+            key: self.make_per_engine(counter(name=name, documentation=text, labelnames=labelnames))
+            for key, name, text in (
+                ("bytes", "baton:kv_transfer_bytes", "Bytes of KV received from other engines."),
+                ("descriptors", "baton:kv_transfer_descriptors", "Pieces that they came in."),
+                ("early_tokens", "baton:kv_early_tokens", "Tokens read while their prefill still ran."),
             )
-        )
+        }
         self._by_peer = {
             key: counter(name=name, documentation=text, labelnames=[*labelnames, "peer"])
             for key, name, text in (
@@ -140,15 +109,9 @@ class PullPromMetrics(KVConnectorPromMetrics):
                 ("wire_s", "baton:kv_peer_wire_seconds", "Time that their copies took."),
             )
         }
-        self._by_reason = {
-            key: counter(name=name, documentation=text, labelnames=reasons)
-            for key, name, text in (
-                ("failures", "baton:kv_transfer_failures", "Fetches that failed."),
-                ("refused", "baton:kv_tickets_refused", "Tickets refused."),
-            )
-        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        super().observe(transfer_stats_data, engine_idx)
         for record in transfer_stats_data["transfers"]:
             self._seconds[engine_idx].observe(record["ms"] / 1e3)
             self._wire_seconds[engine_idx].observe(record["wire_ms"] / 1e3)
@@ -158,8 +121,3 @@ class PullPromMetrics(KVConnectorPromMetrics):
             for key, metric in self._by_peer.items():
                 labels = (*self._per_engine_labelvalues[engine_idx], record["producer"])
                 metric.labels(*labels).inc(of_peer[key])
-        for key, children in self._counts.items():
-            children[engine_idx].inc(transfer_stats_data[key])
-        for key, metric in self._by_reason.items():
-            for reason, count in transfer_stats_data[key].items():
-                metric.labels(*self._per_engine_labelvalues[engine_idx], reason).inc(count)

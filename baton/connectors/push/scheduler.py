@@ -181,6 +181,6 @@ class PushSchedulerHalf(PullSchedulerHalf):
                 yield
             except Exception:
                 logger.exception("streaming failed; nothing more is told of the prompts that compute now")
-                self._stats.count_reason("failures", "internal error")
+                self._stats.add_for("failures", "internal error")
                 self._prefills.fail_all("the producer lost count of what is ready", self._clock())
             self._control.flush()

@@ -16,51 +16,47 @@ tainted, io, failed.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from baton.contract import KVConnectorPromMetrics, KVConnectorStats
+from baton.connectors.counted import Count, CountedPromMetrics, CountedStats, LabelledCount
 
-COUNTS = (
-    "saved_chunks", "saved_bytes", "save_s", "loaded_chunks", "loaded_bytes", "load_s",
-    "looked_up_chunks", "found_chunks", "evicted_chunks", "evicted_bytes",
-)  # fmt: skip
-COUNTS_BY_REASON = ("failures", "not_saved")
-GAUGES = ("kept_chunks", "kept_bytes")
+GAUGES = {
+    "kept_chunks": Count("baton:storage_chunks", "Chunks in the folder, as of the last sweep."),
+    "kept_bytes": Count("baton:storage_bytes", "Bytes of them."),
+}
 
 
 @dataclass
-class StorageStats(KVConnectorStats):
-    """Of one step, until `take`n."""
-
-    def __post_init__(self) -> None:
-        if not self.data:
-            self.reset()
-
-    def reset(self) -> None:
-        self.data = {**dict.fromkeys(COUNTS, 0), **{name: {} for name in COUNTS_BY_REASON}}
-
-    def add(self, **counts: float) -> None:
-        for name, count in counts.items():
-            assert name in COUNTS, name
-            self.data[name] += count
-
-    def add_reason(self, name: str, reason: str, count: int = 1) -> None:
-        assert name in COUNTS_BY_REASON, name
-        self.data[name][reason] = self.data[name].get(reason, 0) + count
+class StorageStats(CountedStats):
+    counts: ClassVar[Mapping[str, Count]] = {
+        "saved_chunks": Count("baton:storage_saved_chunks", "Files written, one for each chunk and rank."),
+        "saved_bytes": Count("baton:storage_saved_bytes", "Bytes written."),
+        "save_s": Count("baton:storage_save_seconds", "Time that writing took."),
+        "loaded_chunks": Count("baton:storage_loaded_chunks", "Files of KV read and believed."),
+        "loaded_bytes": Count("baton:storage_loaded_bytes", "Bytes of them."),
+        "load_s": Count("baton:storage_load_seconds", "Time that reading and proving took."),
+        "looked_up_chunks": Count("baton:storage_lookup_chunks", "Chunks of prompts that were looked up."),
+        "found_chunks": Count("baton:storage_found_chunks", "Of them, those that were found."),
+        "evicted_chunks": Count("baton:storage_evicted_chunks", "Chunks removed by age or size."),
+        "evicted_bytes": Count("baton:storage_evicted_bytes", "Bytes of them."),
+    }
+    labelled: ClassVar[Mapping[str, LabelledCount]] = {
+        "failures": LabelledCount(
+            "baton:storage_unusable_files", "reason", "Files that were to be loaded and could not be used."
+        ),
+        "not_saved": LabelledCount(
+            "baton:storage_not_saved_chunks", "reason", "Chunks that could not be written."
+        ),
+    }
 
     def set_kept(self, chunks: int, nbytes: int) -> None:
         self.data.update(kept_chunks=chunks, kept_bytes=nbytes)
 
     def aggregate(self, other: Self) -> Self:
-        for name in COUNTS:
-            self.data[name] += other.data[name]
-        for name in COUNTS_BY_REASON:
-            self.data[name] = dict(Counter(self.data[name]) + Counter(other.data[name]))
         self.data.update({name: other.data[name] for name in GAUGES if name in other.data})
-        return self
+        return super().aggregate(other)
 
     def reduce(self) -> dict[str, int | float | str]:
         data = self.data
@@ -76,20 +72,12 @@ class StorageStats(KVConnectorStats):
         }
 
     def is_empty(self) -> bool:
-        return not any(self.data[name] for name in (*COUNTS, *COUNTS_BY_REASON)) and not any(
-            name in self.data for name in GAUGES
-        )
-
-    def take(self) -> StorageStats | None:
-        """These numbers, and start again from nothing. None if there are none."""
-        if self.is_empty():
-            return None
-        taken = StorageStats(self.data)
-        self.reset()
-        return taken
+        return super().is_empty() and not any(name in self.data for name in GAUGES)
 
 
-class StoragePromMetrics(KVConnectorPromMetrics):
+class StoragePromMetrics(CountedPromMetrics):
+    kind = StorageStats
+
     def __init__(
         self,
         vllm_config: Any,
@@ -97,51 +85,18 @@ class StoragePromMetrics(KVConnectorPromMetrics):
         labelnames: list[str],
         per_engine_labelvalues: Mapping[int, list[object]],
     ) -> None:
-        from prometheus_client import Counter as PromCounter
         from prometheus_client import Gauge
 
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counter, gauge = metric_types[PromCounter], metric_types[Gauge]
-        self._counts = {
-            key: self.make_per_engine(
-                counter(name=f"baton:storage_{name}", documentation=text, labelnames=labelnames)
-            )
-            for key, name, text in (
-                ("saved_chunks", "saved_chunks", "Files of KV written, one for each chunk and rank."),
-                ("saved_bytes", "saved_bytes", "Bytes written."),
-                ("save_s", "save_seconds", "Time that writing took."),
-                ("loaded_chunks", "loaded_chunks", "Files of KV read and believed."),
-                ("loaded_bytes", "loaded_bytes", "Bytes of them."),
-                ("load_s", "load_seconds", "Time that reading and proving took."),
-                ("looked_up_chunks", "lookup_chunks", "Chunks of prompts that were looked up."),
-                ("found_chunks", "found_chunks", "Of them, those that were found."),
-                ("evicted_chunks", "evicted_chunks", "Chunks removed by age or size."),
-                ("evicted_bytes", "evicted_bytes", "Bytes of them."),
-            )
-        }
-        self._by_reason = {
-            key: counter(name=f"baton:storage_{name}", documentation=text, labelnames=[*labelnames, "reason"])
-            for key, name, text in (
-                ("failures", "unusable_files", "Files that were to be loaded and could not be used."),
-                ("not_saved", "not_saved_chunks", "Chunks that could not be written."),
-            )
-        }
         self._gauges = {
             key: self.make_per_engine(
-                gauge(name=f"baton:storage_{name}", documentation=text, labelnames=labelnames)
+                metric_types[Gauge](name=gauge.name, documentation=gauge.text, labelnames=labelnames)
             )
-            for key, name, text in (
-                ("kept_chunks", "chunks", "Chunks in the folder, as of the last sweep."),
-                ("kept_bytes", "bytes", "Bytes of them."),
-            )
+            for key, gauge in GAUGES.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for key, children in self._counts.items():
-            children[engine_idx].inc(transfer_stats_data[key])
-        for key, metric in self._by_reason.items():
-            for reason, count in transfer_stats_data[key].items():
-                metric.labels(*self._per_engine_labelvalues[engine_idx], reason).inc(count)
+        super().observe(transfer_stats_data, engine_idx)
         for key, children in self._gauges.items():
             if key in transfer_stats_data:
                 children[engine_idx].set(transfer_stats_data[key])

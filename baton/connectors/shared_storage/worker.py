@@ -158,7 +158,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
             nbytes = sum(shape.nbytes for shape in self._shapes.values())
             with self._lock:
                 if self._backlog_bytes + nbytes > self._identity.settings.backlog_max_mib * MIB:
-                    self._stats.add_reason("not_saved", "backlog")
+                    self._stats.add_for("not_saved", "backlog")
                     continue
                 self._backlog_bytes += nbytes
             copies.append(_Copy(save.key, self._copy_out(save.block_ids), nbytes))
@@ -241,7 +241,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
             for copy in copies:
                 self._backlog_bytes -= copy.nbytes
                 if reason is not None:
-                    self._stats.add_reason("not_saved", reason)
+                    self._stats.add_for("not_saved", reason)
 
     # --- Loading -------------------------------------------------------------------------------
 
@@ -310,7 +310,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
             self._invalid_blocks.update(block for part in not_loaded for block in part.block_ids)
             if reason is not None:
                 self._failed.add(load.order.request_id)
-                self._stats.add_reason("failures", reason)
+                self._stats.add_for("failures", reason)
         self._wake()
 
 

@@ -1,0 +1,111 @@
+"""Statistics that are counts: a connector says what it counts and what that is called; all else is here.
+
+    class MyStats(CountedStats):
+        counts = {"hits": Count("baton:my_hits", "Prompts that were found.")}
+        labelled = {"failures": LabelledCount("baton:my_failures", "reason", "Prompts that were lost.")}
+
+    class MyPromMetrics(CountedPromMetrics):
+        kind = MyStats
+
+The keys are those of `KVConnectorStats.data`. Prometheus puts `_total` behind the names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Self
+
+from baton.contract import KVConnectorPromMetrics, KVConnectorStats
+
+
+class Count(NamedTuple):
+    name: str  # In Prometheus.
+    text: str
+
+
+class LabelledCount(NamedTuple):
+    """One count for each value of a label."""
+
+    name: str
+    label: str
+    text: str
+
+
+@dataclass
+class CountedStats(KVConnectorStats):
+    """Of one step, until `take`n."""
+
+    counts: ClassVar[Mapping[str, Count]]
+    labelled: ClassVar[Mapping[str, LabelledCount]] = {}
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        self.data = {**dict.fromkeys(self.counts, 0), **{name: {} for name in self.labelled}}
+
+    def add(self, **counts: float) -> None:
+        for name, count in counts.items():
+            assert name in self.counts, name
+            self.data[name] += count
+
+    def add_for(self, name: str, label: str, count: float = 1) -> None:
+        assert name in self.labelled, name
+        of_name = self.data[name]
+        of_name[label] = of_name.get(label, 0) + count
+
+    def aggregate(self, other: Self) -> Self:
+        for name in self.counts:
+            self.data[name] += other.data[name]
+        for name in self.labelled:
+            self.data[name] = dict(Counter(self.data[name]) + Counter(other.data[name]))
+        return self
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+    def take(self) -> Self | None:
+        """These numbers, and start again from nothing. None if there are none."""
+        if self.is_empty():
+            return None
+        taken = type(self)(self.data)
+        self.reset()
+        return taken
+
+
+class CountedPromMetrics(KVConnectorPromMetrics):
+    """Publishes the counts of `kind`; a subclass adds what else there is."""
+
+    kind: ClassVar[type[CountedStats]]
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: Mapping[int, list[object]],
+    ) -> None:
+        from prometheus_client import Counter as PromCounter
+
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter = metric_types[PromCounter]
+        self._counts = {
+            key: self.make_per_engine(
+                counter(name=count.name, documentation=count.text, labelnames=labelnames)
+            )
+            for key, count in self.kind.counts.items()
+        }
+        self._labelled = {
+            key: counter(name=count.name, documentation=count.text, labelnames=[*labelnames, count.label])
+            for key, count in self.kind.labelled.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for key, children in self._counts.items():
+            children[engine_idx].inc(transfer_stats_data[key])
+        for key, metric in self._labelled.items():
+            for label, count in transfer_stats_data[key].items():
+                metric.labels(*self._per_engine_labelvalues[engine_idx], label).inc(count)
