@@ -37,9 +37,11 @@ def test_it_keeps_the_contract_in_engines(name: str, executor: ExecutorName, tp:
     case = in_engines(our_cases(tmp_path, transports=transports)[name], tp=tp)
     verdict = check_connector(
         case,
-        examples=2 if executor == "inprocess" else 1,
+        examples=0,
         tries=0,
         make_site=lambda case: EngineSite(case, executor),
     )
     verdict.raise_if_broken()
-    assert verdict.checked["wrong-token"] > 0 or verdict.num_examples < 3
+    assert verdict.checked["wrong-token"] > 20
+    assert verdict.seen["loads in the background"] > 2
+    assert verdict.seen["aborts while loading"] + verdict.seen["other aborts"] > 1

@@ -15,7 +15,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from baton.testing.contract.case import ConnectorCase
 from baton.testing.contract.leaks import open_files
-from baton.testing.contract.machine import Search, make_machine
+from baton.testing.contract.machine import Search, make_machine, tour
 from baton.testing.contract.rules import RULES
 from baton.testing.contract.site import Site, ToySite
 from baton.testing.contract.story import Breach, ContractBroken
@@ -67,13 +67,14 @@ def check_connector(
 ) -> Verdict:
     """Examples until one breaks a rule; then at most `tries` more, in search of a shorter story.
 
+    Where examples are dear, a tour through everything comes first; it may be all (`examples` 0).
     `steps`: of the state machine, in one example. `seed` None: other examples each time.
     """
     search = Search(tries)
     site = make_site(case)
     files = open_files()
     chosen = settings(
-        max_examples=examples,
+        max_examples=max(examples, 1),
         stateful_step_count=steps,
         deadline=None,
         database=None,
@@ -87,7 +88,10 @@ def check_connector(
         machine = with_seed(seed)(machine)
     try:
         with _quiet_engine():
-            run_state_machine_as_test(machine, settings=chosen)
+            if site.is_dear:
+                tour(site, search)
+            if examples and search.best is None:
+                run_state_machine_as_test(machine, settings=chosen)
     except (ContractBroken, FlakyFailure):
         assert (
             search.best is not None

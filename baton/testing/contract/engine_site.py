@@ -31,6 +31,8 @@ ExecutorName = Literal["inprocess", "multiprocess", "ray"]
 class EngineSite(ToySite):
     """Like a ToySite, over an executor of the engine's own."""
 
+    is_dear = True
+
     def __init__(self, case: ConnectorCase, executor: ExecutorName) -> None:
         super().__init__(case)
         self._executor = executor

@@ -13,6 +13,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from baton.core.errors import UserError
 from baton.testing.contract.case import Shape
 from baton.testing.contract.site import Site
 from baton.testing.contract.story import ContractBroken, Story
@@ -80,6 +81,43 @@ class Search:
             self._num_lines = num_lines
 
 
+def tour(site: Site, search: Search) -> None:
+    """One world in which everything happens once, for sites where each world is dear."""
+    story = Story()
+    long, other, short = prompt_of(0, 21, None), prompt_of(1, 21, None), prompt_of(0, 9, 5)
+    try:
+        world = World(site, Shape(tp=site.case.tensor_parallel_sizes[-1], num_blocks=12, budget=16), story)
+        try:
+            world.dummy_run()
+            world.ask_to_store(long, None)
+            world.ask_to_store(other, "salt")
+            world.ask_all([long, other, short, prompt_of(0, 21, -1)], 6)  # More than there are blocks for.
+            for num_steps in range(4):
+                world.ask_and_abort(long, 4, num_steps)
+            world.settle()
+            world.forget_local_caches()
+            world.break_store()
+            world.ask_all([long, short], 3)
+            world.step()
+            world.abort(0)
+            world.settle()
+            world.reset_caches()
+            if site.case.pairing != "none":
+                world.replay(0, long, 2)
+                world.replay(0, short, 2)
+            world.ask(short, 3, None)
+            world.lose_ticket(0)
+        except BaseException:
+            world.shutdown()
+            raise
+        world.finish()
+    except ContractBroken:
+        pass  # The story says it.
+    except UserError as error:
+        story.check("raised", False, f"starting raised {type(error).__name__}: {error}")
+    search.take(story)
+
+
 def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
     """Examples at `site`, counted and judged by `search`."""
     has_store = site.case.break_store is not None
@@ -130,13 +168,7 @@ def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
         @rule(prompt=prompts, salt=salts)
         def ask_to_store(self, prompt: Sequence[int], salt: str | None) -> None:
             """To its end, so that the connector has something that the engine has not."""
-
-            def ask_and_forget(world: World) -> None:
-                world.ask(prompt, 1, salt)
-                world.settle()
-                world.forget_local_caches()
-
-            self.then(ask_and_forget)
+            self.then(lambda world: world.ask_to_store(prompt, salt))
 
         @rule(count=st.integers(1, 4))
         def step(self, count: int) -> None:

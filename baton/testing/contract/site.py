@@ -26,6 +26,8 @@ LOOK_EVERY_MAX_S = 0.05
 class Site(ABC):
     """Makes engines for one example after the other."""
 
+    is_dear = False  # Starting engines takes seconds: every example has to be worth it.
+
     def __init__(self, case: ConnectorCase) -> None:
         self.case = case
 

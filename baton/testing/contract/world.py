@@ -102,6 +102,12 @@ class World:
         for prompt in several:
             self.ask(prompt, max_tokens, None)
 
+    def ask_to_store(self, prompt: Sequence[int], salt: str | None) -> None:
+        """To its end, so that the connector has something that the engine has not."""
+        self.ask(prompt, 1, salt)
+        self.settle()
+        self.forget_local_caches()
+
     def ask_plain(self, prompt: Sequence[int], max_tokens: int) -> None:
         """Of one engine of a pair, which has nobody to hand it to or to get it from."""
         self._num_asked += 1

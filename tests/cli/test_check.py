@@ -1,0 +1,55 @@
+"""`baton check`: the table, the story, and an exit status that says which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.cli.main import app
+from baton.testing.contract.rules import RULES
+
+EXAMPLE = "examples.prefix_store.prefix_store:PrefixStoreConnector"
+
+
+def check(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["check", *arguments])
+    return result.exit_code, result.output
+
+
+def test_a_sound_connector_gets_a_table_of_all_rules(tmp_path: Path) -> None:
+    status, output = check(EXAMPLE, "--config", f'{{"path": "{tmp_path}"}}', "--examples", "4")
+    assert status == 0, output
+    assert all(rule in output for rule in RULES)
+    assert "BROKEN" not in output
+
+
+def test_a_broken_one_gets_its_story_and_status_1() -> None:
+    status, output = check("tests.testing.broken.answers:AsyncNothing", "--examples", "5")
+    assert status == 1
+    assert "BROKEN" in output
+    assert f"async-without-tokens: {RULES['async-without-tokens'].promise}" in output
+    assert "answers (0, True)" in output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("nowhere:Nobody",),
+        ("BatonPullConnector", "--pair", "triple"),
+        ("BatonPullConnector", "--config", "[]"),
+        ("BatonPullConnector", "--executor", "abacus"),
+    ],
+)
+def test_what_cannot_be_checked_is_said(arguments: tuple[str, ...]) -> None:
+    status, output = check(*arguments)
+    assert status == 2
+    assert "Invalid value" in output or "must" in output
+
+
+def test_the_rules_in_the_docs_are_the_kits() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "connectors.md").read_text()
+    for rule in RULES.values():
+        assert f"| `{rule.name}` | {rule.promise} |" in text
