@@ -293,8 +293,17 @@ def test_layers_with_windows_get_back_what_they_see(family: str, tmp_path: Path)
             engine.core.shutdown()
 
 
-def test_two_ranks_offload_their_halves(start: Start, expected: Callable[..., list[int]]) -> None:
-    ranks = ParallelConfig(tensor_parallel_size=2, executor="multiprocess")
+@pytest.mark.parametrize(("executor", "num_batches"), [("multiprocess", 1), ("multiprocess", 2), ("ray", 2)])
+def test_two_ranks_offload_their_halves(
+    start: Start, expected: Callable[..., list[int]], executor: str, num_batches: int
+) -> None:
+    if executor == "ray":
+        pytest.importorskip("ray")
+    ranks = ParallelConfig(
+        tensor_parallel_size=2,
+        executor=executor,  # type: ignore[arg-type]
+        max_concurrent_batches=num_batches,
+    )
     engine = start(slots=30, engine={"parallel_config": ranks})
     prompts = [prompt_of(40), prompt_of(33, step=11), prompt_of(60, step=13)]
     for prompt in (*prompts, prompts[2], *prompts):

@@ -3,11 +3,15 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 
+from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.push.prefills import Prefills
+from baton.core.config import ParallelConfig
 from baton.core.ids import TransferId
 from baton.engine.step import NewRequestData, SchedulerOutput
+from tests.connectors.pull_world import engine_config
 
 BLOCK = 4
 T = TransferId("t")
@@ -220,3 +224,11 @@ def test_after_a_fault_whoever_waits_hears_of_it_and_nothing_more(
     prefills.step_done(1, 0.0)
     assert agent.told == ["lost count"]
     assert prefills.ended("r") is None
+
+
+@pytest.mark.parametrize("num_batches", [1, 2])
+def test_an_engine_with_steps_in_flight_says_so_to_its_connector(num_batches: int) -> None:
+    """Or blocks that an earlier step has still to compute would be told of as ready."""
+    ranks = ParallelConfig(executor="multiprocess", max_concurrent_batches=num_batches)
+    config = msgspec.structs.replace(engine_config("p"), parallel_config=ranks)
+    assert EngineIdentity.of_engine(config).schedules_ahead == (num_batches > 1)

@@ -64,6 +64,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
             does_push=does_push,
             has_host_mirror=_mirrors(transfer.kv_buffer_device, config.device_config.device),
             groups=config.kv_cache_groups,
+            schedules_ahead=config.parallel_config.max_concurrent_batches > 1,
         )
 
     @property
