@@ -15,13 +15,15 @@ import torch
 from baton.connectors.pull.metadata import PullHandshake, PullMetadata, PullWorkerReport
 from baton.connectors.pull.stats import PullStats
 from baton.core.errors import ConfigError
+from baton.vllm_plugin import CONNECTORS
 from tests.connectors.pull_world import FakeBlocks, FakeRequest, Status
 from tests.vllm_plugin.test_start import FullAttentionSpec, folder, groups, vllm_config
 
 __all__ = ["folder"]  # A fixture.
 
 FAKE = Path(__file__).with_name("fake_vllm")
-OURS = tuple(f"baton.vllm_plugin.{name}" for name in ("connector", "forwarding", "offload", "stats"))
+OURS = frozenset({*CONNECTORS.values(), "baton.vllm_plugin.forwarding", "baton.vllm_plugin.stats"})
+"""Modules that import vllm, and are loaded anew with the one of names."""
 
 
 def _is_loaded_here(name: str) -> bool:
