@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +28,14 @@ app = typer.Typer(help="Put a KV connector to the contract's test.")
 
 EXECUTORS = ("toy", "inprocess", "multiprocess", "ray")
 ENGINE_EXAMPLES = 2  # Of --all, where each example starts real engines; besides the tour.
+
+
+def _find_modules_here() -> None:
+    """As pytest and uvicorn do: an author's module lies where he works. For the ranks' processes, too."""
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @app.command()
@@ -58,6 +68,7 @@ def check(
     from baton.core.errors import UserError
 
     console = Console()
+    _find_modules_here()
     if importlib.util.find_spec("hypothesis") is None:
         raise typer.BadParameter("hypothesis is not installed: pip install hypothesis")
     if executor not in EXECUTORS:

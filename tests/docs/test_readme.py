@@ -116,3 +116,25 @@ def test_the_smallest_connector_is_one(folder: Path) -> None:
         "    assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].token_ids) == 4\n",
         folder,
     )
+
+
+def test_the_kit_judges_it_as_shown(folder: Path) -> None:
+    (folder / "idle_connector.py").write_text(block_with("python", "class IdleConnector"))
+    [check] = commands(block_with("sh", "baton check"))
+    judged = subprocess.run(
+        check, cwd=folder, env=environment(), timeout=START_S, capture_output=True, text=True, check=False
+    )
+    assert judged.returncode == 0, judged.stdout + judged.stderr
+    (folder / "test_idle.py").write_text(block_with("python", "connector_suite"))
+    tested = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_idle.py"]
+    done = subprocess.run(
+        tested, cwd=folder, env=environment(), timeout=START_S, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_an_engine_keeps_blocks_in_host_memory_as_shown(folder: Path, tmp_path: Path) -> None:
+    [serve] = [shlex.split(block_with("sh", "BatonOffloadConnector"))]
+    with Fleet(tmp_path, env=environment()) as fleet:
+        child = fleet.start("serve", ["/usr/bin/env", "-C", str(folder), *serve])
+        fleet.wait_ready({child: "http://127.0.0.1:8300/health"}, timeout_s=START_S)
