@@ -2,8 +2,11 @@
 
 import importlib.util
 import os
+import pickle
 import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +21,7 @@ from baton.core.errors import ConfigError
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.core import EngineCore
 from baton.engine.executor import Executor, ExecutorDied, start_executor
+from baton.engine.executor.ray import import_ray
 from baton.engine.llm import LLM
 from baton.engine.step import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -38,8 +42,6 @@ def one_ray() -> Iterator[None]:
     if importlib.util.find_spec("ray") is None:
         yield
         return
-    from baton.engine.executor.ray import import_ray
-
     ray = import_ray()
     ray.init(address="local", num_cpus=8, include_dashboard=False, configure_logging=False)
     yield
@@ -242,8 +244,7 @@ def test_a_rank_killed_in_a_step_is_heard_although_the_other_hangs_in_a_collecti
 
 @without_ray
 def test_ray_ends_with_its_executor_and_binds_to_loopback_only(make_config) -> None:
-    import ray
-
+    ray = import_ray()
     if ray.is_initialized():
         ray.shutdown()  # Of the other tests here; they are done.
     before = set(psutil.Process().children(recursive=True))
@@ -257,10 +258,37 @@ def test_ray_ends_with_its_executor_and_binds_to_loopback_only(make_config) -> N
         if connection.status == psutil.CONN_LISTEN
     }
     assert addresses == {"127.0.0.1"}
+    second = start_executor(make_config(parallel_config=parallel("ray")), None)  # Beside it, in the same Ray.
     executor.shutdown()
+    second.check_alive()
+    assert ray.is_initialized()
+    second.shutdown()
     _, alive = psutil.wait_procs(list(started), timeout=4 * HEARD_S)
     assert not alive
     assert not ray.is_initialized()
+
+
+@without_ray
+def test_a_ray_that_was_imported_too_early_is_not_started_on_all_interfaces(make_config, tmp_path) -> None:
+    config = tmp_path / "config"
+    config.write_bytes(pickle.dumps(make_config(parallel_config=parallel("ray"))))
+    program = (
+        "import pickle, sys, ray\n"
+        "from baton.core.errors import ConfigError\n"
+        "from baton.engine.executor import start_executor\n"
+        "try:\n"
+        "    start_executor(pickle.load(open(sys.argv[1], 'rb')), None)\n"
+        "except ConfigError as error:\n"
+        "    print(error)\n"
+        "assert not ray.is_initialized()\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(config)],
+        env=environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "call ray.init" in done.stdout
 
 
 # --- Whole engines --------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
     core --RankStep--> rank 0's actor, rank 1's, ...       an actor task each; actors run theirs in order
     core <--ModelRunnerOutput-- each                        awaited with `ray.wait`, never without a bound
 
-Ray is started here, on this host and on loopback only, and ends with the executor, unless the process has
-called `ray.init` already: then that Ray is used and left as it is.
+Ray is started here, on this host and on loopback only, and ends with the last executor of this process,
+unless the process has called `ray.init` itself: then that Ray is used and left as it is.
 
 A rank that dies fails its tasks, which whoever waits for a step hears at once. For an idle engine each actor
 also has a task that never ends; a thread waits for it and makes `death_filenos` readable. Ray itself hears of
@@ -97,10 +97,8 @@ class RayExecutor(Executor):
         self._is_shut_down = False
         self._watch: _Watch | None = None
         self._ray = import_ray()
-        self._owns_ray = not self._ray.is_initialized()
+        self._uses_ours = _OURS.enter(self._ray, config)
         try:
-            if self._owns_ray:
-                self._start_ray(config)
             with tempfile.TemporaryDirectory(prefix="baton-ranks-") as folder:
                 ready = self._start_ranks(config, connector_factory, os.path.join(folder, "store"))
         except BaseException:
@@ -114,16 +112,6 @@ class RayExecutor(Executor):
             if answer.handshake_metadata is not None
         }
 
-    def _start_ray(self, config: EngineConfig) -> None:
-        on_gpu = config.device_config.device == "cuda"
-        self._ray.init(
-            address="local",
-            num_cpus=self._size,
-            num_gpus=self._size if on_gpu else 0,
-            include_dashboard=False,
-            configure_logging=False,  # The logging of this process is ours.
-        )
-
     def _start_ranks(
         self, config: EngineConfig, connector_factory: str | None, store_path: str
     ) -> list[RankReady]:
@@ -132,8 +120,12 @@ class RayExecutor(Executor):
             "GLOO_SOCKET_IFNAME": LOOPBACK,
             "NCCL_SOCKET_IFNAME": LOOPBACK,
         }
-        # Ranks choose their GPUs by rank, as they do without Ray; so Ray is not to hide any.
-        actor = self._ray.remote(num_cpus=1, max_restarts=0, concurrency_groups={"watch": 1})(RankActor)
+        # Ranks choose their GPUs by rank, as they do without Ray; so Ray is not to hide any. In a Ray of ours
+        # there is nobody to share processors with; to a user's, a rank is one processor's work.
+        num_cpus = 0 if self._uses_ours else 1
+        actor = self._ray.remote(num_cpus=num_cpus, max_restarts=0, concurrency_groups={"watch": 1})(
+            RankActor
+        )
         log_level = logging.getLogger().getEffectiveLevel()
         path = [os.path.abspath(entry) for entry in sys.path]
         self._actors = [actor.remote(path, environment, log_level) for _ in range(self._size)]
@@ -235,8 +227,49 @@ class RayExecutor(Executor):
                 logger.warning("ranks did not end within %.0f s; killing them", STOP_TIMEOUT_S)
         for actor in actors:
             self._ray.kill(actor)
-        if self._owns_ray:
-            self._ray.shutdown()
+        if self._uses_ours:
+            _OURS.leave(self._ray)
+
+
+class _OurRay:
+    """The Ray that this process's executors have started and share. Ray knows one to a process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_users = 0
+
+    def enter(self, ray: Any, config: EngineConfig) -> bool:
+        """Starts it where there is none; False: there is one, and it is somebody else's."""
+        with self._lock:
+            if self._num_users == 0:
+                if ray.is_initialized():
+                    return False
+                if os.environ.get(_LOOPBACK_ONLY) != "0":
+                    raise ConfigError(
+                        "Ray was imported before this engine could tell it to stay on loopback: call "
+                        f"ray.init yourself, or set {_LOOPBACK_ONLY}=0 before the import",
+                        field="parallel_config.executor",
+                    )
+                on_gpu = config.device_config.device == "cuda"
+                size = config.parallel_config.tensor_parallel_size
+                ray.init(
+                    address="local",
+                    num_cpus=size,
+                    num_gpus=size if on_gpu else 0,
+                    include_dashboard=False,
+                    configure_logging=False,  # The logging of this process is ours.
+                )
+            self._num_users += 1
+            return True
+
+    def leave(self, ray: Any) -> None:
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users == 0:
+                ray.shutdown()
+
+
+_OURS = _OurRay()
 
 
 class _Watch:
@@ -288,7 +321,8 @@ def import_ray() -> Any:
     """Raises ConfigError without the extra."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    os.environ[_LOOPBACK_ONLY] = "0"
+    if "ray" not in sys.modules:
+        os.environ[_LOOPBACK_ONLY] = "0"
     # Whoever else is on this host cannot join; without it Ray keeps one in the user's home.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     try:
