@@ -39,7 +39,7 @@ class KVCacheBlocks:
 
     __slots__ = ("blocks",)
 
-    def __init__(self, blocks: tuple[list[Block], ...] = ([],)) -> None:
+    def __init__(self, blocks: tuple[Sequence[Block], ...] = ((),)) -> None:
         self.blocks = blocks
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class KVCache:
         )
         self._chunk = chunk
         self._tables: dict[str, tuple[_Table, ...]] = {}  # In the order of groups.
-        self._nothing = KVCacheBlocks(tuple([] for _ in self.groups))  # Shared; never changed.
+        self._nothing = KVCacheBlocks(tuple(() for _ in self.groups))  # Shared, hence tuples.
 
     def num_tokens_max(self, limit: int) -> int:
         """The longest request that the whole pool holds, if it is below `limit`; else that."""
@@ -212,7 +212,7 @@ class KVCache:
         for table, blocks, first in zip(tables, of_hits, firsts, strict=True):
             # All hits before any fresh one is taken, which might evict them.
             self.block_pool.touch(blocks)
-            table.blocks = [self.block_pool.null_block] * first + blocks if first else blocks
+            table.blocks = [*blocks] if not first else [self.block_pool.null_block] * first + [*blocks]
             table.first_kept = first
             table.num_cached = num_hits
         return self._extend(tables, num_wanted)
