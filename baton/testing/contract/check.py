@@ -99,7 +99,7 @@ def check_connector(
     finally:
         site.close()
     verdict = Verdict(case, search.num_examples, search.checked, search.seen, search.best)
-    if verdict.broken is None and examples > 1:
+    if verdict.broken is None and examples > 1 and not site.keeps_files:
         _check_files(verdict, open_files() - files)
     return verdict
 

@@ -36,6 +36,7 @@ class EngineSite(ToySite):
     def __init__(self, case: ConnectorCase, executor: ExecutorName) -> None:
         super().__init__(case)
         self._executor = executor
+        self.keeps_files = executor == "ray"  # Its logs, and connections to actors that have ended.
         self._folder = tempfile.TemporaryDirectory(prefix="baton-kit-")
         write_checkpoint(
             Path(self._folder.name), hidden=32, layers=2, heads=KV_HEADS, kv_heads=KV_HEADS, vocab=512

@@ -26,6 +26,7 @@ LOOK_EVERY_MAX_S = 0.05
 class Site(ABC):
     """Makes engines for one example after the other."""
 
+    keeps_files = False  # What runs below the connector does: then files left open say nothing of it.
     is_dear = False  # Starting engines takes seconds: every example has to be worth it.
 
     def __init__(self, case: ConnectorCase) -> None:
