@@ -6,7 +6,6 @@ half combines them as it does in the embedded engine.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
@@ -18,12 +17,10 @@ from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.settings import OffloadSettings
 from baton.connectors.offload.stats import OffloadPromMetrics, OffloadStats
 from baton.connectors.offload.worker import OffloadWorkerHalf
-from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
-from baton.core.errors import ConfigError
+from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.vllm_plugin.forwarding import ForwardingConnector
 from baton.vllm_plugin.stats import BatonPromMetrics, BatonStats
-
-logger = logging.getLogger(__name__)
+from baton.vllm_plugin.stores import LoadsContained, refuse_split_blocks
 
 KVConnectorMetadata.register(OffloadMetadata)
 KVConnectorWorkerMetadata.register(OffloadReport)
@@ -37,18 +34,8 @@ class OffloadVllmPromMetrics(BatonPromMetrics):
     _ours = OffloadPromMetrics
 
 
-class VllmOffloadSchedulerHalf(OffloadSchedulerHalf):
-    def update_state_after_alloc(
-        self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
-    ) -> None:
-        """vLLM has parked the request by now: whatever fails here, its end has to be reported."""
-        try:
-            super().update_state_after_alloc(request, blocks, num_external_tokens)
-        except Exception:
-            logger.exception("could not begin to load request %s; it is computed", request.request_id)
-            if num_external_tokens:
-                (table,) = blocks.get_block_ids()
-                self.fail_load(request.request_id, tuple(table))
+class VllmOffloadSchedulerHalf(LoadsContained, OffloadSchedulerHalf):
+    """Whose failing loads vLLM hears of."""
 
 
 class BatonOffloadConnector(ForwardingConnector):
@@ -80,16 +67,7 @@ def identity_of(
 ) -> OffloadIdentity:
     """Raises ConfigError."""
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
-    for name in (
-        "pipeline_parallel_size",
-        "prefill_context_parallel_size",
-        "decode_context_parallel_size",
-    ):
-        if int(getattr(parallel, name, 1)) > 1:
-            raise ConfigError(
-                "above 1 gives ranks different parts of a block, which offload does not know",
-                field=f"parallel_config.{name}",
-            )
+    refuse_split_blocks(parallel, "offload")
     events = getattr(vllm_config, "kv_events_config", None)
     return OffloadIdentity(
         settings=OffloadSettings.parse(settings),

@@ -6,7 +6,6 @@ same in both, which on CPUs it does not: then each has a namespace of its own in
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from functools import partial
@@ -27,8 +26,7 @@ from baton.connectors.shared_storage import (
 )
 from baton.connectors.shared_storage.metadata import StorageHandshake, StorageMetadata, StorageReport
 from baton.connectors.shared_storage.stats import StoragePromMetrics, StorageStats
-from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
-from baton.core.errors import ConfigError
+from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.core.hashing import HASH_SEED
 from baton.core.layout import ModelFingerprint
 from baton.vllm_plugin.fingerprint import fingerprint_of
@@ -37,11 +35,10 @@ from baton.vllm_plugin.identity import find_folder
 from baton.vllm_plugin.packing import find_packing
 from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_plugin.stats import BatonPromMetrics, BatonStats
+from baton.vllm_plugin.stores import LoadsContained, refuse_split_blocks
 
 if TYPE_CHECKING:
     import torch
-
-logger = logging.getLogger(__name__)
 
 KVConnectorMetadata.register(StorageMetadata)
 KVConnectorHandshakeMetadata.register(StorageHandshake)
@@ -56,18 +53,8 @@ class StorageVllmPromMetrics(BatonPromMetrics):
     _ours = StoragePromMetrics
 
 
-class VllmStorageSchedulerHalf(StorageSchedulerHalf):
-    def update_state_after_alloc(
-        self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
-    ) -> None:
-        """vLLM has parked the request by now: whatever fails here, its end has to be reported."""
-        try:
-            super().update_state_after_alloc(request, blocks, num_external_tokens)
-        except Exception:
-            logger.exception("could not begin to load request %s; it is computed", request.request_id)
-            if num_external_tokens:
-                (table,) = blocks.get_block_ids()
-                self.fail_load(request.request_id, tuple(table))
+class VllmStorageSchedulerHalf(LoadsContained, StorageSchedulerHalf):
+    """Whose failing loads vLLM hears of."""
 
 
 class VllmStorageWorkerHalf(StorageWorkerHalf):
@@ -108,12 +95,7 @@ class BatonSharedStorageConnector(ForwardingConnector):
 def _identity_of(vllm_config: Any, settings: dict[str, Any], *, is_worker: bool) -> StorageIdentity:
     """Raises ConfigError. A worker names no weights: digesting them once an engine is enough."""
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
-    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
-        if int(getattr(parallel, name, 1)) > 1:
-            raise ConfigError(
-                "above 1 gives ranks different parts of a block, which shared storage does not know",
-                field=f"parallel_config.{name}",
-            )
+    refuse_split_blocks(parallel, "shared storage")
     ours, _ = PluginSettings.split(transfer.kv_connector_extra_config)
     return StorageIdentity(
         fingerprint=_UNNAMED if is_worker else _fingerprint(vllm_config, ours.revision),

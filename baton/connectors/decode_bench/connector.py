@@ -14,21 +14,16 @@ from typing import Any, ClassVar
 from baton.connectors.decode_bench.halves import ANSWERED, DecodeBenchSchedulerHalf, DecodeBenchWorkerHalf
 from baton.connectors.decode_bench.settings import DecodeBenchSettings
 from baton.connectors.decode_bench.stats import DecodeBenchPromMetrics, DecodeBenchStats
-from baton.contract import (
-    KVConnectorPromMetrics,
-    KVConnectorSchedulerHalf,
-    KVConnectorStats,
-    KVConnectorWorkerHalf,
-    TwoHalves,
-    host,
-)
+from baton.connectors.observed import ObservedConnector
+from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
 
 logger = logging.getLogger(__name__)
 
 WARNING = "KV is SYNTHETIC in this engine (BatonDecodeBenchConnector): measure it, do not believe its answers"
 
 
-class BatonDecodeBenchConnector(TwoHalves):
+class BatonDecodeBenchConnector(ObservedConnector):
+    stats_kind, prom_kind = DecodeBenchStats, DecodeBenchPromMetrics
     answered_params: ClassVar[frozenset[str]] = frozenset({ANSWERED})
     stands_alone: ClassVar[bool] = True
 
@@ -42,20 +37,6 @@ class BatonDecodeBenchConnector(TwoHalves):
     @classmethod
     def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:
         return DecodeBenchWorkerHalf(_settings_of(vllm_config))
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        return DecodeBenchStats(data if data is not None else {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: host.HostConfig,
-        metric_types: dict[type[Any], type[Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics | None:
-        return DecodeBenchPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def _settings_of(vllm_config: host.HostConfig) -> DecodeBenchSettings:

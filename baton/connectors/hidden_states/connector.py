@@ -17,19 +17,14 @@ from typing import Any, ClassVar
 from baton.connectors.hidden_states.halves import HiddenStatesSchedulerHalf, HiddenStatesWorkerHalf
 from baton.connectors.hidden_states.settings import PATH_KEY, HiddenStatesSettings, includes_output
 from baton.connectors.hidden_states.stats import HiddenStatesPromMetrics, HiddenStatesStats
-from baton.contract import (
-    KVConnectorPromMetrics,
-    KVConnectorSchedulerHalf,
-    KVConnectorStats,
-    KVConnectorWorkerHalf,
-    TwoHalves,
-    host,
-)
+from baton.connectors.observed import ObservedConnector
+from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
 from baton.core.config import EngineConfig
 from baton.core.transfer_params import parse_transfer_params
 
 
-class BatonHiddenStatesConnector(TwoHalves):
+class BatonHiddenStatesConnector(ObservedConnector):
+    stats_kind, prom_kind = HiddenStatesStats, HiddenStatesPromMetrics
     answered_params: ClassVar[frozenset[str]] = frozenset({PATH_KEY})
     stands_alone: ClassVar[bool] = True
 
@@ -65,20 +60,6 @@ class BatonHiddenStatesConnector(TwoHalves):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         return True
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        return HiddenStatesStats(data if data is not None else {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: host.HostConfig,
-        metric_types: dict[type[Any], type[Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics | None:
-        return HiddenStatesPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def _settings_of(vllm_config: host.HostConfig) -> HiddenStatesSettings:

@@ -10,24 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from baton.connectors.observed import ObservedConnector
 from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.stats import OffloadPromMetrics, OffloadStats
 from baton.connectors.offload.worker import OffloadWorkerHalf
-from baton.contract import (
-    KVConnectorPromMetrics,
-    KVConnectorSchedulerHalf,
-    KVConnectorStats,
-    KVConnectorWorkerHalf,
-    SupportsHMA,
-    TwoHalves,
-    host,
-)
+from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, SupportsHMA, host
 from baton.core.config import EngineConfig
 from baton.core.transfer_params import parse_offload_choice, parse_transfer_params
 
 
-class BatonOffloadConnector(TwoHalves, SupportsHMA):
+class BatonOffloadConnector(ObservedConnector, SupportsHMA):
+    stats_kind, prom_kind = OffloadStats, OffloadPromMetrics
+
     @classmethod
     def identity_of(cls, vllm_config: host.HostConfig) -> OffloadIdentity:
         assert isinstance(vllm_config, EngineConfig), f"no way to read a {type(vllm_config).__name__}"
@@ -53,20 +48,6 @@ class BatonOffloadConnector(TwoHalves, SupportsHMA):
         """What the HTTP door asks of `kv_transfer_params`. Raises ConfigError; the door BadTransferParams."""
         cls.identity_of(config)
         return check_at_door
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        return OffloadStats(data if data is not None else {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: host.HostConfig,
-        metric_types: dict[type[Any], type[Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics | None:
-        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def check_at_door(raw: Mapping[str, Any] | None) -> None:

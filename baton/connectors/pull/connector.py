@@ -10,24 +10,18 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from baton.connectors.observed import ObservedConnector
 from baton.connectors.pull.door import check_at_door
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.scheduler import PullSchedulerHalf
 from baton.connectors.pull.stats import PullPromMetrics, PullStats
 from baton.connectors.pull.worker import PullWorkerHalf
-from baton.contract import (
-    KVConnectorPromMetrics,
-    KVConnectorSchedulerHalf,
-    KVConnectorStats,
-    KVConnectorWorkerHalf,
-    SupportsHMA,
-    TwoHalves,
-    host,
-)
+from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, SupportsHMA, host
 from baton.core.config import EngineConfig
 
 
-class BatonPullConnector(TwoHalves, SupportsHMA):
+class BatonPullConnector(ObservedConnector, SupportsHMA):
+    stats_kind, prom_kind = PullStats, PullPromMetrics
     # The paper, and vLLM's keys, which lead to the same blocks.
     answered_params = frozenset({"baton_ticket", "remote_block_ids", "remote_engine_id"})
 
@@ -62,17 +56,3 @@ class BatonPullConnector(TwoHalves, SupportsHMA):
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: host.KVTransferConfigLike) -> bool:
         return False  # Peers hold on to the memory that a sleeping engine gives away.
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        return PullStats(data if data is not None else {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: host.HostConfig,
-        metric_types: dict[type[Any], type[Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics | None:
-        return PullPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -11,22 +11,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from baton.connectors.observed import ObservedConnector
 from baton.connectors.shared_storage.identity import StorageIdentity
 from baton.connectors.shared_storage.scheduler import StorageSchedulerHalf
 from baton.connectors.shared_storage.stats import StoragePromMetrics, StorageStats
 from baton.connectors.shared_storage.worker import StorageWorkerHalf
-from baton.contract import (
-    KVConnectorPromMetrics,
-    KVConnectorSchedulerHalf,
-    KVConnectorStats,
-    KVConnectorWorkerHalf,
-    TwoHalves,
-    host,
-)
+from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
 from baton.core.config import EngineConfig
 
 
-class BatonSharedStorageConnector(TwoHalves):
+class BatonSharedStorageConnector(ObservedConnector):
+    stats_kind, prom_kind = StorageStats, StoragePromMetrics
+
     @classmethod
     def identity_of(cls, vllm_config: host.HostConfig) -> StorageIdentity:
         """A subclass for another host overrides this alone."""
@@ -42,17 +38,3 @@ class BatonSharedStorageConnector(TwoHalves):
     @classmethod
     def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:
         return StorageWorkerHalf(cls.identity_of(vllm_config))
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        return StorageStats(data if data is not None else {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: host.HostConfig,
-        metric_types: dict[type[Any], type[Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics | None:
-        return StoragePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
