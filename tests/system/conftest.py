@@ -2,9 +2,16 @@
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from baton.core.config import EngineConfig
+from baton.engine.api import SamplingParams
+from baton.engine.checkpoint import load_model_config
+from baton.engine.llm import LLM
+from baton.engine.new_model import write_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +22,23 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "baton.cli", "model", "new", str(folder), *size]
     subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL)
     return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the engines of a module serve, unless it makes its own; two ranks can share its heads."""
+    folder = tmp_path_factory.mktemp("model") / "small"
+    write_checkpoint(folder, family="qwen3", hidden=64, layers=2, heads=4, kv_heads=2, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Iterator[Callable[[list[int]], list[int]]]:
+    """The first 12 tokens that a single engine answers."""
+    with LLM(EngineConfig(model_config=load_model_config(model))) as llm:
+
+        def answer(prompt: list[int]) -> list[int]:
+            params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+            return llm.generate([prompt], params)[0].token_ids
+
+        yield answer

@@ -14,10 +14,6 @@ import httpx
 import pytest
 
 from baton.cli.processes import Fleet
-from baton.core.config import EngineConfig
-from baton.engine.api import SamplingParams
-from baton.engine.checkpoint import load_model_config
-from baton.engine.llm import LLM
 from baton.engine.new_model import write_checkpoint
 from tests.system.engines import TIMERS, Engine, Engines, make_prompt, tokens_of
 
@@ -51,15 +47,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def expected(models: tuple[Path, Path]) -> Iterator[Callable[[list[int]], list[int]]]:
-    """What a single engine answers."""
-    with LLM(EngineConfig(model_config=load_model_config(models[0]))) as llm:
-
-        def answer(prompt: list[int]) -> list[int]:
-            params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-            return llm.generate([prompt], params)[0].token_ids
-
-        yield answer
+def model(models: tuple[Path, Path]) -> Path:
+    return models[0]
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,6 @@ from typing import Any
 import pytest
 
 from baton.cli.processes import Fleet
-from baton.core.config import EngineConfig
-from baton.engine.api import SamplingParams
-from baton.engine.checkpoint import load_model_config
-from baton.engine.llm import LLM
-from baton.engine.new_model import write_checkpoint
 from tests.system.engines import Engine, Engines, make_prompt, tokens_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -43,24 +38,6 @@ def both(transport: str) -> dict[str, Any]:
         "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {"transports": [transport, *others], "stream": "layer"},
     }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "small"
-    write_checkpoint(folder, family="qwen3", hidden=64, layers=2, heads=4, kv_heads=2, seed=0)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path) -> Iterator[Callable[[list[int]], list[int]]]:
-    with LLM(EngineConfig(model_config=load_model_config(model))) as llm:
-
-        def answer(prompt: list[int]) -> list[int]:
-            params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-            return llm.generate([prompt], params)[0].token_ids
-
-        yield answer
 
 
 @pytest.fixture(scope="module")
