@@ -28,7 +28,7 @@ from baton.contract.events import (
     QuorumKVEvents,
 )
 from baton.contract.factory import ConnectorFactory, NullFactory, load_factory
-from baton.contract.halves import TwoHalves
+from baton.contract.halves import TwoHalves, TwoHalvesOfGroups
 from baton.contract.null import NullConnectorMetadata, NullSchedulerHalf, NullWorkerHalf
 from baton.contract.output import (
     KVConnectorOutput,
@@ -93,6 +93,7 @@ __all__ = [
     "Sum",
     "SupportsHMA",
     "TwoHalves",
+    "TwoHalvesOfGroups",
     "load_factory",
     "supports_hma",
 ]

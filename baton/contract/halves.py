@@ -27,6 +27,7 @@ from baton.contract.base import (
     KVConnectorRole,
     KVConnectorSchedulerHalf,
     KVConnectorWorkerHalf,
+    SupportsHMA,
 )
 from baton.contract.output import KVConnectorOutput, KVConnectorTransferResults, KVConnectorWorkerMetadata
 
@@ -260,3 +261,14 @@ class TwoHalves(KVConnectorBase_V1):
             self._scheduler_half.shutdown()
         else:
             self.worker_half.shutdown()
+
+
+class TwoHalvesOfGroups(TwoHalves, SupportsHMA):
+    """Of a connector that knows KV-cache groups: so does its scheduler half."""
+
+    def request_finished_all_groups(
+        self, request: host.Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        half = self.scheduler_half
+        assert isinstance(half, SupportsHMA)
+        return half.request_finished_all_groups(request, block_ids)

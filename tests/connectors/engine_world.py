@@ -20,7 +20,9 @@ from baton.core.config import (
     SchedulerConfig,
 )
 from baton.engine.api import EngineRequest, SamplingParams, SchedulerStats
+from baton.engine.checkpoint import load_model_config
 from baton.engine.llm import LLM
+from baton.engine.new_model import write_checkpoint
 from baton.engine.request import Request
 from tests.connectors.faulty_store import FaultyStore, StoreSchedulerHalf, StoreWorkerHalf
 
@@ -29,6 +31,16 @@ GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
 NO_STORE = {"store": {"mode": "off"}}
 Start = Callable[..., LLM]
+
+
+WINDOW = 10
+
+
+def windowed_model(folder: Path, family: str) -> ModelConfig:
+    """Of six layers. `gemma3`, `gpt_oss`: some see everything, the others a WINDOW. `mistral`: the latter."""
+    shape: dict[str, Any] = {"hidden": 32, "layers": 6, "heads": 4, "vocab": 512, "max_position": 256}
+    write_checkpoint(folder, family=family, sliding_window=WINDOW, **shape)
+    return load_model_config(folder)
 
 
 @contextmanager

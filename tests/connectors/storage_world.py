@@ -16,7 +16,9 @@ from baton.core.config import (
     KVTransferConfig,
     ModelConfig,
     ParallelConfig,
+    SchedulerConfig,
 )
+from baton.core.hashing import block_hash, root_hash
 from baton.engine.api import SamplingParams
 from baton.engine.llm import LLM
 
@@ -44,10 +46,15 @@ def config_of(
     *,
     tp: int = 1,
     secret: ClusterSecret | None = SECRET,
+    num_blocks: int = 64,
+    budget: int = 2048,
+    **cache: Any,
 ) -> EngineConfig:
+    """`budget`: tokens of a step."""
     return EngineConfig(
         model_config=model,
-        cache_config=CacheConfig(num_gpu_blocks=64, block_size=BLOCK),
+        cache_config=CacheConfig(**{"num_gpu_blocks": num_blocks, "block_size": BLOCK, **cache}),
+        scheduler_config=SchedulerConfig(max_num_batched_tokens=budget),
         parallel_config=ParallelConfig(
             tensor_parallel_size=tp, executor="multiprocess" if tp > 1 else "inprocess"
         ),
@@ -73,6 +80,23 @@ def prompt_of(num_tokens: int, step: int = 7) -> list[int]:
 
 def files_in(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"*/*/*{SUFFIX}"))
+
+
+def keys_of(prompt: list[int]) -> list[str]:
+    keys: list[str] = []
+    parent = root_hash()
+    for start in range(0, len(prompt) - CHUNK + 1, CHUNK):
+        parent = block_hash(parent, prompt[start : start + CHUNK])
+        keys.append(parent.hex())
+    return keys
+
+
+def by_position(folder: Path, prompt: list[int], window: int | None = None) -> list[Path]:
+    """The files in the order of the prompt, of one rank and of the layers with that window."""
+    kind = [] if window is None else [f".w{window}"]
+    of_kind = [path for path in files_in(folder) if path.suffixes[1:-1] == kind]
+    named = {path.name.partition(".")[0]: path for path in of_kind}
+    return [named[key] for key in keys_of(prompt)]
 
 
 def settle(llm: LLM) -> None:

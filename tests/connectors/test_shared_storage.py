@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from baton.core.config import ClusterSecret, ModelConfig
-from baton.core.hashing import block_hash, root_hash
 from baton.engine.api import EngineRequest
 from baton.engine.checkpoint import load_model_config
 from baton.engine.new_model import write_checkpoint
@@ -15,8 +14,10 @@ from tests.connectors.storage_world import (
     CHUNK,
     GREEDY,
     Start,
+    by_position,
     files_in,
     fill,
+    keys_of,
     prompt_of,
     settle,
     starting,
@@ -81,21 +82,6 @@ def corrupt(path: Path) -> None:
 
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
-
-
-def keys_of(prompt: list[int]) -> list[str]:
-    keys: list[str] = []
-    parent = root_hash()
-    for start in range(0, len(prompt) - CHUNK + 1, CHUNK):
-        parent = block_hash(parent, prompt[start : start + CHUNK])
-        keys.append(parent.hex())
-    return keys
-
-
-def by_position(folder: Path, prompt: list[int]) -> list[Path]:
-    """The files in the order of the prompt, of one rank."""
-    named = {path.name.partition(".")[0]: path for path in files_in(folder)}
-    return [named[key] for key in keys_of(prompt)]
 
 
 @pytest.mark.parametrize("damage", [corrupt, truncate], ids=["corrupted", "half-written"])
@@ -250,10 +236,3 @@ def test_two_ranks_share_files_with_two_ranks_only(start: Start, tmp_path: Path)
     (by_c,) = start(storage(tmp_path), tp=2).generate([prompt], GREEDY)
     assert by_c.token_ids == expected.token_ids
     assert by_c.num_transferred_tokens == 40
-
-
-def by_rank(folder: Path, prompt: list[int], rank: int) -> list[Path]:
-    return [
-        path.with_name(f"{path.name.split('.')[0]}.{rank}.safetensors")
-        for path in by_position(folder, prompt)
-    ]

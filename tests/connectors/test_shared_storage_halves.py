@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,6 +136,13 @@ def prefill_of(request: Request, num_scheduled: int, num_computed: int = 0) -> S
 
 
 EMPTY = SchedulerOutput()
+TABLE = SimpleNamespace(get_block_ids=lambda: (list(range(1, 8)),))
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
 
 
 def test_each_chunk_is_saved_in_the_step_that_completes_it(halves: Halves, tmp_path: Path) -> None:
@@ -150,6 +158,20 @@ def test_each_chunk_is_saved_in_the_step_that_completes_it(halves: Halves, tmp_p
     assert not halves.scheduler.has_pending_push_work()
     halves.close()
     assert len(files_in(tmp_path)) == 3
+
+
+def test_what_was_loaded_is_not_saved_again(halves: Halves, tmp_path: Path) -> None:
+    first, again = request_of("first", 3 * CHUNK + 1), request_of("again", 3 * CHUNK + 1)
+    halves.scheduler.on_new_request(first)
+    halves.step(prefill_of(first, first.num_tokens))
+    halves.step(EMPTY)
+    wait_for(lambda: len(files_in(tmp_path)) == 3)
+    halves.scheduler.on_new_request(again)
+    wait_for(lambda: halves.scheduler.get_num_new_matched_tokens(again, 0) == (3 * CHUNK, True))
+    halves.scheduler.update_state_after_alloc(again, TABLE, 3 * CHUNK)
+    loads = halves.step(EMPTY).loads
+    assert [part.block_ids for part in loads[0].parts] == [(1, 2), (3, 4), (5, 6)]
+    assert halves.step(prefill_of(again, 1, 3 * CHUNK)).saves == ()
 
 
 def test_what_a_step_with_bad_blocks_computed_is_never_written(halves: Halves, tmp_path: Path) -> None:

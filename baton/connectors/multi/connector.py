@@ -21,8 +21,7 @@ from baton.contract import (
     KVConnectorSchedulerHalf,
     KVConnectorStats,
     KVConnectorWorkerHalf,
-    SupportsHMA,
-    TwoHalves,
+    TwoHalvesOfGroups,
     host,
     supports_hma,
 )
@@ -33,16 +32,11 @@ from baton.core.transfer_params import parse_transfer_params
 Door = Callable[[Mapping[str, Any] | None], None]
 
 
-class BatonMultiConnector(TwoHalves, SupportsHMA):
-    """Raises ConfigError for children that cannot work side by side, before any of them is made."""
+class BatonMultiConnector(TwoHalvesOfGroups):
+    """Raises ConfigError for children that cannot work side by side, before any of them is made.
 
-    def request_finished_all_groups(
-        self, request: host.Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Of one group, unless all children know several (`supports_hma_config`)."""
-        half = self.scheduler_half
-        assert isinstance(half, MultiSchedulerHalf)
-        return half.request_finished_all_groups(request, block_ids)
+    It knows several groups if all of them do (`supports_hma_config`).
+    """
 
     @classmethod
     def make_scheduler_half(

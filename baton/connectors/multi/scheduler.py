@@ -51,7 +51,7 @@ T = TypeVar("T")
 Finished = tuple[bool, dict[str, Any] | None]
 
 
-class MultiSchedulerHalf(KVConnectorSchedulerHalf):
+class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def __init__(
         self,
         children: Sequence[tuple[str, KVConnectorSchedulerHalf]],

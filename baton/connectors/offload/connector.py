@@ -15,12 +15,12 @@ from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.stats import OffloadPromMetrics, OffloadStats
 from baton.connectors.offload.worker import OffloadWorkerHalf
-from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, SupportsHMA, host
+from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, TwoHalvesOfGroups, host
 from baton.core.config import EngineConfig
 from baton.core.transfer_params import parse_offload_choice, parse_transfer_params
 
 
-class BatonOffloadConnector(ObservedConnector, SupportsHMA):
+class BatonOffloadConnector(ObservedConnector, TwoHalvesOfGroups):
     stats_kind, prom_kind = OffloadStats, OffloadPromMetrics
 
     @classmethod
@@ -37,11 +37,6 @@ class BatonOffloadConnector(ObservedConnector, SupportsHMA):
     @classmethod
     def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:
         return OffloadWorkerHalf(cls.identity_of(vllm_config))
-
-    def request_finished_all_groups(
-        self, request: host.Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler_half.request_finished(request, block_ids[0])  # It has the tables already.
 
     @classmethod
     def make_door(cls, config: EngineConfig) -> Callable[[Mapping[str, Any] | None], None]:

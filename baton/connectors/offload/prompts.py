@@ -51,8 +51,7 @@ class Prompt:
         self.hashes: list[BlockHash] = []  # Of full blocks, as far as anybody has asked.
         self.keys: list[BlockHash] = []  # Of full chunks, likewise.
         self.key_set: set[BlockHash] = set()
-        # The engine's, one for each group. What has left a window since it was added still stands there.
-        self.tables: tuple[list[int], ...] = ()
+        self.tables: tuple[list[int], ...] = ()  # See `HasTables`.
         self.num_seen_chunks = 0  # Stored, found stored, or given up for now.
         self.num_local_tokens = 0  # What the engine had itself when it last asked what can be loaded.
         self.open_stores: set[int] = set()  # Jobs that read its blocks.

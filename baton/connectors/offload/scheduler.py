@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from baton.connectors.block_tables import follow_tables
 from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, OffloadReport, StoreBlocks
 from baton.connectors.offload.prompts import Prompt, is_plain
@@ -252,25 +253,9 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         return choice._replace(may_load=choice.may_load and reads)
 
     def _plan_stores(self, output: host.SchedulerOutput) -> Iterable[StoreBlocks]:
-        scheduled: list[tuple[str, int]] = []  # (request, its tokens that were computed before this step)
-        for new in output.scheduled_new_reqs:
-            if (prompt := self._prompts.get(new.req_id)) is not None:
-                prompt.tables = tuple(list(table) for table in new.block_ids)
-            scheduled.append((new.req_id, new.num_computed_tokens))
-        cached = output.scheduled_cached_reqs
-        for request_id, block_ids, num_computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            if block_ids is not None and (prompt := self._prompts.get(request_id)) is not None:
-                if request_id in cached.resumed_req_ids:
-                    prompt.tables = tuple(list(table) for table in block_ids)
-                else:
-                    for table, added in zip(prompt.tables, block_ids, strict=True):
-                        table += added
-            scheduled.append((request_id, num_computed))
-        for request_id, num_computed in scheduled:
-            prompt = self._prompts.get(request_id)
-            if prompt is not None and prompt.choice.may_store:
+        for request_id, num_computed in follow_tables(output, self._prompts):
+            prompt = self._prompts[request_id]
+            if prompt.choice.may_store:
                 store = self._plan_store(prompt, num_computed, output.num_scheduled_tokens[request_id])
                 if store is not None:
                     yield store

@@ -16,11 +16,11 @@ from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.scheduler import PullSchedulerHalf
 from baton.connectors.pull.stats import PullPromMetrics, PullStats
 from baton.connectors.pull.worker import PullWorkerHalf
-from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, SupportsHMA, host
+from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, TwoHalvesOfGroups, host
 from baton.core.config import EngineConfig
 
 
-class BatonPullConnector(ObservedConnector, SupportsHMA):
+class BatonPullConnector(ObservedConnector, TwoHalvesOfGroups):
     stats_kind, prom_kind = PullStats, PullPromMetrics
     # The paper, and vLLM's keys, which lead to the same blocks.
     answered_params = frozenset({"baton_ticket", "remote_block_ids", "remote_engine_id"})
@@ -40,13 +40,6 @@ class BatonPullConnector(ObservedConnector, SupportsHMA):
     @classmethod
     def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:
         return PullWorkerHalf(cls.identity_of(vllm_config))
-
-    def request_finished_all_groups(
-        self, request: host.Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        half = self.scheduler_half
-        assert isinstance(half, SupportsHMA)
-        return half.request_finished_all_groups(request, block_ids)
 
     @classmethod
     def make_door(cls, config: EngineConfig) -> Callable[[Mapping[str, Any] | None], None]:

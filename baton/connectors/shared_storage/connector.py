@@ -16,11 +16,11 @@ from baton.connectors.shared_storage.identity import StorageIdentity
 from baton.connectors.shared_storage.scheduler import StorageSchedulerHalf
 from baton.connectors.shared_storage.stats import StoragePromMetrics, StorageStats
 from baton.connectors.shared_storage.worker import StorageWorkerHalf
-from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
+from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, TwoHalvesOfGroups, host
 from baton.core.config import EngineConfig
 
 
-class BatonSharedStorageConnector(ObservedConnector):
+class BatonSharedStorageConnector(ObservedConnector, TwoHalvesOfGroups):
     stats_kind, prom_kind = StorageStats, StoragePromMetrics
 
     @classmethod

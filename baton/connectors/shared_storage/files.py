@@ -1,9 +1,11 @@
 """One rank's KV of one chunk as a safetensors file, and the proof that it is whole.
 
-    <path>/<namespace>/<2 hex of key>/<key>.<rank>.safetensors
+    <path>/<namespace>/<2 hex of key>/<key>.<rank>.safetensors        layers that see everything
+    <path>/<namespace>/<2 hex of key>/<key>.<rank>.w<window>.safetensors  layers with a window, where they
+                                                                      have block tables of their own
 
-    tensors      <layer name>   [blocks of the chunk, (kv_heads,) block_tokens, content]
-    metadata     format, namespace, key, rank, checksum
+    tensors      <layer name>   [blocks of the chunk (`layer_kinds`), (kv_heads,) block_tokens, content]
+    metadata     format, namespace, key, rank, (window,) checksum
 
 `key` is the hash of *all* tokens up to the chunk's end, so a file says of which prefix it is. The checksum
 goes over all of this, tensors and what they are called; keyed with the cluster secret, it is a signature.
@@ -48,10 +50,12 @@ class ChunkName:
     namespace: str
     key: bytes  # Of the prefix up to the chunk's end.
     rank: int
+    window: int | None = None  # Of the layers whose blocks these are.
 
     def path_in(self, folder: Path) -> Path:
         digits = self.key.hex()
-        return folder / self.namespace / digits[:2] / f"{digits}.{self.rank}{SUFFIX}"
+        kind = "" if self.window is None else f".w{self.window}"
+        return folder / self.namespace / digits[:2] / f"{digits}.{self.rank}{kind}{SUFFIX}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,8 @@ def _metadata(content: bytes) -> dict[str, str]:
 
 
 def _claims(name: ChunkName) -> dict[str, str]:
-    return {"format": FORMAT, "namespace": name.namespace, "key": name.key.hex(), "rank": str(name.rank)}
+    claims = {"format": FORMAT, "namespace": name.namespace, "key": name.key.hex(), "rank": str(name.rank)}
+    return claims if name.window is None else {**claims, "window": str(name.window)}
 
 
 def _checksum(name: ChunkName, layers: Mapping[str, torch.Tensor], signing_key: bytes) -> str:

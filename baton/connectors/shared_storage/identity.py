@@ -2,7 +2,8 @@
 
 Two engines share files exactly if everything is equal on which the bytes of a block depend:
 
-    namespace = digest(model fingerprint, tokens of a chunk, each rank's layout, who signs files)
+    namespace = digest(model fingerprint, tokens of a chunk, each rank's layout, who signs files,
+                       the windows of layers, where they have block tables of their own)
 
 The layout is known to the ranks alone, which have the tensors; the weights to the scheduler's half alone,
 since a host's ranks need not digest them. So ranks tell their layout, and hear the namespace with their
@@ -17,9 +18,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from baton.connectors.shared_storage.layer_kinds import LayerKind, kinds_of
 from baton.connectors.shared_storage.settings import StorageSettings
 from baton.core.config import ClusterSecret, EngineConfig
 from baton.core.errors import ConfigError
+from baton.core.kv_groups import KVCacheGroup, is_hybrid
 from baton.core.layout import SLOT, ModelFingerprint
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
     loads: bool  # kv_consumer, kv_both.
     secret: ClusterSecret | None
     settings: StorageSettings
+    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)  # Of layers; by default one, which has all.
 
     @classmethod
     def of_engine(cls, config: EngineConfig) -> StorageIdentity:
@@ -54,6 +58,7 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
             loads=transfer.is_kv_consumer,
             secret=config.cluster_secret,
             settings=StorageSettings.parse(transfer.kv_connector_extra_config),
+            groups=config.kv_cache_groups,
         )
 
     def __post_init__(self) -> None:
@@ -68,6 +73,11 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
         return self.chunk_tokens // self.block_tokens
 
     @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """A chunk has a file of each."""
+        return kinds_of(self.groups, chunk_blocks=self.chunk_blocks, block_tokens=self.block_tokens)
+
+    @property
     def signing_key(self) -> bytes:
         """Of the files' checksums: nobody without the cluster secret, if there is one, can forge a file."""
         return b"" if self.secret is None else self.secret.derive(KEY_PURPOSE)
@@ -78,6 +88,9 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
         # The key by its digest: engines with another one would take our files for corrupted, and remove them.
         signed_by = hashlib.blake2b(b"", key=self.signing_key, digest_size=NAMESPACE_BYTES).hexdigest()
         parts = [FORMAT, msgspec.structs.asdict(self.fingerprint), self.chunk_tokens, signed_by]
+        if is_hybrid(self.groups):
+            # Of each layer; into how many groups those of one window are cut, no file shows.
+            parts.append(sorted((layer, group.window) for group in self.groups for layer in group.layers))
         said = msgspec.json.encode([*parts, [layouts[rank] for rank in sorted(layouts)]])
         return hashlib.blake2b(said, digest_size=NAMESPACE_BYTES).hexdigest()
 

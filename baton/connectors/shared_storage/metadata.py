@@ -21,18 +21,20 @@ class StorageHandshake(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True, slots=True)
 class SaveChunk:
-    """Whole blocks, all of whose tokens are computed when the step is."""
+    """For one file: whole blocks, all of whose tokens are computed when the step is."""
 
     key: bytes
-    block_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]  # Of each group of the kind in turn, equally many.
+    kind: int = 0  # Which of the identity's `layer_kinds`.
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """The last blocks of a chunk; those before are in the prefix cache already."""
+    """The last blocks of one file; those before are in the prefix cache already, or nobody sees them."""
 
     key: bytes
-    block_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]  # As above.
+    kind: int = 0
 
 
 @dataclass(frozen=True, slots=True)

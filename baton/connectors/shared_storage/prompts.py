@@ -6,17 +6,20 @@
     |<- local hit ->|<- load ->|
                                 |<- saved when computed ->|
 
-A chunk is a whole number of blocks. Keys are hashes of tokens (and of what else the KV depends on), not of
-blocks, so they do not depend on the host's own hashing, which may differ from process to process.
+A chunk is a whole number of blocks, and has a file for each kind of layers (`layer_kinds`). Keys are hashes
+of tokens (and of what else the KV depends on), not of blocks, so they do not depend on the host's own
+hashing, which may differ from process to process.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.connectors.shared_storage.layer_kinds import LayerKind
 from baton.connectors.shared_storage.metadata import ChunkPart, SaveChunk
 from baton.contract import host
 from baton.core.hashing import BlockHash, block_hash, extra_key, root_hash
+from baton.core.kv_groups import NULL_BLOCK_ID
 
 
 @dataclass(slots=True)
@@ -33,8 +36,9 @@ class Prompt:
     chunk_tokens: int
     block_tokens: int
     hash_seed: str
+    kinds: tuple[LayerKind, ...]
     keys: list[BlockHash] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
+    tables: tuple[list[int], ...] = ()  # See `HasTables`.
     num_saved: int = 0  # Chunks that are stored, or that ranks were told to save.
     lookup: Lookup | None = None
     num_local_tokens: int = 0  # When a load was promised.
@@ -51,36 +55,54 @@ class Prompt:
             self.keys.append(block_hash(parent, tokens[start : start + self.chunk_tokens], extra))
         return self.keys
 
-    def load_parts(self, block_ids: list[int], num_external_tokens: int) -> tuple[ChunkPart, ...]:
-        """Of the tokens behind the local hit. `block_ids`: the request's whole table."""
-        first, end = self.num_local_tokens, self.num_local_tokens + num_external_tokens
-        assert end % self.chunk_tokens == 0
-        assert end <= len(self.keys) * self.chunk_tokens
+    def load_parts(self, tables: tuple[list[int], ...], num_external_tokens: int) -> tuple[ChunkPart, ...]:
+        """Of the tokens behind the local hit. `tables`: the request's, whole."""
+        end_token = self.num_local_tokens + num_external_tokens
+        assert end_token % self.chunk_tokens == 0
+        assert end_token <= len(self.keys) * self.chunk_tokens
+        assert self.num_local_tokens % self.block_tokens == 0
         parts = []
-        for index in range(first // self.chunk_tokens, end // self.chunk_tokens):
-            start = max(first, index * self.chunk_tokens)
-            blocks = self._blocks(block_ids, start, (index + 1) * self.chunk_tokens)
-            parts.append(ChunkPart(self.keys[index], blocks))
+        for index in range(self.num_local_tokens // self.chunk_tokens, end_token // self.chunk_tokens):
+            end = (index + 1) * self._chunk_blocks
+            for number, kind in enumerate(self.kinds):
+                seen = max(index * self._chunk_blocks, kind.first_held(end_token))
+                if (start := max(seen, self.num_local_tokens // self.block_tokens)) < end:
+                    blocks = _blocks(kind, tables, start, end)
+                    assert kind.window is None or NULL_BLOCK_ID not in blocks, "the host holds what it sees"
+                    parts.append(ChunkPart(self.keys[index], blocks, number))
         return tuple(parts)
 
-    def take_saves(self, num_computed_tokens: int) -> list[tuple[int, SaveChunk]]:
-        """What may be saved when so many tokens are computed, with the index of each chunk."""
+    def take_saves(self, num_computed_before: int, num_computed_tokens: int) -> list[tuple[int, SaveChunk]]:
+        """What a step may save that computes up to `num_computed_tokens`, with the index of each chunk.
+
+        A chunk that the step completes has all of its blocks. Of one that the request found in the engine's
+        own cache, the blocks of a window may have been left out; what sees everything is saved all the same.
+        """
         num_computed = min(num_computed_tokens, self.request.num_tokens) // self.chunk_tokens
         if num_computed <= self.num_saved:
             return []
         keys = self.extend_keys()
         saves = []
         for index in range(self.num_saved, num_computed):
-            start = index * self.chunk_tokens
-            blocks = self._blocks(self.block_ids, start, start + self.chunk_tokens)
-            saves.append((index, SaveChunk(keys[index], blocks)))
+            end = (index + 1) * self._chunk_blocks
+            for number, kind in enumerate(self.kinds):
+                start = end - kind.num_stored
+                blocks = _blocks(kind, self.tables, start, end)
+                if kind.window is None or (
+                    start >= kind.first_held(num_computed_before) and NULL_BLOCK_ID not in blocks
+                ):
+                    saves.append((index, SaveChunk(keys[index], blocks, number)))
         self.num_saved = num_computed
         return saves
 
-    def _blocks(self, table: list[int], start: int, end: int) -> tuple[int, ...]:
-        blocks = tuple(table[start // self.block_tokens : end // self.block_tokens])
-        assert len(blocks) * self.block_tokens == end - start, "the table is shorter than what is computed"
-        return blocks
+    @property
+    def _chunk_blocks(self) -> int:
+        return self.chunk_tokens // self.block_tokens
+
+
+def _blocks(kind: LayerKind, tables: tuple[list[int], ...], start: int, end: int) -> tuple[int, ...]:
+    assert all(len(table) >= end for table in tables), "a table is shorter than what is computed"
+    return tuple(block for group in kind.groups for block in tables[group][start:end])
 
 
 def _extra_of(request: host.Request) -> bytes:

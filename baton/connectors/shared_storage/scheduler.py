@@ -4,6 +4,8 @@
     it is its turn       so many tokens can be loaded; or, until the thread has answered, "ask again later"
     a chunk is computed  ranks copy it in that step, and may write it once all have, and nothing was wrong
 
+A prefix is found as far as all that its layers see at its end is there (`layer_kinds`).
+
 Why the last: a step that another connector's failed load has spoiled would be stored as the truth. So what
 ranks have copied in a step is dropped if that step's report, or that of one before it, names bad blocks.
 """
@@ -13,13 +15,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from baton.connectors.block_tables import follow_tables
 from baton.connectors.jobs import Jobs, Repeated
 from baton.connectors.shared_storage.identity import StorageIdentity
+from baton.connectors.shared_storage.layer_kinds import LayerKind, num_served
 from baton.connectors.shared_storage.metadata import (
     ChunkPart,
     LoadChunks,
@@ -37,6 +41,7 @@ from baton.contract import (
     KVConnectorOutput,
     KVConnectorSchedulerHalf,
     RankCombiner,
+    SupportsHMA,
     host,
 )
 from baton.core.errors import ConfigError
@@ -47,11 +52,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class StorageSchedulerHalf(KVConnectorSchedulerHalf):
+class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def __init__(self, identity: StorageIdentity, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises ConfigError for a folder that cannot be used."""
         settings = identity.settings
         self._identity = identity
+        self._kinds = identity.layer_kinds
         self._clock = clock
         self._folder = Path(settings.path)
         _make(self._folder)
@@ -110,22 +116,30 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf):
         prompt = self._prompt_of(request)
         if prompt is None or num_external_tokens == 0:
             return
-        (block_ids,) = blocks.get_block_ids()
         assert prompt.lookup is not None, "nothing was promised"
         assert prompt.lookup.num_stored is not None, "nothing was promised"
         end = prompt.lookup.num_stored * self._identity.chunk_tokens
         prompt.num_local_tokens = end - num_external_tokens
         prompt.has_loaded = True
-        parts = prompt.load_parts(block_ids, num_external_tokens)
+        prompt.num_saved = prompt.lookup.num_stored
+        parts = prompt.load_parts(blocks.get_block_ids(), num_external_tokens)
         self._loads.append(LoadChunks(request.request_id, parts))
 
     def fail_load(self, request_id: str, block_ids: tuple[int, ...]) -> None:
         """For a host that has parked a request whose load could not be ordered: it awaits the end."""
         self._loads.append(LoadChunks(request_id, (ChunkPart(b"", block_ids),), is_failed=True))
 
+    def get_loaded_kv_cache_group_ids(self, request: host.Request) -> tuple[int, ...]:
+        return tuple(range(len(self._identity.groups)))
+
     def request_finished(self, request: host.Request, block_ids: list[int]) -> tuple[bool, None]:
         self._prompts.pop(request.request_id, None)
         return False, None
+
+    def request_finished_all_groups(
+        self, request: host.Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, None]:
+        return self.request_finished(request, block_ids[0])
 
     def _prompt_of(self, request: host.Request) -> Prompt | None:
         """None for a prompt without tokens, whose KV has no name."""
@@ -134,7 +148,11 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf):
                 return None
             identity = self._identity
             prompt = Prompt(
-                request, identity.chunk_tokens, identity.block_tokens, identity.fingerprint.hash_seed
+                request,
+                identity.chunk_tokens,
+                identity.block_tokens,
+                identity.fingerprint.hash_seed,
+                self._kinds,
             )
             self._prompts[request.request_id] = prompt
             self._look_up(prompt)
@@ -196,33 +214,15 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf):
 
     def _find_saves(self, output: host.SchedulerOutput) -> list[SaveChunk]:
         found: list[tuple[str, int, SaveChunk]] = []
-        for request_id, num_computed in self._follow_tables(output):
+        for request_id, num_computed in follow_tables(output, self._prompts):
             prompt = self._prompts[request_id]
             self._skip_stored(prompt)
-            num_computed += output.num_scheduled_tokens.get(request_id, 0)
-            found += [(request_id, index, save) for index, save in prompt.take_saves(num_computed)]
+            end = num_computed + output.num_scheduled_tokens.get(request_id, 0)
+            found += [(request_id, index, save) for index, save in prompt.take_saves(num_computed, end)]
         if found:
             self._in_flight[self._step] = [(request_id, index) for request_id, index, _ in found]
         # Two requests may share a prefix, and compute it in the same step.
-        return list({save.key: save for _, _, save in found}.values())
-
-    def _follow_tables(self, output: host.SchedulerOutput) -> Iterable[tuple[str, int]]:
-        """Each known request of the step, with the tokens computed before it; its table is up to date."""
-        for new in output.scheduled_new_reqs:
-            if (prompt := self._prompts.get(new.req_id)) is not None and len(new.block_ids) == 1:
-                prompt.block_ids = list(new.block_ids[0])
-                yield new.req_id, new.num_computed_tokens
-        cached = output.scheduled_cached_reqs
-        for request_id, fresh, num_computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            if (prompt := self._prompts.get(request_id)) is None:
-                continue
-            if request_id in cached.resumed_req_ids:
-                prompt.block_ids = []
-            if fresh is not None:
-                prompt.block_ids += fresh[0]
-            yield request_id, num_computed
+        return list({(save.key, save.kind): save for _, _, save in found}.values())
 
     def _skip_stored(self, prompt: Prompt) -> None:
         if prompt.lookup is not None and not prompt.has_loaded:
@@ -265,16 +265,19 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf):
         """On the lookup's thread. A file that is there is whole; whether it is right, the load finds out."""
         from baton.connectors.shared_storage.files import ChunkName
 
-        num_stored = 0
-        for key in keys:
-            names = (ChunkName(namespace, key, rank) for rank in range(self._identity.num_ranks))
-            try:
-                if not all(name.path_in(self._folder).exists() for name in names):
-                    break
-            except OSError as error:
-                logger.warning("could not look into %s: %s", self._folder, error)
-                break
-            num_stored += 1
+        @cache
+        def is_stored(kind: LayerKind, chunk: int) -> bool:
+            names = (
+                ChunkName(namespace, keys[chunk], rank, kind.window)
+                for rank in range(self._identity.num_ranks)
+            )
+            return all(name.path_in(self._folder).exists() for name in names)
+
+        try:
+            num_stored = num_served(self._kinds, len(keys), is_stored)
+        except OSError as error:
+            logger.warning("could not look into %s: %s", self._folder, error)
+            num_stored = 0
         with self._lock:
             lookup.num_stored = num_stored
             self._stats.add(looked_up_chunks=len(keys), found_chunks=num_stored)

@@ -1,7 +1,7 @@
 """What the shared storage counts, and the names under which it is published.
 
 counts of `StorageStats.data`   Prometheus (counters end in _total)
-saved_chunks, saved_bytes       baton:storage_saved_chunks, baton:storage_saved_bytes         of one rank each
+saved_chunks, saved_bytes       baton:storage_saved_chunks, baton:storage_saved_bytes         files
 loaded_chunks, loaded_bytes     baton:storage_loaded_chunks, baton:storage_loaded_bytes
 load_s, save_s                  baton:storage_load_seconds, baton:storage_save_seconds        threads' time
 looked_up_chunks, found_chunks  baton:storage_lookup_chunks, baton:storage_found_chunks
@@ -31,7 +31,7 @@ GAUGES = {
 @dataclass
 class StorageStats(CountedStats):
     counts: ClassVar[Mapping[str, Count]] = {
-        "saved_chunks": Count("baton:storage_saved_chunks", "Files written, one for each chunk and rank."),
+        "saved_chunks": Count("baton:storage_saved_chunks", "Files written: of a chunk, by rank and window."),
         "saved_bytes": Count("baton:storage_saved_bytes", "Bytes written."),
         "save_s": Count("baton:storage_save_seconds", "Time that writing took."),
         "loaded_chunks": Count("baton:storage_loaded_chunks", "Files of KV read and believed."),

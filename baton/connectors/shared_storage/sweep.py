@@ -1,8 +1,9 @@
 """Keeps a folder within its limits of size and age. Any number of engines may sweep one folder at once.
 
-Least recently used goes first; "used" is the file's modification time, which readers renew. All ranks' files
-of a chunk go together: one without the others is of no use. A reader that has opened a file reads it to its
-end whatever happens to the name; one that comes later finds nothing, and computes.
+Least recently used goes first; "used" is the file's modification time, which readers renew. All files of a
+chunk, of every rank and kind of layers, go together: one without the others is of no use. A reader that has
+opened a file reads it to its end whatever happens to the name; one that comes later finds nothing, and
+computes.
 
     too old                         older than max_age_s
     too much                        the oldest, down to LOW_WATER of max_bytes, so that a sweep buys time
@@ -72,7 +73,7 @@ def _chunks(folder: Path, now_s: float) -> list[_Chunk]:
             if now_s - found.st_mtime > ABANDONED_S:
                 _remove(entry.path)
         elif entry.name.endswith(SUFFIX):
-            chunk = chunks[entry.path.removesuffix(SUFFIX).rpartition(".")[0]]
+            chunk = chunks[os.path.join(os.path.dirname(entry.path), entry.name.partition(".")[0])]
             chunk.used_s = max(chunk.used_s, found.st_mtime)
             chunk.nbytes += found.st_size
             chunk.paths.append(entry.path)

@@ -31,13 +31,20 @@ from baton.connectors.shared_storage.metadata import (
 )
 from baton.connectors.shared_storage.stats import StorageStats
 from baton.connectors.whole_file import write_whole
-from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerHalf, host
+from baton.contract import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
+    KVConnectorWorkerHalf,
+    host,
+)
+from baton.core.kv_groups import is_hybrid
 from baton.core.layout import SLOT
 
 if TYPE_CHECKING:
     import torch
 
-    from baton.connectors.shared_storage.files import LayerShape
+    from baton.connectors.shared_storage.cache_blocks import CacheBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +53,10 @@ MIB = 1 << 20
 
 @dataclass(slots=True)
 class _Copy:
-    """Of one chunk, until it is written or dropped."""
+    """Of one file, until it is written or dropped."""
 
     key: bytes
+    window: int | None
     layers: dict[str, torch.Tensor]
     nbytes: int
 
@@ -71,9 +79,8 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         self._clock = clock
         self._key = identity.signing_key
         self._namespace: str | None = None
-        self._caches: dict[str, torch.Tensor] = {}
+        self._blocks: tuple[CacheBlocks, ...] = ()  # Of each kind of layers.
         self._layout = ""
-        self._shapes: dict[str, LayerShape] = {}
         self._wake: Callable[[], None] = lambda: None
         self._staged: dict[int, list[_Copy]] = {}  # By step; not known yet to be right.
         self._copied: set[int] = set()  # Steps, for the next report.
@@ -84,21 +91,18 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         self._backlog_bytes = 0
         self._finished: set[str] = set()
         self._invalid_blocks: set[int] = set()
-        self._failed: set[str] = set()
+        self._failed: set[str] = set()  # For our scheduler half.
+        self._failed_whole: set[str] = set()  # For the host.
         self._stats = StorageStats()
 
     # --- Start ---------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        from baton.connectors.shared_storage.files import LayerShape
+        from baton.connectors.shared_storage.cache_blocks import blocks_of_kinds
 
         identity = self._identity
         self._layout = layout_digest(kv_caches, identity.block_tokens, self._packing_of(kv_caches))
-        self._caches = kv_caches
-        self._shapes = {
-            name: LayerShape((identity.chunk_blocks, *cache.shape[1:]), cache.dtype)
-            for name, cache in kv_caches.items()
-        }
+        self._blocks = blocks_of_kinds(kv_caches, identity)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return StorageHandshake(self._identity.rank, self._layout)
@@ -155,13 +159,14 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         self._copied.add(metadata.step)
         copies = self._staged.setdefault(metadata.step, [])
         for save in metadata.saves:
-            nbytes = sum(shape.nbytes for shape in self._shapes.values())
+            blocks = self._blocks[save.kind]
             with self._lock:
-                if self._backlog_bytes + nbytes > self._identity.settings.backlog_max_mib * MIB:
+                if self._backlog_bytes + blocks.nbytes > self._identity.settings.backlog_max_mib * MIB:
                     self._stats.add_for("not_saved", "backlog")
                     continue
-                self._backlog_bytes += nbytes
-            copies.append(_Copy(save.key, self._copy_out(save.block_ids), nbytes))
+                self._backlog_bytes += blocks.nbytes
+            layers = blocks.copy_out(save.block_ids)
+            copies.append(_Copy(save.key, blocks.kind.window, layers, blocks.nbytes))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         now = self._clock()
@@ -172,6 +177,13 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         for request_id in finished:
             self._loads.pop(request_id, None)
         return None, finished or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        _, received = self.get_finished(finished_req_ids)
+        with self._lock:
+            failed = self._failed_whole & (received or set())  # One that has ended since then is for later.
+            self._failed_whole -= failed
+        return KVConnectorTransferResults(None, received, failed or None)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         with self._lock:
@@ -204,21 +216,12 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
 
     # --- Saving --------------------------------------------------------------------------------
 
-    def _copy_out(self, block_ids: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        import torch
-
-        index = torch.tensor(block_ids)
-        return {
-            name: cache.index_select(0, index.to(cache.device)).to("cpu")
-            for name, cache in self._caches.items()
-        }
-
     def _write(self, copy: _Copy) -> None:
         """On the writer's thread."""
         from baton.connectors.shared_storage import files
 
         assert self._namespace is not None, "the scheduler orders nothing before it knows"
-        name = files.ChunkName(self._namespace, copy.key, self._identity.rank)
+        name = files.ChunkName(self._namespace, copy.key, self._identity.rank, copy.window)
         path = name.path_in(self._folder)
         started = self._clock()
         try:
@@ -269,12 +272,13 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         from baton.connectors.shared_storage import files
 
         assert self._namespace is not None
-        name = files.ChunkName(self._namespace, part.key, self._identity.rank)
+        blocks = self._blocks[part.kind]
+        name = files.ChunkName(self._namespace, part.key, self._identity.rank, blocks.kind.window)
         path = name.path_in(self._folder)
         started = self._clock()
         try:
-            content = files.read(path, self._shapes)
-            layers = files.decode(content, name, self._shapes, self._key)
+            content = files.read(path, blocks.shapes)
+            layers = files.decode(content, name, blocks.shapes, self._key)
         except files.Unusable as error:
             if error.reason in ("corrupt", "foreign"):
                 _remove(path)
@@ -282,22 +286,10 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         with load.lock:
             if load.is_over:
                 return
-            self._copy_in(layers, part.block_ids)
+            blocks.copy_in(layers, part.block_ids)
         _renew(path)
         with self._lock:
             self._stats.add(loaded_chunks=1, loaded_bytes=len(content), load_s=self._clock() - started)
-
-    def _copy_in(self, layers: dict[str, torch.Tensor], block_ids: tuple[int, ...]) -> None:
-        import torch
-
-        index = torch.tensor(block_ids)
-        skipped = self._identity.chunk_blocks - len(block_ids)
-        with torch.inference_mode():  # A host may have allocated its cache in that mode.
-            for name, cache in self._caches.items():
-                cache.index_copy_(0, index.to(cache.device), layers[name][skipped:].to(cache.device))
-        device = next(iter(self._caches.values())).device
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # This thread's own copies.
 
     def _end_load(self, load: _Load, not_loaded: tuple[ChunkPart, ...], reason: str | None) -> None:
         """From any thread; the first one decides."""
@@ -307,9 +299,12 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
             load.is_over = True
         with self._lock:
             self._finished.add(load.order.request_id)
-            self._invalid_blocks.update(block for part in not_loaded for block in part.block_ids)
             if reason is not None:
                 self._failed.add(load.order.request_id)
+                if is_hybrid(self._identity.groups):
+                    self._failed_whole.add(load.order.request_id)  # A part is of no use: windows see its end.
+                else:
+                    self._invalid_blocks.update(block for part in not_loaded for block in part.block_ids)
                 self._stats.add_for("failures", reason)
         self._wake()
 

@@ -1,0 +1,40 @@
+"""The block tables of a step's requests, followed from what each step says is new in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from baton.contract import host
+
+
+class HasTables(Protocol):
+    """What a connector knows of a request."""
+
+    tables: tuple[list[int], ...]
+    """One for each KV-cache group. What has left a window since it was added still stands there."""
+
+
+def follow_tables(
+    output: host.SchedulerOutput, requests: Mapping[str, HasTables]
+) -> Iterator[tuple[str, int]]:
+    """The step's requests that are among `requests`, as (id, tokens computed before the step).
+
+    When a request is yielded, its tables are those of the step.
+    """
+    for new in output.scheduled_new_reqs:
+        if (request := requests.get(new.req_id)) is not None:
+            request.tables = tuple(list(table) for table in new.block_ids)
+            yield new.req_id, new.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    for request_id, block_ids, num_computed in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        if (request := requests.get(request_id)) is None:
+            continue
+        if request_id in cached.resumed_req_ids:
+            request.tables = tuple(list(table) for table in block_ids or ())
+        elif block_ids is not None:
+            for table, added in zip(request.tables, block_ids, strict=True):
+                table += added
+        yield request_id, num_computed

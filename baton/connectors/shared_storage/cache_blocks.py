@@ -1,0 +1,67 @@
+"""One kind of layers in a rank's cache: what a chunk's file of them has, copied out of it and into it.
+
+Layers of different groups may share memory. A block belongs to one group at a time, so each group's blocks
+are copied for its own layers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from baton.connectors.shared_storage.files import LayerShape
+from baton.connectors.shared_storage.identity import StorageIdentity
+from baton.connectors.shared_storage.layer_kinds import LayerKind
+
+
+class CacheBlocks:
+    """`block_ids`, in what follows: of each group of the kind in turn, equally many."""
+
+    def __init__(self, kind: LayerKind, layers: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """`layers`: the caches of each group's layers, by name."""
+        self.kind = kind
+        self._layers = layers
+        self._device = next(iter(layers[0].values())).device
+        self.shapes = {
+            name: LayerShape((kind.num_stored, *cache.shape[1:]), cache.dtype)
+            for of_group in layers
+            for name, cache in of_group.items()
+        }
+        self.nbytes = sum(shape.nbytes for shape in self.shapes.values())
+
+    def copy_out(self, block_ids: Sequence[int]) -> dict[str, torch.Tensor]:
+        """On the CPU, none sharing memory with another."""
+        return {
+            name: cache.index_select(0, index.to(self._device)).to("cpu")
+            for of_group, index in self._by_group(block_ids)
+            for name, cache in of_group.items()
+        }
+
+    def copy_in(self, stored: Mapping[str, torch.Tensor], block_ids: Sequence[int]) -> None:
+        """`stored`: a whole file's. `block_ids`: for its last blocks; those before are there already."""
+        with torch.inference_mode():  # A host may have allocated its cache in that mode.
+            for of_group, index in self._by_group(block_ids):
+                skipped = self.kind.num_stored - len(index)
+                for name, cache in of_group.items():
+                    cache.index_copy_(0, index.to(self._device), stored[name][skipped:].to(self._device))
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # This thread's own copies.
+
+    def _by_group(self, block_ids: Sequence[int]) -> list[tuple[Mapping[str, torch.Tensor], torch.Tensor]]:
+        indices = torch.tensor(block_ids).view(len(self._layers), -1)
+        return list(zip(self._layers, indices, strict=True))
+
+
+def blocks_of_kinds(
+    kv_caches: Mapping[str, torch.Tensor], identity: StorageIdentity
+) -> tuple[CacheBlocks, ...]:
+    """In the order of the identity's kinds. `kv_caches`: by name, in the order of layers."""
+    names = list(kv_caches)
+    of_groups = [
+        {name: kv_caches[name] for name in ([names[i] for i in group.layers] or names)}
+        for group in identity.groups
+    ]
+    return tuple(
+        CacheBlocks(kind, [of_groups[group] for group in kind.groups]) for kind in identity.layer_kinds
+    )

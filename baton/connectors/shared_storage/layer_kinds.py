@@ -1,0 +1,87 @@
+"""Which files a chunk has, and which of them a prefix needs: layers that see the same share a file.
+
+    blocks of 4 tokens, chunks of 3 blocks            a prefix of three chunks needs
+    sees everything    | 0 1 2 | 3 4 5 | 6 7 8 |      all files
+    window of 6        | - 1 2 | - 4 5 | - 7 8 |      the last file
+    window of 20       | 0 1 2 | 3 4 5 | 6 7 8 |      the last two, of the first of them only block 4 and on
+
+A prefix that is found ends with a chunk. What no such prefix sees of a chunk, its file does not have.
+
+Pure: no torch, no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.core.kv_groups import KVCacheGroup
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """`groups`: indices of the engine's KV-cache groups that have this window; each has a block table."""
+
+    window: int | None
+    groups: tuple[int, ...]
+    chunk_blocks: int
+    block_tokens: int
+
+    @property
+    def first_stored(self) -> int:
+        """Of a chunk's blocks, the first that its file has."""
+        return self.first_held(self.chunk_blocks * self.block_tokens)
+
+    @property
+    def num_stored(self) -> int:
+        """Blocks of a chunk that its file has, of each group."""
+        return self.chunk_blocks - self.first_stored
+
+    def first_held(self, num_computed_tokens: int) -> int:
+        """Of a request's blocks, the first that an engine keeps, and needs, behind so many tokens."""
+        return KVCacheGroup((), self.window).first_kept(num_computed_tokens, self.block_tokens)
+
+    def first_chunk(self, num_chunks: int) -> int:
+        """The first of so many chunks whose file their prefix needs."""
+        return self.first_held(num_chunks * self.chunk_blocks * self.block_tokens) // self.chunk_blocks
+
+
+IsStored = Callable[[LayerKind, int], bool]
+
+
+def kinds_of(
+    groups: Sequence[KVCacheGroup], *, chunk_blocks: int, block_tokens: int
+) -> tuple[LayerKind, ...]:
+    """One for each window; what sees everything comes first, since it is soonest known not to be stored."""
+    windows = sorted({group.window for group in groups}, key=lambda window: (window is not None, window or 0))
+    return tuple(
+        LayerKind(
+            window,
+            tuple(index for index, group in enumerate(groups) if group.window == window),
+            chunk_blocks,
+            block_tokens,
+        )
+        for window in windows
+    )
+
+
+def num_served(kinds: Sequence[LayerKind], num_chunks: int, is_stored: IsStored) -> int:
+    """Chunks of the longest prefix, of at most `num_chunks`, of which every kind has the files it needs."""
+    while True:
+        fewer = num_chunks
+        for kind in kinds:
+            fewer = _num_served_to(kind, fewer, is_stored)
+        if fewer == num_chunks:
+            return num_chunks
+        num_chunks = fewer
+
+
+def _num_served_to(kind: LayerKind, num_chunks: int, is_stored: IsStored) -> int:
+    if kind.window is None:
+        return next((chunk for chunk in range(num_chunks) if not is_stored(kind, chunk)), num_chunks)
+    end = chunk = num_chunks  # Those from `chunk` to `end` are stored.
+    while chunk > kind.first_chunk(end):
+        chunk -= 1
+        if not is_stored(kind, chunk):
+            end = chunk
+    return end

@@ -1,0 +1,224 @@
+"""Models whose layers have block tables of their own share files; nobody misses what a window left behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from baton.core.config import ModelConfig
+from baton.core.kv_groups import is_hybrid
+from baton.engine.api import SamplingParams
+from baton.engine.llm import LLM
+from tests.connectors.engine_world import WINDOW, forget, run_counting, windowed_model
+from tests.connectors.storage_world import (
+    CHUNK,
+    GREEDY,
+    Start,
+    by_position,
+    config_of,
+    files_in,
+    fill,
+    prompt_of,
+    settle,
+    starting,
+    storage,
+)
+
+pytestmark = pytest.mark.slow
+PROMPT = prompt_of(70)  # Eight chunks and six tokens; with the answer nine chunks.
+NUM_CHUNKS = 9
+NUM_BLOCKS = 200
+KINDS = {"gemma3": 2, "gpt_oss": 2, "mistral": 1}
+Ask = Callable[..., list[int]]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    return windowed_model(tmp_path_factory.mktemp("model"), family)
+
+
+@pytest.fixture
+def start(model: ModelConfig) -> Iterator[Start]:
+    """Prompts take several steps, so that windows leave blocks behind on the way."""
+    with starting(model) as start_engine:
+        yield partial(start_engine, num_blocks=NUM_BLOCKS, budget=24)
+
+
+@pytest.fixture
+def expected(start: Start) -> Ask:
+    """What an engine without a connector says, which keeps everything in one table."""
+    alone = start(hybrid_kv_cache="off", enable_prefix_caching=False)
+    return lambda prompt, sampling=GREEDY: alone.generate([prompt], sampling)[0].token_ids
+
+
+@pytest.fixture
+def num_files(family: str) -> int:
+    """Of PROMPT and its answer."""
+    return NUM_CHUNKS * KINDS[family]
+
+
+def test_a_fresh_engine_reads_what_another_has_computed(
+    start: Start,
+    expected: Ask,
+    tmp_path: Path,
+    num_files: int,
+    model: ModelConfig,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert is_hybrid(config_of(model, storage(tmp_path)).kv_cache_groups)
+    with caplog.at_level(logging.WARNING):
+        a = start(storage(tmp_path))
+    assert "block table" not in caplog.text
+    assert a.core.scheduler.kv_cache.is_hybrid
+    assert fill(a, tmp_path, PROMPT, num_files) == expected(PROMPT)
+    a.close()
+    b = start(storage(tmp_path))
+    (by_b,) = b.generate([PROMPT], GREEDY)
+    assert by_b.token_ids == expected(PROMPT)
+    assert by_b.num_transferred_tokens == 64
+    for tail in (prompt_of(9, step=3), [], prompt_of(30, step=5)):
+        for num_shared in (8, 27, 64):
+            forget(b)
+            prompt = [*PROMPT[:num_shared], *tail]
+            (by_b,) = b.generate([prompt], GREEDY)
+            assert by_b.token_ids == expected(prompt)
+            least = min(num_shared, len(prompt) - 1) // CHUNK * CHUNK
+            assert by_b.num_transferred_tokens >= least or num_shared == len(prompt)
+    settle(b)
+    b.core.scheduler.kv_cache.assert_empty()
+
+
+def test_behind_a_local_hit_the_rest_is_loaded(
+    start: Start, expected: Ask, tmp_path: Path, num_files: int
+) -> None:
+    fill(start(storage(tmp_path)), tmp_path, PROMPT, num_files)
+    b = start(storage(tmp_path))
+    for num_local in (5, 12, 33):
+        forget(b)
+        b.generate([PROMPT[:num_local]], SamplingParams(max_tokens=1, temperature=0))
+        settle(b)
+        (by_b,) = b.generate([PROMPT], GREEDY)
+        assert by_b.token_ids == expected(PROMPT)
+        assert by_b.num_cached_tokens == 64
+        assert by_b.num_transferred_tokens < 64 or num_local < CHUNK
+
+
+def test_of_a_window_only_the_last_files_are_needed(
+    start: Start, expected: Ask, tmp_path: Path, num_files: int
+) -> None:
+    fill(start(storage(tmp_path)), tmp_path, PROMPT, num_files)
+    for behind in by_position(tmp_path, PROMPT, WINDOW)[
+        :6
+    ]:  # The last ten tokens of 64 are in the other two.
+        behind.unlink()
+    (by_b,) = start(storage(tmp_path, "kv_consumer")).generate([PROMPT], GREEDY)
+    assert by_b.token_ids == expected(PROMPT)
+    assert by_b.num_transferred_tokens == 64
+
+
+@pytest.mark.parametrize("missing", [6, 7])
+def test_a_hit_ends_where_every_layer_can_be_served(
+    start: Start, expected: Ask, tmp_path: Path, num_files: int, missing: int
+) -> None:
+    fill(start(storage(tmp_path)), tmp_path, PROMPT, num_files)
+    by_position(tmp_path, PROMPT, WINDOW)[missing].unlink()
+    (by_b,) = start(storage(tmp_path, "kv_consumer")).generate([PROMPT], GREEDY)
+    assert by_b.token_ids == expected(PROMPT)
+    assert by_b.num_transferred_tokens == missing * CHUNK
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize(
+    ("window", "half_written"),
+    [(None, True), (WINDOW, True), (WINDOW, False)],
+    ids=["half-written", "half-written-window", "corrupt-window"],
+)
+def test_a_bad_file_costs_no_token_and_is_written_again(
+    start: Start,
+    expected: Ask,
+    tmp_path: Path,
+    num_files: int,
+    policy: str,
+    half_written: bool,
+    window: int | None,
+    family: str,
+) -> None:
+    if window is None and family == "mistral":
+        pytest.skip("all its layers have a window")
+    fill(start(storage(tmp_path)), tmp_path, PROMPT, num_files)
+    bad = by_position(tmp_path, PROMPT, window)[7]
+    whole = bad.read_bytes()
+    if half_written:
+        os.truncate(bad, len(whole) // 2)
+    else:
+        bad.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
+    b = start(storage(tmp_path, policy=policy))
+    (by_b, other) = b.generate([PROMPT, PROMPT[:20]], GREEDY)
+    assert other.token_ids == expected(PROMPT[:20])
+    if policy == "fail":
+        assert by_b.finish_reason == "error"
+        assert by_b.error is not None
+        assert "kv_load_failure_policy is 'fail'" in by_b.error.message
+        (by_b,) = b.generate([PROMPT], GREEDY)
+    assert by_b.token_ids == expected(PROMPT)
+    settle(b)
+    b.core.scheduler.kv_cache.assert_empty()
+    b.close()  # Which waits for its writer.
+    assert bad.stat().st_size == len(whole)
+    (again,) = start(storage(tmp_path)).generate([PROMPT], GREEDY)
+    assert again.token_ids == expected(PROMPT)
+    assert again.num_transferred_tokens == 64
+
+
+def test_another_grouping_another_block_size_find_nothing_and_harm_nothing(
+    start: Start, expected: Ask, tmp_path: Path, num_files: int
+) -> None:
+    fill(start(storage(tmp_path)), tmp_path, PROMPT, num_files)
+    kept = {path: path.read_bytes() for path in files_in(tmp_path)}
+    for other in ({"hybrid_kv_cache": "off"}, {"block_size": 8}):
+        (by_other,) = start(storage(tmp_path), **other).generate([PROMPT], GREEDY)
+        assert by_other.token_ids == expected(PROMPT)
+        assert by_other.num_transferred_tokens == 0
+    assert all(path.read_bytes() == content for path, content in kept.items())
+
+
+def test_tokens_survive_preemption_and_a_restart(
+    start: Start, expected: Ask, tmp_path: Path, family: str
+) -> None:
+    prompts = [prompt_of(30 + 7 * index, step=3 + index) for index in range(5)]
+    sampling = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    num_preempted = num_loaded = 0
+    for _ in range(2):
+        llm: LLM = start(storage(tmp_path), num_blocks=50 if KINDS[family] > 1 else 18)
+        for _ in range(2):
+            answers, stats = run_counting(llm, prompts, sampling, [None] * len(prompts))
+            assert answers == [expected(prompt, sampling) for prompt in prompts]
+            num_preempted += sum(of_step.num_preempted for of_step in stats)
+            for of_step in stats:
+                num_loaded += (of_step.kv_connector_stats or {}).get("loaded_chunks", 0)
+            forget(llm)
+        llm.close()
+    assert num_preempted, "the pool was not short"
+    assert num_loaded, "nothing was loaded"
+
+
+@pytest.mark.processes
+def test_two_ranks_share_their_halves_of_each_group(
+    start: Start, expected: Ask, tmp_path: Path, num_files: int
+) -> None:
+    a = start(storage(tmp_path), tp=2)
+    assert fill(a, tmp_path, PROMPT, 2 * num_files) == expected(PROMPT)
+    a.close()
+    (by_b,) = start(storage(tmp_path), tp=2).generate([PROMPT], GREEDY)
+    assert by_b.token_ids == expected(PROMPT)
+    assert by_b.num_transferred_tokens == 64
