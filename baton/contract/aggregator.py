@@ -33,8 +33,10 @@ class KVOutputAggregator:
     def aggregate(self, outputs: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput | None:
         """`outputs`: one per rank, in rank order, of the same step. None when there is nothing to tell."""
         reports = [(rank, output) for rank, output in enumerate(outputs) if output is not None]
+        changed_to = 0
         for _, output in reports:
             if output.expected_finished_count > 0:
-                self._combiner.expected_count = output.expected_finished_count
+                changed_to = self._combiner.expected_count = output.expected_finished_count
         combined = self._combiner.combine(reports)
+        combined.expected_finished_count = changed_to
         return None if combined.is_empty() else combined

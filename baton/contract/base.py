@@ -13,7 +13,8 @@ One engine step, in order:
     each rank  handle_preemptions -> bind_connector_metadata -> start_load_kv
                  per layer: wait_for_layer_load, attention, save_kv_layer
                wait_for_save -> get_transfer_results -> get_block_ids_with_load_errors
-               -> stats, events, build_connector_worker_meta -> clear_connector_metadata
+               -> get_expected_finished_count, stats, events, build_connector_worker_meta
+               -> clear_connector_metadata
     scheduler  update_connector_output -> take_events
 
 What a connector may rely on, where a step runs on a device with streams of its own: a step's output comes
@@ -340,6 +341,16 @@ class KVConnectorWorkerHalf(ABC):
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that could not be loaded: at or before the step that reports the request as received."""
         return set()
+
+    def get_expected_finished_count(self) -> int:
+        """Above 0: so many reports a finished id waits for from now on, also if it has some. 0: as before.
+
+        Baton's addition, asked in every step: it fills the field `expected_finished_count`, by which vLLM's
+        aggregator lets a rank change what `get_finished_count` said at start (a handshake may have shown that
+        fewer ranks take part), and which no method of vLLM's connectors fills. Where ranks differ in one
+        step, the last one's number stands.
+        """
+        return 0
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return None

@@ -238,6 +238,9 @@ class TwoHalves(KVConnectorBase_V1):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker_half.get_block_ids_with_load_errors()
 
+    def get_expected_finished_count(self) -> int:
+        return self.worker_half.get_expected_finished_count()
+
     def get_kv_connector_kv_cache_events(self) -> KVConnectorKVEvents | None:
         return self.worker_half.get_kv_connector_kv_cache_events()
 

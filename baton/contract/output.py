@@ -52,8 +52,11 @@ class KVConnectorOutput:
 
     The scheduler hands the aggregated one to `update_connector_output` *before* it acts on the sets, and a
     scheduler half MAY add to `finished_sending` and `finished_recving` there: it is the one that knows when a
-    loan has ended or a lease was proved. `invalid_block_ids` and `failed_recving` are acted on earlier: they
-    are the workers' alone.
+    loan has ended or a lease was proved. `invalid_block_ids` are acted on earlier: they are the workers'
+    alone. So is `failed_recving` in vLLM; in Baton's hosts a scheduler half MAY add to it too.
+
+    `expected_finished_count` is a rank's `get_expected_finished_count`; in the aggregated report, the number
+    that a rank has said in this step.
 
     `abandoned_recving` is the scheduler half's alone, and Baton's addition: requests whose load nobody may
     ever report. They end with an error, and their blocks stay held until it is reported all the same.
@@ -66,9 +69,7 @@ class KVConnectorOutput:
     kv_connector_stats: Merge[KVConnectorStats | None] = None
     kv_cache_events: Quorum[KVConnectorKVEvents | None] = None
     kv_connector_worker_meta: Merge[KVConnectorWorkerMetadata | None] = None
-    expected_finished_count: NotCombined[int] = (
-        0  # Above 0: replaces the number of ranks that an id waits for.
-    )
+    expected_finished_count: NotCombined[int] = 0  # Above 0: how many reports an id waits for from now on.
     abandoned_recving: NotCombined[set[str]] = field(default_factory=set)
 
     def is_empty(self) -> bool:
@@ -80,4 +81,5 @@ class KVConnectorOutput:
             or self.kv_connector_stats
             or self.kv_cache_events
             or self.kv_connector_worker_meta
+            or self.expected_finished_count > 0
         )

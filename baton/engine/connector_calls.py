@@ -154,6 +154,7 @@ class ConnectorCalls:
         self._contain("update_connector_output", lambda: self._half.update_connector_output(report), None)
         report.finished_sending = self._ids(report.finished_sending)
         report.finished_recving = self._ids(report.finished_recving)
+        report.failed_recving = self._ids(report.failed_recving)
         report.abandoned_recving = self._ids(report.abandoned_recving) or set()
 
     def step_stats(self, of_workers: KVConnectorStats | None) -> dict[str, Any] | None:

@@ -112,6 +112,9 @@ class ConnectorStep:
             self._contain("wait_for_save", half.wait_for_save, None)
         self._collect_transfers()
         report = self.report
+        report.expected_finished_count = self._contain(
+            "get_expected_finished_count", lambda: int(half.get_expected_finished_count()), 0
+        )
         report.kv_connector_stats = self._contain("get_kv_connector_stats", half.get_kv_connector_stats, None)
         report.kv_cache_events = self._contain(
             "get_kv_connector_kv_cache_events", half.get_kv_connector_kv_cache_events, None

@@ -402,6 +402,13 @@ class Scheduler:
             self._roll_back(request, num_valid)
         return failures
 
+    def _fail_loads(self, request_ids: set[str]) -> None:
+        """Of requests that wait in the background, so no token of a step depends on them."""
+        failures = self.remote.find_failures(request_ids, (), (), StepLoads())
+        self._counts.num_kv_load_failures += failures.num_failed
+        for request in failures.to_fail:
+            self._fail(request, RequestFault(_LOAD_FAILED))
+
     def _roll_back(self, request: Request, num_valid: int) -> None:
         """Compute again from the first bad block on, at once: the request keeps its place and its blocks.
 
@@ -486,7 +493,9 @@ class Scheduler:
         return None
 
     def _handle_transfers(self, report: KVConnectorOutput) -> None:
+        known = set(report.failed_recving or ())
         self._connector.take_report(report)
+        self._fail_loads(set(report.failed_recving or ()) - known)
         for request in self.remote.loading_among(report.abandoned_recving):
             self._fail(request, RequestFault(_CONNECTOR_FAILED))
         received = self.in_flight.hold_back_early(report.finished_recving or set(), self.requests)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +85,7 @@ class ScriptedScheduler(KVConnectorSchedulerHalf):
             KVConnectorOutput(
                 finished_sending=set(connector_output.finished_sending or ()),
                 finished_recving=set(connector_output.finished_recving or ()),
+                expected_finished_count=connector_output.expected_finished_count,
             )
         )
         self._raise("update_connector_output")
@@ -110,6 +112,7 @@ class ScriptedWorker(KVConnectorWorkerHalf):
         self.raises: set[str] = set()  # In this step.
         self.results = KVConnectorTransferResults()  # Of this step.
         self.invalid: set[int] = set()
+        self.expected = 0  # Reports of an id, to be said once.
         self.calls: list[str] = []
 
     def _note(self, method: str) -> None:
@@ -159,6 +162,11 @@ class ScriptedWorker(KVConnectorWorkerHalf):
         invalid, self.invalid = self.invalid, set()
         return invalid
 
+    def get_expected_finished_count(self) -> int:
+        self._note("get_expected_finished_count")
+        expected, self.expected = self.expected, 0
+        return expected
+
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         self._note("build_connector_worker_meta")
         return OwnReport(self.name, (self.rank,))
@@ -176,8 +184,13 @@ class Step:
 
 
 class MultiWorld:
-    def __init__(self, names: tuple[str, ...] = ("a", "b"), num_ranks: int = 2) -> None:
-        self.schedulers = {name: ScriptedScheduler(name) for name in names}
+    def __init__(
+        self,
+        names: tuple[str, ...] = ("a", "b"),
+        num_ranks: int = 2,
+        kinds: Mapping[str, type[ScriptedScheduler]] | None = None,
+    ) -> None:
+        self.schedulers = {name: (kinds or {}).get(name, ScriptedScheduler)(name) for name in names}
         self.workers = [{name: ScriptedWorker(name, rank) for name in names} for rank in range(num_ranks)]
         self.half = MultiSchedulerHalf(list(self.schedulers.items()), block_tokens=BLOCK, num_ranks=num_ranks)
         self.ranks = [
@@ -190,8 +203,9 @@ class MultiWorld:
         metadata = self.half.build_connector_meta(scheduler_output)
         outputs = [self._execute(rank, pickle.loads(pickle.dumps(metadata))) for rank in self.ranks]
         whole = self._aggregator.aggregate(outputs) or KVConnectorOutput()
-        step = Step(failed=set(whole.failed_recving or ()), invalid=set(whole.invalid_block_ids))
+        step = Step(invalid=set(whole.invalid_block_ids))
         self.half.update_connector_output(whole)
+        step.failed = set(whole.failed_recving or ())
         step.received = set(whole.finished_recving or ())
         step.sent = set(whole.finished_sending or ())
         step.abandoned = set(whole.abandoned_recving)
@@ -218,6 +232,7 @@ class MultiWorld:
             invalid_block_ids=rank.get_block_ids_with_load_errors(),
             kv_connector_stats=rank.get_kv_connector_stats(),
             kv_cache_events=rank.get_kv_connector_kv_cache_events(),
+            expected_finished_count=rank.get_expected_finished_count(),
             kv_connector_worker_meta=pickle.loads(pickle.dumps(rank.build_connector_worker_meta())),
         )
         rank.clear_connector_metadata()

@@ -19,7 +19,7 @@ from baton.contract import (
 from baton.core.errors import BadTransferParams, ConfigError
 from baton.core.prefilled import PrefilledTokens
 from baton.engine.step import SchedulerOutput
-from tests.connectors.multi_world import Blocks, MultiWorld, Request
+from tests.connectors.multi_world import Blocks, MultiWorld, Request, ScriptedScheduler, Step
 
 TABLE = Blocks([10, 11, 12, 13, 14])
 HEARD = [
@@ -31,6 +31,7 @@ HEARD = [
     "wait_for_save",
     "get_transfer_results",
     "get_block_ids_with_load_errors",
+    "get_expected_finished_count",
     "build_connector_worker_meta",
     "clear_connector_metadata",
 ]
@@ -417,19 +418,57 @@ def test_events_reach_the_child_that_made_them() -> None:
     assert half.take_events() == [removed]
 
 
-def test_children_that_expect_different_numbers_of_ranks_are_refused() -> None:
-    class OneRank(NullSchedulerHalf):
+def test_each_childs_reports_are_counted_against_its_own_number() -> None:
+    class OneRank(ScriptedScheduler):
         def get_finished_count(self) -> int | None:
             return 1
 
-    def both(num_ranks: int) -> MultiSchedulerHalf:
-        children = [("all", NullSchedulerHalf()), ("one", OneRank())]
-        return MultiSchedulerHalf(children, block_tokens=4, num_ranks=num_ranks)
+    world = MultiWorld(kinds={"a": ScriptedScheduler, "b": OneRank})
+    load(world, "of-a", "a")
+    load(world, "of-b", "b")
+    finish(world, "lent", a=(True, None), b=(True, None))
+    report(world, "a", ranks=(1,), received={"of-a"}, sent={"lent"})
+    report(world, "b", ranks=(1,), received={"of-b"}, failed={"of-b"}, sent={"lent"})
+    step = world.step()
+    assert (step.received, step.failed, step.sent) == ({"of-b"}, {"of-b"}, set())
+    report(world, "a", ranks=(0,), received={"of-a"}, sent={"lent"})
+    step = world.step()
+    assert (step.received, step.failed, step.sent) == ({"of-a"}, set(), {"lent"})
 
-    with pytest.raises(ConfigError, match="all: all, one: 1"):
-        both(2).get_finished_count()
-    assert both(1).get_finished_count() is None
-    assert MultiSchedulerHalf([("one", OneRank())], block_tokens=4, num_ranks=2).get_finished_count() == 1
+
+def test_a_rank_changes_the_number_of_its_own_connector_only() -> None:
+    world = MultiWorld()
+    load(world, "of-a", "a")
+    load(world, "of-b", "b")
+    load(world, "later-of-b", "b")
+    finish(world, "lent", b=(True, None))
+    report(world, "a", ranks=(0,), received={"of-a"})
+    report(world, "b", ranks=(0,), received={"of-b"}, failed={"of-b"}, sent={"lent"})
+    assert world.step() == Step()
+    world.workers[1]["b"].expected = 1
+    # What has had one report comes out at once, and no other step has to say anything.
+    assert world.step() == Step(received={"of-b"}, failed={"of-b"}, sent={"lent"})
+    assert [o.expected_finished_count for o in world.schedulers["b"].outputs] == [0, 1]
+    assert [o.expected_finished_count for o in world.schedulers["a"].outputs] == [0, 0]
+    report(world, "b", ranks=(1,), received={"later-of-b"})
+    assert world.step() == Step(received={"later-of-b"})
+    report(world, "a", ranks=(1,), received={"of-a"})
+    assert world.step() == Step(received={"of-a"})
+
+
+def test_a_namesake_waits_for_all_ranks_again() -> None:
+    world = MultiWorld()
+    load(world, "r", "a")
+    report(world, "a", ranks=(0,), received={"r"}, failed={"r"})
+    assert world.step() == Step()
+    world.schedulers["a"].adds = (set(), {"r"})
+    assert world.step().received == {"r"}, "the scheduler half knew better"
+    world.step()
+    load(world, "r", "a")
+    report(world, "a", ranks=(1,), received={"r"})
+    assert world.step() == Step()
+    report(world, "a", ranks=(0,), received={"r"})
+    assert world.step() == Step(received={"r"})
 
 
 def test_two_children_cannot_both_own_the_memory() -> None:

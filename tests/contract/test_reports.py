@@ -114,7 +114,7 @@ def test_a_worker_may_change_how_many_reports_are_expected() -> None:
     first = KVConnectorOutput(finished_recving={"r"})
     assert aggregator.aggregate([first, None, None]) is None
     two_are_enough = KVConnectorOutput(finished_recving={"r"}, expected_finished_count=2)
-    assert aggregator.aggregate([None, two_are_enough, None]) == KVConnectorOutput(finished_recving={"r"})
+    assert aggregator.aggregate([None, two_are_enough, None]) == two_are_enough
     assert aggregator.aggregate([first, first, None]) == KVConnectorOutput(finished_recving={"r"})
 
 
@@ -263,7 +263,29 @@ def test_a_rank_may_change_how_many_reports_an_id_waits_for_that_has_some_alread
     aggregator = KVOutputAggregator(3)
     said = KVConnectorOutput(finished_sending={"r"})
     assert aggregator.aggregate([said, said, None]) is None
-    assert aggregator.aggregate([None, None, KVConnectorOutput(expected_finished_count=2)]) == said
+    two_are_enough = KVConnectorOutput(expected_finished_count=2)
+    assert not two_are_enough.is_empty(), "or it would never be sent"
+    assert aggregator.aggregate([None, None, two_are_enough]) == KVConnectorOutput(
+        finished_sending={"r"}, expected_finished_count=2
+    )
+
+
+def test_where_ranks_differ_the_last_ones_number_stands() -> None:
+    aggregator = KVOutputAggregator(2)
+    said = [KVConnectorOutput(expected_finished_count=count) for count in (1, 2)]
+    output = aggregator.aggregate(said)
+    assert output is not None
+    assert output.expected_finished_count == 2
+    assert aggregator.aggregate([KVConnectorOutput(finished_sending={"r"}), None]) is None
+
+
+def test_a_number_that_has_grown_holds_for_ids_that_wait_already() -> None:
+    aggregator = KVOutputAggregator(2)
+    said = KVConnectorOutput(finished_recving={"r"})
+    assert aggregator.aggregate([said, None]) is None
+    aggregator.aggregate([None, KVConnectorOutput(expected_finished_count=3)])
+    assert aggregator.aggregate([None, said]) is None
+    assert aggregator.aggregate([None, said]) == said
 
 
 def test_what_comes_out_of_a_step_is_shared_with_no_other_step() -> None:

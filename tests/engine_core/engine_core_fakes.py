@@ -146,6 +146,10 @@ class FakeWorkerHalf(KVConnectorWorkerHalf):
         self._note("get_block_ids_with_load_errors")
         return set()
 
+    def get_expected_finished_count(self) -> int:
+        self._note("get_expected_finished_count")
+        return 0
+
     def get_kv_connector_stats(self) -> None:
         self._note("get_kv_connector_stats")
 

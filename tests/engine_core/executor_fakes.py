@@ -32,6 +32,8 @@ class Order(KVConnectorMetadata):
     received: dict[int, set[str]] = field(default_factory=dict)  # By rank, as all the following.
     failed: dict[int, set[str]] = field(default_factory=dict)
     invalid: dict[int, set[int]] = field(default_factory=dict)
+    expected: dict[int, int] = field(default_factory=dict)
+    is_silent: bool = False  # No rank says anything else.
     model_raises: bool = False
 
 
@@ -103,7 +105,13 @@ class ToldHalf(KVConnectorWorkerHalf):
         assert self._order is not None
         return self._order.invalid.get(self._tp_rank, set())
 
-    def build_connector_worker_meta(self) -> Seen:
+    def get_expected_finished_count(self) -> int:
+        assert self._order is not None
+        return self._order.expected.get(self._tp_rank, 0)
+
+    def build_connector_worker_meta(self) -> Seen | None:
+        if self._order is not None and self._order.is_silent:
+            return None
         return Seen(
             rank=self._tp_rank,
             steps=tuple(self._steps),

@@ -71,6 +71,7 @@ def first_step(*, num_computed: int = 0, sync: bool = False) -> SchedulerOutput:
 REPORT = [
     "get_transfer_results []",
     "get_block_ids_with_load_errors",
+    "get_expected_finished_count",
     "get_kv_connector_stats",
     "get_kv_connector_kv_cache_events",
     "build_connector_worker_meta",
@@ -145,6 +146,7 @@ def test_a_dummy_run_shows_the_connector_nothing(world: World) -> None:
         "wait_for_save",
         "get_transfer_results",
         "get_block_ids_with_load_errors",
+        "get_expected_finished_count",
         "get_kv_connector_stats",
         "get_kv_connector_kv_cache_events",
         "build_connector_worker_meta",

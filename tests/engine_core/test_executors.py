@@ -23,7 +23,7 @@ from baton.engine.core import EngineCore
 from baton.engine.executor import Executor, ExecutorDied, start_executor
 from baton.engine.executor.ray import import_ray
 from baton.engine.llm import LLM
-from baton.engine.step import CachedRequestData, NewRequestData, SchedulerOutput
+from baton.engine.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -124,6 +124,10 @@ def seen(output: KVConnectorOutput | None) -> list[Seen]:
     return sorted((s for _, s in output.kv_connector_worker_meta.each_rank()), key=lambda s: s.rank)
 
 
+def received(result: ModelRunnerOutput) -> set[str] | None:
+    return result.kv_connector_output.finished_recving if result.kv_connector_output is not None else None
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_life_of_an_executor(driver_of, kind: str) -> None:
     """One start for all that leaves the executor alive: starting is what costs time here."""
@@ -185,6 +189,13 @@ def test_a_life_of_an_executor(driver_of, kind: str) -> None:
     output = executor.execute(driver.empty(received={driver.num_ranks - 1: {"s"}})).kv_connector_output
     assert output is not None
     assert output.finished_recving == {"s"}
+
+    # And a rank may change how many, while it runs: also for what has been reported by others before.
+    last_rank = driver.num_ranks - 1
+    executor.expect_reports(driver.num_ranks + 1)
+    assert not received(executor.execute(driver.empty(received={last_rank: {"t"}}, is_silent=True)))
+    assert received(executor.execute(driver.empty(expected={last_rank: 1}, is_silent=True))) == {"t"}
+    assert received(executor.execute(driver.empty(received={0: {"u"}}, is_silent=True))) == {"u"}
 
     executor.shutdown()
     executor.shutdown()

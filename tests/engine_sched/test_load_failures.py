@@ -2,6 +2,7 @@
 
 import pytest
 
+from baton.core.config import LoadFailurePolicy
 from baton.engine.request import Request
 from tests.engine_sched.world import BLOCK, World, engine_request
 
@@ -24,6 +25,28 @@ def cached_prefix(world: World) -> int:
 
 
 # --- Recompute -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_failure", ["recompute", "fail"])
+def test_a_scheduler_half_may_be_the_one_that_knows_of_a_failed_load(on_failure: LoadFailurePolicy) -> None:
+    world = loading_world(is_async=True, on_failure=on_failure)
+    world.add("first", PROMPT[:8])
+    world.run()
+    world.add("a", PROMPT)
+    world.step()
+    world.end_load("a", failed=True)
+    world.report.failed_recving = None
+    world.half.adds_failed = {"a", "ghost"}
+    world.step()
+    if on_failure == "recompute":
+        assert world.step().num_scheduled_tokens == {"a": 10}, "only the local hit is believed"
+        world.run()
+        world.check_answer("a")
+    else:
+        assert world.answers["a"].reason == "error"
+        world.run()
+    assert sum(o.stats.num_kv_load_failures for o in world.outputs if o.stats) == 1
+    world.check_at_rest()
 
 
 @pytest.mark.parametrize("first_bad", [0, 2, 3])

@@ -200,6 +200,7 @@ class FakeHalf(KVConnectorSchedulerHalf):
         self.finished_blocks: dict[str, list[int]] = {}
         self.reports: list[KVConnectorOutput] = []
         self.adds_sent: set[str] = set()  # Added to the next report, as a half that ends its own loans does.
+        self.adds_failed: set[str] = set()
         self.abandons: set[str] = set()  # As above: loads of a part of it that has died.
         self.loads: dict[str, FakeLoad] = {}  # In the background.
         self.sync_loads: list[FakeLoad] = []  # Of the step in the making.
@@ -250,6 +251,9 @@ class FakeHalf(KVConnectorSchedulerHalf):
         if self.adds_sent:
             connector_output.finished_sending = (connector_output.finished_sending or set()) | self.adds_sent
             self.adds_sent = set()
+        if self.adds_failed:
+            connector_output.failed_recving = (connector_output.failed_recving or set()) | self.adds_failed
+            self.adds_failed = set()
         connector_output.abandoned_recving |= self.abandons
         self.abandons = set()
 

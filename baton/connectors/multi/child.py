@@ -9,11 +9,16 @@ a null half takes its place and only `shutdown` reaches it still. Its siblings g
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
 from typing import TypeVar
 
-from baton.contract import AllRanks, ConnectorDead, KVConnectorSchedulerHalf, NullSchedulerHalf, RankCombiner
+from baton.contract import (
+    ConnectorDead,
+    KVConnectorOutput,
+    KVConnectorSchedulerHalf,
+    KVOutputAggregator,
+    NullSchedulerHalf,
+)
 from baton.core.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -23,11 +28,6 @@ T = TypeVar("T")
 STEP_ERRORS_MAX = 3  # Steps in a row: as many as an engine grants a connector that it has alone.
 
 
-@dataclass
-class _Sent:
-    finished_sending: AllRanks[set[str] | None] = None
-
-
 class Child:
     def __init__(self, name: str, position: int, half: KVConnectorSchedulerHalf, num_ranks: int) -> None:
         self.name = name
@@ -35,7 +35,8 @@ class Child:
         self.half = half  # Whom to ask.
         self.is_retired = False
         self._owned = half  # Whom to shut down.
-        self._sent = RankCombiner(_Sent, num_ranks)
+        self._num_ranks = num_ranks
+        self._ends = KVOutputAggregator(num_ranks)
         self._num_errors_taken = 0
         self._num_errors = 0  # Since start.
         self._num_bad_steps = 0  # In a row.
@@ -79,13 +80,18 @@ class Child:
 
     # --- Ranks -----------------------------------------------------------------------------------
 
-    def expect_reports(self, expected_count: int) -> None:
-        self._sent.expected_count = expected_count
+    def expect_reports(self, expected_count: int | None) -> None:
+        """Of each finished id. None: one of every rank."""
+        self._ends = KVOutputAggregator(expected_count or self._num_ranks, self._num_ranks)
 
-    def sent_by_all(self, by_rank: Iterable[tuple[int, Iterable[str]]]) -> set[str]:
-        """What of its `finished_sending` has been said by as many ranks as are expected."""
-        reports = [(rank, _Sent(set(ids))) for rank, ids in by_rank]
-        return self._sent.combine(reports).finished_sending or set()
+    def ended(self, by_rank: Mapping[int, KVConnectorOutput]) -> KVConnectorOutput:
+        """What as many ranks as this child expects have said to have ended."""
+        outputs = [by_rank.get(rank) for rank in range(self._num_ranks)]
+        return self._ends.aggregate(outputs) or KVConnectorOutput()
+
+    def forget_all_but(self, awaited: Container[str]) -> None:
+        """Drop what was counted for requests of which nothing is awaited from this child."""
+        self._ends.forget_all_but(awaited)
 
     # --- Its life --------------------------------------------------------------------------------
 

@@ -73,6 +73,10 @@ class Ledger:
         del self._delayed[request_id]
         return True
 
+    def awaits(self, request_id: str, position: int) -> bool:
+        """Whether this child has still to report an end of it."""
+        return self._loading.get(request_id) == position or position in self._delayed.get(request_id, ())
+
     @property
     def is_empty(self) -> bool:
         return not (self._matched or self._loading or self._delayed)

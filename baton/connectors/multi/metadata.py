@@ -16,6 +16,7 @@ from baton.contract import (
     KVConnectorHandshakeMetadata,
     KVConnectorKVEvents,
     KVConnectorMetadata,
+    KVConnectorOutput,
     KVConnectorWorkerMetadata,
 )
 
@@ -48,7 +49,8 @@ class ChildReport:
 
     metadata: KVConnectorWorkerMetadata | None = None
     events: KVConnectorKVEvents | None = None
-    sent: dict[int, frozenset[str]] = field(default_factory=dict)  # By rank: `finished_sending`.
+    # What it says by rank of requests' ends: `finished_*`, `failed_recving`, `expected_finished_count`.
+    ends: dict[int, KVConnectorOutput] = field(default_factory=dict)
     abandoned: frozenset[str] = frozenset()  # Loads of which nobody may ever hear: the half raised.
     error: str | None = None  # The first thing that a worker half of it raised in this step.
 
@@ -57,14 +59,14 @@ class ChildReport:
         return (
             self.metadata is None
             and self.events is None
-            and not (self.sent or self.abandoned)
+            and not (self.ends or self.abandoned)
             and self.error is None
         )
 
     def aggregate(self, other: ChildReport) -> ChildReport:
-        assert not self.sent.keys() & other.sent.keys(), "a rank reports once in a step"
+        assert not self.ends.keys() & other.ends.keys(), "a rank reports once in a step"
         report = ChildReport(
-            sent=self.sent | other.sent,
+            ends=self.ends | other.ends,
             abandoned=self.abandoned | other.abandoned,
             error=self.error if self.error is not None else other.error,
         )

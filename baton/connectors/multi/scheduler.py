@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -41,7 +42,7 @@ from baton.contract import (
     SupportsHMA,
     host,
 )
-from baton.core.errors import ConfigError, UserError
+from baton.core.errors import UserError
 from baton.core.kv_groups import NULL_BLOCK_ID
 from baton.core.prefilled import PrefilledTokens
 
@@ -90,19 +91,10 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             child.half.bind_gpu_block_pool(gpu_block_pool)
 
     def get_finished_count(self) -> int | None:
-        """Raises ConfigError if children expect different numbers: the host counts for all of them."""
-        counts = {child.name: child.half.get_finished_count() for child in self._children}
-        if len({count or self._num_ranks for count in counts.values()}) > 1:
-            told = ", ".join(f"{name}: {count or 'all'}" for name, count in counts.items())
-            raise ConfigError(
-                "these connectors cannot work side by side, since they expect different numbers of ranks to "
-                f"report a request ({told})",
-                field="kv_transfer_config.kv_connector_extra_config.connectors",
-            )
-        agreed = next(iter(counts.values()))
+        """The host has nothing to count: here each child's reports are, against its own number."""
         for child in self._children:
-            child.expect_reports(agreed or self._num_ranks)
-        return agreed
+            child.expect_reports(child.half.get_finished_count())
+        return None
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): value for rank, value in metadata.items()})
@@ -347,20 +339,25 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             reports = meta.children
         stats = connector_output.kv_connector_stats
         received: set[str] = set()
+        failed: set[str] = set()
         sent: set[str] = set()
         for child, report in zip(self._children, reports, strict=True):
             own = self._own_output(child, report or ChildReport(), connector_output, stats)
             if not child.is_retired:
                 tell = partial(_update, own=own)
                 child.call("update_connector_output", tell, None)
-            received |= {r for r in _ids(own.finished_recving, child) if self._end_load(r, child)}
+            ended = {r for r in _ids(own.finished_recving, child) if self._end_load(r, child)}
+            received |= ended
+            failed |= ended & _ids(own.failed_recving, child)
             sent |= {r for r in _ids(own.finished_sending, child) if self._ledger.end_send(r, child.position)}
             self._abandoned |= own.abandoned_recving
+            child.forget_all_but(_Awaited(self._ledger, child.position))
         for child in self._children:
             if (reason := child.end_step()) is not None:
                 self._retire(child, reason)
         abandoned, self._abandoned = self._abandoned, set()
         connector_output.finished_recving = received or None
+        connector_output.failed_recving = failed or None
         connector_output.finished_sending = sent or None
         connector_output.abandoned_recving |= abandoned
 
@@ -375,18 +372,16 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         if report.error is not None:
             child.note(f"a worker half raised: {report.error}")
 
-        def loaded_by_it(ids: Iterable[str] | None) -> set[str] | None:
-            return {r for r in ids or () if self._ledger.loader(r) == child.position} or None
-
+        ended = child.ended(report.ends)
         return KVConnectorOutput(
-            finished_sending=child.sent_by_all(report.sent.items()) or None,
-            finished_recving=loaded_by_it(whole.finished_recving),
-            failed_recving=loaded_by_it(whole.failed_recving),
+            finished_sending=ended.finished_sending,
+            finished_recving=ended.finished_recving,
+            failed_recving=ended.failed_recving,
             invalid_block_ids=set(whole.invalid_block_ids),  # A block may be shared, so they concern all.
             kv_connector_stats=stats.of_child(child.name) if isinstance(stats, MultiStats) else None,
             kv_cache_events=report.events,
             kv_connector_worker_meta=report.metadata,
-            expected_finished_count=whole.expected_finished_count,
+            expected_finished_count=ended.expected_finished_count,
             abandoned_recving=set(report.abandoned),
         )
 
@@ -493,6 +488,17 @@ def _ids(ids: Any, child: Child) -> set[str]:
     logger.error("%s reported %.200r, which are no request ids", child.name, ids)
     child.note("update_connector_output: what it added are no request ids")
     return {i for i in ids if isinstance(i, str)} if isinstance(ids, set) else set()
+
+
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """The requests of which a child has still to report an end."""
+
+    ledger: Ledger
+    position: int
+
+    def __contains__(self, request_id: object) -> bool:
+        return isinstance(request_id, str) and self.ledger.awaits(request_id, self.position)
 
 
 _NOBODY = NullSchedulerHalf()

@@ -10,9 +10,10 @@ What a child raises in a step becomes what it would be if the engine had only th
     get_block_ids_with_load_errors all of it that finished in this step has failed
     everything else                its report is left out
 
-A child whose scheduler half had nothing to say (it raised, or is retired) takes no part in the step. Sent
-ids and events travel in MultiWorkerMetadata, where it can be told whose they are; received ids go to the
-host, which acts on failed ones early, and only those of the child that loads the request.
+A child whose scheduler half had nothing to say (it raised, or is retired) takes no part in the step. The ids
+of what ended, how many reports of them are expected, and events travel in MultiWorkerMetadata, where it can
+be told whose they are; of received ids only those of the child that loads the request. Invalid blocks go to
+the host, which acts on them before it asks the scheduler half.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from baton.contract import (
     KVConnectorHandshakeMetadata,
     KVConnectorKVEvents,
     KVConnectorMetadata,
+    KVConnectorOutput,
     KVConnectorStats,
     KVConnectorTransferResults,
     KVConnectorWorkerHalf,
@@ -66,9 +68,17 @@ class _Child:
         self.is_bound = False
         self.loads_failed = False
         self.report = ChildReport()
+        self.ends = KVConnectorOutput()  # What it says of requests' ends, for its report.
 
     def begin_step(self, part: ChildPart) -> None:
         self.part, self.is_bound, self.loads_failed = part, False, False
+
+    def take_report(self, rank: int) -> ChildReport:
+        report, self.report = self.report, ChildReport()
+        ends, self.ends = self.ends, KVConnectorOutput()
+        if not ends.is_empty():
+            report.ends[rank] = ends
+        return report
 
     @property
     def is_heard(self) -> bool:
@@ -237,43 +247,37 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
         return results.finished_sending, results.finished_recving
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Sent ids are not among them: the scheduler half counts those, by child."""
-        received: set[str] = set()
-        failed: set[str] = set()
+        """No ids are among them: the scheduler half counts those, by child."""
         for child in self._children:
             if child.is_heard:
-                self._collect(child, finished_req_ids, received, failed)
+                self._collect(child, finished_req_ids)
             else:
                 self._invalid_blocks |= child.part.sync_blocks  # No rank heard what was to be loaded.
-        return KVConnectorTransferResults(None, received or None, failed or None)
+        return KVConnectorTransferResults()
 
-    def _collect(
-        self, child: _Child, finished_req_ids: set[str], received: set[str], failed: set[str]
-    ) -> None:
+    def _collect(self, child: _Child, finished_req_ids: set[str]) -> None:
         results = child.call(
             "get_transfer_results",
             lambda: child.half.get_transfer_results(set(finished_req_ids)),
             KVConnectorTransferResults(),
         )
-        # Here rather than when the host asks for blocks: it has to have heard by then what else has failed.
+        # Here rather than when the host asks for blocks: it has to be known with them what else has failed.
         invalid = child.call(
             "get_block_ids_with_load_errors", lambda: set(child.half.get_block_ids_with_load_errors()), None
         )
-        its_received = self._loaded_by(child, results.finished_recving)
-        received |= its_received
+        received = self._loaded_by(child, results.finished_recving)
+        failed = self._loaded_by(child, results.failed_recving)
         if invalid is None:
-            failed |= its_received  # Which blocks are bad is unknown, so none of what arrived may be used.
+            failed |= received  # Which blocks are bad is unknown, so none of what arrived may be used.
         else:
-            failed |= self._loaded_by(child, results.failed_recving)
             self._invalid_blocks |= invalid
         if child.loads_failed or invalid is None:
             self._invalid_blocks |= child.part.sync_blocks
         if child.loads_failed:
             child.report.abandoned |= frozenset(child.part.begun)
-        for request_id in its_received:
+        for request_id in received:
             del self._loader[request_id]
-        if results.finished_sending:
-            child.report.sent[self._rank] = frozenset(results.finished_sending)
+        child.ends = KVConnectorOutput(results.finished_sending, received, failed)
 
     def _loaded_by(self, child: _Child, request_ids: set[str] | None) -> set[str]:
         loaded = {r for r in request_ids or () if self._loader.get(r) == child.position}
@@ -284,6 +288,15 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
     def get_block_ids_with_load_errors(self) -> set[int]:
         invalid, self._invalid_blocks = self._invalid_blocks, set()
         return invalid
+
+    def get_expected_finished_count(self) -> int:
+        """They go with each child's own report, as the ids do that they are about."""
+        for child in self._children:
+            if child.is_heard:
+                child.ends.expected_finished_count = child.call(
+                    "get_expected_finished_count", partial(_expected_by, child.half), 0
+                )
+        return 0
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         stats = MultiStats()
@@ -309,8 +322,7 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
                 child.report.metadata = child.call(
                     "build_connector_worker_meta", child.half.build_connector_worker_meta, None
                 )
-            reports.append(child.report)
-            child.report = ChildReport()
+            reports.append(child.take_report(self._rank))
         return None if all(report.is_empty for report in reports) else MultiWorkerMetadata(tuple(reports))
 
     # --- End -----------------------------------------------------------------------------------
@@ -341,6 +353,10 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
 
     def _bound(self) -> list[_Child]:
         return [child for child in self._children if child.is_bound]
+
+
+def _expected_by(half: KVConnectorWorkerHalf) -> int:
+    return int(half.get_expected_finished_count())
 
 
 def worker_children(rank: KVConnectorWorkerHalf) -> tuple[KVConnectorWorkerHalf, ...]:

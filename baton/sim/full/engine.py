@@ -426,6 +426,7 @@ class Engine:
             worker.get_kv_connector_stats(),
             worker.get_kv_connector_kv_cache_events(),
             worker.build_connector_worker_meta(),
+            worker.get_expected_finished_count(),
         )
         worker.clear_connector_metadata()
         return None if report.is_empty() else report

@@ -174,6 +174,12 @@ class WatchedWorker(KVConnectorWorkerHalf):
         self._check("wrong-type", are_blocks, f"get_block_ids_with_load_errors answers {short(blocks)}")
         return blocks if are_blocks else set()
 
+    def get_expected_finished_count(self) -> int:
+        count = self._ask_if_there("get_expected_finished_count")
+        is_count = count is None or (isinstance(count, int) and count >= 0)
+        self._check("wrong-type", is_count, f"get_expected_finished_count answers {short(count)}")
+        return count if is_count and count is not None else 0
+
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         stats: KVConnectorStats | None = self._ask("get_kv_connector_stats", is_quiet=True)
         if stats is not None:

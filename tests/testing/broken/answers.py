@@ -112,6 +112,16 @@ class ListsOfBlocks(MemoryConnector):
     worker_kind = _Lists
 
 
+class _Unsure(MemoryWorker):
+    def get_expected_finished_count(self) -> int:
+        return -1  # "All of them", as some count.
+
+
+class ExpectsLessThanNothing(MemoryConnector):
+    rule = "wrong-type"
+    worker_kind = _Unsure
+
+
 class _Bytes(MemoryScheduler):
     def request_finished(
         self, request: host.Request, block_ids: list[int]
