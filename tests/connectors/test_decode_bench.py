@@ -1,8 +1,10 @@
 """Decoding behind KV that nobody computed: no prefill, the same every time, and marked as what it is."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from baton.engine.api import SamplingParams
 from baton.engine.checkpoint import load_model_config
 from baton.engine.llm import LLM
 from baton.engine.new_model import write_checkpoint
+from tests.connectors.engine_world import WINDOW, windowed_model
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 PROMPT = [(7 * i) % 500 + 5 for i in range(50)]
@@ -72,6 +75,32 @@ def test_only_the_last_prompt_token_is_computed(start: Start, startup_fill: bool
     assert completion.kv_transfer_params == {ANSWERED: len(PROMPT) - 1}
     filled = sum(int((cache == 0.015).all(dim=(1, 2, 3)).sum()) for cache in caches_of(llm))
     assert filled >= 2 * 12, "every whole block of both layers before the last token's"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "mistral"])
+def test_of_a_window_only_what_it_sees_is_filled(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = windowed_model(tmp_path, family)
+    config = config_of(model, num_blocks=120)
+    with (
+        caplog.at_level(logging.WARNING),
+        LLM(config, "baton.assemble:connector_factory") as llm,
+    ):
+        assert "block table" not in caplog.text
+        (completion,) = llm.generate([PROMPT], GREEDY)
+        assert completion.num_transferred_tokens == len(PROMPT) - 1
+        groups = config.kv_cache_groups
+        # Thirteen blocks of 49 tokens; of ten tokens and one more there is something in four.
+        held = [13 if group.window is None else 13 - (49 - WINDOW) // 4 for group in groups]
+        for cache in caches_of(llm):  # In the last block the prompt's own tokens follow.
+            filled = int((cache == 0.015).any(dim=1).any(dim=1).any(dim=1).sum())
+            assert filled == sum(held)
+        assert len(caches_of(llm)) == 6 // len(groups)
+        again = llm.generate([PROMPT, PROMPT[:30]], GREEDY)
+        assert again[0].token_ids == completion.token_ids
+        llm.core.scheduler.kv_cache.assert_empty()
 
 
 @pytest.mark.slow

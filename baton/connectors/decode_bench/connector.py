@@ -15,14 +15,15 @@ from baton.connectors.decode_bench.halves import ANSWERED, DecodeBenchSchedulerH
 from baton.connectors.decode_bench.settings import DecodeBenchSettings
 from baton.connectors.decode_bench.stats import DecodeBenchPromMetrics, DecodeBenchStats
 from baton.connectors.observed import ObservedConnector
-from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
+from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, TwoHalvesOfGroups, host
+from baton.core.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
 WARNING = "KV is SYNTHETIC in this engine (BatonDecodeBenchConnector): measure it, do not believe its answers"
 
 
-class BatonDecodeBenchConnector(ObservedConnector):
+class BatonDecodeBenchConnector(ObservedConnector, TwoHalvesOfGroups):
     stats_kind, prom_kind = DecodeBenchStats, DecodeBenchPromMetrics
     answered_params: ClassVar[frozenset[str]] = frozenset({ANSWERED})
     stands_alone: ClassVar[bool] = True
@@ -32,7 +33,10 @@ class BatonDecodeBenchConnector(ObservedConnector):
         cls, vllm_config: host.HostConfig, kv_cache_config: Any
     ) -> KVConnectorSchedulerHalf:
         logger.warning(WARNING)
-        return DecodeBenchSchedulerHalf(_settings_of(vllm_config), vllm_config.cache_config.block_size)
+        assert isinstance(vllm_config, EngineConfig), "in vLLM the plug-in's connector does this"
+        return DecodeBenchSchedulerHalf(
+            _settings_of(vllm_config), vllm_config.cache_config.block_size, vllm_config.kv_cache_groups
+        )
 
     @classmethod
     def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:

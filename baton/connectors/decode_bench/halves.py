@@ -4,6 +4,7 @@
                      no forward pass                                                computed
 
 A load like any other, and synchronous, so whatever holds for loads holds here; only the KV means nothing.
+Where layers have block tables of their own, of a window the blocks are filled that it sees.
 """
 
 from __future__ import annotations
@@ -13,8 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from baton.connectors.decode_bench.settings import DecodeBenchSettings
 from baton.connectors.decode_bench.stats import DecodeBenchStats
-from baton.contract import KVConnectorMetadata, KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
+from baton.contract import (
+    KVConnectorMetadata,
+    KVConnectorSchedulerHalf,
+    KVConnectorWorkerHalf,
+    SupportsHMA,
+    host,
+)
 from baton.core.errors import ConfigError
+from baton.core.kv_groups import NULL_BLOCK_ID, KVCacheGroup, is_hybrid
 
 if TYPE_CHECKING:
     import torch
@@ -24,13 +32,19 @@ ANSWERED = "baton_synthetic_tokens"
 
 @dataclass(frozen=True, slots=True)
 class DecodeBenchMetadata(KVConnectorMetadata):
-    block_ids: tuple[int, ...] = ()  # To fill before the forward.
+    block_ids: tuple[int, ...] = ()  # To fill before the forward, of whichever group.
 
 
-class DecodeBenchSchedulerHalf(KVConnectorSchedulerHalf):
-    def __init__(self, settings: DecodeBenchSettings, block_tokens: int) -> None:
+class DecodeBenchSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
+    def __init__(
+        self,
+        settings: DecodeBenchSettings,
+        block_tokens: int,
+        groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),),
+    ) -> None:
         self._settings = settings
         self._block_tokens = block_tokens
+        self._groups = groups
         self._to_fill: list[int] = []
         self._num_synthetic: dict[str, int] = {}  # Tokens, by request.
         self._stats = DecodeBenchStats()
@@ -45,14 +59,19 @@ class DecodeBenchSchedulerHalf(KVConnectorSchedulerHalf):
     ) -> None:
         if num_external_tokens == 0:
             return
-        (block_ids,) = blocks.get_block_ids()
         end = request.num_tokens - 1
         first_block = (end - num_external_tokens) // self._block_tokens
         if not self._settings.startup_fill:
-            self._to_fill += block_ids[first_block : -(-end // self._block_tokens)]
+            nobodys = {NULL_BLOCK_ID} if is_hybrid(self._groups) else set()
+            for table in blocks.get_block_ids():
+                of_table = table[first_block : -(-end // self._block_tokens)]
+                self._to_fill += [block for block in of_table if block not in nobodys]
         already = self._num_synthetic.get(request.request_id, 0)
         self._num_synthetic[request.request_id] = already + num_external_tokens
         self._stats.add(synthetic_tokens=num_external_tokens, synthetic_requests=not already)
+
+    def get_loaded_kv_cache_group_ids(self, request: host.Request) -> tuple[int, ...]:
+        return tuple(range(len(self._groups)))
 
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
         to_fill, self._to_fill = self._to_fill, []
@@ -65,6 +84,11 @@ class DecodeBenchSchedulerHalf(KVConnectorSchedulerHalf):
         num_synthetic = self._num_synthetic.pop(request.request_id, 0)
         return False, {ANSWERED: num_synthetic} if num_synthetic else None
 
+    def request_finished_all_groups(
+        self, request: host.Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
     def get_kv_connector_stats(self) -> DecodeBenchStats | None:
         return self._stats.take()
 
@@ -72,6 +96,7 @@ class DecodeBenchSchedulerHalf(KVConnectorSchedulerHalf):
 class DecodeBenchWorkerHalf(KVConnectorWorkerHalf):
     def __init__(self, settings: DecodeBenchSettings) -> None:
         self._settings = settings
+        # One of those that share memory: a block belongs to one group at a time, whichever that is.
         self._caches: dict[str, torch.Tensor] = {}
         self._patterns: dict[str, torch.Tensor] = {}  # One block of each layer; every block gets the same.
 
@@ -80,8 +105,9 @@ class DecodeBenchWorkerHalf(KVConnectorWorkerHalf):
         import torch
 
         settings = self._settings
-        self._caches = kv_caches
-        for index, (name, cache) in enumerate(kv_caches.items()):
+        by_place = {cache.data_ptr(): (name, cache) for name, cache in reversed(kv_caches.items())}
+        self._caches = dict(reversed(by_place.values()))
+        for index, (name, cache) in enumerate(self._caches.items()):
             if not cache.is_floating_point() or cache.element_size() == 1:
                 raise ConfigError(
                     f"cannot be filled with numbers: it is {cache.dtype}", field=f"kv_caches.{name}"
