@@ -21,6 +21,7 @@ from baton.contract import (
     KVConnectorWorkerHalf,
     NullSchedulerHalf,
     NullWorkerHalf,
+    TwoHalvesOfGroups,
     supports_hma,
 )
 from baton.core.config import EngineConfig
@@ -68,7 +69,10 @@ class RegistryFactory:
             return True
         # vLLM's factory asks in the same way: what is made of others knows only with the configuration.
         ask = getattr(connector, "supports_hma_config", None)
-        return bool(ask(config.kv_transfer_config)) if ask is not None else supports_hma(connector)
+        knows_any = bool(ask(config.kv_transfer_config)) if ask is not None else supports_hma(connector)
+        if not knows_any or not issubclass(connector, TwoHalvesOfGroups):
+            return knows_any
+        return connector.supports_groups(config.kv_cache_groups)
 
 
 connector_factory = RegistryFactory()

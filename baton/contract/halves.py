@@ -15,7 +15,7 @@ the host's mistake and fails an assertion.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from baton.contract import host
     from baton.contract.events import KVCacheEvent, KVConnectorKVEvents
     from baton.contract.stats import KVConnectorStats
+    from baton.core.kv_groups import KVCacheGroup
     from baton.core.prefilled import PrefilledTokens
 
 
@@ -268,6 +269,11 @@ class TwoHalves(KVConnectorBase_V1):
 
 class TwoHalvesOfGroups(TwoHalves, SupportsHMA):
     """Of a connector that knows KV-cache groups: so does its scheduler half."""
+
+    @classmethod
+    def supports_groups(cls, groups: Sequence[KVCacheGroup]) -> bool:
+        """Whether it can do with what these hold. Baton's addition; if not, the host keeps everything."""
+        return True
 
     def request_finished_all_groups(
         self, request: host.Request, block_ids: tuple[list[int], ...]

@@ -19,15 +19,15 @@ logger = logging.getLogger(__name__)
 def settle_groups(config: EngineConfig, connector_factory: str | None) -> EngineConfig:
     """The configuration of scheduler, ranks and connector halves, which have to agree on the groups.
 
-    A connector that knows one table only is not shown several: the engine then keeps everything, and windows
-    are masks, as in vLLM without its hybrid KV-cache manager.
+    A connector that knows one table only, or cannot do with these groups, is not shown several: the engine
+    then keeps everything, and windows are masks, as in vLLM without its hybrid KV-cache manager.
     """
     if not is_hybrid(config.kv_cache_groups) or knows_groups(connector_factory, config):
         return config
     transfer = config.kv_transfer_config
     logger.warning(
-        "%s cannot handle KV-cache groups (it is no SupportsHMA): all layers share one block table, and "
-        "blocks behind a sliding window are kept",
+        "%s cannot handle KV-cache groups (it is no SupportsHMA, or needs what windows leave behind): all "
+        "layers share one block table, and blocks behind a sliding window are kept",
         transfer.kv_connector if transfer is not None else "the KV connector",
     )
     one_table = msgspec.structs.replace(config.cache_config, hybrid_kv_cache="off")

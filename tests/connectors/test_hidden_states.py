@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter
@@ -34,6 +35,7 @@ from baton.engine.api import SamplingParams
 from baton.engine.checkpoint import load_model_config
 from baton.engine.llm import LLM, Completion
 from baton.engine.new_model import write_checkpoint
+from tests.connectors.engine_world import windowed_model
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
 LAYERS = (0, 1, 3)  # Of three: the embeddings, one from within, and the end.
@@ -157,6 +159,32 @@ def test_blocks_that_are_taken_at_once_are_copied_before(start: Start, expected:
     one = SamplingParams(max_tokens=1, temperature=0)
     for prompt, completion in zip(prompts, llm.generate(prompts, one), strict=True):
         assert_equal(saved_of(llm, completion), prompt, expected(prompt))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "mistral"])
+def test_windows_take_no_states_away(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are as with one table, also of prompts whose beginning was found in the prefix cache."""
+    model = windowed_model(tmp_path / "model", family)
+    config = config_of(model, tmp_path / "states")
+    prompts = [prompt_of(40), prompt_of(33, step=11), [*prompt_of(40), 9, 9, 9], prompt_of(60, step=3)]
+    saved: list[list[torch.Tensor]] = []
+    for mode in ("auto", "off"):
+        cache = msgspec.structs.replace(config.cache_config, hybrid_kv_cache=mode, num_gpu_blocks=60)
+        of_mode = msgspec.structs.replace(config, cache_config=cache)
+        caplog.clear()
+        with LLM(of_mode, "baton.assemble:connector_factory") as llm:
+            # Where all layers have a window, nobody else would keep the states of what it leaves behind.
+            has_groups = mode == "auto" and family != "mistral"
+            assert llm.core.scheduler.kv_cache.is_hybrid == has_groups
+            assert ("block table" in caplog.text) == (mode == "auto" and family == "mistral")
+            completions = [llm.generate([prompt], GREEDY)[0] for prompt in prompts]
+            assert completions[2].num_cached_tokens
+            completions += llm.generate(prompts, GREEDY)
+            saved.append([saved_of(llm, completion)["hidden_states"] for completion in completions])
+    for with_groups, one_table, prompt in zip(*saved, prompts * 2, strict=True):
+        assert len(with_groups) == len(prompt)
+        torch.testing.assert_close(with_groups, one_table, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -127,4 +127,4 @@ def test_a_connector_that_knows_no_groups_is_shown_one_table(
     with caplog.at_level(logging.WARNING), LLM(config, f"{__name__}:one_table_factory") as llm:
         assert not llm.core.scheduler.kv_cache.is_hybrid
         assert tokens_of(llm.generate(PROMPTS[:3], GREEDY)) == expected[:3]
-    assert "no SupportsHMA" in caplog.text
+    assert "share one block table" in caplog.text

@@ -11,19 +11,20 @@ later, and whole (`load_hidden_states` waits for it). A request may ask for more
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from baton.connectors.hidden_states.halves import HiddenStatesSchedulerHalf, HiddenStatesWorkerHalf
 from baton.connectors.hidden_states.settings import PATH_KEY, HiddenStatesSettings, includes_output
 from baton.connectors.hidden_states.stats import HiddenStatesPromMetrics, HiddenStatesStats
 from baton.connectors.observed import ObservedConnector
-from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
+from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, TwoHalvesOfGroups, host
 from baton.core.config import EngineConfig
+from baton.core.kv_groups import KVCacheGroup
 from baton.core.transfer_params import parse_transfer_params
 
 
-class BatonHiddenStatesConnector(ObservedConnector):
+class BatonHiddenStatesConnector(ObservedConnector, TwoHalvesOfGroups):
     stats_kind, prom_kind = HiddenStatesStats, HiddenStatesPromMetrics
     answered_params: ClassVar[frozenset[str]] = frozenset({PATH_KEY})
     stands_alone: ClassVar[bool] = True
@@ -56,6 +57,11 @@ class BatonHiddenStatesConnector(ObservedConnector):
             settings.path_for("", raw)
 
         return check
+
+    @classmethod
+    def supports_groups(cls, groups: Sequence[KVCacheGroup]) -> bool:
+        """States of what a window has left behind would be gone with its slots."""
+        return groups[0].window is None  # Those that see everything come first.
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

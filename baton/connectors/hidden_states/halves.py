@@ -6,7 +6,8 @@
 A slot's states live as long as its KV, so a prompt whose beginning is found in the prefix cache finds its
 states there as well, those of the request that computed it. The rows of freed blocks are overwritten in the
 forward of the next step at the earliest, so no block is held back for them. All ranks have equal states; the
-first one keeps them.
+first one keeps them. Where layers have block tables of their own, the slots are those of the first group,
+which sees everything.
 
 This stands alone: KV that another connector loads comes without its states.
 """
@@ -25,7 +26,13 @@ from baton.connectors.hidden_states.settings import PATH_KEY, HiddenStatesSettin
 from baton.connectors.hidden_states.stats import HiddenStatesStats
 from baton.connectors.jobs import Jobs
 from baton.connectors.whole_file import write_whole
-from baton.contract import KVConnectorMetadata, KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
+from baton.contract import (
+    KVConnectorMetadata,
+    KVConnectorSchedulerHalf,
+    KVConnectorWorkerHalf,
+    SupportsHMA,
+    host,
+)
 from baton.contract.base import hidden_states_name
 
 if TYPE_CHECKING:
@@ -48,7 +55,7 @@ class HiddenStatesMetadata(KVConnectorMetadata):
     saves: tuple[SaveStates, ...] = ()
 
 
-class HiddenStatesSchedulerHalf(KVConnectorSchedulerHalf):
+class HiddenStatesSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def __init__(self, settings: HiddenStatesSettings) -> None:
         self._settings = settings
         self._paths: dict[str, Path] = {}  # By request.
@@ -91,6 +98,11 @@ class HiddenStatesSchedulerHalf(KVConnectorSchedulerHalf):
         assert len(token_ids) <= request.num_computed_tokens
         self._saves.append(SaveStates(str(path), tuple(token_ids), tuple(block_ids)))
         return False, {PATH_KEY: str(path)}
+
+    def request_finished_all_groups(
+        self, request: host.Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
 
 
 class HiddenStatesWorkerHalf(KVConnectorWorkerHalf):
