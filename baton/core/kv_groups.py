@@ -18,6 +18,7 @@ import msgspec
 
 _MUCH_LARGER = 1.5  # Times the smallest kind; below it, one group per kind wastes less than cutting.
 NULL_BLOCK_ID = 0
+MAX_GROUPS = 256  # Of one engine, as a ticket can name them.
 
 
 class KVCacheGroup(msgspec.Struct, frozen=True):

@@ -48,6 +48,7 @@ class LayerLayout(msgspec.Struct, frozen=True):
     head_stride: int  # From one KV head of a block to the next.
     head_bytes: int  # Of all the tokens of one head of one block together.
     token_stride: int = 0  # From one token of a block to the next; 0: one head's tokens are contiguous.
+    group: int = 0  # Of those that its engine deals block tables out to (`baton.core.kv_groups`).
 
 
 class RankLayout(msgspec.Struct, frozen=True):

@@ -24,16 +24,25 @@ from baton.protocol.slots import PlanError, Shape, check_equal, slot_spans
 from baton.protocol.soundness import can_share, check_layout, heads_of
 
 __all__ = [
+    "GroupPair",
     "PlanError",
     "Share",
     "check_layout",
     "heads_of_pair",
+    "pair_groups",
     "plan_pairs",
     "plan_pairs_of_layouts",
     "plan_shares",
     "plan_spans",
     "share_spans",
 ]
+
+
+class GroupPair(NamedTuple):
+    """Cache groups of two engines that have layers in common: indices of either side."""
+
+    local: int
+    remote: int
 
 
 class Share(NamedTuple):
@@ -88,6 +97,26 @@ def plan_pairs_of_layouts(
             if names & wanted:
                 pairs.update((Pair(stage * producer.tp_size + source, index), None) for source in sources)
     return tuple(pairs)
+
+
+def pair_groups(producers: Sequence[RankLayout], consumers: Sequence[RankLayout]) -> tuple[GroupPair, ...]:
+    """Through which tables of both sides each layer moves: every layer is of exactly one pair.
+
+    Engines may group the layers of one model differently. Raises PlanError for a layer that no rank of P has,
+    and for one that ranks of one engine put into different groups.
+    """
+    theirs, ours = _group_by_name(producers), _group_by_name(consumers)
+    if missing := ours.keys() - theirs.keys():
+        raise PlanError(f"layers differ: the producer has no {sorted(missing)[:3]}")
+    return tuple(sorted({GroupPair(group, theirs[name]) for name, group in ours.items()}))
+
+
+def _group_by_name(ranks: Sequence[RankLayout]) -> dict[str, int]:
+    groups: dict[str, int] = {}
+    for layer in (layer for rank in ranks for layer in rank.layers):
+        if groups.setdefault(layer.name, layer.group) != layer.group:
+            raise PlanError(f"ranks of one engine have {layer.name!r} in different cache groups")
+    return groups
 
 
 def plan_shares(local: RankLayout, remotes: Mapping[int, RankLayout]) -> dict[int, Share]:

@@ -1,6 +1,7 @@
 """Is a layout what memory can be? A layout from a peer is believed in nothing before it has passed here."""
 
 from baton.core.errors import PeerError
+from baton.core.kv_groups import MAX_GROUPS
 from baton.core.layout import SLOT, LayerLayout, RankLayout
 from baton.core.topology import kv_heads_of
 
@@ -60,6 +61,7 @@ def token_stride_of(layer: LayerLayout, layout: RankLayout) -> int:
 def _check_layer(layer: LayerLayout, layout: RankLayout) -> None:
     _check_range("length of a layer's name", len(layer.name), 1, MAX_NAME_CHARS)
     where = f"layer {layer.name!r}: "
+    _check_range(where + "group", layer.group, 0, MAX_GROUPS - 1)
     _check_range(where + "region", layer.region, 0, len(layout.regions) - 1)
     region_bytes = layout.regions[layer.region].nbytes
     _check_range(where + "offset", layer.offset, 0, region_bytes - 1)

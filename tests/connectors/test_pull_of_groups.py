@@ -156,17 +156,34 @@ def test_two_ranks_hand_over_to_one(start: Start) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("difference", [{"hybrid": "off"}, {"block_size": 8}])
-def test_engines_that_differ_compute_for_themselves(start: Start, difference: dict[str, Any]) -> None:
-    p, d, alone = start("gemma3", "p"), start("gemma3", "d", **difference), start("gemma3")
+@pytest.mark.parametrize(
+    ("producers", "consumers"),
+    [({}, {"hybrid": "off"}), ({}, {"block_size": 8}), ({"block_size": 8}, {})],
+)
+def test_engines_that_differ_compute_for_themselves(
+    start: Start, producers: dict[str, Any], consumers: dict[str, Any]
+) -> None:
+    p, d, alone = start("gemma3", "p", **producers), start("gemma3", "d", **consumers), start("gemma3")
     prompt = prompt_of(70)
-    for producer, consumer in ((p, d), (d, p)):
-        decoded = hand_over(producer, consumer, prompt)
+    decoded = hand_over(p, d, prompt)
+    (expected,) = alone.generate([prompt], GREEDY)
+    assert decoded.token_ids == expected.token_ids
+    assert decoded.num_transferred_tokens == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+def test_a_producer_that_keeps_everything_serves_one_that_does_not(start: Start, family: str) -> None:
+    p, d, alone = start(family, "p", hybrid="off"), start(family, "d"), start(family)
+    moved = bytes_moved(d)
+    for prompt in (prompt_of(70), prompt_of(3), prompt_of(69)):  # Of the last, only a token is missing.
+        decoded = hand_over(p, d, prompt)
         (expected,) = alone.generate([prompt], GREEDY)
         assert decoded.token_ids == expected.token_ids
-        assert decoded.num_transferred_tokens == 0
-        for llm in (p, d):
-            llm.core.scheduler.reset_prefix_cache()
+        assert decoded.num_transferred_tokens > 0
+    come_to_rest(p, d)
+    block_bytes = BLOCK * KV_HEADS * 2 * HEAD_DIM * ITEM_BYTES
+    assert moved[0] < LAYERS * 18 * block_bytes, "of layers with a window, their end"
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ from baton.connectors.pull.door import (
     check_offer,
     check_producer,
     hash_of_prompt,
+    moves_by_groups,
     num_blocks,
     read_params,
 )
@@ -71,7 +72,7 @@ from baton.protocol.effects import (
     StartReads,
 )
 from baton.protocol.handshake import RankCard
-from baton.protocol.plan import PlanError, plan_pairs_of_layouts
+from baton.protocol.plan import GroupPair, PlanError, pair_groups, plan_pairs_of_layouts
 from baton.protocol.ticket import TICKET_FIELD, Ticket, open_ticket
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ class _Incoming:
     first_token: int = 0  # Those before it were here already.
     num_moved_tokens: int = 0
     tables: tuple[tuple[int, ...], ...] = ()  # Of each KV-cache group, from token 0 on.
+    groups: tuple[GroupPair, ...] = ()  # Through which it moves; where there is one table, none.
     unread: tuple[Part, ...] | None = None  # What is lent and not read yet; None: all that is missing here.
     fetched_at: float = 0.0
     reads_early: bool = False  # Its pairs are known, and what is announced is read.
@@ -275,6 +277,9 @@ class PullBorrower:
         last = num_blocks(offer.num_tokens, self._identity.block_tokens)
         assert len(block_ids) == len(self._identity.groups), "a table for each group"
         assert all(last <= len(table) for table in block_ids), "tokens without a block"
+        for group, table in zip(self._identity.groups, block_ids, strict=True):
+            first = max(num_computed, group.first_kept(offer.num_tokens, 1)) // self._identity.block_tokens
+            assert group.window is None or NULL_BLOCK_ID not in table[first:last], "a hole in what is read"
         incoming.first_token = num_computed
         incoming.num_moved_tokens = num_external_tokens
         incoming.tables = tuple(tuple(table[:last]) for table in block_ids)
@@ -422,10 +427,12 @@ class PullBorrower:
         if incoming.state is not _State.FETCHING or ranks is None or incoming.is_started:
             return
         is_lent = incoming.offer.ticket is not None
-        if not is_lent and (incoming.reads_early or is_hybrid(self._identity.groups)):
+        if not is_lent and (incoming.reads_early or self._identity.has_block_tables):
             return  # Of several groups nothing is read early, whatever the producer announces.
         try:
             pairs = self._plan(ranks)
+            if incoming.offer.ticket is not None and moves_by_groups(incoming.offer.ticket, self._identity):
+                incoming.groups = self._pair_groups(ranks, incoming.offer.ticket)
         except PlanError as error:
             self._agent.lose(producer, str(error), now)
             return
@@ -445,10 +452,23 @@ class PullBorrower:
         # Engines that want the same from replicas take it from different ones.
         return plan_pairs_of_layouts(theirs, self._own_layouts, rotation=self._agent.address.epoch)
 
+    def _pair_groups(self, ranks: Sequence[RankCard], ticket: Ticket) -> tuple[GroupPair, ...]:
+        """Raises PlanError, also for groups that are not those of the ticket."""
+        pairs = pair_groups([card.layout for card in ranks], self._own_layouts)
+        windows = self._identity.windows
+        for pair in pairs:
+            if pair.remote >= len(ticket.windows):
+                raise PlanError(f"layers of cache group {pair.remote}, and a ticket of {len(ticket.windows)}")
+            if ticket.windows[pair.remote] not in (None, windows[pair.local]):
+                raise PlanError(
+                    f"layers see {windows[pair.local]} tokens here and {ticket.windows[pair.remote]} there"
+                )
+        return pairs
+
     def _order_reads(self, incoming: _Incoming, pairs: Sequence[Pair]) -> None:
         assert incoming.offer is not None
         assert incoming.offer.ticket is not None
-        if is_hybrid(self._identity.groups):
+        if incoming.groups:
             self._order_groups(incoming, pairs, incoming.offer.ticket)
             return
         blocks = incoming.offer.ticket.block_ids[0]
@@ -460,16 +480,16 @@ class PullBorrower:
         self._order_read(incoming, pairs, last, blocks, is_last=True)
 
     def _order_groups(self, incoming: _Incoming, pairs: Sequence[Pair], ticket: Ticket) -> None:
-        """A part for each group: its layers, and of its window's blocks those that are missing here."""
+        """A part for layers that share tables on both sides: what their window sees and is missing here."""
         incoming.unread = (Part(incoming.first_token, incoming.num_moved_tokens),)
-        groups = self._identity.groups
-        for index, group in enumerate(groups):
+        for groups in incoming.groups:
+            group = self._identity.groups[groups.local]
             kept = group.first_kept(ticket.num_tokens, ticket.block_tokens) * ticket.block_tokens
             first = max(incoming.first_token, kept)
             part = Part(first, ticket.num_tokens - first)
-            is_last = index == len(groups) - 1
-            table = ticket.table_of(index)
-            self._order_read(incoming, pairs, part, table, is_last=is_last, group=index)
+            is_last = groups == incoming.groups[-1]
+            table = ticket.table_of(groups.remote)
+            self._order_read(incoming, pairs, part, table, is_last=is_last, groups=groups)
 
     def _order_read(
         self,
@@ -479,7 +499,7 @@ class PullBorrower:
         remote_blocks: tuple[int, ...],
         *,
         is_last: bool,
-        group: int | None = None,
+        groups: GroupPair | None = None,
     ) -> None:
         assert incoming.offer is not None
         producer = incoming.offer.producer
@@ -493,11 +513,11 @@ class PullBorrower:
                 tuple(pairs),
                 part.first_token,
                 part.num_tokens,
-                incoming.tables[group or 0],
+                incoming.tables[groups.local if groups is not None else 0],
                 remote_blocks,
                 part.layers,
                 is_last,
-                group,
+                groups,
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from baton.connectors.pull.identity import EngineIdentity
@@ -17,12 +18,16 @@ FIELD = "kv_caches"
 
 
 def layout_of(
-    kv_caches: dict[str, torch.Tensor], identity: EngineIdentity, packing: str = SLOT
+    kv_caches: dict[str, torch.Tensor],
+    identity: EngineIdentity,
+    packing: str = SLOT,
+    group_of: Mapping[str, int] | None = None,
 ) -> RankLayout:
     """Tensors `[num_blocks, kv_heads, block_tokens, content]`, in whichever order their strides say.
 
-    Also `[num_blocks, block_tokens, content]`: one head. Those of one storage share a region. Raises
-    ConfigError for a cache whose blocks are not what a plan can describe.
+    Also `[num_blocks, block_tokens, content]`: one head. Those of one storage share a region. `group_of`: of
+    each layer, in an engine with several groups. Raises ConfigError for a cache whose blocks are not what a
+    plan can describe.
     """
     if not kv_caches:
         raise ConfigError("has no layers", field=FIELD)
@@ -37,7 +42,7 @@ def layout_of(
             storage.data_ptr(),
             (len(regions), Region(storage.data_ptr(), storage.nbytes(), str(cache.device))),
         )
-        layers.append(_layer_of(name, cache, index))
+        layers.append(_layer_of(name, cache, index, group_of[name] if group_of is not None else 0))
     num_kv_heads = identity.fingerprint.num_kv_heads
     layout = RankLayout(
         tp_rank=identity.tp_rank,
@@ -65,7 +70,7 @@ def with_heads(cache: torch.Tensor) -> torch.Tensor:
     return cache.unsqueeze(1) if cache.dim() == 3 else cache
 
 
-def _layer_of(name: str, cache: torch.Tensor, region: int) -> LayerLayout:
+def _layer_of(name: str, cache: torch.Tensor, region: int, group: int) -> LayerLayout:
     itemsize = cache.element_size()
     _, num_heads, block_tokens, content = cache.shape
     # The stride of a dimension of one says nothing.
@@ -79,6 +84,7 @@ def _layer_of(name: str, cache: torch.Tensor, region: int) -> LayerLayout:
         head_stride=head_stride * itemsize,
         head_bytes=block_tokens * content * itemsize,
         token_stride=0 if token_stride == content else token_stride * itemsize,
+        group=group,
     )
 
 

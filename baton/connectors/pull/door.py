@@ -16,7 +16,7 @@ from baton.contract import host
 from baton.core.errors import BadTransferParams
 from baton.core.hashing import extra_key, prompt_hash
 from baton.core.ids import NO_EPOCH, Address, EngineId, PromptHash, TransferId
-from baton.core.kv_groups import is_hybrid
+from baton.core.kv_groups import KVCacheGroup
 from baton.core.transfer_params import FIELD, Compute, Fetch, Named, Stream, parse_transfer_params
 from baton.protocol.introduction import BadIntroduction, Introduction, check_introduction, open_introduction
 from baton.protocol.seal import BadPaper, Fault
@@ -174,26 +174,33 @@ def check_offer(ticket: Ticket, request: host.Request, identity: EngineIdentity)
         num_prompt_tokens=len(request.prompt_token_ids),
         converts_dtype=identity.settings.convert_dtype,
     )
-    if ticket.windows != identity.windows:
+    # Which layers a group has may differ; what they see may not, unless the producer keeps everything.
+    if set(ticket.windows) not in ({None}, set(identity.windows)):
         raise BadTicket(
             Fault.LAYOUT,
             f"has cache groups with windows {_shown(ticket.windows)}, this engine has "
             f"{_shown(identity.windows)}; set hybrid_kv_cache alike on both",
         )
-    if is_hybrid(identity.groups) and ticket.block_tokens != identity.block_tokens:
+    if moves_by_groups(ticket, identity) and ticket.block_tokens != identity.block_tokens:
         raise BadTicket(
             Fault.LAYOUT,
             f"has blocks of {ticket.block_tokens} tokens, this engine of {identity.block_tokens}; "
             "engines whose cache has several groups need the same",
         )
     last = num_blocks(ticket.num_tokens, ticket.block_tokens)
-    needed = [last - group.first_kept(ticket.num_tokens, ticket.block_tokens) for group in identity.groups]
+    seen = [KVCacheGroup((), window) for window in ticket.windows]
+    needed = [last - group.first_kept(ticket.num_tokens, ticket.block_tokens) for group in seen]
     if any(len(held) < num for held, num in zip(ticket.block_ids, needed, strict=True)):
         raise BadTicket(
             Fault.LAYOUT,
             f"names {[len(held) for held in ticket.block_ids]} blocks for {ticket.num_tokens} tokens; "
-            f"this engine needs {needed} in its cache groups",
+            f"needed are {needed} in its cache groups",
         )
+
+
+def moves_by_groups(ticket: Ticket, identity: EngineIdentity) -> bool:
+    """Whether either side has several block tables, or one with holes."""
+    return identity.has_block_tables or len(ticket.block_ids) > 1
 
 
 def _shown(windows: tuple[int | None, ...]) -> list[int | str]:

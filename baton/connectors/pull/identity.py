@@ -8,7 +8,7 @@ from baton.connectors.pull.settings import PullSettings
 from baton.core.config import ClusterSecret, EngineConfig
 from baton.core.errors import ConfigError
 from baton.core.ids import EngineId
-from baton.core.kv_groups import KVCacheGroup
+from baton.core.kv_groups import KVCacheGroup, is_hybrid
 from baton.core.layout import ModelFingerprint
 
 TICKET_KEY_PURPOSE = "baton.ticket.1"
@@ -70,6 +70,11 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def windows(self) -> tuple[int | None, ...]:
         return tuple(group.window for group in self.groups)
+
+    @property
+    def has_block_tables(self) -> bool:
+        """Of several groups, or with holes: which tokens a block is of, its id does not say."""
+        return len(self.groups) > 1 or is_hybrid(self.groups)
 
     @property
     def num_ranks(self) -> int:

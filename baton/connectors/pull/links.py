@@ -76,12 +76,8 @@ class PeerLinks:
         *,
         staged: StagedReader | None = None,
         converts_dtype: bool = True,
-        groups: Sequence[frozenset[str]] = (),
     ) -> None:
-        """Without a staged reader, peers that need one are peers that cannot be read.
-
-        `groups`: names of the layers of each KV-cache group, for hosts that have several.
-        """
+        """Without a staged reader, peers that need one are peers that cannot be read."""
         self._layout = layout
         self._rank = layout.pp_rank * layout.tp_size + layout.tp_rank
         self._transports = transports
@@ -89,7 +85,6 @@ class PeerLinks:
         self._run_in_background = run_in_background
         self._staged = staged
         self._converts_dtype = converts_dtype
-        self._groups = groups
         self._operations = Operations(transports, self._end)
         self._changed = self._operations.changed  # The lock of everything here.
         self._cards: dict[Address, tuple[RankCard, ...]] = {}
@@ -206,7 +201,7 @@ class PeerLinks:
                 link.card.layout.block_tokens,
                 order.local_blocks,
                 order.remote_blocks,
-                rounds_up=order.is_last or order.group is not None,
+                rounds_up=order.is_last or order.groups is not None,
             )
         except TransferError as error:
             read.fail(str(error))
@@ -233,8 +228,10 @@ class PeerLinks:
 
     def _layers_of(self, link: _Link, share: Share, order: ReadBlocks) -> tuple[str, ...]:
         """Those of the share that the part names: positions in P's order become names."""
-        if order.group is not None:
-            return tuple(name for name in share.layers if name in self._groups[order.group])
+        if order.groups is not None:
+            ours = _names_of_group(self._layout, order.groups.local)
+            theirs = _names_of_group(link.card.layout, order.groups.remote)
+            return tuple(name for name in share.layers if name in ours & theirs)
         if order.layers is None:
             return share.layers
         tp_size = link.card.layout.tp_size
@@ -373,6 +370,10 @@ class PeerLinks:
         with self._changed:
             read.duration_s = time.monotonic() - started_at
             self._end(read)
+
+
+def _names_of_group(layout: RankLayout, group: int) -> frozenset[str]:
+    return frozenset(layer.name for layer in layout.layers if layer.group == group)
 
 
 def _explain(error: Exception, link: _Link) -> str:

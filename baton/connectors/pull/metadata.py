@@ -16,6 +16,7 @@ from baton.contract import AnyRank, KVConnectorHandshakeMetadata, KVConnectorMet
 from baton.contract.reports import NotCombined
 from baton.core.ids import Address, Pair
 from baton.protocol.handshake import RankCard
+from baton.protocol.plan import GroupPair
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class ReadBlocks:
     remote_blocks: tuple[int, ...]  # Of P's own size; as far as is known.
     layers: tuple[int, int] | None = None  # Half-open, in P's order; None: all of them.
     is_last: bool = True
-    group: int | None = None  # Only layers of this KV-cache group, whose tables they are, to the claim's end.
+    groups: GroupPair | None = None  # Only layers of both, whose tables are given; until the claim's end.
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,11 @@ class EndReads:
 
 @dataclass(frozen=True, slots=True)
 class FailedLoad:
-    """Every rank reports the request as received, its blocks as invalid: so the host hears of a failure."""
+    """Every rank reports the request as received, and as failed: so the host hears of a failure.
+
+    With one block table its blocks are reported as invalid; with several, of which tokens a block is, its id
+    does not say, and the whole request has failed.
+    """
 
     request_id: str
     block_ids: tuple[int, ...]

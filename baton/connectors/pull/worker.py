@@ -31,9 +31,14 @@ from baton.connectors.pull.metadata import (
     ReadEnd,
 )
 from baton.connectors.pull.scheduler import new_epoch
-from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerHalf, host
+from baton.contract import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorTransferResults,
+    KVConnectorWorkerHalf,
+    host,
+)
 from baton.core.ids import Address, Epoch
-from baton.core.kv_groups import is_hybrid
 from baton.core.layout import SLOT, RankLayout
 from baton.protocol.handshake import RankCard
 from baton.transport import PREFERENCE, available_names, make_transports, register_all
@@ -71,6 +76,7 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         self.mirror: HostMirror | None = None
         self._forward_context: host.ForwardContext | None = None  # Of this step, for the mirror.
         self._received: set[str] = set()  # Of failed loads; for this step's report.
+        self._failed: set[str] = set()
         self._invalid_blocks: set[int] = set()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -81,7 +87,7 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
 
             self.mirror = HostMirror(kv_caches, self._identity.block_tokens)
             kv_caches = self.mirror.caches
-        layout = layout_of(kv_caches, self._identity, packing)
+        layout = layout_of(kv_caches, self._identity, packing, self._groups_of(list(kv_caches)))
         address = Address(self._identity.engine_id, self._epoch)
         order = self._identity.settings.transports or available_names(_kind_of_device(layout))
         make = self._given_transports or partial(self._make_transports, order)
@@ -97,16 +103,15 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
             self._run_and_wake,
             staged=staged,
             converts_dtype=self._identity.settings.convert_dtype,
-            groups=self._names_of_groups(list(kv_caches)),
         )
 
-    def _names_of_groups(self, in_order: list[str]) -> list[frozenset[str]]:
-        """Empty if there is one group: it has whatever layers this rank has."""
+    def _groups_of(self, in_order: list[str]) -> Mapping[str, int] | None:
+        """The cache group of each layer; None if there is one: it has whatever layers this rank has."""
         groups = self._identity.groups
-        if not is_hybrid(groups):
-            return []
+        if len(groups) == 1:
+            return None
         assert self._identity.pp_size == 1, "layers are counted through the whole model"
-        return [frozenset(in_order[layer] for layer in group.layers) for group in groups]
+        return {in_order[layer]: index for index, group in enumerate(groups) for layer in group.layers}
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
@@ -187,6 +192,11 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         received, self._received = self._received, set()
         return None, received or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        _, received = self.get_finished(finished_req_ids)
+        failed, self._failed = self._failed, set()
+        return KVConnectorTransferResults(None, received, failed or None)
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         invalid, self._invalid_blocks = self._invalid_blocks, set()
         return invalid
@@ -247,7 +257,10 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
                 links.cancel(claim)
             case FailedLoad(request_id, block_ids):
                 self._received.add(request_id)
-                self._invalid_blocks.update(block_ids)
+                if self._identity.has_block_tables:
+                    self._failed.add(request_id)
+                else:
+                    self._invalid_blocks.update(block_ids)
             case _:
                 assert_never(order)
 

@@ -29,7 +29,6 @@ from baton.connectors.push.settings import PushSettings
 from baton.contract import KVConnectorMetadata, KVConnectorOutput, host
 from baton.core.errors import BadTransferParams
 from baton.core.ids import Epoch, TransferId
-from baton.core.kv_groups import is_hybrid
 from baton.protocol.introduction import Introduction, sign_introduction
 
 logger = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ class PushSchedulerHalf(PullSchedulerHalf):
         super().__init__(identity, epoch=epoch, clock=clock, control=control, holder=holder)
         assert isinstance(identity.settings, PushSettings)
         # Whoever streams announces blocks of one table; of several groups, all is read when the prefill ends.
-        self._stream = "off" if is_hybrid(identity.groups) else identity.settings.stream
+        self._stream = "off" if identity.has_block_tables else identity.settings.stream
         self._prefills = Prefills(
             self._agent,
             identity.block_tokens,
