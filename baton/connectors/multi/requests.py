@@ -1,0 +1,196 @@
+"""What the children of a Multi connector are asked about one request, from its arrival to its end.
+
+Everybody hears of it; who loads it and who keeps its blocks is written into the ledger. A child that raises
+fails for this request alone, and is not asked for a match of it again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from baton.connectors.multi.child import Child
+from baton.connectors.multi.ledger import Choice, Ledger
+from baton.contract import KVConnectorSchedulerHalf, NullSchedulerHalf, host
+from baton.core.errors import UserError
+from baton.core.kv_groups import NULL_BLOCK_ID
+
+logger = logging.getLogger(__name__)
+
+Finished = tuple[bool, dict[str, Any] | None]
+"""What `request_finished` answers."""
+
+
+class RequestCalls:
+    def __init__(self, children: Sequence[Child], ledger: Ledger, *, block_tokens: int) -> None:
+        self._children = children
+        self._ledger = ledger
+        self._block_tokens = block_tokens
+        self._unasked: dict[str, set[int]] = {}  # Children that failed for a request: no match of theirs.
+        self._begun: list[list[str]] = [[] for _ in children]  # Since `take_loads`.
+        self._sync_blocks: list[set[int]] = [set() for _ in children]
+
+    def announce(self, request: host.Request) -> None:
+        self._tell_all(request, "on_new_request", lambda child, half: half.on_new_request(request))
+
+    def find_match(self, request: host.Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Every child is asked, so that none depends on its place; a UserError of one ends the request."""
+        choice: Choice | None = None
+        num_chosen = 0
+        is_later = False
+        for child in self._children:
+            if child.position in self._unasked.get(request.request_id, ()):
+                continue
+            num_tokens, is_async = self._ask(child, request, num_computed_tokens)
+            if num_tokens is None:
+                is_later = True
+            elif num_tokens and choice is None:
+                choice = Choice(child.position, num_computed_tokens, is_async)
+                num_chosen = num_tokens
+        if is_later:
+            choice = None
+        self._ledger.match(request.request_id, choice)
+        if is_later:
+            return None, False
+        return (0, False) if choice is None else (num_chosen, choice.is_async)
+
+    def _ask(self, child: Child, request: host.Request, num_local: int) -> tuple[int | None, bool]:
+        def ask(half: KVConnectorSchedulerHalf) -> tuple[int | None, bool] | None:
+            num_tokens, is_async = half.get_num_new_matched_tokens(request, num_local)
+            if num_tokens is not None and not 0 <= num_tokens <= request.num_tokens - num_local:
+                raise ValueError(f"matched {num_tokens} of {request.num_tokens - num_local} tokens")
+            return num_tokens, bool(is_async)
+
+        answer = child.call_for(request.request_id, "get_num_new_matched_tokens", ask, None)
+        if answer is None:
+            self._unasked.setdefault(request.request_id, set()).add(child.position)
+            return 0, False
+        return answer
+
+    def allocated(self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int) -> None:
+        """Raises what the child raised that was to load: whether it does, nobody can say any more."""
+        choice = self._ledger.chosen(request.request_id) if num_external_tokens else None
+        assert choice is not None or not num_external_tokens, "the host loads what nobody has offered"
+        if choice is not None:
+            self._note_load(request, blocks, num_external_tokens, choice)
+        failure: Exception | None = None
+
+        def tell(child: Child, half: KVConnectorSchedulerHalf) -> None:
+            nonlocal failure
+            if choice is None or child.position != choice.position:
+                half.update_state_after_alloc(request, blocks, 0)
+                return
+            try:
+                half.update_state_after_alloc(request, blocks, num_external_tokens)
+            except Exception as error:
+                failure = error
+                self._forget_load(request.request_id, child.position)
+                raise
+
+        self._tell_all(request, "update_state_after_alloc", tell)
+        if failure is not None:
+            raise failure
+
+    def _note_load(
+        self, request: host.Request, blocks: host.KVCacheBlocks, num_external: int, choice: Choice
+    ) -> None:
+        if choice.is_async:
+            self._ledger.begin_load(request.request_id, choice.position)
+            self._begun[choice.position].append(request.request_id)
+            return
+        first = choice.num_local_tokens // self._block_tokens
+        last = -(-(choice.num_local_tokens + num_external) // self._block_tokens)
+        groups = blocks.get_block_ids()
+        for group in groups:
+            self._sync_blocks[choice.position].update(group[first:last])
+        if len(groups) > 1:
+            self._sync_blocks[choice.position].discard(NULL_BLOCK_ID)
+
+    def _forget_load(self, request_id: str, position: int) -> None:
+        """The host ends the request and waits for nothing."""
+        if self._ledger.end_load(request_id, position):
+            self._begun[position].remove(request_id)
+
+    def chosen_half(self, request_id: str) -> KVConnectorSchedulerHalf:
+        """Of the child that was to load; the base's answers fit where there is none."""
+        choice = self._ledger.chosen(request_id)
+        return _NOBODY if choice is None else self._children[choice.position].half
+
+    def finished(
+        self, request: host.Request, finish: Callable[[KVConnectorSchedulerHalf], Finished]
+    ) -> Finished:
+        request_id = request.request_id
+        self._unasked.pop(request_id, None)
+        params: dict[str, Any] = {}
+        delayed_by: set[int] = set()
+        nothing: Finished = (False, None)
+        for child in self._children:
+            try:
+                is_delayed, of_child = child.call_for(request_id, "request_finished", finish, nothing)
+            except UserError as error:  # It is too late for the request to be wrong.
+                logger.error(
+                    "the connector %s refuses the end of request %s: %s", child.name, request_id, error
+                )
+                child.count_error()
+                continue
+            if is_delayed:
+                delayed_by.add(child.position)
+            if of_child:
+                self._add_params(params, of_child, child, request_id)
+        return self._ledger.finish(request_id, delayed_by), params or None
+
+    def _add_params(
+        self, params: dict[str, Any], of_child: Mapping[str, Any], child: Child, request_id: str
+    ) -> None:
+        """A child that contradicts an earlier one is left out, and told that nobody will come to it."""
+        clashes = sorted(key for key in of_child if key in params and params[key] != of_child[key])
+        if not clashes:
+            params.update(of_child)
+            return
+        logger.error(
+            "the connector %s answers request %s with other kv_transfer_params than one before it (%s); "
+            "its answer is left out",
+            child.name,
+            request_id,
+            ", ".join(clashes),
+        )
+        child.count_error()
+        child.call("take_back", lambda half: half.take_back(of_child), None)
+
+    def take_loads(self, child: Child) -> tuple[list[str], set[int]]:
+        """Since the last call: (requests whose load it began, blocks that it is to load within the step)."""
+        begun, self._begun[child.position] = self._begun[child.position], []
+        sync_blocks, self._sync_blocks[child.position] = self._sync_blocks[child.position], set()
+        return begun, sync_blocks
+
+    def _tell_all(
+        self,
+        request: host.Request,
+        method: str,
+        tell: Callable[[Child, KVConnectorSchedulerHalf], None],
+    ) -> None:
+        """Every child hears it; then the first UserError is raised, if there was one."""
+        wrong: UserError | None = None
+        for child in self._children:
+            is_told = False
+            try:
+                is_told = child.call_for(request.request_id, method, partial(_told, tell, child), False)
+            except UserError as error:
+                wrong = wrong or error
+            if not is_told:
+                self._unasked.setdefault(request.request_id, set()).add(child.position)
+        if wrong is not None:
+            raise wrong
+
+
+def _told(
+    tell: Callable[[Child, KVConnectorSchedulerHalf], None], child: Child, half: KVConnectorSchedulerHalf
+) -> bool:
+    tell(child, half)
+    return True
+
+
+_NOBODY = NullSchedulerHalf()
+"""Whom to ask about a load that no child has."""

@@ -1,0 +1,158 @@
+"""What the children of a Multi connector are asked in each step, and what their ranks report.
+
+Each child is told what is its own: its metadata, its ranks' reports, the ids that it loaded or delayed. What
+it says about a request that is another's does not count.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from baton.connectors.multi.child import Child
+from baton.connectors.multi.ledger import Ledger
+from baton.connectors.multi.metadata import ChildPart, ChildReport, MultiMetadata, MultiWorkerMetadata
+from baton.connectors.multi.stats import MultiStats
+from baton.contract import (
+    ConnectorDead,
+    KVConnectorOutput,
+    KVConnectorSchedulerHalf,
+    host,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class StepCalls:
+    def __init__(self, children: Sequence[Child], ledger: Ledger) -> None:
+        self._children = children
+        self._ledger = ledger
+        self._ended: set[str] = set()  # Loads, for the ranks to hear.
+        self._abandoned: set[str] = set()  # For the host to hear.
+
+    def build_metadata(
+        self,
+        scheduler_output: host.SchedulerOutput,
+        take_loads: Callable[[Child], tuple[list[str], set[int]]],
+    ) -> MultiMetadata:
+        """Raises ConnectorDead when no child is left."""
+        if all(child.is_retired for child in self._children):
+            raise ConnectorDead("every connector of this Multi is retired")
+        parts = []
+        for child in self._children:
+            begun, sync_blocks = take_loads(child)
+            metadata = None
+            if not child.is_retired:
+                metadata = child.call(
+                    "build_connector_meta",
+                    lambda half: half.build_connector_meta(scheduler_output),
+                    None,
+                )
+            if metadata is None:
+                self._abandoned.update(begun)  # No rank hears of them, or it is not known which.
+            parts.append(ChildPart(metadata, tuple(begun), frozenset(sync_blocks)))
+        ended, self._ended = self._ended, set()
+        return MultiMetadata(tuple(parts), frozenset(ended))
+
+    def take_report(self, connector_output: KVConnectorOutput) -> None:
+        """What children said of each other's requests does not get into it."""
+        reports = self._reports_in(connector_output)
+        received: set[str] = set()
+        failed: set[str] = set()
+        sent: set[str] = set()
+        for child, report in zip(self._children, reports, strict=True):
+            own = self._tell(child, report, connector_output)
+            ended = {r for r in _ids(own.finished_recving, child) if self._end_load(r, child)}
+            received |= ended
+            failed |= ended & _ids(own.failed_recving, child)
+            sent |= {r for r in _ids(own.finished_sending, child) if self._ledger.end_send(r, child.position)}
+            self._abandoned |= own.abandoned_recving
+            child.forget_all_but(_Awaited(self._ledger, child.position))
+        for child in self._children:
+            if (reason := child.end_step()) is not None:
+                self._retire(child, reason)
+        abandoned, self._abandoned = self._abandoned, set()
+        connector_output.finished_recving = received or None
+        connector_output.failed_recving = failed or None
+        connector_output.finished_sending = sent or None
+        connector_output.abandoned_recving |= abandoned
+
+    def _reports_in(self, connector_output: KVConnectorOutput) -> Sequence[ChildReport]:
+        meta = connector_output.kv_connector_worker_meta
+        if meta is None:
+            return [ChildReport() for _ in self._children]
+        assert isinstance(meta, MultiWorkerMetadata)
+        return meta.children
+
+    def _tell(self, child: Child, report: ChildReport, whole: KVConnectorOutput) -> KVConnectorOutput:
+        """Its own part of the report, and what it added."""
+        if report.error is not None:
+            child.note(f"a worker half raised: {report.error}")
+        own = _own_output(child, report, whole)
+        if not child.is_retired:
+            child.call("update_connector_output", partial(_update, own=own), None)
+        return own
+
+    def _end_load(self, request_id: str, child: Child) -> bool:
+        if self._ledger.end_load(request_id, child.position):
+            self._ended.add(request_id)
+            return True
+        logger.warning("%s reports %r as received, which it does not load", child.name, request_id)
+        return False
+
+    def _retire(self, child: Child, reason: str) -> None:
+        loading = self._ledger.loads_of(child.position)
+        self._abandoned |= loading
+        child.retire()
+        logger.critical(
+            "the connector %s is retired, and the others go on without it; restart this engine "
+            "(%d requests were loading and end with an error; last error: %s)",
+            child.name,
+            len(loading),
+            reason,
+        )
+
+
+def _own_output(child: Child, report: ChildReport, whole: KVConnectorOutput) -> KVConnectorOutput:
+    """What an engine with this child alone would have told it."""
+    ended, stats = child.ended(report.ends), whole.kv_connector_stats
+    return KVConnectorOutput(
+        finished_sending=ended.finished_sending,
+        finished_recving=ended.finished_recving,
+        failed_recving=ended.failed_recving,
+        invalid_block_ids=set(whole.invalid_block_ids),  # A block may be shared, so they concern all.
+        kv_connector_stats=stats.of_child(child.name) if isinstance(stats, MultiStats) else None,
+        kv_cache_events=report.events,
+        kv_connector_worker_meta=report.metadata,
+        expected_finished_count=ended.expected_finished_count,
+        abandoned_recving=set(report.abandoned),
+    )
+
+
+def _update(half: KVConnectorSchedulerHalf, own: KVConnectorOutput) -> None:
+    half.update_connector_output(own)
+
+
+def _ids(ids: Any, child: Child) -> set[str]:
+    """What a child added need not be what the contract says."""
+    if ids is None:
+        return set()
+    if isinstance(ids, set) and all(isinstance(i, str) for i in ids):
+        return ids
+    logger.error("%s reported %.200r, which are no request ids", child.name, ids)
+    child.note("update_connector_output: what it added are no request ids")
+    return {i for i in ids if isinstance(i, str)} if isinstance(ids, set) else set()
+
+
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """The requests of which a child has still to report an end."""
+
+    ledger: Ledger
+    position: int
+
+    def __contains__(self, request_id: object) -> bool:
+        return isinstance(request_id, str) and self.ledger.awaits(request_id, self.position)
