@@ -226,6 +226,11 @@ class KVCache:
             table.blocks += blocks
         return KVCacheBlocks(tuple(fresh))
 
+    def drop_behind_windows(self, request: Request) -> None:
+        """Give back what no token behind those that the request has computed will see."""
+        if self.is_hybrid and (tables := self._tables.get(request.request_id)) is not None:
+            self._drop_behind_windows(tables, request.num_computed_tokens)
+
     def _drop_behind_windows(self, tables: tuple[_Table, ...], num_computed: int) -> None:
         for group, table in zip(self.groups, tables, strict=True):
             first = group.first_kept(num_computed, self.block_size)

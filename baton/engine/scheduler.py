@@ -596,6 +596,7 @@ class Scheduler:
         assert not request.is_finished
         request.status = status
         self._finished_ids.add(request.request_id)
+        self.kv_cache.drop_behind_windows(request)  # Or a loan would keep what its last chunk saw.
         num_blocks = -(-request.num_computed_tokens // self.kv_cache.block_size)
         block_ids = tuple(ids[:num_blocks] for ids in self.kv_cache.get_block_ids(request.request_id))
         delay_free, params = self._connector.finished(request, block_ids)

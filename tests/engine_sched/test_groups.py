@@ -113,7 +113,21 @@ def test_a_connector_is_told_the_blocks_of_every_group() -> None:
     world.run()
     (of_both,) = told
     assert set(everything) <= set(of_both)
-    assert len(of_both) == 10 + 4
+    assert len(of_both) == 10 + 2, "what the last chunk saw beside its own is nobody's any more"
+
+
+def test_a_loan_keeps_no_block_behind_a_window() -> None:
+    """However long the last chunk was: for as long as the loan lasts, others may have the rest."""
+    world = World(windows=ALTERNATING)
+    world.half.lends = lambda request, block_ids: (True, {})
+    world.add("a", LONG, max_tokens=1)
+    world.step()
+    everything, window = world.scheduler.kv_cache.get_block_ids("a")
+    assert [block_id > 0 for block_id in window] == [False] * 8 + [True] * 2
+    assert all(everything)
+    world.report.finished_sending = {"a"}
+    world.run()
+    world.check_at_rest()
 
 
 @pytest.mark.parametrize(("bad_group", "bad_index"), [(0, 0), (0, 5), (0, 9), (1, 8), (1, 9)])
