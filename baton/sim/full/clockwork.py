@@ -15,6 +15,7 @@ EVENTS_MAX = 100_000  # A hundred times what a busy world needs.
 class Clockwork:
     def __init__(self, seed: int, *, traced: bool = False) -> None:
         self.rng = random.Random(seed)
+        self.rng_of_models = random.Random(f"models {seed}")  # They leave the rest of a world alone.
         self.faults = Faults.draw(self.rng)
         self.now = 0.0
         self.num_events = 0

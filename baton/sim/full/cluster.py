@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import msgspec
 
 from baton.core.ids import EngineId
+from baton.core.kv_groups import group_layers
 from baton.sim.cluster import SIM_TIMERS
 from baton.sim.full.clockwork import Clockwork
 from baton.sim.full.engine import Engine, Machine
-from baton.sim.full.model import Model
+from baton.sim.full.model import Model, WindowModel, Windows
 from baton.sim.full.parts import Parts
 from baton.sim.full.reads import ReadNetwork
 from baton.sim.full.wire import Wire
 
 TOKENS_MAX = 40  # Of a prompt and its answer; any pool has to be able to hold them.
+
+ONE_TABLE: Windows = (None, None)
+
+
+def draw_windows(rng: random.Random) -> Windows:
+    """Of each layer: every other world has cache groups, with windows that blocks do not care for."""
+    one, other = rng.sample([1, 3, 4, 5, 6, 8, 11], 2)
+    return rng.choice(
+        [
+            *[ONE_TABLE] * 8,
+            (None, one),
+            (one, None),
+            (None, one, other),
+            (one, None, other),
+            (one, one),  # Nobody sees everything.
+            (None, one, None, one),  # Two layers in a group.
+            (one, None, one, one),  # Three groups alike.
+            (None, None, None, one, one),  # A group that has a place left over.
+        ]
+    )
 
 
 class Cluster:
@@ -26,8 +50,12 @@ class Cluster:
             clockwork, bound_reads=parts.bound_reads, verified_reads=parts.verified_reads
         )
         rng = clockwork.rng
-        self.model = Model(rng.choice([1, 2, 2, 4]))
+        windows = draw_windows(clockwork.rng_of_models)
+        self.is_hybrid = any(windows)
+        self.model = (WindowModel if self.is_hybrid else Model)(rng.choice([1, 2, 2, 4]), windows)
         self._block_tokens = rng.choice([(2,), (4,), (8,), (2, 4, 8)])  # Of its engines.
+        if self.is_hybrid:  # Theirs have to be alike.
+            self._block_tokens = (clockwork.rng_of_models.choice(self._block_tokens),)
         self.keeps_turns = rng.random() < 0.3  # D's blocks serve the next turn's prefill.
         self.machines: dict[str, Machine] = {}
         self.engines: dict[str, Engine] = {}  # Who runs on it now, or ran last.
@@ -36,6 +64,8 @@ class Cluster:
             self._add(f"P{index}", is_producer=True, is_consumer=rng.random() < 0.2)
         for index in range(num_consumers):
             self._add(f"D{index}", is_producer=rng.random() < 0.2, is_consumer=True)
+        # Engines that are not configured alike refuse each other's tickets, for ever.
+        self.can_hand_off = len({machine.knows_groups for machine in self.machines.values()}) == 1
 
     def _add(self, name: str, *, is_producer: bool, is_consumer: bool) -> None:
         rng, faults = self.clockwork.rng, self.clockwork.faults
@@ -64,9 +94,24 @@ class Cluster:
             caches_prefixes=rng.random() < 0.9,
             stream=rng.choice(["off", "chunk", "layer"]),
         )
+        if self.is_hybrid:
+            machine = self._with_groups(machine)
         assert heads % machine.num_ranks == 0 or machine.num_ranks % heads == 0
         self.machines[name] = machine
         self._boot(machine, EngineId(name))
+
+    def _with_groups(self, machine: Machine) -> Machine:
+        """As tight as it may be: what the longest request holds at its worst, and what is spare."""
+        machine = replace(machine, knows_groups=self.clockwork.rng_of_models.random() < 0.95)
+        if not machine.knows_groups:
+            return machine
+        spare = machine.num_blocks - TOKENS_MAX // machine.block_tokens
+        chunk = min(machine.num_tokens_max, machine.chunk_max or machine.num_tokens_max)
+        needed = sum(
+            group.blocks_at_most(TOKENS_MAX, block_size=machine.block_tokens, chunk=chunk)
+            for group in group_layers(self.model.windows)
+        )
+        return replace(machine, num_blocks=1 + needed + spare)
 
     def of_role(self, role: str) -> list[str]:
         return [name for name in self.machines if name[0] == ("P" if role == "prefill" else "D")]

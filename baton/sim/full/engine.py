@@ -33,15 +33,16 @@ from baton.core.config import (
 )
 from baton.core.errors import UserError
 from baton.core.ids import Address, EngineId, Epoch
+from baton.core.kv_groups import is_hybrid
 from baton.engine.api import EngineOutput, EngineRequest, RequestError, SchedulerStats
 from baton.engine.remote_kv import Load
 from baton.engine.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
-from baton.sim.full.checkers import bounded, contained, fenced, fresh
+from baton.sim.full.checkers import bounded, contained, fenced, fresh, whole
 from baton.sim.full.clockwork import Clockwork
 from baton.sim.full.layers import reports_layers, stream_layers
 from baton.sim.full.memory import RankMemory
-from baton.sim.full.model import EOS_IDS, HEAD_DIM, NUM_LAYERS, VOCAB
+from baton.sim.full.model import EOS_IDS, HEAD_DIM, VOCAB, Windows
 from baton.sim.full.pool import WatchedPool
 from baton.sim.full.ranks import Ranks
 from baton.sim.full.reads import Port
@@ -89,6 +90,7 @@ class Machine:
     caches_prefixes: bool
     stream: str  # Of push: "off", "chunk", "layer".
     keeps_turns: bool
+    knows_groups: bool = True  # Else all layers share one table, and windows are masks.
 
 
 class Engine:
@@ -118,6 +120,7 @@ class Engine:
     def _build(self) -> None:
         machine, rng = self.machine, self.clockwork.rng
         config = self._config()
+        self.groups = config.kv_cache_groups
         epoch = Epoch(rng.getrandbits(64))
         self.address = Address(self.engine_id, epoch)
         is_push = self.cluster.mode == "push"
@@ -128,7 +131,13 @@ class Engine:
             control=lambda agent, lock: Station(self, machine.url, agent),
         )
         self.scheduler = Scheduler(config, self.half)
-        self.pool = WatchedPool(config.cache_config, on_taken=self._taken, on_freed=self._freed)
+        self.pool = WatchedPool(
+            config.cache_config,
+            num_groups=len(self.groups),
+            has_null_block=is_hybrid(self.groups),
+            on_taken=self._taken,
+            on_freed=self._freed,
+        )
         self.scheduler.kv_cache.block_pool = self.pool
         settle = self.scheduler.remote.settle
 
@@ -139,10 +148,12 @@ class Engine:
         self.scheduler.remote.settle = settle_checked  # type: ignore[method-assign]
         self.ports: list[Port] = []
         self.workers = [self._worker(config, rank) for rank in range(machine.num_ranks)]
-        if is_push and machine.stream == "layer":
+        if is_push and machine.stream == "layer" and not is_hybrid(self.groups):
             assert isinstance(self.half, PushSchedulerHalf)
             stream_layers(self, self.half, [w for w in self.workers if isinstance(w, PushWorkerHalf)])
-        self.ranks = Ranks(self.cluster.model, [port.memory for port in self.ports], machine.block_tokens)
+        self.ranks = Ranks(
+            self.cluster.model, [port.memory for port in self.ports], self.groups, machine.block_tokens
+        )
         handshakes = [worker.get_handshake_metadata() for worker in self.workers]
         self.half.set_xfer_handshake_metadata({r: h for r, h in enumerate(handshakes) if h is not None})
         self._aggregator = KVOutputAggregator.from_connector(self.half, machine.num_ranks)
@@ -153,6 +164,7 @@ class Engine:
             rank,
             machine.num_ranks,
             num_kv_heads=self.cluster.model.num_kv_heads,
+            groups=self.groups,
             num_blocks=machine.num_blocks,
             block_tokens=machine.block_tokens,
             is_block_major=machine.is_block_major,
@@ -179,7 +191,7 @@ class Engine:
         return EngineIdentity.of_engine(config)
 
     def _config(self) -> EngineConfig:
-        machine, heads = self.machine, self.cluster.model.num_kv_heads
+        machine, model = self.machine, self.cluster.model
         if machine.is_producer and machine.is_consumer:
             role = "kv_both"
         else:
@@ -191,11 +203,12 @@ class Engine:
         if machine.keeps_turns:
             extra["turns"] = TURNS
         return EngineConfig(
-            model_config=_model_config(heads),
+            model_config=_model_config(model.num_kv_heads, model.windows),
             cache_config=CacheConfig(
                 block_size=machine.block_tokens,
                 num_gpu_blocks=machine.num_blocks,
                 enable_prefix_caching=machine.caches_prefixes,
+                hybrid_kv_cache="auto" if machine.knows_groups else "off",
             ),
             scheduler_config=SchedulerConfig(
                 max_num_batched_tokens=machine.num_tokens_max,
@@ -373,13 +386,13 @@ class Engine:
         result, self._computed = self._computed, None
         if result is not None:
             self.ranks.reveal()
-            self._pass_layers(1, NUM_LAYERS)
+            self._pass_layers(1, self.cluster.model.num_layers)
         else:
             self.ranks.take_over(output)
             if not output.num_scheduled_tokens:
                 return ModelRunnerOutput()
             result = self.ranks.execute(output)
-            self._pass_layers(0, NUM_LAYERS)
+            self._pass_layers(0, self.cluster.model.num_layers)
         for worker in self.workers:
             worker.finish_forward()
         return result
@@ -400,6 +413,7 @@ class Engine:
         outputs = self.scheduler.update_from_output(output, result)
         bounded.check_step(self)
         contained.check_step(self)
+        whole.check_loans(self)
         if outputs.stats is not None:
             self._count(outputs.stats)
         self._hand_out(outputs.outputs)
@@ -454,6 +468,7 @@ class Engine:
         if connector is None:
             return
         clockwork.count("handoffs delivered", len(connector["transfers"]))
+        clockwork.count("handoffs of cache groups", is_hybrid(self.groups) * len(connector["transfers"]))
         clockwork.count("read early", sum(bool(record["early_tokens"]) for record in connector["transfers"]))
         clockwork.count("loans expired", connector["num_expired_loans"])
         clockwork.count("loans", connector["num_loans"])
@@ -474,13 +489,14 @@ class Engine:
         fenced.check_free(self, block_ids)
 
 
-def _model_config(num_kv_heads: int) -> ModelConfig:
+def _model_config(num_kv_heads: int, windows: Windows) -> ModelConfig:
     return ModelConfig(
         model="folder",
         served_model_name="toy",
         dtype="float32",
         max_model_len=MAX_MODEL_LEN,
-        num_hidden_layers=NUM_LAYERS,
+        num_hidden_layers=len(windows),
+        windows=windows,
         num_attention_heads=4,
         num_kv_heads=num_kv_heads,
         head_dim=HEAD_DIM,

@@ -2,8 +2,10 @@
 
 Two layouts, as engines have them; plans and connectors see tensors, the world sees `words`:
 
-    layer-major    [layer, block, head, token, K|V]
-    block-major    [block, layer, head, token, K|V]
+    layer-major    [place, block, head, token, K|V]
+    block-major    [block, place, head, token, K|V]
+
+A place is the memory of one layer, or of one layer of each cache group.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from baton.core.kv_groups import KVCacheGroup, num_places, places_of
 from baton.core.topology import kv_heads_of
-from baton.sim.full.model import CONTENT, NUM_LAYERS, WORD_BYTES, Words
+from baton.sim.full.model import CONTENT, WORD_BYTES, Words
 
 NOBODY = -1  # Not written since the block was handed out.
 OWN = 0  # Computed here. Above: the number of a read.
@@ -29,12 +32,14 @@ class RankMemory:
         num_ranks: int,
         *,
         num_kv_heads: int,
+        groups: Sequence[KVCacheGroup],
         num_blocks: int,
         block_tokens: int,
         is_block_major: bool,
     ) -> None:
+        num_of_places = num_places(groups)
         self.heads = kv_heads_of(rank, tp_size=num_ranks, num_kv_heads=num_kv_heads)
-        outer = (num_blocks, NUM_LAYERS) if is_block_major else (NUM_LAYERS, num_blocks)
+        outer = (num_blocks, num_of_places) if is_block_major else (num_of_places, num_blocks)
         shape = (*outer, len(self.heads), block_tokens, CONTENT)
         tensor = torch.empty(shape, dtype=torch.float32)
         self._flat: Words = tensor.view(-1).numpy().view(np.uint32)
@@ -42,31 +47,35 @@ class RankMemory:
         self._flat_writers: NDArray[np.int32] = np.full(self._flat.size, NOBODY, np.int32)
         self.address = tensor.data_ptr()
         self._keeps_alive = tensor
-        self._block_bytes = tensor[0 if is_block_major else (0, 0)].nbytes  # Of one layer, or of all of them.
+        self._block_bytes = tensor[0 if is_block_major else (0, 0)].nbytes  # Of one place, or of all of them.
         self._period_bytes = tensor.nbytes if is_block_major else tensor[0].nbytes
-        # `[block, layer, head, token, K|V]`, whatever lies behind it.
+        # `[block, place, head, token, K|V]`, whatever lies behind it.
         axes = (0, 1, 2, 3, 4) if is_block_major else (1, 0, 2, 3, 4)
         self.words: Words = self._flat.reshape(shape).transpose(axes)
         self.writers: NDArray[np.int32] = self._flat_writers.reshape(shape).transpose(axes)
         self.kv_caches = {
-            f"model.layers.{layer}.self_attn.attn": tensor[:, layer] if is_block_major else tensor[layer]
-            for layer in range(NUM_LAYERS)
+            f"model.layers.{layer}.self_attn.attn": tensor[:, place] if is_block_major else tensor[place]
+            for layer, (_, place) in sorted(places_of(groups).items())
         }
 
-    def blocks(self, block_ids: Sequence[int]) -> Words:
-        """`[token, layer, head, K|V]` of these blocks."""
-        taken = self.words[list(block_ids)]
-        return taken.transpose(0, 3, 1, 2, 4).reshape(-1, NUM_LAYERS, len(self.heads), CONTENT)
+    def blocks(self, block_ids: Sequence[int], num_layers: int) -> Words:
+        """`[token, layer, head, K|V]` of these blocks, of the `num_layers` layers of their group."""
+        taken = self.words[list(block_ids), :num_layers]
+        return taken.transpose(0, 3, 1, 2, 4).reshape(-1, num_layers, len(self.heads), CONTENT)
 
-    def writers_of(self, block_ids: Sequence[int]) -> NDArray[np.int32]:
+    def writers_of(self, block_ids: Sequence[int], num_layers: int) -> NDArray[np.int32]:
         """As `blocks`."""
-        taken = self.writers[list(block_ids)]
-        return taken.transpose(0, 3, 1, 2, 4).reshape(-1, NUM_LAYERS, len(self.heads), CONTENT)
+        taken = self.writers[list(block_ids), :num_layers]
+        return taken.transpose(0, 3, 1, 2, 4).reshape(-1, num_layers, len(self.heads), CONTENT)
 
     def write(self, blocks: NDArray[np.int64], offsets: NDArray[np.int64], kv: Words) -> None:
-        """KV of tokens that were computed here: token i into `offsets[i]` of `blocks[i]`, our heads of it."""
-        self.words[blocks, :, :, offsets] = kv[:, :, self.heads.start : self.heads.stop]
-        self.writers[blocks, :, :, offsets] = OWN
+        """KV of tokens that were computed here: token i into `offsets[i]` of `blocks[i]`, our heads of it.
+
+        `kv`: of the layers of the group that the blocks belong to.
+        """
+        num_layers = kv.shape[1]
+        self.words[blocks, :num_layers, :, offsets] = kv[:, :, self.heads.start : self.heads.stop]
+        self.writers[blocks, :num_layers, :, offsets] = OWN
 
     def forget_writers(self, block_ids: Sequence[int]) -> None:
         self.writers[list(block_ids)] = NOBODY

@@ -6,19 +6,26 @@
 
 A slot that is stale, foreign, unfilled or torn changes the hash, with it the token, and everything that is
 computed behind it. What a sound engine says depends on prompt and salt alone.
+
+Layers with a window (`WindowModel`) are read as far as the window reaches, itself included, and no further:
+
+    window 3       v(i) reads the layer's KV of i-2, i-1      next token reads i-2, i-1, i
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
 Words = NDArray[np.uint32]
+Seen: TypeAlias = Any  # What a model has read so far; its own affair.
+Windows: TypeAlias = tuple[int | None, ...]  # Of each layer; None: it sees everything.
 
-NUM_LAYERS = 2
 HEAD_DIM = 1
 CONTENT = 2 * HEAD_DIM  # Words of one token, head and layer: K, then V.
 WORD_BYTES = 4
@@ -30,33 +37,36 @@ _U32 = 0xFFFFFFFF
 class Model:
     """One checkpoint. Token for token: `[layer, head, K|V]`."""
 
-    def __init__(self, num_kv_heads: int) -> None:
+    def __init__(self, num_kv_heads: int, windows: Windows = (None, None)) -> None:
         self.num_kv_heads = num_kv_heads
-        self.words_of_token = NUM_LAYERS * num_kv_heads * CONTENT
+        self.windows = windows
+        self.num_layers = len(windows)
+        self.words_of_token = self.num_layers * num_kv_heads * CONTENT
         disguises = [crc32(b"%d" % index) for index in range(self.words_of_token)]
         self._disguise = sum(word << (32 * index) for index, word in enumerate(disguises))
         self._repeat = sum(1 << (32 * index) for index in range(self.words_of_token))
         self._bytes_of_token = self.words_of_token * WORD_BYTES
 
-    def start(self, salt: str | None) -> int:
-        """The hash of no context."""
-        return crc32(b"" if salt is None else b"salt" + salt.encode())
+    def start(self, salt: str | None) -> Seen:
+        """Of no context."""
+        return _hash_of_salt(salt)
 
-    def read(self, context: bytes, salt: str | None) -> int:
-        """The hash of this context's KV, as it was read from memory."""
-        return crc32(context, self.start(salt))
+    def read(self, context: bytes, salt: str | None) -> Seen:
+        """Of this context's KV, `[token, layer, head, K|V]`, as it was read from memory."""
+        return crc32(context, _hash_of_salt(salt))
 
-    def step(self, seen: int, token_id: int) -> tuple[bytes, int]:
-        """(KV of the next token, the hash that includes it)."""
-        value = (seen * 0x9E3779B1 + token_id * 0x85EBCA6B + 0x27D4EB2F) & _U32
-        value ^= value >> 15
-        kv = (value * self._repeat ^ self._disguise).to_bytes(self._bytes_of_token, "little")
+    def step(self, seen: Seen, token_id: int) -> tuple[bytes, Seen]:
+        """(KV of the next token, what has been seen with it)."""
+        kv = self._kv_of(seen, token_id)
         return kv, crc32(kv, seen)
 
-    def next_token(self, seen: int) -> int:
-        if seen % 16 == 0:
-            return EOS_IDS[seen // 16 % len(EOS_IDS)]
-        return len(EOS_IDS) + seen % (VOCAB - len(EOS_IDS))
+    def next_token(self, seen: Seen) -> int:
+        return _token_of(seen)
+
+    def _kv_of(self, seen_hash: int, token_id: int) -> bytes:
+        value = (seen_hash * 0x9E3779B1 + token_id * 0x85EBCA6B + 0x27D4EB2F) & _U32
+        value ^= value >> 15
+        return (value * self._repeat ^ self._disguise).to_bytes(self._bytes_of_token, "little")
 
     # --- What a sound engine says and holds -------------------------------------------------------
 
@@ -81,4 +91,67 @@ class Model:
         return self.as_words(b"".join(parts))
 
     def as_words(self, kv: bytes) -> Words:
-        return np.frombuffer(kv, np.uint32).reshape(-1, NUM_LAYERS, self.num_kv_heads, CONTENT)
+        return np.frombuffer(kv, np.uint32).reshape(-1, self.num_layers, self.num_kv_heads, CONTENT)
+
+
+@dataclass(slots=True)
+class _Sight:
+    """KV of each layer, token after token; of layers that see everything its hash will do."""
+
+    hash_of_all: int
+    layers: dict[int, bytearray]  # Of layers with a window, by index.
+
+
+class WindowModel(Model):
+    """One checkpoint with windows."""
+
+    def __init__(self, num_kv_heads: int, windows: Windows) -> None:
+        super().__init__(num_kv_heads, windows)
+        self._stride = num_kv_heads * CONTENT * WORD_BYTES
+        self._whole = [layer for layer, window in enumerate(windows) if window is None]
+
+    def start(self, salt: str | None) -> Seen:
+        layers = {layer: bytearray() for layer, window in enumerate(self.windows) if window is not None}
+        return _Sight(_hash_of_salt(salt), layers)
+
+    def read(self, context: bytes, salt: str | None) -> Seen:
+        sight = self.start(salt)
+        for start in range(0, len(context), self._bytes_of_token):
+            self._append(sight, context[start : start + self._bytes_of_token])
+        return sight
+
+    def step(self, seen: Seen, token_id: int) -> tuple[bytes, Seen]:
+        kv = self._kv_of(self._hash(seen, others_only=True), token_id)
+        self._append(seen, kv)
+        return kv, seen
+
+    def next_token(self, seen: Seen) -> int:
+        return _token_of(self._hash(seen, others_only=False))
+
+    def _append(self, sight: _Sight, kv: bytes) -> None:
+        for layer in self._whole:
+            sight.hash_of_all = crc32(
+                kv[layer * self._stride : (layer + 1) * self._stride], sight.hash_of_all
+            )
+        for layer, earlier in sight.layers.items():
+            earlier += kv[layer * self._stride : (layer + 1) * self._stride]
+
+    def _hash(self, sight: _Sight, *, others_only: bool) -> int:
+        """`others_only`: of the windows' tokens the last one is still to come."""
+        found = sight.hash_of_all
+        for layer, earlier in sight.layers.items():
+            window = self.windows[layer]
+            assert window is not None
+            start = len(earlier) - (window - others_only) * self._stride
+            found = crc32(earlier[max(0, start) :], found)
+        return found
+
+
+def _hash_of_salt(salt: str | None) -> int:
+    return crc32(b"" if salt is None else b"salt" + salt.encode())
+
+
+def _token_of(seen_hash: int) -> int:
+    if seen_hash % 16 == 0:
+        return EOS_IDS[seen_hash // 16 % len(EOS_IDS)]
+    return len(EOS_IDS) + seen_hash % (VOCAB - len(EOS_IDS))

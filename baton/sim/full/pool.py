@@ -18,11 +18,17 @@ class WatchedPool(BlockPool):
         self,
         config: CacheConfig,
         *,
+        num_groups: int,
+        has_null_block: bool,
         on_taken: Callable[[list[int]], None],
         on_freed: Callable[[list[int]], None],
     ) -> None:
         super().__init__(
-            config.num_gpu_blocks, config.block_size, enable_caching=config.enable_prefix_caching
+            config.num_gpu_blocks,
+            config.block_size,
+            enable_caching=config.enable_prefix_caching,
+            num_groups=num_groups,
+            has_null_block=has_null_block,
         )
         self.generation = [0] * config.num_gpu_blocks
         self._on_taken = on_taken

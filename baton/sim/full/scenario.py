@@ -67,6 +67,8 @@ class Scenario:
         for index in range(NUM_PROBES):
             clockwork.after(index * PROBE_S / NUM_PROBES, lambda: probes.append(self.clients.probe()))
         clockwork.run(BREAK_S + REST_S + PROBE_S)
+        if not self.cluster.can_hand_off:
+            return  # Refused in health, too; under either policy.
         for probe in probes:
             bounded.check_probe(probe.outcome == "answered", probe.num_transferred, probe.name)
 

@@ -4,7 +4,9 @@ A world is what its seed and this package make of it: a seed found long ago may 
 """
 
 FAILED: dict[str, dict[int, str]] = {
-    "pull": {},
+    "pull": {
+        0: "a loan kept the blocks that the last chunk of its prompt saw in a window, and nobody would read",
+    },
     "push": {
         1153: "P announced a cached block that another prompt of the same step had still to compute",
     },

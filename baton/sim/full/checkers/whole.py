@@ -1,4 +1,5 @@
-"""I5 whole: at rest every pool is full again; no request, block, loan, claim or read is left behind."""
+"""I5 whole: at rest every pool is full again; no request, block, loan, claim or read is left behind.
+Before that, a loan keeps what it lends and nothing else."""
 
 from __future__ import annotations
 
@@ -8,6 +9,18 @@ from baton.sim.checkers.violation import Violation
 
 if TYPE_CHECKING:
     from baton.sim.full.engine import Engine
+
+
+def check_loans(engine: Engine) -> None:
+    """Blocks behind a window are nobody's when the request has ended."""
+    kv_cache, size = engine.scheduler.kv_cache, engine.machine.block_tokens
+    for request_id, hold in engine.scheduler.remote._held.items():
+        if not hold.is_lent:
+            continue
+        tables = kv_cache._tables[request_id]
+        for group, table in zip(kv_cache.groups, tables, strict=True):
+            if table.first_kept != group.first_kept(hold.request.num_computed_tokens, size):
+                raise Violation("I5", "a loan keeps blocks behind a window", request_id)
 
 
 def check_rest(engine: Engine) -> None:

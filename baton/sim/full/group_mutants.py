@@ -1,0 +1,156 @@
+"""Safeguards around cache groups taken away, one at a time; see `mutants`. Worlds with windows notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from baton.connectors.pull.borrower import _Incoming
+from baton.connectors.pull.door import Borrow, read_params
+from baton.core.ids import BlockId, Pair
+from baton.core.kv_groups import KVCacheGroup
+from baton.protocol.ticket import BadTicket, Ticket, TicketFault
+from baton.sim.full.engine import Engine
+from baton.sim.full.parts import Parts
+
+
+def _shorter(groups: tuple[KVCacheGroup, ...]) -> tuple[KVCacheGroup, ...]:
+    return tuple(
+        msgspec.structs.replace(group, window=group.window - 1) if group.window is not None else group
+        for group in groups
+    )
+
+
+def _read_less(engine: Engine) -> None:
+    """D takes its windows for one token shorter than they are."""
+    borrower = engine.half._borrower
+    identity, order_reads = borrower._identity, borrower._order_reads
+
+    def order(incoming: _Incoming, pairs: Sequence[Pair]) -> None:
+        borrower._identity = msgspec.structs.replace(identity, groups=_shorter(identity.groups))
+        order_reads(incoming, pairs)
+        borrower._identity = identity
+
+    borrower._order_reads = order  # type: ignore[method-assign]
+
+
+def _with_tables(tables_of: Callable[[Ticket], tuple[tuple[BlockId, ...], ...]]) -> Parts:
+    """D reads from other places than the ticket says."""
+
+    def tamper(engine: Engine) -> None:
+        borrower = engine.half._borrower
+        order_reads = borrower._order_reads
+
+        def order(incoming: _Incoming, pairs: Sequence[Pair]) -> None:
+            offer = incoming.offer
+            assert offer is not None
+            assert offer.ticket is not None
+            ticket = offer.ticket
+            offer.ticket = msgspec.structs.replace(ticket, block_ids=tables_of(ticket))
+            order_reads(incoming, pairs)
+            offer.ticket = ticket
+
+        borrower._order_reads = order  # type: ignore[method-assign]
+
+    return Parts(tamper=tamper)
+
+
+def _next_group(ticket: Ticket) -> tuple[tuple[BlockId, ...], ...]:
+    return (*ticket.block_ids[1:], ticket.block_ids[0])
+
+
+def _from_the_front(ticket: Ticket) -> tuple[tuple[BlockId, ...], ...]:
+    """As if the first id of a window were that of token 0."""
+    num_blocks = -(-ticket.num_tokens // ticket.block_tokens)
+    return tuple(held + held[-1:] * (num_blocks - len(held)) for held in ticket.block_ids)
+
+
+def _write_askew(engine: Engine) -> None:
+    """D reads a window's blocks into those of the next group."""
+    borrower = engine.half._borrower
+    order_reads = borrower._order_reads
+
+    def order(incoming: _Incoming, pairs: Sequence[Pair]) -> None:
+        tables = incoming.tables
+        incoming.tables = (*tables[1:], tables[0])
+        order_reads(incoming, pairs)
+        incoming.tables = tables
+
+    borrower._order_reads = order  # type: ignore[method-assign]
+
+
+def _believe_windows(engine: Engine) -> None:
+    """D takes a ticket whatever it says of groups and blocks."""
+    borrower = engine.half._borrower
+    verify = borrower.verify
+
+    def verify_all_but_layout(request: Any) -> Any:
+        try:
+            return verify(request)
+        except BadTicket as error:
+            if error.reason is not TicketFault.LAYOUT:
+                raise
+        borrower._incoming.pop(request.request_id)
+        wish = read_params(request.kv_transfer_params, borrower._identity)
+        assert isinstance(wish, Borrow)
+        return wish
+
+    borrower.verify = verify_all_but_layout  # type: ignore[method-assign]
+
+
+def _free_lent_windows(engine: Engine) -> None:
+    """P gives a lent window's blocks to whoever comes."""
+    remote, kv_cache = engine.scheduler.remote, engine.scheduler.kv_cache
+    hold = remote.hold
+
+    def hold_and_free(request: Any, *, is_lent: bool) -> bool:
+        if not hold(request, is_lent=is_lent):
+            return False
+        if is_lent:
+            for group, table in zip(kv_cache.groups, kv_cache._tables[request.request_id], strict=True):
+                if group.window is not None:
+                    dropped, table.blocks = table.blocks[table.first_kept :], []
+                    engine.pool.free_blocks(reversed(dropped))
+        return True
+
+    remote.hold = hold_and_free  # type: ignore[method-assign]
+
+
+def _drop_early(engine: Engine) -> None:
+    """Blocks are given back one token before the window has left them."""
+    kv_cache = engine.scheduler.kv_cache
+    kv_cache.groups = _shorter(kv_cache.groups)
+
+
+def _keep_behind(engine: Engine) -> None:
+    """What lies behind the window at a request's end stays with it."""
+    engine.scheduler.kv_cache.drop_behind_windows = lambda request: None  # type: ignore[method-assign]
+
+
+def _believe_half(engine: Engine) -> None:
+    """A load that failed in part is gone on with where it is still good, window or not."""
+    remote, kv_cache = engine.scheduler.remote, engine.scheduler.kv_cache
+    settle = remote.settle
+
+    def settle_as_one_table(load: Any, **how: Any) -> bool:
+        is_hybrid, kv_cache.is_hybrid = kv_cache.is_hybrid, False
+        is_of_use = settle(load, **how)
+        kv_cache.is_hybrid = is_hybrid
+        return is_of_use
+
+    remote.settle = settle_as_one_table  # type: ignore[method-assign]
+
+
+GROUPS: dict[str, Parts] = {
+    "window_length": Parts(tamper=_read_less),
+    "group_order": _with_tables(_next_group),
+    "window_source": _with_tables(_from_the_front),
+    "window_target": Parts(tamper=_write_askew),
+    "ticket_windows": Parts(tamper=_believe_windows),
+    "lent_windows": Parts(tamper=_free_lent_windows),
+    "window_drop": Parts(tamper=_drop_early),
+    "window_keep": Parts(tamper=_keep_behind),
+    "whole_load": Parts(tamper=_believe_half),
+}
