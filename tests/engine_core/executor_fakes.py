@@ -34,7 +34,6 @@ class Order(KVConnectorMetadata):
     invalid: dict[int, set[int]] = field(default_factory=dict)
     expected: dict[int, int] = field(default_factory=dict)
     is_silent: bool = False  # No rank says anything else.
-    model_raises: bool = False
 
 
 @dataclass
@@ -82,10 +81,7 @@ class ToldHalf(KVConnectorWorkerHalf):
         assert self.has_connector_metadata()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        assert self._order is not None
-        if self._order.model_raises:
-            # Not contained, as what a connector raises is: so raises the model.
-            raise SystemError("the model is broken")
+        assert self.has_connector_metadata()
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         assert self.has_connector_metadata()

@@ -253,6 +253,31 @@ def test_a_rank_killed_in_a_step_is_heard_although_the_other_hangs_in_a_collecti
     assert have_ended([stuck])
 
 
+@pytest.mark.parametrize("kind", APART)
+def test_a_killed_rank_is_named_although_what_came_of_it_is_heard_first(driver_of, kind: str) -> None:
+    """The peer of a rank that is killed fails in their collective, and may say so sooner."""
+    driver = driver_of(kind)
+    executor, (survivor, killed) = driver.executor, driver.pids
+    os.kill(killed, signal.SIGSTOP)
+    future = executor.submit(driver.decode(1, "nobody"))  # The survivor fails of it, the other does nothing.
+    if kind == "ray":
+        [(_, tasks)] = executor._in_flight
+        assert import_ray().wait(tasks, timeout=4 * HEARD_S)[0] == [tasks[0]]
+    else:
+        assert have_ended([survivor])
+    os.kill(killed, signal.SIGKILL)
+    with pytest.raises(ExecutorDied, match=r"rank 1 is gone: .*; rank 0 failed: KeyError"):
+        future.result()
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_a_rank_that_fails_is_named_although_the_other_goes_on(driver_of, kind: str) -> None:
+    driver = driver_of(kind)
+    os.kill(driver.pids[1], signal.SIGSTOP)
+    with pytest.raises(ExecutorDied, match=r"^rank 0 failed: KeyError: 'nobody'$"):
+        driver.executor.execute(driver.decode(1, "nobody"))
+
+
 @without_ray
 def test_ray_ends_with_its_executor_and_binds_to_loopback_only(make_config) -> None:
     ray = import_ray()

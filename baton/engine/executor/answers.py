@@ -11,12 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 from baton.contract.aggregator import KVOutputAggregator
-from baton.core.errors import ConfigError
-from baton.engine.executor import ExecutorDied
-from baton.engine.executor.worker import RankFailed
 from baton.engine.step import ModelRunnerOutput
 
 
@@ -66,12 +62,3 @@ class RankAnswers:
         output.connector_error = next((o.connector_error for o in outputs if o.connector_error), None)
         output.loads_failed = any(o.loads_failed for o in outputs)
         return output
-
-
-def opened(rank: int, message: Any) -> Any:
-    """A rank's answer. Raises what it failed of: ConfigError if that is the user's to mend."""
-    if isinstance(message, RankFailed):
-        if message.is_users:
-            raise ConfigError(message.message)
-        raise ExecutorDied(f"rank {rank} failed: {message.message}")
-    return message

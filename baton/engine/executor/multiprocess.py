@@ -4,7 +4,8 @@
     core <--ModelRunnerOutput------------------------ each; rank 0's has the tokens
 
 A rank that ends, whatever the reason, closes its socket: the core hears of it at once, in a step or idle,
-ends the others (which may be stuck in a collective that can never complete) and fails with the reason.
+ends the others (which may be stuck in a collective that can never complete) and fails with the reason
+(`last_words`).
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from baton.core.errors import BatonError
 from baton.engine.channel import Channel, ChannelClosed
 from baton.engine.child import Child
 from baton.engine.executor import Executor, ExecutorDied
-from baton.engine.executor.answers import RankAnswers, StepFuture, opened
+from baton.engine.executor.answers import RankAnswers, StepFuture
+from baton.engine.executor.last_words import LISTEN_S, LastWords
 from baton.engine.executor.worker import (
     RankAssignment,
     RankCapture,
+    RankFailed,
     RankReady,
     RankStep,
     RankStop,
@@ -54,6 +57,7 @@ class MultiprocessExecutor(Executor):
         self._channels: list[Channel] = []
         self._received: list[deque[Any]] = [deque() for _ in range(self._size)]  # Answers, by rank.
         self._answers = RankAnswers(self._size)
+        self._last_words = LastWords(self._size)
         self._in_flight: deque[StepFuture] = deque()
         try:
             with tempfile.TemporaryDirectory(prefix="baton-ranks-") as folder:
@@ -99,11 +103,11 @@ class MultiprocessExecutor(Executor):
 
     def _send(self, message: Any) -> None:
         payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        for rank, channel in enumerate(self._channels):
+        for channel in self._channels:
             try:
                 channel.send_nowait(payload)
             except ChannelClosed as error:
-                raise self._died(rank) from error
+                raise self._death() from error
 
     def _drive(self, future: StepFuture, is_waiting: bool) -> None:
         """Nothing that is in flight survives a rank that failed: whoever asks for a result hears of it."""
@@ -137,31 +141,45 @@ class MultiprocessExecutor(Executor):
 
     def _receive(self, timeout_s: float) -> None:
         """What has come, or comes first within `timeout_s`."""
-        rank_of = {channel.fileno(): rank for rank, channel in enumerate(self._channels)}
+        self._listen(timeout_s)
+        if self._last_words:
+            raise self._death()
+
+    def _listen(self, timeout_s: float) -> None:
+        rank_of = {
+            channel.fileno(): rank
+            for rank, channel in enumerate(self._channels)
+            if not self._last_words.has_ended(rank)
+        }
         poll = select.poll()
-        for channel in self._channels:
-            poll.register(channel, select.POLLIN | (select.POLLOUT if channel.has_unsent else 0))
+        for fd, rank in rank_of.items():
+            poll.register(fd, select.POLLIN | (select.POLLOUT if self._channels[rank].has_unsent else 0))
         for fd, event in poll.poll(timeout_s * 1e3):
-            rank = rank_of[fd]
-            try:
-                if event & select.POLLOUT:
-                    self._channels[rank].flush_nowait()
-                if event & ~select.POLLOUT:
-                    for payload in self._channels[rank].receive_nowait():
-                        self._received[rank].append(self._opened(rank, payload))
-            except ChannelClosed as error:
-                raise self._died(rank) from error
+            self._converse(rank_of[fd], event)
 
-    def _opened(self, rank: int, payload: bytes) -> Any:
+    def _converse(self, rank: int, event: int) -> None:
+        """Receive and send what `event` says is possible."""
+        channel = self._channels[rank]
         try:
-            return opened(rank, pickle.loads(payload))
-        except BatonError:
-            self._is_broken = True
-            raise
+            if event & ~select.POLLOUT:  # First: who takes no more may have said why.
+                for payload in channel.receive_nowait():
+                    message = pickle.loads(payload)
+                    if isinstance(message, RankFailed):
+                        self._last_words.take_failure(rank, message)
+                    else:
+                        self._received[rank].append(message)
+            if event & select.POLLOUT:
+                channel.flush_nowait()
+        except ChannelClosed:
+            self._last_words.take_end(rank, self._ranks[rank].describe_exit())
 
-    def _died(self, rank: int) -> ExecutorDied:
+    def _death(self) -> BatonError:
+        """A rank has ended or failed. Waits for what the others have to say of it, for a moment."""
         self._is_broken = True
-        return ExecutorDied(f"the process of rank {rank} is gone: {self._ranks[rank].describe_exit()}")
+        deadline = time.monotonic() + LISTEN_S
+        while not self._last_words.say_why and (left_s := deadline - time.monotonic()) > 0:
+            self._listen(left_s)
+        return self._last_words.error()
 
     def handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
         return self._handshake
@@ -187,8 +205,8 @@ class MultiprocessExecutor(Executor):
         poll = select.poll()
         for channel in self._channels:
             poll.register(channel, getattr(select, "POLLRDHUP", 0))
-        for fd, _ in poll.poll(0):  # Its end closes a moment before the process can be waited for.
-            raise self._died([channel.fileno() for channel in self._channels].index(fd))
+        if poll.poll(0):
+            raise self._death()
 
     def shutdown(self) -> None:
         deadline = time.monotonic() + (BROKEN_STOP_TIMEOUT_S if self._is_broken else STOP_TIMEOUT_S)

@@ -8,7 +8,7 @@ unless the process has called `ray.init` itself: then that Ray is used and left 
 
 A rank that dies fails its tasks, which whoever waits for a step hears at once. For an idle engine each actor
 also has a task that never ends; a thread waits for it and makes `death_filenos` readable. Ray itself hears of
-its worker's end by their broken connection, so both take milliseconds.
+its worker's end by their broken connection, so both take milliseconds. Which rank is to blame: `last_words`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from typing import TYPE_CHECKING, Any
 
 from baton.core.errors import BatonError, ConfigError
 from baton.engine.executor import Executor, ExecutorDied
-from baton.engine.executor.answers import RankAnswers, StepFuture, opened
+from baton.engine.executor.answers import RankAnswers, StepFuture
+from baton.engine.executor.last_words import LISTEN_S, LastWords
 from baton.engine.executor.worker import (
     Rank,
     RankAssignment,
     RankCapture,
+    RankFailed,
     RankReady,
     RankStep,
     failure_of,
@@ -91,6 +93,7 @@ class RayExecutor(Executor):
         self._size = config.parallel_config.tensor_parallel_size
         self._step_timeout_s = config.step_timeout_s
         self._answers = RankAnswers(self._size)
+        self._last_words = LastWords(self._size)
         self._in_flight: deque[tuple[StepFuture, list[Any]]] = deque()
         self._actors: list[Any] = []
         self._is_broken = False
@@ -165,30 +168,47 @@ class RayExecutor(Executor):
 
     def _gather(self, tasks: list[Any], timeout_s: float) -> list[Any]:
         """Each rank's answer. A rank whose task fails is heard although others still run theirs."""
-        ray, exceptions = self._ray, self._ray.exceptions
         deadline = time.monotonic() + timeout_s
         answers: dict[int, Any] = {}
         missing = list(tasks)
         while missing:
-            ready, missing = ray.wait(missing, timeout=max(0.0, deadline - time.monotonic()))
+            ready, missing = self._ray.wait(missing, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self._is_broken = True
                 ranks = sorted(tasks.index(task) for task in missing)
                 raise ExecutorDied(f"ranks {ranks} did not answer within {timeout_s:.0f} s")
             rank = tasks.index(ready[0])
-            try:
-                answers[rank] = opened(rank, ray.get(ready[0], timeout=READY_S))
-            except exceptions.RayError as error:
-                self._is_broken = True
-                raise self._died(rank, error) from error
-            except BatonError:
-                self._is_broken = True
-                raise
+            answers[rank] = self._hear(rank, ready[0])
+            if self._last_words:
+                raise self._death({task: tasks.index(task) for task in missing})
         return [answers[rank] for rank in range(self._size)]
 
-    def _died(self, rank: int, error: Exception) -> ExecutorDied:
-        reason = str(error).strip().splitlines()
-        return ExecutorDied(f"the actor of rank {rank} is gone: {reason[0] if reason else type(error)}")
+    def _hear(self, rank: int, task: Any) -> Any:
+        """What a task that has ended says; of one that failed, for `_death`."""
+        try:
+            answer = self._ray.get(task, timeout=READY_S)
+        except self._ray.exceptions.RayActorError as error:
+            self._last_words.take_end(rank, _first_line(error))
+            return None
+        except self._ray.exceptions.RayError as error:
+            answer = failure_of(error)
+        if isinstance(answer, RankFailed):
+            self._last_words.take_failure(rank, answer)
+        return answer
+
+    def _death(self, rank_of: dict[Any, int]) -> BatonError:
+        """A rank has ended or failed. Waits for what the others have to say of it, for a moment.
+
+        `rank_of`: tasks that have not ended.
+        """
+        self._is_broken = True
+        deadline = time.monotonic() + LISTEN_S
+        if self._watch is not None:  # A task that never ends, of each rank.
+            rank_of |= {task: rank for rank, task in enumerate(self._watch.tasks)}
+        while rank_of and not self._last_words.say_why and (left_s := deadline - time.monotonic()) > 0:
+            for task in self._ray.wait(list(rank_of), timeout=left_s)[0]:
+                self._hear(rank_of.pop(task), task)
+        return self._last_words.error()
 
     def handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
         return self._handshake
@@ -210,9 +230,14 @@ class RayExecutor(Executor):
         return [] if self._watch is None else [self._watch.fileno()]
 
     def check_alive(self) -> None:
-        if self._watch is not None and (death := self._watch.death) is not None:
+        if self._watch is None or not self._watch.has_ended:
+            return
+        if not self._watch.ended:
             self._is_broken = True
-            raise self._died(*death)
+            raise ExecutorDied("nobody hears any more whether ranks live: see the log")
+        for task in self._watch.ended:
+            self._hear(self._watch.tasks.index(task), task)
+        raise self._death({})
 
     def shutdown(self) -> None:
         if self._is_shut_down:
@@ -229,6 +254,11 @@ class RayExecutor(Executor):
             self._ray.kill(actor)
         if self._uses_ours:
             _OURS.leave(self._ray)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 class _OurRay:
@@ -276,9 +306,11 @@ class _Watch:
     """Hears of the first actor that ends, in a thread of its own; a descriptor tells whoever polls."""
 
     def __init__(self, ray: Any, tasks: list[Any]) -> None:
-        self.death: tuple[int, Exception] | None = None
+        """`tasks`: of each rank one that never ends, but with its actor."""
+        self.tasks = tasks
+        self.ended: list[Any] = []
+        self.has_ended = False  # Also when watching failed.
         self._ray = ray
-        self._tasks = tasks
         self._closing = threading.Event()
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="ray-watch", daemon=True)
@@ -289,23 +321,15 @@ class _Watch:
 
     def _run(self) -> None:
         try:
-            ended: list[Any] = []
-            while not ended and not self._closing.is_set():
-                ended, _ = self._ray.wait(self._tasks, timeout=WATCH_S)
-            if ended and not self._closing.is_set():
-                self.death = (self._tasks.index(ended[0]), self._reason_of(ended[0]))
-        except Exception as error:  # Whoever polls has to hear that nobody watches any more.
-            self.death = (0, error)
-        if self.death is not None:
-            with contextlib.suppress(OSError):
-                os.write(self._write, b"x")
-
-    def _reason_of(self, task: Any) -> Exception:
-        try:
-            self._ray.get(task, timeout=READY_S)
-        except Exception as error:
-            return error
-        raise AssertionError("an actor that lives does not end its watch")
+            while not self.ended and not self._closing.is_set():
+                self.ended, _ = self._ray.wait(self.tasks, timeout=WATCH_S)
+        except Exception:  # Whoever polls has to hear that nobody watches any more.
+            logger.exception("Ray cannot be asked whether ranks live")
+        if self._closing.is_set():
+            return
+        self.has_ended = True
+        with contextlib.suppress(OSError):
+            os.write(self._write, b"x")
 
     def close(self) -> None:
         """Idempotent."""
