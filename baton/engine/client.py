@@ -74,7 +74,6 @@ class EngineClient:
         self._buried = asyncio.Event()  # The process has ended and left nothing behind.
         self._drained: asyncio.Future[bool] | None = None
         self._introduction: str | None = None
-        self._last_words: str | None = None
         self._death: EngineDeadError | None = None
         self._burial: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
@@ -248,7 +247,7 @@ class EngineClient:
                 case Pong():
                     pass  # Whatever it says shows that it moves.
                 case Stopped(reason):
-                    self._last_words = reason
+                    self._die(f"the engine core ended: {reason}")  # It may take long to clear up.
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
@@ -269,10 +268,7 @@ class EngineClient:
         self._burial = asyncio.get_running_loop().create_task(self._bury())
 
     async def _bury(self) -> None:
-        how = await asyncio.to_thread(self._child.describe_exit)
-        if self._last_words is not None:
-            how = f"the engine core ended: {self._last_words}"
-        self._die(how)
+        self._die(await asyncio.to_thread(self._child.describe_exit))
         await asyncio.to_thread(self._child.stop, STOP_TIMEOUT_S)
         self._buried.set()
 

@@ -44,6 +44,7 @@ class FakeSchedulerHalf(KVConnectorSchedulerHalf):
         self.reports: list[KVConnectorOutput] = []
         self.num_steps = 0
         self.is_shut_down = False
+        self.hangs_in_shutdown = False
         self._loads: dict[str, list[int]] = {}
         self._asked: set[str] = set()
 
@@ -80,6 +81,8 @@ class FakeSchedulerHalf(KVConnectorSchedulerHalf):
 
     def shutdown(self) -> None:
         self.is_shut_down = True
+        if self.hangs_in_shutdown:
+            threading.Event().wait()
 
 
 class FakeWorkerHalf(KVConnectorWorkerHalf):
@@ -163,6 +166,11 @@ class FakeWorkerHalf(KVConnectorWorkerHalf):
         self.transcript.append("shutdown")
 
 
+def _told(config: EngineConfig) -> dict[str, Any]:
+    transfer = config.kv_transfer_config
+    return {} if transfer is None else transfer.kv_connector_extra_config
+
+
 class FakeFactory:
     """Keeps the halves it made last, for tests in the same process."""
 
@@ -172,11 +180,11 @@ class FakeFactory:
 
     def scheduler_half(self, config: EngineConfig) -> KVConnectorSchedulerHalf:
         self.scheduler = FakeSchedulerHalf()
+        self.scheduler.hangs_in_shutdown = _told(config).get("hangs_in_shutdown", False)
         return self.scheduler
 
     def worker_half(self, config: EngineConfig, tp_rank: int) -> KVConnectorWorkerHalf:
-        transfer = config.kv_transfer_config
-        told = transfer.kv_connector_extra_config if transfer is not None else {}
+        told = _told(config)
         if "refuse" in told:
             raise ConfigError(told["refuse"], field="kv_transfer_config")
         self.worker = FakeWorkerHalf(tp_rank)

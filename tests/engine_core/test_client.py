@@ -205,6 +205,20 @@ def test_a_rank_that_dies_in_a_step_fails_the_request_clearly(make_config) -> No
     run(test)
 
 
+def test_what_was_open_does_not_wait_for_a_core_that_takes_long_to_end(make_config) -> None:
+    async def test() -> None:
+        told = transfer(kill_rank=1, kill_on_step=3, hangs_in_shutdown=True)
+        async with engine(make_config(parallel_config=TP2, kv_transfer_config=told), FACTORY) as client:
+            async with asyncio.timeout(BOUND_S):
+                with pytest.raises(EngineDeadError, match="rank 1 is gone"):
+                    await collect(client, request(max_tokens=50))
+            core = psutil.Process(client.pid)
+            assert core.is_running()
+            core.kill()
+
+    run(test)
+
+
 def test_a_core_that_hangs_in_a_step_is_ended_and_its_requests_fail(make_config) -> None:
     async def test() -> None:
         config = make_config(kv_transfer_config=transfer(hang_on_step=3), step_timeout_s=1.0)
