@@ -34,7 +34,12 @@ class Engine:
     client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=WAIT_S, trust_env=False))
 
     def complete(
-        self, prompt: Sequence[int], params: dict[str, Any] | None = None, **fields: Any
+        self,
+        prompt: Sequence[int],
+        params: dict[str, Any] | None = None,
+        *,
+        timeout_s: float = WAIT_S,
+        **fields: Any,
     ) -> httpx.Response:
         body = {
             "prompt": list(prompt),
@@ -45,7 +50,7 @@ class Engine:
             "kv_transfer_params": params,
             **fields,
         }
-        return self.client.post(f"{self.url}/v1/completions", json=body)
+        return self.client.post(f"{self.url}/v1/completions", json=body, timeout=timeout_s)
 
     def prefill(self, prompt: Sequence[int]) -> dict[str, Any]:
         """The prefill leg; returns what goes to the decode leg."""

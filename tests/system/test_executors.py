@@ -1,8 +1,9 @@
 """Engines whose ranks are processes of ours or of Ray's hand over to an engine of one rank, and lose a rank.
 
-rays     two ranks by Ray, two steps in flight; ends when a rank dies
-phoenix  two ranks of ours, two steps in flight; starts its ranks anew
-d        one rank in its engine's process; recomputes what it cannot load
+rays      two ranks by Ray, two steps in flight; ends when a rank dies
+phoenix   two ranks of ours, two steps in flight; starts its ranks anew
+sunrise   two ranks by Ray, two steps in flight; starts its ranks and its Ray anew
+d         one rank in its engine's process; recomputes what it cannot load
 """
 
 import importlib.util
@@ -19,7 +20,7 @@ import psutil
 import pytest
 
 from baton.cli.processes import Fleet
-from tests.system.engines import TIMERS, WAIT_S, Engine, Engines, make_prompt, tokens_of
+from tests.system.engines import START_S, TIMERS, WAIT_S, Engine, Engines, make_prompt, tokens_of
 from tests.system.test_topologies import pulled, pushed
 
 pytestmark = [
@@ -48,17 +49,21 @@ def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
         started = engines.start(
             ("rays", model, both()),
             ("phoenix", model, both()),
+            ("sunrise", model, both()),
             ("d", model, both()),
             options={
                 "rays": [*AHEAD, "--executor", "ray"],
                 "phoenix": [*AHEAD, "--on-rank-death", "restart"],
+                "sunrise": [*AHEAD, "--executor", "ray", "--on-rank-death", "restart"],
             },
         )
         yield {engine.name: engine for engine in started}
 
 
 @pytest.mark.parametrize("hand_over", [pulled, pushed])
-@pytest.mark.parametrize(("producer", "consumer"), [("rays", "d"), ("d", "rays"), ("phoenix", "d")])
+@pytest.mark.parametrize(
+    ("producer", "consumer"), [("rays", "d"), ("d", "rays"), ("phoenix", "d"), ("d", "sunrise")]
+)
 def test_two_ranks_and_one_hand_over_and_say_what_one_engine_says(
     engines: dict[str, Engine],
     expected: Callable[[list[int]], list[int]],
@@ -75,8 +80,12 @@ def test_two_ranks_and_one_hand_over_and_say_what_one_engine_says(
     d.wait_at_rest()
 
 
+def ranks_of(engine: Engine) -> list[psutil.Process]:
+    return [p for p in engine.processes() if p.name().startswith(("ray::RankActor", "baton-rank"))]
+
+
 def kill_a_rank(engine: Engine) -> None:
-    ranks = [p for p in engine.processes() if p.name().startswith(("ray::RankActor", "baton-rank"))]
+    ranks = ranks_of(engine)
     assert len(ranks) == 2
     ranks[1].kill()
 
@@ -99,27 +108,38 @@ class Waiting:
         return self.answer
 
 
+def below_core(engine: Engine) -> set[psutil.Process]:
+    """Ranks, and what serves them."""
+    [core] = [process for process in engine.processes() if process.name() == "baton-core"]
+    return set(core.children(recursive=True))
+
+
+@pytest.mark.parametrize("name", ["phoenix", "sunrise"])
 def test_an_engine_that_starts_its_ranks_anew_fails_what_was_open_and_nothing_else(
-    engines: dict[str, Engine], expected: Callable[[list[int]], list[int]]
+    engines: dict[str, Engine], expected: Callable[[list[int]], list[int]], name: str
 ) -> None:
-    p, d = engines["phoenix"], engines["d"]
+    p, d = engines[name], engines["d"]
     old = make_prompt(2001, 150)
     ticket = p.prefill(old)
     waiting = Waiting(p, make_prompt(2003))
     p.wait_metric("num_requests_running", lambda value: value == 1)
+    before = below_core(p)
     kill_a_rank(p)
     answer = waiting.hears()
     assert answer.status_code == 500
     assert "lost a rank" in answer.json()["error"]["message"]
+    assert re.search("rank [01] is gone", answer.json()["error"]["message"])
 
     # It serves again, from an empty cache; what it had lent is gone, and is not taken for what it lends now.
-    assert tokens_of(p.complete(old)) == expected(old)
+    assert tokens_of(p.complete(old, timeout_s=START_S)) == expected(old)
     assert tokens_of(d.complete(old, ticket)) == expected(old)
     for seed, hand_over in ((2006, pulled), (2007, pushed)):
         moved = d.metric("kv_transfer_bytes_total")
         prompt = make_prompt(seed, 150)
         assert hand_over(p, d, prompt) == expected(prompt)
         assert d.metric("kv_transfer_bytes_total") > moved
+    assert not psutil.wait_procs(before, timeout=WAIT_S)[1], "of what had lost a rank something goes on"
+    assert len(ranks_of(p)) == 2
     p.wait_at_rest()
     d.wait_at_rest()
 
