@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from baton.connectors.registry import connector_class
+from baton.connectors.registry import connector_class, stats_builder_of
 from baton.contract import (
     KVConnectorBase_V1,
     KVConnectorPromMetrics,
@@ -97,7 +97,7 @@ def make_connector_metrics(config: EngineConfig) -> BuildConnectorMetrics | None
 def make_connector_stats(config: EngineConfig) -> BuildConnectorStats | None:
     """How what the connector counts is read again, for the log; None without a connector."""
     connector = _class_of(config)
-    return connector.build_kv_connector_stats if connector is not None else None
+    return stats_builder_of(connector, config) if connector is not None else None
 
 
 def _class_of(config: EngineConfig) -> type[KVConnectorBase_V1] | None:

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Final
 
-from baton.contract import KVConnectorBase_V1
+from baton.contract import KVConnectorBase_V1, KVConnectorStats
 from baton.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from baton.contract.host import KVTransferConfigLike
+    from baton.core.config import EngineConfig
 
 ENTRY_POINT_GROUP = "baton.connectors"
 BUILT_IN: Final = {
@@ -52,6 +54,14 @@ def connector_class(config: KVTransferConfigLike) -> type[KVConnectorBase_V1]:
     else:
         raise ConfigError(f"{name!r} is not known; known are {', '.join(known_names())}", field=FIELD)
     return _checked(found, name)
+
+
+def stats_builder_of(
+    connector: type[KVConnectorBase_V1], config: EngineConfig
+) -> Callable[[dict[str, Any]], KVConnectorStats | None]:
+    """How what it counts is read again. Whoever needs his configuration for it has `make_stats_builder`."""
+    make = getattr(connector, "make_stats_builder", None)
+    return make(config) if make is not None else connector.build_kv_connector_stats
 
 
 def known_names() -> list[str]:

@@ -1,5 +1,6 @@
 """What a Multi connector can be made of; what cannot work is refused at start, with what to change."""
 
+import logging
 import sys
 import types
 from types import ModuleType
@@ -8,13 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.assemble import connector_factory, make_connector_metrics, make_door
-from baton.connectors.multi import BatonMultiConnector, MultiWorkerHalf, children_of
+from baton.assemble import connector_factory, make_connector_metrics, make_connector_stats, make_door
+from baton.connectors.counted import Count, CountedStats
+from baton.connectors.multi import BatonMultiConnector, MultiStats, MultiWorkerHalf, children_of
 from baton.connectors.pull.connector import BatonPullConnector
+from baton.connectors.pull.stats import PullStats
 from baton.connectors.registry import connector_class
 from baton.contract import (
     KVConnectorBase_V1,
     KVConnectorSchedulerHalf,
+    KVConnectorStats,
     KVConnectorWorkerHalf,
     NullSchedulerHalf,
     NullWorkerHalf,
@@ -29,6 +33,18 @@ PULL = {"kv_connector": "BatonPullConnector"}
 MINE = {"kv_connector": "Mine", "kv_connector_module_path": "somebodys_connectors"}
 
 
+class MyStats(CountedStats):
+    counts = {"num_seen": Count("my_seen", "Prompts that it has seen.")}  # noqa: RUF012  Never written.
+
+    def reduce(self) -> dict[str, int | float | str]:
+        return {"seen": self.data["num_seen"]}
+
+
+def _reduced(stats: KVConnectorStats | None) -> dict[str, int | float | str]:
+    assert stats is not None
+    return stats.reduce()
+
+
 class Mine(TwoHalves):
     made: list[Any] = []  # noqa: RUF012  Of this test process.
 
@@ -41,6 +57,10 @@ class Mine(TwoHalves):
     @classmethod
     def make_worker_half(cls, vllm_config: Any, kv_cache_config: Any) -> KVConnectorWorkerHalf:
         return NullWorkerHalf()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MyStats:
+        return MyStats({"num_seen": data["num_seen"]} if data is not None else {})
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +100,29 @@ def test_it_is_found_by_name_and_makes_its_children_in_order() -> None:
     assert isinstance(worker.worker_half, MultiWorkerHalf)
     assert [type(child) for child in worker.worker_half.children] == [BatonPullConnector, Mine]
     worker.shutdown()
+
+
+def test_every_child_is_named_at_start(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "baton.connectors.multi")
+    connector_factory.scheduler_half(multi(MINE, MINE)).shutdown()
+    assert "connectors, the first choice first: Mine, Mine#2" in caplog.messages
+
+
+def test_every_child_is_named_in_the_log_of_what_connectors_did() -> None:
+    build = make_connector_stats(multi(PULL, MINE, MINE))
+    assert build is not None
+    stats = MultiStats()
+    stats.add("BatonPullConnector", PullStats({**PullStats().data, "num_loans": 2}))
+    stats.add("Mine", MyStats({"num_seen": 3}))
+    stats.add("Mine#2", MyStats({"num_seen": 4}))
+    stats.count("Mine", num_errors=1, is_retired=False)
+    data = stats.to_dict()
+    figures = _reduced(build(data))
+    assert [figures[name] for name in ("BatonPullConnector loans", "Mine seen", "Mine#2 seen")] == [2, 3, 4]
+    # A child that cannot read its own numbers loses them, and nobody else.
+    figures = _reduced(build({**data, "Mine": {}}))
+    assert "Mine seen" not in figures
+    assert figures["Mine#2 seen"] == 4
 
 
 def test_entries_keep_what_they_say_and_inherit_the_rest() -> None:

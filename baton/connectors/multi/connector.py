@@ -6,14 +6,16 @@ The first one that has a prompt's KV loads it, all of them may save it. `childre
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from baton.connectors.multi.children import FIELD, children_of, required_layout, transfers_of
 from baton.connectors.multi.scheduler import MultiSchedulerHalf
-from baton.connectors.multi.stats import MultiPromMetrics, MultiStats
+from baton.connectors.multi.stats import BuildStats, MultiPromMetrics, rebuilt
 from baton.connectors.multi.worker import MultiWorkerHalf
-from baton.connectors.registry import connector_class, known_names
+from baton.connectors.registry import connector_class, known_names, stats_builder_of
 from baton.contract import (
     KVConnectorBase_V1,
     KVConnectorPromMetrics,
@@ -29,6 +31,8 @@ from baton.core.config import EngineConfig, KVTransferConfig
 from baton.core.errors import ConfigError
 from baton.core.transfer_params import parse_transfer_params
 
+logger = logging.getLogger(__name__)
+
 Door = Callable[[Mapping[str, Any] | None], None]
 
 
@@ -43,8 +47,10 @@ class BatonMultiConnector(TwoHalvesOfGroups):
         cls, vllm_config: host.HostConfig, kv_cache_config: Any
     ) -> KVConnectorSchedulerHalf:
         config = _own(vllm_config)
+        children = _make_all(config, KVConnectorRole.SCHEDULER, kv_cache_config)
+        logger.info("connectors, the first choice first: %s", ", ".join(name for name, _ in children))
         return MultiSchedulerHalf(
-            _make_all(config, KVConnectorRole.SCHEDULER, kv_cache_config),
+            children,
             block_tokens=config.cache_config.block_size,
             num_ranks=config.parallel_config.world_size,
         )
@@ -109,17 +115,23 @@ class BatonMultiConnector(TwoHalvesOfGroups):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Of children whose class can be found by name alone, which those of a module path cannot."""
-        stats = MultiStats()
-        for name, of_child in (data or {}).items():
-            registered = name.partition("#")[0]
-            if name == cls.__name__:
-                stats.errors.update(of_child.get("errors", {}))
-                stats.retired.update(of_child.get("retired", ()))
-            elif registered in known_names():
-                by_name = KVTransferConfig(kv_connector=registered, kv_role="kv_both")
-                stats.add(name, connector_class(by_name).build_kv_connector_stats(of_child))
-        return stats
+        """Of children whose class can be found by name alone; `make_stats_builder` knows all of them."""
+        registered = known_names()
+        found = {}
+        for child in data or {}:
+            name = child.partition("#")[0]
+            if name in registered and name != cls.__name__:
+                by_name = KVTransferConfig(kv_connector=name, kv_role="kv_both")
+                found[child] = connector_class(by_name).build_kv_connector_stats
+        return rebuilt(data or {}, found)
+
+    @classmethod
+    def make_stats_builder(cls, config: EngineConfig) -> BuildStats:
+        """Of the children that this engine has, those of a module path among them."""
+        builders = {
+            child.name: stats_builder_of(child.connector, child.config) for child in children_of(config)
+        }
+        return partial(rebuilt, builders=builders)
 
     @classmethod
     def build_prom_metrics(

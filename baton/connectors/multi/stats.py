@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from baton.connectors.multi.children import MAIN, ChildConfig
 from baton.contract import KVConnectorPromMetrics, KVConnectorStats
 
 logger = logging.getLogger(__name__)
+
+BuildStats: TypeAlias = Callable[[dict[str, Any]], KVConnectorStats | None]
+"""A connector's `build_kv_connector_stats`."""
 
 
 @dataclass
@@ -78,6 +81,22 @@ class MultiStats(KVConnectorStats):
             own["retired"] = dict.fromkeys(sorted(self.retired), True)
         parts = {name: stats.to_dict() for name, stats in self.children.items()}
         return {**parts, MAIN: own} if own else parts
+
+
+def rebuilt(data: Mapping[str, Any], builders: Mapping[str, BuildStats]) -> MultiStats:
+    """From a `to_dict`. A child without a builder, or with one that raises, is left out."""
+    stats = MultiStats()
+    own = data.get(MAIN, {})
+    stats.errors.update(own.get("errors", {}))
+    stats.retired.update(own.get("retired", ()))
+    for name, build in builders.items():
+        if name not in data:
+            continue
+        try:
+            stats.add(name, build(data[name]))
+        except Exception as error:  # The border to a child: it loses its figures.
+            logger.warning("the statistics of %s cannot be read: %r", name, error)
+    return stats
 
 
 class MultiPromMetrics(KVConnectorPromMetrics):
