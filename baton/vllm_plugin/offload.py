@@ -52,7 +52,12 @@ class BatonOffloadConnector(ForwardingConnector):
     def make_scheduler_half(
         cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
     ) -> KVConnectorSchedulerHalf:
-        return VllmOffloadSchedulerHalf(identity_of(vllm_config, kv_cache_config, settings, rank=0))
+        identity, events = identity_of(vllm_config, kv_cache_config, settings, rank=0), None
+        if identity.publishes_events:
+            from baton.vllm_plugin.block_events import store_events
+
+            events = store_events(kv_cache_config, identity.block_tokens)
+        return VllmOffloadSchedulerHalf(identity, events)
 
     @classmethod
     def make_worker_half(

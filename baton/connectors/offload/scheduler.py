@@ -29,12 +29,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.connectors.block_tables import follow_tables
+from baton.connectors.offload.events import StoreEvents
 from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, OffloadReport, StoreBlocks
 from baton.connectors.offload.prompts import Prompt, is_plain
 from baton.connectors.offload.stats import OffloadStats
 from baton.contract import KVConnectorMetadata, KVConnectorOutput, KVConnectorSchedulerHalf, SupportsHMA, host
-from baton.contract.events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
+from baton.contract.events import KVCacheEvent
 from baton.contract.reports import RankCombiner
 from baton.core.errors import BadTransferParams
 from baton.core.hashing import BlockHash
@@ -54,7 +55,8 @@ class _Store:
 
 
 class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
-    def __init__(self, identity: OffloadIdentity) -> None:
+    def __init__(self, identity: OffloadIdentity, events: StoreEvents | None = None) -> None:
+        """`events`: how they are told, in a host that has its own names of blocks."""
         settings, num_slots = identity.settings, identity.num_slots
         self._identity = identity
         self._chunk_blocks = settings.blocks_per_chunk
@@ -68,8 +70,7 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._due_loads: list[LoadBlocks] = []  # For the next step.
         self._due_fence: set[int] = set()
         self._stats = OffloadStats()
-        self._events: list[KVCacheEvent] = []
-        self._published: dict[BlockHash, list[bytes]] = {}  # By chunk: its blocks, as consumers know them.
+        self._events = events or StoreEvents(block_tokens=identity.block_tokens)
         logger.info(
             "offloads to %g GiB of host memory: %d tokens in %d slots, %s",
             settings.cpu_gib,
@@ -212,8 +213,7 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             self._end_load(job, ok=job not in failed_loads)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        events, self._events = self._events, []
-        return events
+        return self._events.take()
 
     def has_pending_push_work(self) -> bool:
         return bool(self._stores)  # Until their end is known, nobody can find them.
@@ -224,7 +224,7 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
 
     def reset_cache(self) -> bool:
         for key in self._index.clear():
-            self._publish_removed(key)
+            self._events.removed(key)
         return True
 
     # --- Parts -----------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
                 break
             if reserved.left is not None:
                 self._stats.add(evicted_chunks=1)
-                self._publish_removed(reserved.left)
+                self._events.removed(reserved.left)
             store.chunks.append(chunk)
             store.entries.append(reserved.entry)
         if not store.chunks:
@@ -342,7 +342,7 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             self._stats.add_for("failures", "store")
             prompt.num_seen_chunks = min(prompt.num_seen_chunks, store.chunks[0])
         if self._identity.publishes_events:
-            self._publish_stored(prompt, found)
+            self._events.stored(prompt, found)
 
     def _end_load(self, job: int, *, ok: bool) -> None:
         entries = self._loads.pop(job)
@@ -351,7 +351,7 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             self._stats.add_for("failures", "load")
             for entry in entries:
                 if self._index.forget(entry):
-                    self._publish_removed(entry.key)
+                    self._events.removed(entry.key)
         self._index.unpin(entries)
 
     def _condemn_open_stores(self) -> None:
@@ -363,36 +363,3 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             for entry in store.entries:
                 self._index.forget(entry)
             store.prompt.num_seen_chunks = min(store.prompt.num_seen_chunks, store.chunks[0])
-
-    # --- Events ----------------------------------------------------------------------------------
-
-    def _publish_stored(self, prompt: Prompt, chunks: list[int]) -> None:
-        size = self._identity.block_tokens
-        for run in _consecutive(chunks):
-            first, end = run.start * self._chunk_blocks, run.stop * self._chunk_blocks
-            for chunk in run:
-                self._published[prompt.keys[chunk]] = [*prompt.hashes[prompt.blocks_of(chunk)]]
-            self._events.append(
-                BlockStored(
-                    block_hashes=[*prompt.hashes[first:end]],
-                    parent_block_hash=prompt.hashes[first - 1] if first else None,
-                    token_ids=list(prompt.request.all_token_ids[first * size : end * size]),
-                    block_size=size,
-                    medium=MEDIUM_CPU,
-                )
-            )
-
-    def _publish_removed(self, key: BlockHash) -> None:
-        if (hashes := self._published.pop(key, None)) is not None:
-            self._events.append(BlockRemoved(block_hashes=[*hashes], medium=MEDIUM_CPU))
-
-
-def _consecutive(numbers: list[int]) -> list[range]:
-    """[2, 3, 4, 7] -> [range(2, 5), range(7, 8)]."""
-    found: list[range] = []
-    for number in numbers:
-        if found and found[-1].stop == number:
-            found[-1] = range(found[-1].start, number + 1)
-        else:
-            found.append(range(number, number + 1))
-    return found

@@ -1,0 +1,55 @@
+"""Our KV events of blocks in vLLM's own words, so that a consumer can join them with those of vLLM's cache.
+
+    hash, parent, extra keys, group     as vLLM's BlockPool says them of the same blocks (medium GPU)
+    kind and window of the group        as vLLM's own offloading adds them
+    medium                              ours: CPU
+
+Source: `vllm/v1/core/block_pool.py`, `.../kv_connector/v1/offloading/events.py`. Loaded only where events are
+published.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    resolve_block_hashes,
+    to_event_extra_keys,
+)
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+
+from baton.connectors.offload.events import BlockNames, EventGroup, StoreEvents
+from baton.connectors.offload.prompts import Prompt
+
+
+def store_events(kv_cache_config: Any, block_tokens: int) -> StoreEvents:
+    """For requests of vLLM's: it hashes the tokens of each wherever there is a connector."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return StoreEvents(
+        block_tokens=block_tokens,
+        name_blocks=partial(_names_in_vllm, kv_cache_config.hash_block_size or block_tokens, block_tokens),
+        groups=[
+            EventGroup(index, get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec))
+            for index, spec in enumerate(specs)
+        ],
+    )
+
+
+def _names_in_vllm(hash_tokens: int, block_tokens: int, prompt: Prompt, blocks: range) -> BlockNames:
+    """`hash_tokens`: so many tokens each of the request's hashes adds, which may be less than a block."""
+    request: Any = prompt.request
+    hashes = resolve_block_hashes(request.block_hashes, hash_tokens, block_tokens)
+    parent = maybe_convert_block_hash(hashes[blocks.start - 1]) if blocks.start else None
+    # Of the salt only: requests with adapters or media are left alone (`is_plain`).
+    extra_keys = [
+        generate_block_hash_extra_keys(request, block * block_tokens, (block + 1) * block_tokens, 0)[0]
+        for block in blocks
+    ]
+    return BlockNames(
+        [maybe_convert_block_hash(hashes[block]) for block in blocks],
+        parent,
+        to_event_extra_keys(extra_keys),
+    )

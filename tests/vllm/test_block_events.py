@@ -1,0 +1,165 @@
+"""Events of offloaded blocks, against what vLLM's own block pool says of the same blocks."""
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from baton.connectors.offload.identity import OffloadIdentity
+from baton.connectors.offload.metadata import OffloadMetadata, OffloadReport
+from baton.connectors.offload.scheduler import OffloadSchedulerHalf
+from baton.connectors.offload.settings import OffloadSettings
+from baton.core.kv_groups import KVCacheGroup
+from baton.vllm_plugin.block_events import store_events
+
+BLOCK = 16
+WINDOW = 1024
+FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+SLIDING = SlidingWindowSpec(
+    block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=WINDOW
+)
+TOKENS = list(range(100, 100 + 5 * BLOCK + 3))
+
+
+def request(**fields: Any) -> Request:
+    init_none_hash(sha256)
+    return Request(
+        request_id="r",
+        prompt_token_ids=TOKENS,
+        sampling_params=SamplingParams(max_tokens=2),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(BLOCK, sha256),
+        **fields,
+    )
+
+
+def said_by_vllm(of: Request, num_blocks: int, group: int = 0) -> BlockStored:
+    """When its own cache gets the first blocks of the request."""
+    pool = BlockPool(
+        num_gpu_blocks=8, enable_caching=True, hash_block_size=BLOCK, enable_kv_cache_events=True
+    )
+    pool.cache_full_blocks(of, pool.get_new_blocks(num_blocks), 0, num_blocks, BLOCK, group)
+    (stored,) = pool.take_events()
+    assert isinstance(stored, BlockStored)
+    return stored
+
+
+class Host:
+    """vLLM's scheduler, as far as the half sees it, with a rank that stores whatever it is told to."""
+
+    def __init__(self, *specs: Any, blocks_per_chunk: int = 1, num_slots: int = 64) -> None:
+        groups = tuple(KVCacheGroup((), getattr(spec, "sliding_window", None)) for spec in specs)
+        settings = OffloadSettings(
+            cpu_gib=num_slots * blocks_per_chunk * len(groups) / (1 << 20), blocks_per_chunk=blocks_per_chunk
+        )
+        identity = OffloadIdentity(
+            settings=settings,
+            rank=0,
+            num_ranks=1,
+            block_tokens=BLOCK,
+            block_bytes=1 << 10,
+            groups=groups,
+            publishes_events=True,
+        )
+        cache = KVCacheConfig(
+            num_blocks=64,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec([str(i)], spec) for i, spec in enumerate(specs)],
+        )
+        self.num_groups = len(groups)
+        self.half = OffloadSchedulerHalf(identity, store_events(cache, BLOCK))
+
+    def compute(self, of: Request) -> None:
+        """All of the prompt in one step, whose report then comes."""
+        table = list(range(1, 1 + -(-of.num_tokens // BLOCK)))
+        output = SchedulerOutput.make_empty()
+        output.scheduled_new_reqs = [NewRequestData.from_request(of, tuple([table] * self.num_groups))]
+        output.num_scheduled_tokens = {of.request_id: of.num_tokens}
+        output.total_num_scheduled_tokens = of.num_tokens
+        self.half.on_new_request(of)
+        metadata = self.half.build_connector_meta(output)
+        assert isinstance(metadata, OffloadMetadata)
+        report = OffloadReport(rank=0, stored={store.job for store in metadata.stores})
+        # vLLM's own, which has the fields that the half reads.
+        told: Any = KVConnectorOutput(kv_connector_worker_meta=report)  # type: ignore[arg-type]
+        self.half.update_connector_output(told)
+
+    def said(self) -> list[Any]:
+        """As a subscriber reads it."""
+        batch = KVEventBatch(ts=0.0, events=list(self.half.take_events()))
+        events: list[Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch).events
+        return events
+
+
+def as_read(event: BlockStored) -> BlockStored:
+    """Tuples are lists on the wire."""
+    read: BlockStored = msgspec.msgpack.decode(msgspec.msgpack.encode(event), type=BlockStored)
+    return read
+
+
+@pytest.mark.parametrize("salt", [None, "tenant"])
+@pytest.mark.parametrize("hashes", ["bytes", "integers"])
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+def test_a_stored_block_is_called_as_in_vllms_cache(
+    monkeypatch: pytest.MonkeyPatch, salt: str | None, hashes: str, blocks_per_chunk: int
+) -> None:
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1" if hashes == "integers" else "0")
+    of = request(cache_salt=salt)
+    host = Host(FULL, blocks_per_chunk=blocks_per_chunk)
+    host.compute(of)
+    (stored,) = host.said()
+    num_blocks = 5 // blocks_per_chunk * blocks_per_chunk
+    expected = as_read(said_by_vllm(of, num_blocks))
+    assert isinstance(expected.block_hashes[0], int if hashes == "integers" else bytes)
+    expected.medium, expected.kv_cache_spec_kind = "CPU", "full_attention"
+    assert stored == expected
+    host.half.reset_cache()
+    removed = host.said()
+    assert all(isinstance(event, BlockRemoved) for event in removed)
+    assert {(event.medium, event.group_idx) for event in removed} == {("CPU", 0)}
+    assert [h for event in removed for h in event.block_hashes] == expected.block_hashes
+
+
+def test_what_lies_behind_known_blocks_names_its_parent() -> None:
+    host, first = Host(FULL), request()
+    host.compute(first)
+    host.said()
+    longer = Request(
+        request_id="longer",
+        prompt_token_ids=[*TOKENS[: 5 * BLOCK], *range(BLOCK)],
+        sampling_params=SamplingParams(max_tokens=2),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(BLOCK, sha256),
+    )
+    host.compute(longer)
+    (stored,) = host.said()
+    assert (stored.parent_block_hash, stored.block_hashes) == (
+        said_by_vllm(first, 5).block_hashes[-1],
+        said_by_vllm(longer, 6).block_hashes[-1:],
+    )
+    assert stored.token_ids == list(range(BLOCK))
+
+
+def test_blocks_of_several_groups_are_told_apart() -> None:
+    of = request()
+    host = Host(FULL, SLIDING)
+    host.compute(of)
+    stored = host.said()
+    kinds = [
+        (event.group_idx, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) for event in stored
+    ]
+    assert kinds == [(0, "full_attention", None), (1, "sliding_window", WINDOW)]
+    for event in stored:
+        assert event.block_hashes == said_by_vllm(of, 5, event.group_idx).block_hashes
+    host.half.reset_cache()
+    assert {event.group_idx for event in host.said()} == {0, 1}
