@@ -25,6 +25,7 @@ from tests.connectors.engine_world import (
     store,
     store_half,
     store_scheduler,
+    windowed_model,
 )
 
 PULL = {
@@ -186,6 +187,34 @@ def test_pull_beside_a_store_of_ours(start: Start, alone: LLM, tmp_path: Path, k
         again = generate_until_loaded(engine, PROMPT)
         assert again.token_ids == expected.token_ids
         forget(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_pull_beside_shared_storage_with_a_table_for_each_window(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What D has read from P a fresh engine reads from the folder."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "shared").mkdir()
+    folder = tmp_path / "shared"
+    with engines(windowed_model(tmp_path / "model", family)) as start:
+        (expected,) = start(num_blocks=120).generate([PROMPT], GREEDY)
+        p = start(named("p", PULL), num_blocks=120)
+        d = start(named("d", PULL, storage(folder)), num_blocks=120)
+        decoded = hand_over(p, d, PROMPT)
+        assert decoded.token_ids == expected.token_ids
+        assert decoded.num_transferred_tokens > 0
+        assert generate_until_loaded(d, PROMPT).token_ids == expected.token_ids
+        d.close()
+        fresh = start(named("fresh", PULL, storage(folder)), num_blocks=120)
+        loaded = generate_until_loaded(fresh, PROMPT)
+        assert loaded.token_ids == expected.token_ids
+        assert loaded.num_transferred_tokens == 48
+        for engine in (p, fresh):
+            assert engine.core.scheduler.kv_cache.is_hybrid
+            rest(engine)
+        assert "block table" not in caplog.text
 
 
 @pytest.mark.slow

@@ -21,19 +21,13 @@ from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.settings import GIB, OffloadSettings
 from baton.connectors.offload.worker import OffloadWorkerHalf
 from baton.contract import KVConnectorOutput
-from baton.contract.aggregator import KVOutputAggregator
 from baton.core.errors import ConfigError
-from baton.engine.api import EngineRequest
-from baton.engine.scheduler import Scheduler
-from baton.engine.step import ModelRunnerOutput
+from tests.connectors.store_world import StoreWorld
 from tests.engine_sched.world import (
     BLOCK,
-    GARBAGE,
-    Ended,
     FakeRanks,
     engine_config,
     engine_request,
-    expected_output,
 )
 
 STEMS = [[1 + (7 * stem + i) % 48 for i in range(40)] for stem in range(3)]
@@ -89,7 +83,7 @@ class ListCopies(Copies):
         return
 
 
-class OffloadWorld:
+class OffloadWorld(StoreWorld):
     def __init__(
         self,
         rng: random.Random,
@@ -118,84 +112,22 @@ class OffloadWorld:
             for rank in range(num_ranks)
         ]
         self.half = OffloadSchedulerHalf(self.identities[0])
-        self.scheduler = Scheduler(config, self.half)
-        self.ranks = [FakeRanks(num_blocks, groups) for _ in range(num_ranks)]
+        ranks = [FakeRanks(num_blocks, groups) for _ in range(num_ranks)]
         self.workers: list[OffloadWorkerHalf] = []
-        for rank, identity in zip(self.ranks, self.identities, strict=True):
+        for rank, identity in zip(ranks, self.identities, strict=True):
             copies = ListCopies(rank.memory, identity.num_rows, rng)
             copies.failure_share, copies.looks_max = failure_share, looks_max
             worker = OffloadWorkerHalf(identity, lambda caches, identity, copies=copies: copies)  # type: ignore[misc]
             worker._copies = copies  # There are no tensors to register.
             self.workers.append(worker)
-        self.aggregator = KVOutputAggregator(num_ranks)
-        self.asked: dict[str, EngineRequest] = {}
-        self.answers: dict[str, Ended] = {}
-
-    def add(self, asked: EngineRequest) -> None:
-        self.asked[asked.request_id] = asked
-        self.answers[asked.request_id] = Ended()
-        for rank in self.ranks:
-            rank.salts[asked.request_id] = asked.cache_salt
-        self.scheduler.add_request(asked)
-
-    def step(self) -> None:
-        output = self.scheduler.schedule()
-        metadata = output.kv_connector_metadata
-        assert metadata is not None, "the scheduler half has raised"
-        results, reports = [], []
-        for rank, worker in zip(self.ranks, self.workers, strict=True):
-            rank.take_over(output)
-            worker.handle_preemptions(metadata)
-            worker.bind_connector_metadata(metadata)
-            results.append(rank.execute(output))
-            has_tokens = output.total_num_scheduled_tokens > 0
-            worker.start_load_kv(SimpleNamespace(attn_metadata=() if has_tokens else None))
-            worker.wait_for_save()
-            transfers = worker.get_transfer_results(output.finished_req_ids)
-            reports.append(
-                KVConnectorOutput(
-                    finished_recving=transfers.finished_recving,
-                    failed_recving=transfers.failed_recving,
-                    invalid_block_ids=worker.get_block_ids_with_load_errors(),
-                    kv_connector_worker_meta=worker.build_connector_worker_meta(),
-                )
-            )
-            worker.clear_connector_metadata()
-        result = _worst(results)
-        result.kv_connector_output = self.aggregator.aggregate(reports)
-        for said in self.scheduler.update_from_output(output, result).outputs:
-            answer = self.answers[said.request_id]
-            assert answer.last is None, "ended twice"
-            answer.token_ids += said.new_token_ids
-            if said.finish_reason is not None:
-                answer.last = said
-
-    def run(self) -> None:
-        for _ in range(3000):
-            if not self.scheduler.has_requests():
-                return
-            self.step()
-        raise AssertionError("still not at rest")
+        super().__init__(config, self.half, ranks, self.workers)
 
     def check(self, on_failure: str = "recompute") -> None:
-        for request_id, answer in self.answers.items():
-            expected = expected_output(self.asked[request_id])
-            if answer.reason == "length":
-                assert answer.token_ids == expected, request_id
-            else:
-                assert answer.reason in ("abort", "error")
-                assert answer.reason == "abort" or on_failure == "fail"
-                assert answer.token_ids == expected[: len(answer.token_ids)]
-        self.scheduler.kv_cache.assert_empty()
+        super().check(on_failure)
         assert not self.half._stores
         assert not self.half._loads
         assert not self.half._prompts
         self.half._index.assert_consistent()
-
-
-def _worst(results: list[ModelRunnerOutput]) -> ModelRunnerOutput:
-    """What one rank has computed on something wrong is wrong."""
-    return next((r for r in results if [GARBAGE] in r.sampled_token_ids), results[0])
 
 
 @pytest.mark.slow

@@ -22,10 +22,13 @@ from baton.connectors.shared_storage import (
     StorageSettings,
     StorageWorkerHalf,
 )
+from baton.connectors.shared_storage.layer_kinds import kinds_of
 from baton.connectors.shared_storage.metadata import SaveChunk, StorageMetadata, StorageReport
+from baton.connectors.shared_storage.prompts import Prompt
 from baton.connectors.shared_storage.stats import StoragePromMetrics, StorageStats
 from baton.contract import ConnectorDead, KVConnectorOutput
 from baton.core.errors import ConfigError
+from baton.core.kv_groups import KVCacheGroup
 from baton.core.layout import ModelFingerprint
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.request import Request
@@ -172,6 +175,17 @@ def test_what_was_loaded_is_not_saved_again(halves: Halves, tmp_path: Path) -> N
     loads = halves.step(EMPTY).loads
     assert [part.block_ids for part in loads[0].parts] == [(1, 2), (3, 4), (5, 6)]
     assert halves.step(prefill_of(again, 1, 3 * CHUNK)).saves == ()
+
+
+def test_what_has_left_a_window_is_not_saved_later() -> None:
+    """As after a step that turned out to be tainted: the table still names blocks that are others' by now."""
+    request = request_of("r", 6 * CHUNK)
+    kinds = kinds_of([KVCacheGroup((0,)), KVCacheGroup((1,), 10)], chunk_blocks=2, block_tokens=BLOCK)
+    prompt = Prompt(request, CHUNK, BLOCK, "seed", kinds, tables=(list(range(1, 13)), list(range(21, 33))))
+    # Behind 40 tokens block 7 is the first that a window of ten sees.
+    saves = [(save.kind, save.block_ids) for _, save in prompt.take_saves(40, 48)]
+    assert [blocks for kind, blocks in saves if kind == 0] == [(i, i + 1) for i in range(1, 12, 2)]
+    assert [blocks for kind, blocks in saves if kind == 1] == [(29, 30), (31, 32)]
 
 
 def test_what_a_step_with_bad_blocks_computed_is_never_written(halves: Halves, tmp_path: Path) -> None:
