@@ -78,7 +78,7 @@ class ConnectorCalls:
             self._half.on_new_request(request)
         except UserError as error:
             raise RequestFault(RequestError.of_user(error)) from error
-        except Exception:
+        except Exception:  # It may be anybody's: this request is computed.
             self._count_error("on_new_request", request)
             request.asks_connector = False
 
@@ -90,7 +90,7 @@ class ConnectorCalls:
             num_tokens, is_async = self._half.get_num_new_matched_tokens(request, num_local_tokens)
         except UserError as error:
             raise RequestFault(RequestError.of_user(error)) from error
-        except Exception:
+        except Exception:  # As above.
             self._count_error("get_num_new_matched_tokens", request)
             request.asks_connector = False
             return NO_MATCH
@@ -114,7 +114,7 @@ class ConnectorCalls:
             self._half.update_state_after_alloc(request, blocks, num_external_tokens)
         except UserError as error:
             raise RequestFault(RequestError.of_user(error)) from error
-        except Exception as error:
+        except Exception as error:  # It may be anybody's: this request alone fails.
             self._count_error("update_state_after_alloc", request)
             if num_external_tokens:
                 raise RequestFault(
@@ -124,7 +124,7 @@ class ConnectorCalls:
     def prefilled(self, request: Request) -> PrefilledTokens | None:
         try:
             return self._half.take_prefilled_tokens(request.request_id)
-        except Exception:
+        except Exception:  # It may be anybody's: the tokens are sampled here.
             self._count_error("take_prefilled_tokens", request)
             return None
 
@@ -137,7 +137,7 @@ class ConnectorCalls:
                 return self._half.request_finished_all_groups(request, block_ids)
             (only_group,) = block_ids
             return self._half.request_finished(request, only_group)
-        except Exception:
+        except Exception:  # It may be anybody's: it has lent nothing.
             self._count_error("request_finished", request)
             return False, None
 
@@ -197,7 +197,7 @@ class ConnectorCalls:
             self._half.take_back(params)
         except UserError as error:
             logger.warning("cannot take back what was lent: %s", error)
-        except Exception:
+        except Exception:  # It may be anybody's: the loan ends by time.
             self.num_errors += 1
             logger.exception("the connector raised in take_back; the engine goes on")
 
@@ -221,7 +221,7 @@ class ConnectorCalls:
         """Raises what a connector in use raises; of a retired one nothing else was to be expected."""
         try:
             self._owned.shutdown()
-        except Exception:
+        except Exception:  # One that is in use goes through.
             if not self.is_retired:
                 raise
             logger.exception("the retired connector could not shut down")
@@ -229,7 +229,7 @@ class ConnectorCalls:
     def _contain(self, method: str, call: Callable[[], T], otherwise: T) -> T:
         try:
             return call()
-        except Exception as error:
+        except Exception as error:  # It may be anybody's: it loses this step, `end_step` judges.
             self.num_errors += 1
             self._is_dead = self._is_dead or isinstance(error, ConnectorDead)
             logger.exception("the connector raised in %s; the engine goes on", method)

@@ -101,7 +101,7 @@ class KVEventPublisher:
                 self._queue.send(b"")  # The end.
             except zmq.Again:
                 logger.warning("the KV events' thread does not take its end")
-            self._thread.join(LAST_WORDS_S)
+        self._thread.join(LAST_WORDS_S)
         if self._thread.is_alive():
             logger.warning("left the KV events' thread behind")
             return  # Its sockets are its own.
@@ -114,9 +114,10 @@ class KVEventPublisher:
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception:
+        except zmq.ZMQError:
             logger.exception("the KV events' thread died; the engine goes on without them")
-            self._is_dead = True
+        finally:
+            self._is_dead = True  # Whatever ended it: nobody takes from the queue any more.
 
     def _serve(self) -> None:
         poller = zmq.Poller()

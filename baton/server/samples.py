@@ -125,7 +125,7 @@ class RunningSamples:
                 async for piece in pieces:
                     self._queue.put_nowait(piece)
                     self._has_first_token.set()
-        except Exception as error:
+        except Exception as error:  # `pieces` raises it, in the task that answers this request.
             self._queue.put_nowait(error)
         else:
             self._queue.put_nowait(_END)
@@ -150,9 +150,8 @@ async def _pieces_of(sample: Sample, engine: Engine, metrics: ServerMetrics) -> 
     except (GeneratorExit, asyncio.CancelledError):
         observer.finish("abort")
         raise
-    except Exception:
-        observer.finish("error")
-        raise
+    finally:
+        observer.finish("error")  # Unless it has ended by now.
 
 
 def _raise_if_failed(output: EngineOutput) -> None:

@@ -152,6 +152,28 @@ def test_a_full_queue_never_holds_the_engine_up_and_the_gap_shows(publisher: Pub
     assert made._next == 50
 
 
+def test_a_thread_that_dies_costs_the_events_and_nothing_else(
+    context: zmq.Context[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Dying(KVEventPublisher):
+        def _serve_replay(self, frames: list[bytes]) -> None:
+            raise zmq.ZMQError(zmq.ENOBUFS)
+
+    config = KVEventsConfig(enable_kv_cache_events=True, endpoint=LOCAL, replay_endpoint=LOCAL)
+    publisher = Dying(config, clock=lambda: 12.5)
+    assert publisher.replay_endpoint is not None
+    with context.socket(zmq.DEALER) as replay:
+        replay.connect(publisher.replay_endpoint)
+        replay.send_multipart((b"", bytes(8)))
+        publisher._thread.join(WAIT_MS / 1e3)
+    assert not publisher._thread.is_alive()
+    assert "the engine goes on without them" in caplog.text
+    publisher.publish([stored(1)])
+    assert publisher.num_dropped == 1
+    publisher.close()
+    assert "left" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("field", "endpoint"), [("endpoint", "tcp://127.0.0.1:port"), ("replay_endpoint", "x")]
 )

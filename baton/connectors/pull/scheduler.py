@@ -162,7 +162,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
                 with self._lock:  # The host forgets the request, and may never say that it has finished.
                     self._borrower.finished(request.request_id, self._clock())
                 raise
-        except Exception:
+        except Exception:  # A fault of ours costs this request its load: it is computed.
             self._contain("on_new_request", request)
 
     def get_num_new_matched_tokens(
@@ -183,7 +183,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             now = self._clock()
             try:
                 self._borrower.allocated(request.request_id, block_ids, num_external_tokens, now)
-            except Exception:
+            except Exception:  # A fault of ours; the host has parked the request, so its load has to end.
                 self._contain("update_state_after_alloc", request)
                 if num_external_tokens:
                     self._borrower.give_up(request.request_id, block_ids, now)
@@ -213,7 +213,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             self._borrower.finished(request.request_id, now)
             try:
                 lent = self._lender.finished(request, block_ids, now)
-            except Exception:
+            except Exception:  # A fault of ours: nothing was lent, and the blocks are free.
                 self._contain("request_finished", request)
                 lent = False, None
             self._control.flush()
@@ -319,7 +319,8 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
                 try:
                     self._absorb()
                 except Exception:
-                    # One effect is lost, and what waits for it ends by its deadline.
+                    # A fault of ours. The thread has to live, or every lease would lapse; one effect is lost,
+                    # and what waits for it ends by its deadline.
                     logger.exception("could not act on what was heard; the engine goes on")
                     self._stats.add_for("failures", "internal error")
         self._wake_host()

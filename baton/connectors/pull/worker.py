@@ -178,8 +178,9 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         try:
             self.mirror.save(computed, metadata.held_blocks)
         except Exception:
-            # The mirror is not what was computed, and the ticket is about to leave. Of an owner whose
-            # transports are closed, nothing that is read counts: whoever comes computes for himself.
+            # Raised again, whatever it is: but first, the mirror is not what was computed, and the ticket is
+            # about to leave. Of an owner whose transports are closed, nothing that is read counts: whoever
+            # comes computes for himself.
             for transport in self._transports.values():
                 transport.close()
             raise
