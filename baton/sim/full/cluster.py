@@ -36,6 +36,7 @@ def draw_windows(rng: random.Random) -> Windows:
             (None, one, None, one),  # Two layers in a group.
             (one, None, one, one),  # Three groups alike.
             (None, None, None, one, one),  # A group that has a place left over.
+            (one, one, None) * 2,  # Two groups alike, of two layers each, dealt out in two ways.
         ]
     )
 
@@ -64,8 +65,11 @@ class Cluster:
             self._add(f"P{index}", is_producer=True, is_consumer=rng.random() < 0.2)
         for index in range(num_consumers):
             self._add(f"D{index}", is_producer=rng.random() < 0.2, is_consumer=True)
-        # Engines that are not configured alike refuse each other's tickets, for ever.
-        self.can_hand_off = len({machine.knows_groups for machine in self.machines.values()}) == 1
+        self.can_hand_off = all(
+            self._can_hand_off(self.machines[p], self.machines[d])
+            for p in self.of_role("prefill")
+            for d in self.of_role("decode")
+        )
 
     def _add(self, name: str, *, is_producer: bool, is_consumer: bool) -> None:
         rng, faults = self.clockwork.rng, self.clockwork.faults
@@ -102,7 +106,10 @@ class Cluster:
 
     def _with_groups(self, machine: Machine) -> Machine:
         """As tight as it may be: what the longest request holds at its worst, and what is spare."""
-        machine = replace(machine, knows_groups=self.clockwork.rng_of_models.random() < 0.95)
+        rng = self.clockwork.rng_of_models
+        machine = replace(
+            machine, knows_groups=rng.random() < 0.95, deals_layers_out=rng.choice([True, False])
+        )
         if not machine.knows_groups:
             return machine
         spare = machine.num_blocks - TOKENS_MAX // machine.block_tokens
@@ -112,6 +119,12 @@ class Cluster:
             for group in group_layers(self.model.windows)
         )
         return replace(machine, num_blocks=1 + needed + spare)
+
+    def _can_hand_off(self, p: Machine, d: Machine) -> bool:
+        """Else the ticket is refused, for ever. Who keeps everything can serve who does not."""
+        if self.mode == "push":
+            return p.knows_groups == d.knows_groups
+        return d.knows_groups or not p.knows_groups
 
     def of_role(self, role: str) -> list[str]:
         return [name for name in self.machines if name[0] == ("P" if role == "prefill" else "D")]

@@ -33,7 +33,7 @@ from baton.core.config import (
 )
 from baton.core.errors import UserError
 from baton.core.ids import Address, EngineId, Epoch
-from baton.core.kv_groups import is_hybrid
+from baton.core.kv_groups import KVCacheGroup, is_hybrid
 from baton.engine.api import EngineOutput, EngineRequest, RequestError, SchedulerStats
 from baton.engine.remote_kv import Load
 from baton.engine.scheduler import Scheduler
@@ -91,6 +91,7 @@ class Machine:
     stream: str  # Of push: "off", "chunk", "layer".
     keeps_turns: bool
     knows_groups: bool = True  # Else all layers share one table, and windows are masks.
+    deals_layers_out: bool = False  # 0 3 | 1 4 where others have 0 1 | 3 4, as vLLM does.
 
 
 class Engine:
@@ -202,7 +203,8 @@ class Engine:
             extra["stream"] = "chunk" if machine.stream == "layer" else machine.stream
         if machine.keeps_turns:
             extra["turns"] = TURNS
-        return EngineConfig(
+        kind = _DealtOut if machine.deals_layers_out else EngineConfig
+        return kind(
             model_config=_model_config(model.num_kv_heads, model.windows),
             cache_config=CacheConfig(
                 block_size=machine.block_tokens,
@@ -487,6 +489,20 @@ class Engine:
 
     def _freed(self, block_ids: list[int]) -> None:
         fenced.check_free(self, block_ids)
+
+
+class _DealtOut(EngineConfig, frozen=True, kw_only=True):
+    @property
+    def kv_cache_groups(self) -> tuple[KVCacheGroup, ...]:
+        groups = super().kv_cache_groups
+        if not is_hybrid(groups):
+            return groups
+        dealt: list[KVCacheGroup] = []
+        for window in dict.fromkeys(group.window for group in groups):
+            alike = [group for group in groups if group.window == window]
+            layers = sorted(layer for group in alike for layer in group.layers)
+            dealt += [KVCacheGroup(tuple(layers[i :: len(alike)]), window) for i in range(len(alike))]
+        return tuple(dealt[::-1])
 
 
 def _model_config(num_kv_heads: int, windows: Windows) -> ModelConfig:

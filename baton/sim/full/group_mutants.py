@@ -11,7 +11,9 @@ from baton.connectors.pull.borrower import _Incoming
 from baton.connectors.pull.door import Borrow, read_params
 from baton.core.ids import BlockId, Pair
 from baton.core.kv_groups import KVCacheGroup
-from baton.protocol.ticket import BadTicket, Ticket, TicketFault
+from baton.protocol.handshake import RankCard
+from baton.protocol.plan import GroupPair, pair_groups
+from baton.protocol.ticket import BadTicket, Ticket, TicketFault, open_ticket
 from baton.sim.full.engine import Engine
 from baton.sim.full.parts import Parts
 
@@ -97,7 +99,15 @@ def _believe_windows(engine: Engine) -> None:
         assert isinstance(wish, Borrow)
         return wish
 
+    def pair_all(ranks: Sequence[RankCard], ticket: Ticket) -> tuple[GroupPair, ...]:
+        return pair_groups([card.layout for card in ranks], borrower._own_layouts)
+
+    def accept_of_stream(incoming: _Incoming, text: str, now: float) -> None:
+        borrower._agent.accept(incoming.claim, open_ticket(text, borrower._identity.ticket_key), now)
+
     borrower.verify = verify_all_but_layout  # type: ignore[method-assign]
+    borrower._open_ticket = accept_of_stream  # type: ignore[method-assign]
+    borrower._pair_groups = pair_all  # type: ignore[method-assign]
 
 
 def _free_lent_windows(engine: Engine) -> None:
