@@ -1,5 +1,6 @@
 """Decode steps replayed from recordings: the tokens are those of eager steps, whoever is connected."""
 
+import importlib.util
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +43,12 @@ MODES = ("full", "piecewise")
 @pytest.fixture
 def config_of(checkpoint_of: Callable[[str], Path]) -> Callable[..., EngineConfig]:
     def make(
-        mode: str = "off", *, family: str = "llama", connector: str | None = None, tp: int = 1, **device: Any
+        mode: str = "off",
+        *,
+        family: str = "llama",
+        connector: str | None = None,
+        executor: str = "inprocess",
+        **device: Any,
     ) -> EngineConfig:
         transfer = None
         if connector is not None:
@@ -56,7 +62,8 @@ def config_of(checkpoint_of: Callable[[str], Path]) -> Callable[..., EngineConfi
             cache_config=CacheConfig(num_gpu_blocks=64, block_size=BLOCK_SIZE, enable_prefix_caching=False),
             scheduler_config=SchedulerConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=32),
             parallel_config=ParallelConfig(
-                tensor_parallel_size=tp, executor="inprocess" if tp == 1 else "multiprocess"
+                tensor_parallel_size=1 if executor == "inprocess" else 2,
+                executor=executor,  # type: ignore[arg-type]
             ),
             device_config=DeviceConfig(graph_mode=mode, **device),  # type: ignore[arg-type]
             kv_transfer_config=transfer,
@@ -314,13 +321,29 @@ def test_a_connector_that_insists_on_its_metadata_passes_start_and_has_its_hooks
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.parametrize("executor", ["multiprocess", "ray"])
+@pytest.mark.parametrize(
+    ("connector", "mode"),
+    [
+        ("AssertingConnector", "full"),
+        ("NeedsHooks", "full"),
+        ("Capturable", "full"),
+        ("Capturable", "piecewise"),
+    ],
+)
 def test_so_it_is_where_each_rank_has_a_process(
     config_of: Callable[..., EngineConfig],
     prompt_of: Callable[[int, int], list[int]],
     caplog: pytest.LogCaptureFixture,
+    executor: str,
+    connector: str,
+    mode: str,
 ) -> None:
-    config = config_of("full", connector="Capturable", tp=2)
-    check_hooks(config, "Capturable", "full", prompt_of(1, 20), caplog)
+    # Not imported here: the executor has to be the first.
+    if executor == "ray" and importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    config = config_of(mode, connector=connector, executor=executor)
+    check_hooks(config, connector, mode, prompt_of(1, 20), caplog)
 
 
 def test_of_captured_hooks_a_replay_runs_what_they_launched_and_no_python(
