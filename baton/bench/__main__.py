@@ -13,6 +13,7 @@ BENCHMARKS = {
     "decode-graphs": "baton.bench.decode_graphs",
     "handoff": "baton.bench.handoff",
     "offload": "baton.bench.offload",
+    "shared-storage": "baton.bench.shared_storage",
 }
 
 

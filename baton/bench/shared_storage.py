@@ -1,0 +1,157 @@
+"""What keeping KV in files costs, and what it saves a prompt that returns.
+
+    files     chunks of an engine's blocks <-> files, beside plain files of as many bytes; taking turns
+    returns   a prompt that the engine's own cache has lost: loaded, beside computed (`returns`)
+
+    python -m baton.bench.shared_storage                      a few minutes; JSON behind the tables
+    python -m baton.bench.shared_storage --out FILE           and the JSON kept
+    TMPDIR=/mnt/kv python -m baton.bench.shared_storage       files there; they are removed again
+
+All is read while it lies in the page cache: what a disk or a network adds is theirs. Files are written
+through to the disk, ours and the plain ones.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from baton.bench.returns import (
+    BLOCK_TOKENS,
+    Measured,
+    measure_returns,
+    median_rates,
+    print_rates,
+    print_returns,
+    run_command,
+)
+from baton.connectors.shared_storage import files
+from baton.connectors.shared_storage.cache_blocks import CacheBlocks
+from baton.connectors.shared_storage.layer_kinds import LayerKind
+from baton.connectors.shared_storage.settings import CHUNK_TOKENS
+from baton.connectors.whole_file import write_whole
+from baton.core.config import KVTransferConfig
+from baton.engine.llm import LLM
+
+LAYERS, BLOCK_SHAPE = 12, (4, BLOCK_TOKENS, 128)  # As the model's: 32 KiB a block and layer.
+NUM_CHUNKS = 15  # Of 4,000 tokens: 90 MiB.
+TURNS = 5
+PATIENCE_S = 120.0
+LOOK_S = 0.01
+KEY = b"a key of a length as any other"
+
+
+class Files:
+    """The same bytes by our way and by plain ones, each in files of its own."""
+
+    def __init__(self, folder: Path, num_chunks: int) -> None:
+        chunk_blocks = CHUNK_TOKENS // BLOCK_TOKENS
+        shape = (LAYERS, num_chunks * chunk_blocks, *BLOCK_SHAPE)
+        caches = {f"layer {i}": layer for i, layer in enumerate(torch.rand(shape))}
+        self._blocks = CacheBlocks(LayerKind(None, (0,), chunk_blocks, BLOCK_TOKENS), [caches])
+        self._tables = torch.arange(shape[1]).view(num_chunks, chunk_blocks).tolist()
+        self._names = [files.ChunkName("bench", secrets.token_bytes(32), 0) for _ in self._tables]
+        self._folder, self._plain = folder, folder / "plain"
+        self._plain.mkdir()
+        self.nbytes = self._blocks.nbytes * num_chunks
+        self._content = secrets.token_bytes(self._blocks.nbytes)
+
+    def store(self) -> None:
+        for name, table in zip(self._names, self._tables, strict=True):
+            content = files.encode(name, self._blocks.copy_out(table), KEY)
+            write_whole(content, name.path_in(self._folder), fsync=True)
+
+    def load(self) -> None:
+        for name, table in zip(self._names, self._tables, strict=True):
+            content = files.read(name.path_in(self._folder), self._blocks.shapes)
+            self._blocks.copy_in(files.decode(content, name, self._blocks.shapes, KEY), table)
+
+    def write(self) -> None:
+        for index in range(len(self._tables)):
+            with open(self._plain / str(index), "wb", buffering=0) as file:
+                file.write(self._content)
+                os.fsync(file.fileno())
+
+    def read(self) -> None:
+        for index in range(len(self._tables)):
+            (self._plain / str(index)).read_bytes()
+
+
+def measure_files(folder: Path, num_chunks: int = NUM_CHUNKS, turns: int = TURNS) -> Measured:
+    """GB/s, medians. Storing and loading have copies out of and into blocks, and checksums, in them."""
+    kept = Files(folder, num_chunks)
+    ways = {"plain write": kept.write, "store": kept.store, "plain read": kept.read, "load": kept.load}
+    rates = median_rates(kept.nbytes, turns, ways)
+    plain = {"plain write": "plain write", "store": "plain write", "plain read": "plain read"}
+    return {
+        "mib": kept.nbytes / 2**20,
+        "num_files": num_chunks,
+        "gb_per_s": rates,
+        "of_plain": {name: rate / rates[plain.get(name, "plain read")] for name, rate in rates.items()},
+    }
+
+
+class Written:
+    """Waits until the files of each prompt are there: they are written beside what is computed next."""
+
+    def __init__(self, folder: Path, files_per_prompt: int) -> None:
+        self._folder = folder
+        self._files_per_prompt = files_per_prompt
+        self._num_expected = 0
+
+    def wait(self, engine: LLM) -> None:
+        """Raises TimeoutError."""
+        self._num_expected += self._files_per_prompt
+        while engine.core.has_requests:
+            engine.core.step()  # Ranks have to hear that they may write.
+        deadline_s = time.monotonic() + PATIENCE_S
+        while (num_written := len(list(self._folder.glob(f"*/*/*{files.SUFFIX}")))) < self._num_expected:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"{num_written} of {self._num_expected} files in {self._folder}")
+            time.sleep(LOOK_S)
+
+
+def measure(
+    prompt_tokens: int,
+    repeats: int,
+    *,
+    num_chunks: int = NUM_CHUNKS,
+    chunk_tokens: int = CHUNK_TOKENS,
+    model: Path | None = None,
+) -> Measured:
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        measured = {"files": measure_files(Path(folder), num_chunks)}
+        kept = Path(folder) / "kv"
+        transfer = KVTransferConfig(
+            kv_connector="BatonSharedStorageConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"path": str(kept), "chunk_tokens": chunk_tokens},
+        )
+        written = Written(kept, prompt_tokens // chunk_tokens)
+        measured["returns"] = measure_returns(
+            transfer, prompt_tokens, repeats, model=model, wait_stored=written.wait
+        )
+    return measured
+
+
+def print_tables(measured: Measured, console: Console) -> None:
+    kept = measured["files"]
+    title = f"{kept['num_files']} files, {kept['mib']:.0f} MiB"
+    print_rates(title, "of plain files", kept["gb_per_s"], kept["of_plain"], console)
+    print_returns(measured["returns"], "files", console)
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    return run_command("baton.bench.shared_storage", arguments, measure, print_tables)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,61 @@
+"""The benchmarks of offload and of shared storage measure what they say, on a model that takes no time."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from baton.bench import offload, shared_storage
+from baton.bench.returns import run_command
+from baton.engine.new_model import write_checkpoint
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path, hidden=64, layers=2, heads=4, kv_heads=2, vocab=8192)
+
+
+def said_of(bench: Any, measured: dict[str, Any]) -> str:
+    console = Console(width=120, record=True)
+    bench.print_tables(measured, console)
+    return console.export_text()
+
+
+@pytest.mark.slow
+def test_a_prompt_returns_from_host_memory_and_the_tables_say_so(model: Path) -> None:
+    measured = offload.measure(200, 2, num_blocks=8, turns=3, model=model)
+    copies, returns = measured["copies"], measured["returns"]
+    assert copies["of_memcpy"]["memcpy"] == 1
+    assert len(copies["gb_per_s"]) == 5
+    assert returns["tokens_are_equal"]
+    assert 100 < returns["loaded_tokens"] < 200
+    said = said_of(offload, measured)
+    assert "tokens are equal" in said
+    assert "store, shuffled" in said
+    assert "(goal 5: " in said
+
+
+@pytest.mark.slow
+def test_a_prompt_returns_from_files_and_the_tables_say_so(model: Path) -> None:
+    measured = shared_storage.measure(200, 2, num_chunks=2, chunk_tokens=80, model=model)
+    kept, returns = measured["files"], measured["returns"]
+    assert kept["of_plain"]["plain write"] == kept["of_plain"]["plain read"] == 1
+    assert kept["of_plain"]["load"] == kept["gb_per_s"]["load"] / kept["gb_per_s"]["plain read"]
+    assert kept["of_plain"]["store"] == kept["gb_per_s"]["store"] / kept["gb_per_s"]["plain write"]
+    assert returns["tokens_are_equal"]
+    assert 100 < returns["loaded_tokens"] <= 160, "two chunks, less what the engine still has"
+    said = said_of(shared_storage, measured)
+    assert "tokens are equal" in said
+    assert "loaded from files" in said
+
+
+def test_the_figures_are_kept_and_other_tokens_are_a_failure(tmp_path: Path) -> None:
+    def measure(prompt_tokens: int, repeats: int) -> dict[str, Any]:
+        return {"returns": {"tokens_are_equal": repeats == 3}, "of": prompt_tokens}
+
+    out = tmp_path / "figures.json"
+    arguments = ["--tokens", "70", "--out", str(out)]
+    assert run_command("bench", arguments, measure, lambda measured, console: None) == 0
+    assert '"of": 70' in out.read_text()
+    assert run_command("bench", ["--repeats", "2"], measure, lambda measured, console: None) == 1
