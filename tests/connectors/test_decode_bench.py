@@ -18,20 +18,11 @@ from baton.connectors.multi.children import children_of
 from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig, ModelConfig
 from baton.core.errors import ConfigError
 from baton.engine.api import SamplingParams
-from baton.engine.checkpoint import load_model_config
 from baton.engine.llm import LLM
-from baton.engine.new_model import write_checkpoint
 from tests.connectors.engine_world import WINDOW, windowed_model
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 PROMPT = [(7 * i) % 500 + 5 for i in range(50)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    folder = tmp_path_factory.mktemp("model")
-    write_checkpoint(folder, hidden=64, layers=2, heads=4, kv_heads=2, vocab=512)
-    return load_model_config(folder, max_model_len=256)
 
 
 def config_of(model: ModelConfig, num_blocks: int = 64, **extra: Any) -> EngineConfig:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,18 +9,9 @@ import pytest
 
 from baton.core.config import CacheConfig, ClusterSecret, EngineConfig, KVTransferConfig, ModelConfig
 from baton.engine.api import SamplingParams
-from baton.engine.checkpoint import load_model_config
 from baton.engine.llm import LLM, Completion
-from baton.engine.new_model import write_checkpoint
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    folder: Path = tmp_path_factory.mktemp("model")
-    write_checkpoint(folder, hidden=64, layers=2, heads=4, kv_heads=2, vocab=512)
-    return load_model_config(folder, max_model_len=256)
 
 
 @pytest.fixture(scope="module")

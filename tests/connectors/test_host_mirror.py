@@ -145,13 +145,6 @@ Start = Callable[..., LLM]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    folder = tmp_path_factory.mktemp("model")
-    write_checkpoint(folder, hidden=64, layers=2, heads=4, kv_heads=2, vocab=512)
-    return load_model_config(folder, max_model_len=256)
-
-
-@pytest.fixture(scope="module")
 def model_with_windows(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     """Its layers are in groups, each with block tables of its own."""
     folder = tmp_path_factory.mktemp("gemma3")

@@ -4,22 +4,17 @@ Whatever was loaded badly is never found by anybody else: the cache's content is
 asked again without the connector.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from baton.core.config import ModelConfig
 from baton.engine.api import SamplingParams
-from baton.engine.checkpoint import load_model_config
 from baton.engine.llm import LLM
-from baton.engine.new_model import write_checkpoint
 from tests.connectors.engine_world import (
     GREEDY,
     NO_STORE,
     Start,
     check_findable,
-    engines,
     faulty_store,
     forget,
     multi,
@@ -34,24 +29,6 @@ PROMPT = prompt_of(30)  # Seven full blocks, and two tokens.
 SHARER = [*PROMPT[:24], *prompt_of(7, step=11)]
 EVERYTHING, BEHIND_TWO = list(range(7)), [2]
 HOW = [("async", "invalid"), ("async", "early"), ("async", "failed"), ("sync", "invalid")]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    folder = tmp_path_factory.mktemp("model")
-    write_checkpoint(folder, hidden=64, layers=2, heads=4, kv_heads=2, vocab=512)
-    return load_model_config(folder, max_model_len=256)
-
-
-@pytest.fixture(scope="module")
-def start(model: ModelConfig) -> Iterator[Start]:
-    with engines(model) as start:
-        yield start
-
-
-@pytest.fixture(scope="module")
-def alone(start: Start) -> LLM:
-    return start()
 
 
 @pytest.fixture(scope="module", params=["recompute", "fail"])

@@ -1,15 +1,11 @@
 """Embedded engines whose connector is several: the tokens are one engine's, whoever of them had the KV."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton.core.config import ModelConfig
-from baton.engine.checkpoint import load_model_config
 from baton.engine.llm import LLM
-from baton.engine.new_model import write_checkpoint
 from tests.connectors.engine_world import (
     GREEDY,
     NO_STORE,
@@ -34,24 +30,6 @@ PULL = {
 }
 PUSH = {**PULL, "kv_connector": "BatonPushConnector"}
 PROMPT = prompt_of(50)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    folder = tmp_path_factory.mktemp("model")
-    write_checkpoint(folder, hidden=64, layers=2, heads=4, kv_heads=2, vocab=512)
-    return load_model_config(folder, max_model_len=256)
-
-
-@pytest.fixture(scope="module")
-def start(model: ModelConfig) -> Iterator[Start]:
-    with engines(model) as start:
-        yield start
-
-
-@pytest.fixture(scope="module")
-def alone(start: Start) -> LLM:
-    return start()
 
 
 def named(engine_id: str, *children: dict[str, Any]) -> dict[str, Any]:

@@ -7,20 +7,11 @@ import pytest
 
 from baton.core.config import CacheConfig, ClusterSecret, EngineConfig, KVTransferConfig, ModelConfig
 from baton.engine.api import SamplingParams
-from baton.engine.checkpoint import load_model_config
 from baton.engine.llm import LLM
-from baton.engine.new_model import write_checkpoint
 
 Start = Callable[..., LLM]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    folder = tmp_path_factory.mktemp("model")
-    write_checkpoint(folder, hidden=64, layers=2, heads=4, kv_heads=2, vocab=512)
-    return load_model_config(folder, max_model_len=256)
 
 
 @pytest.fixture

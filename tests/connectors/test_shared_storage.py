@@ -27,13 +27,6 @@ from tests.connectors.storage_world import (
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    folder = tmp_path_factory.mktemp("model")
-    write_checkpoint(folder, hidden=64, layers=2, heads=4, kv_heads=2, vocab=512)
-    return load_model_config(folder, max_model_len=256)
-
-
 @pytest.fixture
 def start(model: ModelConfig) -> Iterator[Start]:
     with starting(model) as start_engine:

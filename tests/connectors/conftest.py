@@ -1,0 +1,33 @@
+"""The model of the tests with embedded engines, and engines on it; a file that wants others has its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from baton.core.config import ModelConfig
+from baton.engine.checkpoint import load_model_config
+from baton.engine.llm import LLM
+from baton.engine.new_model import write_checkpoint
+from tests.connectors.engine_world import Start, engines
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("model")
+    write_checkpoint(folder, hidden=64, layers=2, heads=4, kv_heads=2, vocab=512)
+    return load_model_config(folder, max_model_len=256)
+
+
+@pytest.fixture(scope="module")
+def start(model: ModelConfig) -> Iterator[Start]:
+    """Engines with any connector, alive until the last test of the file."""
+    with engines(model) as start_engine:
+        yield start_engine
+
+
+@pytest.fixture(scope="module")
+def alone(start: Start) -> LLM:
+    """An engine without a connector: its tokens are the right ones."""
+    return start()
