@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from baton.vllm_plugin.connector import BatonPullConnector, BatonPushConnector
     from baton.vllm_plugin.decode_bench import BatonDecodeBenchConnector
+    from baton.vllm_plugin.hidden_states import BatonHiddenStatesConnector
     from baton.vllm_plugin.offload import BatonOffloadConnector
     from baton.vllm_plugin.shared_storage import BatonSharedStorageConnector
 
 __all__ = [
     "CONNECTORS",
     "BatonDecodeBenchConnector",
+    "BatonHiddenStatesConnector",
     "BatonOffloadConnector",
     "BatonPullConnector",
     "BatonPushConnector",
@@ -33,6 +35,7 @@ __all__ = [
 
 CONNECTORS: Final = {
     "BatonDecodeBenchConnector": "baton.vllm_plugin.decode_bench",
+    "BatonHiddenStatesConnector": "baton.vllm_plugin.hidden_states",
     "BatonOffloadConnector": "baton.vllm_plugin.offload",
     "BatonPullConnector": "baton.vllm_plugin.connector",
     "BatonPushConnector": "baton.vllm_plugin.connector",

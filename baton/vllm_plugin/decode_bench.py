@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -38,6 +38,7 @@ class BatonDecodeBenchConnector(ForwardingConnector):
     _empty_metadata = DecodeBenchMetadata()
     _stats_kind = DecodeBenchVllmStats
     _prom_kind = DecodeBenchVllmPromMetrics
+    _stands_alone: ClassVar[bool] = True
 
     @classmethod
     def make_scheduler_half(

@@ -29,6 +29,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import vllm
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -37,6 +38,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from baton.contract import KVConnectorMetadata, KVConnectorSchedulerHalf, KVConnectorWorkerHalf
+from baton.core.errors import ConfigError
 from baton.vllm_plugin import register
 from baton.vllm_plugin.containment import Containment
 from baton.vllm_plugin.identity import check_groups
@@ -62,6 +64,13 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     _empty_metadata: ClassVar[KVConnectorMetadata]  # Of a step in which the scheduler half failed.
     _stats_kind: ClassVar[type[BatonStats]]  # Its data has "failures": {reason: count}.
     _prom_kind: ClassVar[type[BatonPromMetrics]]
+    _stands_alone: ClassVar[bool] = False  # Its KV is not what another connector may take it for.
+
+    @classmethod
+    def find_group(cls, kv_cache_config: Any) -> int:
+        """The group of caches whose blocks our halves hear of. Raises ConfigError if there is none."""
+        check_groups(kv_cache_config)
+        return 0
 
     @classmethod
     @abstractmethod
@@ -83,7 +92,8 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         ours, settings = PluginSettings.split(self._kv_transfer_config.kv_connector_extra_config)
         if warning := check_version(vllm.__version__, allow_untested=ours.allow_untested_vllm):
             logger.warning(warning)
-        check_groups(kv_cache_config)
+        self._refuse_company()
+        self._group = self.find_group(kv_cache_config)
         self._contained = Containment()
         self._num_contained_counted = 0
         self._scheduler_half: KVConnectorSchedulerHalf | None = None
@@ -92,6 +102,22 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             self._worker_half = self.make_worker_half(vllm_config, kv_cache_config, settings)
         else:
             self._scheduler_half = self.make_scheduler_half(vllm_config, kv_cache_config, settings)
+
+    def _refuse_company(self) -> None:
+        """Raises ConfigError if this is a child, of a MultiConnector, that has to stand alone.
+
+        A child is given a configuration of its own. The engine's is known where vLLM makes a worker's
+        instance, which is enough for the engine not to start.
+        """
+        main = get_current_vllm_config_or_none()
+        if not self._stands_alone or main is None:
+            return
+        if main.kv_transfer_config.kv_connector != self._kv_transfer_config.kv_connector:
+            raise ConfigError(
+                f"{type(self).__name__} stands alone: its KV, or what it says of it, is not what other "
+                "connectors may take it for; name it as the engine's only kv_connector",
+                field="kv_transfer_config.kv_connector_extra_config.connectors",
+            )
 
     @property
     def scheduler_half(self) -> KVConnectorSchedulerHalf:
@@ -203,7 +229,7 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])  # There is one: `check_groups`.
+        return self.request_finished(request, block_ids[self._group])
 
     def register_finished_partial_tail(
         self,

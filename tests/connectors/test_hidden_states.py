@@ -235,7 +235,7 @@ def test_a_host_that_shows_no_hidden_states_costs_the_file_only(tmp_path: Path) 
         HiddenStatesSettings(shared_storage_path=str(tmp_path)), (1,), 4, is_first_rank=True
     )
     half.register_kv_caches({"layer": torch.zeros(4, 1, 4, 8)})
-    half.bind_connector_metadata(HiddenStatesMetadata((SaveStates(str(tmp_path / "a"), (1, 2), (0,)),)))
+    half.handle_preemptions(HiddenStatesMetadata((SaveStates(str(tmp_path / "a"), (1, 2), (0,)),)))
     stats = half.get_kv_connector_stats()
     assert stats is not None
     assert stats.data["lost_files"] == 1
@@ -322,5 +322,5 @@ def test_what_is_saved_is_counted(model: ModelConfig, tmp_path: Path) -> None:
     config = config_of(model, tmp_path)
     metrics = BatonHiddenStatesConnector.build_prom_metrics(config, kinds, ["engine"], {0: ["0"]})
     assert metrics is not None
-    metrics.observe({"saved_files": 2, "saved_tokens": 30, "lost_files": 0})
+    metrics.observe({"saved_files": 2, "saved_tokens": 30, "lost_files": 0, "failures": {}})
     assert registry.get_sample_value("baton:hidden_states_tokens_total", {"engine": "0"}) == 30

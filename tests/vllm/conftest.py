@@ -17,7 +17,17 @@ from tests.vllm.prompts import Single, ask_single
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
 # Last: each ends the engines that the others share.
-OTHER_CASTS = frozenset({"test_multi", "test_offload", "test_ranks", "test_readme", "test_shared_storage"})
+OTHER_CASTS = frozenset(
+    {
+        "test_hidden_states",
+        "test_multi",
+        "test_offload",
+        "test_ranks",
+        "test_readme",
+        "test_refused",
+        "test_shared_storage",
+    }
+)
 ENVIRONMENT = {
     "BATON_SECRET": SECRET,
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB.

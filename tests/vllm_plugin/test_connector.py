@@ -189,6 +189,12 @@ def test_a_broken_worker_half_does_not_end_the_worker(
     assert worker.get_kv_connector_stats().data["failures"]["internal error"] == 2
 
 
+@pytest.mark.parametrize("name", sorted(CONNECTORS))
+def test_each_kind_of_statistics_has_a_place_for_contained_errors(plugin: Any, name: str) -> None:
+    """Where there is none, counting the first one ends the engine."""
+    assert getattr(plugin, name).build_kv_connector_stats().data["failures"] == {}
+
+
 def test_a_hook_that_always_fails_does_not_fill_the_log(
     scheduler: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

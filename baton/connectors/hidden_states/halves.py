@@ -1,7 +1,7 @@
 """The halves of hidden-state saving.
 
     forward      layer i's states of the step's tokens --> a row for each slot of the KV cache, on the CPU
-    a request    ends --> its slots' rows, copied at the beginning of the next step --> a file, on a thread
+    a request    ends --> its slots' rows, copied before the next step touches a block --> a file, on a thread
 
 A slot's states live as long as its KV, so a prompt whose beginning is found in the prefix cache finds its
 states there as well, those of the request that computed it. The rows of freed blocks are overwritten in the
@@ -130,18 +130,22 @@ class HiddenStatesWorkerHalf(KVConnectorWorkerHalf):
     def hidden_states_wanted(self) -> tuple[int, ...]:
         return self._layers
 
+    @property
+    def final_norm(self) -> str:
+        """Of the last layer's states: "applied", as transformers has it, or "not applied"."""
+        return "applied"
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._num_slots = next(iter(kv_caches.values())).shape[0] * self._block_tokens
 
     # --- Step ----------------------------------------------------------------------------------
 
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Copies what has ended, before the forward may write over it."""
-        super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, HiddenStatesMetadata)
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Copies what has ended, before all else: vLLM may clear the blocks that a step takes."""
+        assert isinstance(kv_connector_metadata, HiddenStatesMetadata)
         self._writer.raise_if_dead()
         if self._is_first_rank:
-            for save in connector_metadata.saves:
+            for save in kv_connector_metadata.saves:
                 self._take(save)
 
     def save_kv_layer(
@@ -175,19 +179,25 @@ class HiddenStatesWorkerHalf(KVConnectorWorkerHalf):
 
     # --- Files ---------------------------------------------------------------------------------
 
-    def _take(self, save: SaveStates) -> None:
+    def states_of(self, block_ids: tuple[int, ...], num_tokens: int) -> torch.Tensor | None:
+        """Those of the first tokens in these blocks, copied: [tokens, layers, hidden size], on the CPU.
+
+        None if the host has shown none.
+        """
         import torch
 
         if self._states is None:
+            return None
+        slots = torch.tensor(block_ids).unsqueeze(1) * self._block_tokens + torch.arange(self._block_tokens)
+        return self._states[slots.flatten()[:num_tokens]]
+
+    def _take(self, save: SaveStates) -> None:
+        states = self.states_of(save.block_ids, len(save.token_ids))
+        if states is None:
             logger.warning("this host shows no hidden states: %s will not come", save.path)
             with self._lock:
                 self._stats.add(lost_files=1)
             return
-        num_tokens = len(save.token_ids)
-        slots = torch.tensor(save.block_ids).unsqueeze(1) * self._block_tokens + torch.arange(
-            self._block_tokens
-        )
-        states = self._states[slots.flatten()[:num_tokens]]
         with self._lock:
             if self._backlog_bytes + states.nbytes > self._settings.backlog_max_mib * MIB:
                 self._stats.add(lost_files=1)
@@ -202,7 +212,10 @@ class HiddenStatesWorkerHalf(KVConnectorWorkerHalf):
         import torch
 
         tensors = {"hidden_states": states, "token_ids": torch.tensor(save.token_ids, dtype=torch.int64)}
-        metadata = {"layer_ids": ",".join(str(layer) for layer in self._layers)}
+        metadata = {
+            "layer_ids": ",".join(str(layer) for layer in self._layers),
+            "final_norm": self.final_norm,
+        }
         try:
             write_whole(safetensors.torch.save(tensors, metadata), Path(save.path), fsync=False)
         except OSError as error:

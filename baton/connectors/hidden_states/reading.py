@@ -2,6 +2,9 @@
 
 hidden_states   [tokens, layers asked for, hidden size]
 token_ids       [tokens]
+
+The file's metadata has "layer_ids", in the order of the second dimension, and "final_norm": whether states of
+the last layer are those behind the model's final norm ("applied", as in transformers) or not ("not applied").
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from baton.connectors.counted import Count, CountedPromMetrics, CountedStats
+from baton.connectors.counted import Count, CountedPromMetrics, CountedStats, LabelledCount
 
 
 @dataclass
@@ -17,6 +17,9 @@ class HiddenStatesStats(CountedStats):
         "lost_files": Count(
             "baton:hidden_states_lost_files", "Requests whose hidden states could not be saved."
         ),
+    }
+    labelled: ClassVar[Mapping[str, LabelledCount]] = {  # Hosts count contained errors.
+        "failures": LabelledCount("baton:hidden_states_failures", "reason", "Errors that were contained."),
     }
 
     def reduce(self) -> dict[str, int | float | str]:

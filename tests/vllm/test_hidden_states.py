@@ -1,0 +1,121 @@
+"""Hidden states that vLLM showed, in files, beside those that transformers computes for the same tokens."""
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.connectors.hidden_states import load_hidden_states
+from tests.vllm.engines import ANSWER_S, Server, Site, VllmPlan
+from tests.vllm.prompts import prompts
+
+LENGTHS = (8, 129, 300, 513, 777, 2000, 3900)  # The last two take more than one step.
+ASKED = [next(prompt for prompt in prompts() if len(prompt) == length) for length in LENGTHS]
+TOLERANCE = 2e-4  # Of states of about 1; both compute in float32, in other orders.
+
+
+def saving(folder: Path) -> dict[str, Any]:
+    return {
+        "kv_connector": "BatonHiddenStatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+
+
+@pytest.fixture(scope="module")
+def theirs(model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def layers(theirs: Any) -> tuple[int, ...]:
+    """The embeddings, one from within, and the end."""
+    last = theirs.config.num_hidden_layers
+    return (0, last // 2, last)
+
+
+@pytest.fixture(scope="module")
+def expected(theirs: Any, layers: tuple[int, ...]) -> Callable[[Sequence[int]], torch.Tensor]:
+    """[tokens, layers, hidden size]; the last layer's before the final norm."""
+
+    def compute(token_ids: Sequence[int]) -> torch.Tensor:
+        before_norm: list[torch.Tensor] = []
+        hook = theirs.model.norm.register_forward_pre_hook(lambda _, given: before_norm.append(given[0][0]))
+        with torch.inference_mode():
+            states = theirs(torch.tensor([list(token_ids)]), output_hidden_states=True).hidden_states
+        hook.remove()
+        return torch.stack([*(states[layer][0] for layer in layers[:-1]), before_norm[0]], dim=1)
+
+    return compute
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("states")
+
+
+@pytest.fixture(scope="module")
+def engine(site: Site, folder: Path, layers: tuple[int, ...]) -> Server:
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}},
+    }
+    plan = VllmPlan("states", saving(folder), extra=("--speculative-config", json.dumps(speculative)))
+    return site.cast("states", plan)[plan.name]
+
+
+def states_of(engine: Server, prompt: Sequence[int], params: Any = None) -> tuple[dict[str, Any], list[int]]:
+    """What was saved, and the tokens of the answer."""
+    answer = engine.complete(prompt, params).raise_for_status().json()
+    saved = load_hidden_states(answer["kv_transfer_params"]["hidden_states_path"], ANSWER_S)
+    return saved, answer["choices"][0]["token_ids"]
+
+
+def assert_equal(saved: dict[str, Any], token_ids: Sequence[int], expected: torch.Tensor) -> None:
+    assert saved["token_ids"].tolist() == list(token_ids)
+    torch.testing.assert_close(saved["hidden_states"], expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_they_are_transformers_states_of_prompts_asked_at_once(engine: Server, expected: Any) -> None:
+    with ThreadPoolExecutor(len(ASKED)) as asking:
+        saved = list(asking.map(lambda prompt: states_of(engine, prompt)[0], ASKED))
+    for prompt, states in zip(ASKED, saved, strict=True):
+        assert_equal(states, prompt, expected(prompt))
+
+
+def test_what_the_prefix_cache_had_has_its_states(engine: Server, expected: Any) -> None:
+    longer = [*ASKED[-2], *ASKED[0]]
+    states_of(engine, ASKED[-2])
+    before = engine.metric("vllm:prefix_cache_hits_total")
+    saved, _ = states_of(engine, longer)
+    engine.wait_metric("vllm:prefix_cache_hits_total", lambda count: count > before + 1000)
+    assert_equal(saved, longer, expected(longer))
+
+
+def test_output_tokens_too_if_asked_for(engine: Server, expected: Any) -> None:
+    saved, answered = states_of(engine, ASKED[2], {"include_output_tokens": True})
+    tokens = [*ASKED[2], *answered[:-1]]
+    assert_equal(saved, tokens, expected(tokens))
+
+
+def test_a_bad_wish_costs_the_file_only(engine: Server, folder: Path) -> None:
+    for params in ({"hidden_states_path": str(folder / "mine.safetensors")}, {"include_output_tokens": 7}):
+        answer = engine.complete(ASKED[0], params)
+        assert answer.status_code == 200
+        assert answer.json()["kv_transfer_params"] is None
+    assert not (folder / "mine.safetensors").exists()
+    assert engine.is_healthy()
+
+
+def test_what_is_saved_is_counted(engine: Server, folder: Path) -> None:
+    states_of(engine, ASKED[0])
+    engine.tokens(ASKED[0])  # Counts come with a later step.
+    engine.wait_metric("baton:hidden_states_files_total", lambda count: count >= 1)
+    assert engine.metric("baton:hidden_states_lost_files_total") == 0
