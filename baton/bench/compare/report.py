@@ -44,6 +44,7 @@ def page_of(findings: Findings, pictures: Sequence[Path] = ()) -> str:
         if findings.settings(part):
             parts += [f"## {title}", _load_table(findings, part)]
     for title, table in (
+        ("Answers of the embedded engine and of vLLM, held against float64", _ties_table),
         ("Second legs on D, beside the same prompt cached there", _legs_table),
         ("Raw transports: 64 MiB in shuffled blocks between two processes", _raw_table),
         ("An engine killed with -9 in the middle of a load", _faults_table),
@@ -130,6 +131,28 @@ def _load_table(findings: Findings, part: str) -> str:
                 )
             )
     return table(headings, rows)
+
+
+def _ties_table(findings: Findings) -> str:
+    rows = []
+    for setting in findings.settings("ties"):
+
+        def of(metric: str, setting: str = setting) -> list[float]:
+            return findings.values("ties", setting, "baton", metric)
+
+        rows.append(
+            (
+                setting,
+                *(_total(of(kind)) for kind in ("equal", "tied", "different")),
+                f"{max(of('shortfall'), default=0.0):.1e}",
+                f"{max(of('error')):.1e}",
+            )
+        )
+    headings = (
+        *("load", "equal", "ties within rounding", "different"),
+        *("largest shortfall of a token", "largest error of a logprob"),
+    )
+    return table(headings, rows) if rows else NOTHING
 
 
 def _legs_table(findings: Findings) -> str:

@@ -18,12 +18,12 @@ from pathlib import Path
 import httpx
 
 from baton.bench.asking import AskingError
-from baton.bench.compare import faults, raw, second_leg
+from baton.bench.compare import faults, raw, second_leg, ties
 from baton.bench.compare.ground import vocab_size
 from baton.bench.compare.journal import Journal
 from baton.bench.compare.load import LoadClient, LoadError
 from baton.bench.compare.prompts import FreshPrompts, shared_share, slice_of_trace
-from baton.bench.compare.running import CannotRun, Ground, RunningSystem, fits, running
+from baton.bench.compare.running import CannotRun, Ground, RunningSystem, fits, running, turn_of
 from baton.bench.compare.systems import MAX_MODEL_LEN, SYSTEMS, Role
 from baton.bench.compare.turns import Setting, Target, Turns
 from baton.cli.processes import Fleet, Stopped
@@ -216,6 +216,31 @@ class Session:
                 rounds_max=self._plan.size.rounds_max,
                 budget_s=self._plan.budget_s("d"),
             )
+            for setting in self._plan.size.singles:
+                self._compare_answers(setting, systems)
+
+    def _compare_answers(self, setting: Setting, systems: list[RunningSystem]) -> None:
+        """Answers of two single engines; where they differ, whether it is a tie. Raises AskingError."""
+        prompts = [self._leg_prompts.of(setting.prompt_tokens) for _ in range(setting.num_prompts)]
+        said = []
+        for system in systems:
+            with turn_of(system):
+                said.append(
+                    ties.ask_at_once(
+                        system.url,
+                        prompts,
+                        max_tokens=setting.answer_tokens,
+                        concurrency=setting.concurrency,
+                        timeout_s=LEG_TIMEOUT_S,
+                    )
+                )
+        theirs, ours = said
+        compared = ties.compare(ours, theirs, ties.exact_model(self._ground.model))
+        ties.write(self._journal, setting.name, compared)
+        self._say(
+            f"  d: {setting.name:24} answers: {compared.num_equal} equal, {compared.num_tied} ties, "
+            f"{len(compared.differences) - compared.num_tied} different"
+        )
 
     def _raw(self) -> None:
         raw.measure(
