@@ -83,8 +83,9 @@ def test_arbitrary_bytes_are_unusable(content: bytes) -> None:
         ChunkName("m" * 32, NAME.key, 0),
         ChunkName(NAME.namespace, bytes(32), 0),
         ChunkName(NAME.namespace, NAME.key, 1),
+        ChunkName(NAME.namespace, NAME.key, 0, 10),
     ],
-    ids=["another model's", "another prefix's", "another rank's"],
+    ids=["another model's", "another prefix's", "another rank's", "another window's"],
 )
 def test_a_whole_file_under_another_name_is_foreign(other: ChunkName) -> None:
     with pytest.raises(Unusable, match="foreign"):
