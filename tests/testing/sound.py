@@ -15,6 +15,7 @@ import torch
 
 from baton.contract import (
     AllRanks,
+    AnyRank,
     KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorSchedulerHalf,
@@ -47,7 +48,7 @@ class Save:
 class Load:
     request_id: str
     is_async: bool
-    blocks: list[tuple[str, int]]  # (key, block to fill)
+    blocks: list[tuple[str, int]]  # (name, block to fill)
 
 
 @dataclass
@@ -55,6 +56,7 @@ class Metadata(KVConnectorMetadata):
     saves: list[Save] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
+    step: int = 0
     is_empty: bool = False
 
 
@@ -62,16 +64,23 @@ class Metadata(KVConnectorMetadata):
 class Report(RankReport):
     stored: AllRanks[set[tuple[int, str]] | None] = None  # (step, key)
     saved: AllRanks[set[tuple[int, str]] | None] = None  # (step, request id): all its saves of that step.
+    bad_steps: AnyRank[set[int] | None] = None  # In which a block turned out to be invalid.
+    lost: AnyRank[set[str] | None] = None  # Names.
 
 
 def key_of(tokens: list[int], salt: str | None) -> str:
     return hashlib.blake2b(repr((salt, tokens)).encode(), digest_size=12).hexdigest()
 
 
+def name_of(key: str, step: int) -> str:
+    """Of one saved block. What a step saved that turned out to be wrong is never loaded by another's name."""
+    return f"{key}@{step}"
+
+
 @dataclass
 class Tracked:
     request: Any
-    block_ids: list[int]
+    tables: list[list[int]]  # Block ids, for each KV-cache group.
     unsaved_steps: set[int] = field(default_factory=set)  # Whose saves no report has confirmed.
 
 
@@ -79,7 +88,7 @@ class MemoryScheduler(KVConnectorSchedulerHalf):
     def __init__(self, config: Any) -> None:
         self.block = config.cache_config.block_size
         self.loads_async = bool(config.kv_transfer_config.get_from_extra_config("async", True))
-        self.stored: set[str] = set()
+        self.stored: dict[str, int] = {}  # The step that saved it, by key.
         self.tracked: dict[str, Tracked] = {}
         self.finished: set[str] = set()  # Blocks kept until their saves are confirmed.
         self.loads: list[Load] = []
@@ -93,6 +102,10 @@ class MemoryScheduler(KVConnectorSchedulerHalf):
 
     def key(self, request: host.Request, index: int) -> str:
         return key_of(list(request.all_token_ids[: (index + 1) * self.block]), request.cache_salt)
+
+    def name(self, request: host.Request, index: int) -> str:
+        key = self.key(request, index)
+        return name_of(key, self.stored[key])
 
     def get_num_new_matched_tokens(
         self, request: host.Request, num_computed_tokens: int
@@ -114,7 +127,7 @@ class MemoryScheduler(KVConnectorSchedulerHalf):
         first = self.matched[request.request_id] // self.block
         indices = range(first, first + num_external_tokens // self.block)
         self.loads.append(
-            Load(request.request_id, self.loads_async, [(self.key(request, i), table[i]) for i in indices])
+            Load(request.request_id, self.loads_async, [(self.name(request, i), table[i]) for i in indices])
         )
 
     def on_new_request(self, request: host.Request) -> None:
@@ -136,10 +149,10 @@ class MemoryScheduler(KVConnectorSchedulerHalf):
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
         self.step += 1
         loads, self.loads = self.loads, []
-        metadata = Metadata([], loads, set(scheduler_output.preempted_req_ids or ()))
+        metadata = Metadata([], loads, set(scheduler_output.preempted_req_ids or ()), self.step)
         metadata.is_empty = not scheduler_output.total_num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
-            self.tracked[new.req_id].block_ids = list(new.block_ids[0])
+            self.tracked[new.req_id].tables = [list(block_ids) for block_ids in new.block_ids]
             self.order_saves(new.req_id, new.num_computed_tokens, scheduler_output, metadata)
         cached = scheduler_output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
@@ -153,9 +166,10 @@ class MemoryScheduler(KVConnectorSchedulerHalf):
         if blocks is None:
             return
         if request_id in cached.resumed_req_ids:
-            tracked.block_ids = list(blocks[0])
+            tracked.tables = [list(block_ids) for block_ids in blocks]
         else:
-            tracked.block_ids += blocks[0]
+            for table, block_ids in zip(tracked.tables, blocks, strict=True):
+                table += block_ids
 
     def order_saves(
         self, request_id: str, num_computed: int, output: host.SchedulerOutput, metadata: Metadata
@@ -164,19 +178,23 @@ class MemoryScheduler(KVConnectorSchedulerHalf):
         last = (num_computed + output.num_scheduled_tokens[request_id]) // self.block
         for index in range(num_computed // self.block, last):
             key = self.key(tracked.request, index)
-            metadata.saves.append(Save(request_id, self.step, key, tracked.block_ids[index]))
+            metadata.saves.append(Save(request_id, self.step, key, tracked.tables[0][index]))
             tracked.unsaved_steps.add(self.step)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if connector_output.invalid_block_ids:
-            self.void.add(self.step)  # What was computed in this step may be computed on garbage.
         meta = connector_output.kv_connector_worker_meta
         if not isinstance(meta, Report):
             return
         report = self.combiner.combine(meta.each_rank())
+        for step in report.bad_steps or ():
+            self.distrust(step)
+        for name in report.lost or ():
+            key, _, saved_in = name.partition("@")
+            if self.stored.get(key) == int(saved_in):
+                del self.stored[key]
         for step, key in report.stored or ():
             if step > self.void_until and step not in self.void:
-                self.stored.add(key)
+                self.stored[key] = step
         for step, request_id in report.saved or ():
             tracked = self.tracked[request_id]
             tracked.unsaved_steps.discard(step)
@@ -186,6 +204,10 @@ class MemoryScheduler(KVConnectorSchedulerHalf):
                 connector_output.finished_sending = (connector_output.finished_sending or set()) | {
                     request_id
                 }
+
+    def distrust(self, step: int) -> None:
+        """What it computed, and what those computed that follow it already, may rest on garbage."""
+        self.void.update(range(step, self.step + 1))
 
     def has_pending_push_work(self) -> bool:
         return any(tracked.unsaved_steps for tracked in self.tracked.values())
@@ -205,6 +227,7 @@ class MemoryWorker(KVConnectorWorkerHalf):
         self.new_loads: list[Load] = []
         self.late_loads: list[Load] = []  # As above.
         self.invalid: set[int] = set()
+        self.lost: set[str] = set()
         self.stored: set[tuple[int, str]] = set()
         self.saved: set[tuple[int, str]] = set()
         _STORES.add(self)
@@ -259,23 +282,34 @@ class MemoryWorker(KVConnectorWorkerHalf):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         stored, self.stored = self.stored, set()
         saved, self.saved = self.saved, set()
-        return Report(rank=self.rank, stored=stored, saved=saved) if saved else None
+        lost, self.lost = self.lost, set()
+        if not saved and not lost:
+            return None
+        bad_steps = {self.metadata.step} if lost else None
+        return Report(rank=self.rank, stored=stored, saved=saved, bad_steps=bad_steps, lost=lost)
+
+    def layers_of(self, key: str) -> list[torch.Tensor]:
+        """The caches of which the block of this key is one."""
+        return list(self.caches.values())
 
     # --- Bytes ---------------------------------------------------------------------------------
 
     def save(self, saves: list[Save]) -> None:
         for save in saves:
-            self.store[save.key] = [cache[save.block_id].clone() for cache in self.caches.values()]
+            self.store[name_of(save.key, save.step)] = [
+                cache[save.block_id].clone() for cache in self.layers_of(save.key)
+            ]
             self.stored.add((save.step, save.key))
             self.saved.add((save.step, save.request_id))
 
     def load(self, load: Load) -> None:
-        for key, block_id in load.blocks:
-            layers = self.store.get(key)
+        for name, block_id in load.blocks:
+            layers = self.store.get(name)
             if layers is None:
                 self.invalid.add(block_id)
+                self.lost.add(name)
                 continue
-            for cache, layer in zip(self.caches.values(), layers, strict=True):
+            for cache, layer in zip(self.layers_of(name), layers, strict=True):
                 cache[block_id] = layer
 
 

@@ -18,7 +18,7 @@ def test_no_connector_is_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_it_keeps_the_contract(name: str, tmp_path: Path) -> None:
-    verdict = check_connector(our_cases(tmp_path)[name], examples=4, tries=20)
+    verdict = check_connector(our_cases(tmp_path)[name], examples=6, tries=20)
     verdict.raise_if_broken()
     assert verdict.seen["steps"] > 20
 

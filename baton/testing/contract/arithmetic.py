@@ -48,6 +48,13 @@ def kv_values(states: Sequence[int], layer: int, heads: range, width: int) -> to
     return (mixed % _MODULUS).float()
 
 
+def state_in(value: float, layer: int, head: int) -> int | None:
+    """The state from which `kv_values` makes this first number of a head; None: from none."""
+    if value != int(value) or not 0 <= value < _MODULUS:
+        return None
+    return (int(value) - layer * 1_000_003 - head * 7_919) * pow(31, -1, _MODULUS) % _MODULUS
+
+
 def expected_tokens(prompt: Sequence[int], salt: str | None, max_tokens: int) -> list[int]:
     """What an engine without any connector answers."""
     tokens = list(prompt)

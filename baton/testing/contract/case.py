@@ -6,12 +6,12 @@ import importlib
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from baton.connectors.registry import BUILT_IN, connector_class
-from baton.contract import KVConnectorRole
+from baton.contract import KVConnectorRole, supports_hma
 from baton.core.config import (
     CacheConfig,
     ClusterSecret,
@@ -22,11 +22,17 @@ from baton.core.config import (
     SchedulerConfig,
 )
 from baton.core.errors import ConfigError
+from baton.core.kv_groups import group_layers, is_hybrid, one_group
 from baton.testing.contract.arithmetic import VOCAB
 
 BLOCK = 4  # Tokens.
 MAX_MODEL_LEN = 96
 KV_HEADS = 4
+
+Windows = tuple[int | None, ...]
+"""Of each layer; None: it sees everything. Layers with other windows have KV-cache groups of their own."""
+
+WINDOWS: Final[tuple[Windows, ...]] = ((), (), (None, 6), (9, None, 5))
 
 Pairing = Literal["none", "pull", "push"]
 """How two engines meet. none: one engine. pull: P's params go to D. push: both legs at once."""
@@ -87,13 +93,23 @@ def transfer_config(case: ConnectorCase, engine_id: str, role: str, policy: str)
     return KVTransferConfig(kv_connector=name, kv_connector_module_path=module, **fields)
 
 
-def toy_model() -> ModelConfig:
+def knows_groups(case: ConnectorCase) -> bool:
+    """Whether the connector may be shown several KV-cache groups."""
+    kind = find_class(case.path)
+    ask = getattr(kind, "supports_hma_config", None)
+    if ask is not None:
+        return bool(ask(transfer_config(case, "e", "kv_both", "recompute")))
+    return supports_hma(kind)
+
+
+def toy_model(windows: Windows = ()) -> ModelConfig:
     return ModelConfig(
         model="toy",
         served_model_name="toy",
         dtype="float32",
         max_model_len=MAX_MODEL_LEN,
-        num_hidden_layers=2,
+        num_hidden_layers=len(windows) or 2,
+        windows=windows,
         num_attention_heads=KV_HEADS,
         num_kv_heads=KV_HEADS,
         head_dim=2,
@@ -112,10 +128,12 @@ class Shape:
     """What an example's engines are like. Small pools preempt, small budgets chunk."""
 
     tp: int = 1
-    num_blocks: int = 24
+    num_blocks: int = 24  # For each KV-cache group.
     budget: int = 64  # Tokens of one step.
     caching: bool = True  # The engine's own prefix cache.
     policy: str = "recompute"
+    windows: Windows = ()  # Tokens that each layer sees; empty: two layers that see everything.
+    in_flight: int = 1  # Steps that are decided before the result of the first of them is known.
 
 
 def engine_config(
@@ -128,15 +146,20 @@ def engine_config(
     executor: str | None = None,
     secret: ClusterSecret | None = None,
 ) -> EngineConfig:
+    model = model if model is not None else toy_model(shape.windows)
+    groups = group_layers(model.windows) if any(model.windows) else one_group(model.num_hidden_layers)
     return EngineConfig(
-        model_config=model if model is not None else toy_model(),
+        model_config=model,
         cache_config=CacheConfig(
-            block_size=BLOCK, num_gpu_blocks=shape.num_blocks, enable_prefix_caching=shape.caching
+            block_size=BLOCK,
+            num_gpu_blocks=shape.num_blocks * len(groups) + is_hybrid(groups),
+            enable_prefix_caching=shape.caching,
         ),
         scheduler_config=SchedulerConfig(max_num_batched_tokens=shape.budget, max_num_seqs=8),
         parallel_config=ParallelConfig(
             tensor_parallel_size=shape.tp,
-            executor=executor or ("multiprocess" if shape.tp > 1 else "inprocess"),  # type: ignore[arg-type]
+            max_concurrent_batches=shape.in_flight,
+            executor=executor or ("multiprocess" if shape.tp * shape.in_flight > 1 else "inprocess"),  # type: ignore[arg-type]
         ),
         kv_transfer_config=transfer_config(case, engine_id, role, shape.policy),
         cluster_secret=secret,

@@ -1,12 +1,16 @@
 """One engine as the kit drives it: the real scheduler, a connector under observation, and somebody's ranks.
 
 ask / abort --> | schedule -> ranks execute -> update | --> answers, checked token by token
+
+With several steps in flight, ranks have run the next step before the scheduler hears of the one before.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +19,8 @@ from baton.core.config import EngineConfig
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
 from baton.engine.executor import Executor
 from baton.engine.scheduler import Scheduler
-from baton.engine.step import SchedulerOutput
+from baton.engine.step import ModelRunnerOutput, SchedulerOutput
+from baton.testing.contract.arithmetic import states_of
 from baton.testing.contract.ledger import Ledger
 from baton.testing.contract.ranks import KitRanks
 from baton.testing.contract.story import Story
@@ -32,7 +37,7 @@ class Answer:
     asked: EngineRequest
     token_ids: list[int] = field(default_factory=list)
     last: EngineOutput | None = None
-    is_foreign: bool = False  # Its params were made for another prompt, or by nobody.
+    made_for: list[int] = field(default_factory=list)  # The prompt of its params, if it is another one.
 
     @property
     def has_ended(self) -> bool:
@@ -64,11 +69,17 @@ class KitEngine:
         self.num_faults = 0  # What the kit has broken of the connector's store.
         self._salts: dict[str, str | None] = {}
         self._expect = expect
+        self._steps: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()  # Oldest first.
+        self._num_steps_max = config.parallel_config.max_concurrent_batches
         self._open: set[str] = set()  # Answers that have not ended.
         self.executor = make_executor(config, self.ledger, self._salts)
         try:
             self.half: WatchedScheduler = watch_scheduler(
-                make_half(config), self.ledger, name=name, block_size=config.cache_config.block_size
+                make_half(config),
+                self.ledger,
+                name=name,
+                block_size=config.cache_config.block_size,
+                groups=config.kv_cache_groups,
             )
         except BaseException:
             self.executor.shutdown()
@@ -81,7 +92,7 @@ class KitEngine:
                 self.half.set_xfer_handshake_metadata_pp_aware(
                     {(0, rank): metadata for rank, metadata in handshake.items()}
                 )
-            if (only := self.executor.only_half()) is not None:
+            if (only := self.executor.only_half()) is not None and self._num_steps_max == 1:
                 self.half.bind_only_rank(only)
             self.half.bind_wake(self.woken.set)
             self.executor.bind_wake(self.woken.set)
@@ -100,7 +111,7 @@ class KitEngine:
         max_tokens: int,
         salt: str | None = None,
         params: dict[str, Any] | None = None,
-        is_foreign: bool = False,
+        made_for: Sequence[int] = (),
     ) -> None:
         asked = EngineRequest(
             request_id=request_id,
@@ -116,7 +127,7 @@ class KitEngine:
             f"{self.name}: request {request_id}, prompt {list(prompt)}, {max_tokens} tokens{told}"
         )
         self._salts[request_id] = salt
-        self.answers[request_id] = Answer(asked, is_foreign=is_foreign)
+        self.answers[request_id] = Answer(asked, made_for=list(made_for))
         self._open.add(request_id)
         self.scheduler.add_request(asked)
 
@@ -142,16 +153,30 @@ class KitEngine:
             shows_hooks = all(worker.graph_capturable for worker in self.executor.workers)
             metadata = self.half.build_dummy_meta(SchedulerOutput()) if shows_hooks else None
             for notes in self.executor.dummy_run(metadata, shows_hooks=shows_hooks):
-                self.half.take_notes(notes)
+                self.story.take_notes(self.name, notes)
 
     # --- Steps -------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """True if anything was computed, delivered or freed."""
-        output = self.scheduler.schedule()
-        self._tell_step(output)
+        """Decide a step, and take the oldest one's result. True if anything was computed, delivered or freed.
+
+        With room for more steps in flight, and a reason for a further step, no result is taken.
+        """
+        computes = False
+        if not self._steps or self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self._tell_step(output)
+            self._steps.append((output, self.executor.submit(output)))
+            computes = bool(output.num_scheduled_tokens)
+            self.story.seen["steps behind one in flight"] += len(self._steps) > 1
+        if len(self._steps) < self._num_steps_max and self.scheduler.has_requests():
+            return computes
+        return self._take_oldest() or computes
+
+    def _take_oldest(self) -> bool:
+        output, future = self._steps.popleft()
         num_ended = self.scheduler.num_ended_transfers
-        result = self.executor.execute(output)
+        result = future.result()
         said = self.scheduler.update_from_output(output, result).outputs
         self.executor.forget_all_but(self.scheduler.requests)
         for piece in said:
@@ -193,36 +218,45 @@ class KitEngine:
         if self.story.breach is not None or not said or not self.checks_tokens:
             return
         right = self._expect(asked.prompt_token_ids, asked.cache_salt, len(said))
-        rule, why = "wrong-token", f"{asked.request_id} says {said}, which is {right} without a connector"
-        if isinstance(self.executor, KitRanks):
-            rule = self._rule_of_wrong_bytes(answer)
-            why = str(self.executor.first_wrong or why)
-        self.story.check(rule, said == right, why)
+        wrongs = self.executor.wrongs if isinstance(self.executor, KitRanks) else None
+        if said == right:
+            self._count_rules_kept(answer, sees_bytes=wrongs is not None)
+            return
+        rule = "params-believed" if answer.made_for else "wrong-token"
+        why = f"{asked.request_id} says {said}, which is {right} without a connector"
+        wrong = wrongs.get(asked.request_id) if wrongs is not None else None
+        if wrong is not None:
+            foreign = states_of(answer.made_for, asked.cache_salt)
+            rule, why = wrong.rule(foreign, is_store_broken=self.num_faults > 0), str(wrong)
+        self.story.check(rule, False, why)
 
-    def _rule_of_wrong_bytes(self, answer: Answer) -> str:
-        """What most likely led to them: a shrunk story has nothing in it that could be left out."""
-        assert isinstance(self.executor, KitRanks)
-        wrong = self.executor.first_wrong
-        if wrong is not None and wrong.is_of_other_salt:
-            return "salt-ignored"
-        if answer.is_foreign:
-            return "params-believed"
-        if self.num_faults:
-            return "failed-load-unreported"
-        return "lost-on-preemption" if self.num_preempted else "wrong-bytes"
+    def _count_rules_kept(self, answer: Answer, *, sees_bytes: bool) -> None:
+        checked = self.story.checked
+        checked["wrong-token"] += 1
+        checked["params-believed"] += bool(answer.made_for)
+        checked["wrong-bytes"] += sees_bytes
+        checked["salt-ignored"] += sees_bytes and len({*self._salts.values()}) > 1
+        checked["lost-on-preemption"] += sees_bytes and self.num_preempted > 0
+        checked["failed-load-unreported"] += sees_bytes and self.num_faults > 0
 
     # --- At rest -----------------------------------------------------------------------------------
 
     @property
     def is_at_rest(self) -> bool:
-        return not self.scheduler.has_requests()
+        return not self._steps and not self.scheduler.has_requests()
 
     def collect_notes(self) -> None:
         """What the ranks have noted since their last report, where they live here."""
         if isinstance(self.executor, KitRanks):
             self.executor.check_memory("at rest")
             for worker in self.executor.workers:
-                self.half.take_notes(worker.take_notes())
+                self.story.take_notes(self.name, worker.take_notes())
+
+    @property
+    def num_free_slots(self) -> int:
+        """How long a request can be that nobody has to make room for."""
+        cache = self.scheduler.kv_cache
+        return cache.block_pool.num_free_blocks // len(cache.groups) * cache.block_size
 
     @property
     def holds_blocks(self) -> bool:

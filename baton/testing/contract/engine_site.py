@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from baton.contract import NullSchedulerHalf
-from baton.core.config import CacheConfig, EngineConfig, ParallelConfig
+from baton.core.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.checkpoint import load_model_config
 from baton.engine.executor import Executor, start_executor
@@ -18,12 +18,23 @@ from baton.engine.executor.inprocess import InProcessExecutor
 from baton.engine.new_model import write_checkpoint
 from baton.engine.scheduler import Scheduler
 from baton.testing.contract.arithmetic import VOCAB
-from baton.testing.contract.case import BLOCK, KV_HEADS, MAX_MODEL_LEN, ConnectorCase, Shape, engine_config
+from baton.testing.contract.case import (
+    BLOCK,
+    KV_HEADS,
+    MAX_MODEL_LEN,
+    ConnectorCase,
+    Shape,
+    Windows,
+    engine_config,
+    knows_groups,
+)
 from baton.testing.contract.engine import KitEngine
 from baton.testing.contract.ledger import Ledger
 from baton.testing.contract.site import ToySite
 from baton.testing.contract.story import Story
 from baton.testing.contract.watched_factory import PATH
+
+WINDOWS: Windows = (None, 6)  # Of the layers of the model that has several KV-cache groups.
 
 ExecutorName = Literal["inprocess", "multiprocess", "ray"]
 
@@ -36,22 +47,39 @@ class EngineSite(ToySite):
     def __init__(self, case: ConnectorCase, executor: ExecutorName) -> None:
         super().__init__(case)
         self._executor = executor
+        if executor == "inprocess":
+            self.steps_in_flight = (1,)  # A step is over when it has been submitted.
         self.keeps_files = executor == "ray"  # Its logs, and connections to actors that have ended.
         self._folder = tempfile.TemporaryDirectory(prefix="baton-kit-")
-        write_checkpoint(
-            Path(self._folder.name), hidden=32, layers=2, heads=KV_HEADS, kv_heads=KV_HEADS, vocab=512
-        )
-        self._model = load_model_config(Path(self._folder.name), max_model_len=MAX_MODEL_LEN)
-        assert self._model.vocab_size >= VOCAB, "the kit's prompts are the model's tokens"
-        self._reference = Reference(engine_config(case, Shape(), model=self._model))
+        self.windows = ((), WINDOWS) if knows_groups(case) else ((),)
+        self._models: dict[Windows, tuple[ModelConfig, Reference]] = {}
+
+    def _model(self, windows: Windows) -> tuple[ModelConfig, Reference]:
+        if windows not in self._models:
+            folder = Path(self._folder.name) / str(len(self._models))
+            write_checkpoint(
+                folder,
+                hidden=32,
+                layers=2,
+                heads=KV_HEADS,
+                kv_heads=KV_HEADS,
+                vocab=512,
+                sliding_window=windows[-1] if windows else None,
+            )
+            model = load_model_config(folder, max_model_len=MAX_MODEL_LEN)
+            assert model.vocab_size >= VOCAB, "the kit's prompts are the model's tokens"
+            assert model.windows in (windows, (None,) * len(model.windows)), model.windows
+            self._models[windows] = model, Reference(engine_config(self.case, Shape(), model=model))
+        return self._models[windows]
 
     def start(self, shape: Shape, story: Story, *, name: str, role: str) -> KitEngine:
+        model, reference = self._model(shape.windows)
         config = engine_config(
             self.case,
             shape,
             engine_id=name,
             role=role,
-            model=self._model,
+            model=model,
             executor=self._executor,
             secret=self.secret,
         )
@@ -60,7 +88,7 @@ class EngineSite(ToySite):
             story,
             make_half=self.make_scheduler_half,
             make_executor=self._start_executor,
-            expect=self._reference.tokens,
+            expect=reference.tokens,
             name=name,
             checks_tokens=self.case.speaks_text,
         )
@@ -69,7 +97,8 @@ class EngineSite(ToySite):
         return start_executor(config, PATH)
 
     def close(self) -> None:
-        self._reference.close()
+        for _, reference in self._models.values():
+            reference.close()
         self._folder.cleanup()
 
 
@@ -81,7 +110,7 @@ class Reference:
             config,
             kv_transfer_config=None,
             parallel_config=ParallelConfig(),
-            cache_config=CacheConfig(block_size=BLOCK, num_gpu_blocks=2 * MAX_MODEL_LEN // BLOCK),
+            cache_config=CacheConfig(block_size=BLOCK, num_gpu_blocks=4 * MAX_MODEL_LEN // BLOCK),
         )
         self._executor = InProcessExecutor(self._config, None)
         self._scheduler = Scheduler(self._config, NullSchedulerHalf())

@@ -6,6 +6,8 @@ request_finished -> True        --> lent    --finished_sending--> (ended)
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from baton.contract import KVConnectorOutput
@@ -14,17 +16,13 @@ from baton.testing.contract.story import Story
 
 @dataclass(slots=True)
 class OpenLoad:
-    """Blocks that the connector may write to, from `first_block` of the request's table on."""
+    """Of whatever KV-cache groups."""
 
     request_id: str
-    block_ids: list[int]
-    first_block: int
+    block_ids: list[int]  # All that the request holds of the prefix that will be there.
+    filled_block_ids: list[int]  # Those of them that the connector may write to.
     num_tokens: int
     is_async: bool
-
-    @property
-    def filled_block_ids(self) -> list[int]:
-        return self.block_ids[self.first_block :]
 
 
 @dataclass(slots=True)
@@ -34,16 +32,20 @@ class Ledger:
     ended: set[str] = field(default_factory=set)  # request_finished was called.
     aborted: set[str] = field(default_factory=set)
     loading: dict[str, OpenLoad] = field(default_factory=dict)
-    sync_loads: dict[str, OpenLoad] = field(default_factory=dict)  # Of the step in the making, or in flight.
+    sync_loads: dict[str, OpenLoad] = field(default_factory=dict)  # Of the step in the making.
+    landed: set[str] = field(default_factory=set)  # Of `loading`: all ranks have reported their end.
     opened: set[str] = field(default_factory=set)  # Loads that the ranks have not heard of.
     lent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     sent: set[str] = field(default_factory=set)
     loaded_blocks: set[int] = field(default_factory=set)  # Of loads that have ended.
+    # Synchronous loads of each step whose report has not come, oldest first.
+    _steps: deque[dict[str, OpenLoad]] = field(default_factory=deque)
 
     def open_load(self, load: OpenLoad) -> None:
         (self.loading if load.is_async else self.sync_loads)[load.request_id] = load
         self.received.discard(load.request_id)  # Once preempted, a request may load again.
+        self.landed.discard(load.request_id)
         self.opened.add(load.request_id)
         self.story.seen["loads in the background" if load.is_async else "loads in a step"] += 1
 
@@ -56,25 +58,42 @@ class Ledger:
             self.lent.add(request_id)
             self.story.seen["delayed frees"] += 1
 
+    def begin_step(self) -> None:
+        """The step is decided. Its report comes behind those of the steps before it."""
+        self._steps.append(self.sync_loads)
+        self.sync_loads = {}
+
     def writable_blocks(self) -> set[int]:
-        loads = (*self.loading.values(), *self.sync_loads.values())
+        loads = [load for load in self.loading.values() if load.request_id not in self.landed]
+        for of_step in self._steps:
+            loads += of_step.values()
         return {block_id for load in loads for block_id in load.filled_block_ids}
 
+    def blocks_of_loads(self, request_ids: Iterable[str]) -> set[int]:
+        """That the open loads of these requests are to fill."""
+        tables = (self.loading, self.sync_loads, *self._steps)
+        loads = [table[id_] for table in tables for id_ in request_ids if id_ in table]
+        return {block_id for load in loads for block_id in load.filled_block_ids}
+
+    def note_landed(self, request_ids: Iterable[str]) -> None:
+        """All ranks have said that these loads are over: nobody writes any more, whoever knows of it."""
+        self.landed.update(self.loading.keys() & set(request_ids))
+
     def take_report(self, report: KVConnectorOutput) -> None:
-        """A step's aggregated report, as the scheduler acts on it."""
-        self._check_blocks(report.invalid_block_ids)
+        """The oldest open step's aggregated report, as the scheduler acts on it."""
+        of_step = self._steps.popleft() if self._steps else {}
+        self._check_blocks(report.invalid_block_ids, of_step)
         for request_id in sorted(report.finished_recving or ()):
             self._take_received(request_id)
         for request_id in sorted(report.finished_sending or ()):
             self._take_sent(request_id)
-        self.loaded_blocks.update(b for load in self.sync_loads.values() for b in load.filled_block_ids)
-        self.sync_loads.clear()
+        self.loaded_blocks.update(b for load in of_step.values() for b in load.filled_block_ids)
 
-    def _check_blocks(self, invalid: set[int]) -> None:
+    def _check_blocks(self, invalid: set[int], of_step: dict[str, OpenLoad]) -> None:
         if not invalid:
             return
         self.story.seen["failed loads"] += 1
-        loads = (*self.loading.values(), *self.sync_loads.values())
+        loads = (*self.loading.values(), *of_step.values())
         fillable = {block_id for load in loads for block_id in load.block_ids}
         if strangers := sorted(invalid - fillable):
             is_late = set(strangers) <= self.loaded_blocks
@@ -87,6 +106,7 @@ class Ledger:
         load = self.loading.pop(request_id, None)
         if load is not None:
             self.received.add(request_id)
+            self.landed.discard(request_id)
             self.loaded_blocks.update(load.filled_block_ids)
         is_double = load is None and request_id in self.received
         self.story.check("finished-twice", not is_double, f"finished_recving has {request_id} again")

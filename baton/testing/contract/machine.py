@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton.core.errors import UserError
-from baton.testing.contract.case import Shape
+from baton.testing.contract.case import Shape, Windows
 from baton.testing.contract.site import Site
 from baton.testing.contract.story import ContractBroken, Story
 from baton.testing.contract.world import World
@@ -46,6 +46,8 @@ def shapes_of(site: Site) -> st.SearchStrategy[Shape]:
         budget=st.sampled_from([64, 8]),
         caching=st.sampled_from([True, False]),
         policy=st.sampled_from(["recompute", "fail"]),
+        in_flight=st.sampled_from(site.steps_in_flight),
+        windows=st.sampled_from(site.windows),
     )
 
 
@@ -82,11 +84,19 @@ class Search:
 
 
 def tour(site: Site, search: Search) -> None:
-    """One world in which everything happens once, for sites where each world is dear."""
+    """Worlds in which everything happens once, for sites where each world is dear."""
+    for windows in site.windows:
+        if search.best is None:
+            _tour(site, search, windows)
+
+
+def _tour(site: Site, search: Search, windows: Windows) -> None:
     story = Story()
     long, other, short = prompt_of(0, 21, None), prompt_of(1, 21, None), prompt_of(0, 9, 5)
     try:
-        world = World(site, Shape(tp=site.case.tensor_parallel_sizes[-1], num_blocks=12, budget=16), story)
+        tp, in_flight = site.case.tensor_parallel_sizes[-1], site.steps_in_flight[-1]
+        shape = Shape(tp=tp, num_blocks=12, budget=16, in_flight=in_flight, windows=windows)
+        world = World(site, shape, story)
         try:
             world.dummy_run()
             world.ask_to_store(long, None)
@@ -165,6 +175,10 @@ def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
             """At once: they share blocks, and a small pool has not enough for all of them."""
             self.then(lambda world: world.ask_all(several, max_tokens))
 
+        @rule(index=st.integers(0, 7), max_tokens=answers)
+        def ask_again(self, index: int, max_tokens: int) -> None:
+            self.then(lambda world: world.ask_again(index, max_tokens))
+
         @rule(prompt=prompts, salt=salts)
         def ask_to_store(self, prompt: Sequence[int], salt: str | None) -> None:
             """To its end, so that the connector has something that the engine has not."""
@@ -198,6 +212,11 @@ def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
         @rule()
         def break_store(self) -> None:
             self.then(lambda world: world.break_store())
+
+        @precondition(lambda self: has_store)
+        @rule(prompt=prompts, num_stored=st.integers(5, 13), max_tokens=answers)
+        def compute_behind_a_failure(self, prompt: list[int], num_stored: int, max_tokens: int) -> None:
+            self.then(lambda world: world.compute_behind_a_failure(prompt, num_stored, max_tokens))
 
         @precondition(lambda self: is_pair)
         @rule(prompt=prompts, max_tokens=answers)

@@ -15,6 +15,7 @@ import torch
 
 from baton.contract import KVConnectorHandshakeMetadata, KVConnectorOutput, KVOutputAggregator
 from baton.core.config import EngineConfig
+from baton.core.kv_groups import places_of
 from baton.core.topology import kv_heads_of
 from baton.engine.cache_setup import allocate_for, register
 from baton.engine.connector_step import ConnectorStep
@@ -23,11 +24,11 @@ from baton.engine.forward_context import AttentionMetadata, ForwardContext, buil
 from baton.engine.models.parallel import TensorParallelGroup
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from baton.testing.contract.arithmetic import GARBAGE, POISON, kv_values, next_token, states_of
-from baton.testing.contract.envelopes import RankNotes, WatchedReport
+from baton.testing.contract.envelopes import RankNotes, WatchedMetadata, WatchedReport
 from baton.testing.contract.ledger import Ledger
+from baton.testing.contract.provenance import Provenance, Slot, Wrong
+from baton.testing.contract.rank_memory import RankMemory
 from baton.testing.contract.watched_worker import WatchedWorker
-
-FRESH = -1.0  # What memory holds before anybody has written to it.
 
 
 class _Place(TensorParallelGroup):
@@ -47,29 +48,8 @@ class _Place(TensorParallelGroup):
 class _Row:
     prompt: list[int]
     tokens: list[int]
-    block_ids: list[int]
+    tables: list[list[int]]  # Block ids, for each KV-cache group.
     num_computed: int = 0
-
-
-@dataclass(slots=True)
-class Wrong:
-    """The first byte that a request would have computed on and that is not its own."""
-
-    request_id: str
-    position: int
-    block_id: int
-    layer: int
-    rank: int
-    salt: str | None = None  # Of the request to which the bytes belong, if they belong to one.
-    is_of_other_salt: bool = False
-    is_unwritten: bool = False
-
-    def __str__(self) -> str:
-        slot = f"block {self.block_id}, layer {self.layer}, rank {self.rank}"
-        place = f"token {self.position} of {self.request_id} ({slot})"
-        if self.is_of_other_salt:
-            return f"{place} has the KV of the same tokens under salt {self.salt!r}"
-        return f"{place} has {'nothing' if self.is_unwritten else 'other KV than its tokens give'}"
 
 
 class KitRanks(Executor):
@@ -81,16 +61,20 @@ class KitRanks(Executor):
         salts: dict[str, str | None],
     ) -> None:
         """`salts`: of every request, by id; ranks need it because their KV depends on it."""
-        self.first_wrong: Wrong | None = None
+        self.wrongs: dict[str, Wrong] = {}  # The first of each request, by id.
         self._ledger = ledger
+        assert config.kv_transfer_config is not None
+        self._name = config.kv_transfer_config.engine_id or ""
         self._salts = salts
         self._block = config.cache_config.block_size
         self._size = config.parallel_config.tensor_parallel_size
         self._hidden_size = config.model_config.hidden_size
-        self._heads: list[range] = []
+        self._groups = config.kv_cache_groups
+        self._group_of = [index for _, (index, _) in sorted(places_of(self._groups).items())]
+        self._windows = config.model_config.windows or (None,) * config.model_config.num_hidden_layers
+        self._provenance = Provenance(salts, config.parallel_config.max_concurrent_batches)
         self.workers: list[WatchedWorker] = []
-        self._caches: list[dict[str, torch.Tensor]] = []
-        self._shadows: list[list[torch.Tensor]] = []  # What the caches have to hold.
+        self._memories: list[RankMemory] = []
         self._rows: dict[str, _Row] = {}
         self._aggregator = KVOutputAggregator(self._size)
         model = config.model_config
@@ -99,12 +83,9 @@ class KitRanks(Executor):
                 worker = make_worker(config, rank)
                 self.workers.append(worker)
                 caches = allocate_for(worker, config, _Place(rank, self._size), torch.device("cpu"))
-                for cache in caches.values():
-                    cache.fill_(FRESH)
+                heads = kv_heads_of(rank, tp_size=self._size, num_kv_heads=model.num_kv_heads)
+                self._memories.append(RankMemory(rank, heads, caches))
                 register(worker, caches, config.cache_config.num_gpu_blocks)
-                self._caches.append(caches)
-                self._shadows.append([cache.clone() for cache in caches.values()])
-                self._heads.append(kv_heads_of(rank, tp_size=self._size, num_kv_heads=model.num_kv_heads))
         except BaseException:
             self.shutdown()
             raise
@@ -135,58 +116,83 @@ class KitRanks(Executor):
         return done(self._run(scheduler_output))
 
     def _run(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        self._begin_loads(scheduler_output)
         self.check_memory("between two steps")
         self._take_over(scheduler_output)
         result = ModelRunnerOutput()
-        poisoned: set[str] = set()
+        wrongs: dict[str, Wrong] = {}
         reports: list[KVConnectorOutput | None] = []
-        for rank, worker in enumerate(self.workers):
+        for memory, worker in zip(self._memories, self.workers, strict=True):
             told = replace(
                 scheduler_output,
                 kv_connector_metadata=pickle.loads(pickle.dumps(scheduler_output.kv_connector_metadata)),
             )
-            context = ForwardContext(kv_caches=self._caches[rank])
+            context = ForwardContext(kv_caches=memory.caches)
             with ConnectorStep(worker, told, context, self._block) as step:
                 if scheduler_output.num_scheduled_tokens:
-                    poisoned |= self._forward(rank, scheduler_output, context)
+                    wrongs |= self._forward(memory, scheduler_output, context)
+            self._tell_notes(step.report)
             reports.append(None if step.report.is_empty() else step.report)
             result.connector_error = result.connector_error or step.error
             result.loads_failed = result.loads_failed or step.loads_failed
-        result.kv_connector_output = self._aggregator.aggregate(pickle.loads(pickle.dumps(reports)))
-        self._sample(scheduler_output, poisoned, result)
         self.check_memory("in a step")
+        report = self._aggregator.aggregate(pickle.loads(pickle.dumps(reports)))
+        if report is not None:
+            self._ledger.note_landed(report.finished_recving or ())
+        self._provenance.end_step(wrongs.values(), report.invalid_block_ids if report is not None else set())
+        for request_id, wrong in wrongs.items():
+            self.wrongs.setdefault(request_id, wrong)
+        result.kv_connector_output = report
+        self._sample(scheduler_output, wrongs, result)
         return result
+
+    def _begin_loads(self, output: SchedulerOutput) -> None:
+        metadata = output.kv_connector_metadata
+        if isinstance(metadata, WatchedMetadata) and metadata.opened_loads:
+            block_ids = self._ledger.blocks_of_loads(metadata.opened_loads)
+            for memory in self._memories:
+                memory.expect_load(block_ids)
+
+    def _tell_notes(self, report: KVConnectorOutput) -> None:
+        """At once: with steps in flight, the scheduler hears of this one later."""
+        watched = report.kv_connector_worker_meta
+        if isinstance(watched, WatchedReport):
+            for notes in watched.notes:
+                self._ledger.story.take_notes(self._name, notes)
+            watched.notes = ()
 
     def dummy_run(self, metadata: object, *, shows_hooks: bool) -> list[RankNotes]:
         """Warm-up. `shows_hooks`: as if the layer hooks were captured in a graph, with this metadata."""
         notes: list[RankNotes] = []
-        for rank, worker in enumerate(self.workers):
-            context = ForwardContext(kv_caches=self._caches[rank])
+        for memory, worker in zip(self._memories, self.workers, strict=True):
+            context = ForwardContext(kv_caches=memory.caches)
             empty = SchedulerOutput(kv_connector_metadata=metadata)  # type: ignore[arg-type]
             if shows_hooks:
                 with ConnectorStep(worker, empty, context, self._block) as step:
-                    for name, cache in self._caches[rank].items():
+                    for name, cache in memory.caches.items():
                         if context.worker_half is not None:
                             context.worker_half.wait_for_layer_load(name)
                             context.worker_half.save_kv_layer(name, cache, None)
                 report = step.report.kv_connector_worker_meta
                 notes += report.notes if isinstance(report, WatchedReport) else ()
-            story = self._ledger.story
-            story.check(
+            self._ledger.story.check(
                 "dummy-run-touched",
                 not worker.has_connector_metadata(),
-                f"rank {rank} has metadata outside of every step: a dummy run would call its hooks",
+                f"rank {memory.rank} has metadata outside of every step: a dummy run would call its hooks",
             )
         self.check_memory("in a dummy run", rule="dummy-run-touched")
         return notes
 
     def _take_over(self, output: SchedulerOutput) -> None:
+        for request_id in output.preempted_req_ids & self._rows.keys():
+            self._give_up(request_id, self._rows[request_id])
         for request_id in output.finished_req_ids:
             self._rows.pop(request_id, None)
         for new in output.scheduled_new_reqs:
             prompt = list(new.prompt_token_ids)
+            tables = [list(block_ids) for block_ids in new.block_ids]
             self._rows[new.req_id] = _Row(
-                prompt, [*prompt, *new.output_token_ids], list(new.block_ids[0]), new.num_computed_tokens
+                prompt, [*prompt, *new.output_token_ids], tables, new.num_computed_tokens
             )
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
@@ -194,100 +200,108 @@ class KitRanks(Executor):
             row.num_computed = cached.num_computed_tokens[index]
             if request_id in cached.resumed_req_ids:
                 assert blocks is not None
-                row.block_ids, row.tokens = list(blocks[0]), list(cached.all_token_ids[request_id])
+                row.tables = [list(block_ids) for block_ids in blocks]
+                row.tokens = list(cached.all_token_ids[request_id])
             elif blocks is not None:
-                row.block_ids += blocks[0]
+                for table, block_ids in zip(row.tables, blocks, strict=True):
+                    table += block_ids
             del row.tokens[len(row.prompt) + cached.num_output_tokens[index] :]  # Of a step thrown away.
 
-    def _forward(self, rank: int, output: SchedulerOutput, context: ForwardContext) -> set[str]:
-        """Returns the requests that have computed on something wrong."""
+    def _give_up(self, request_id: str, row: _Row) -> None:
+        for position, state in enumerate(states_of(row.tokens, self._salts[request_id])):
+            for table in row.tables:
+                if position // self._block < len(table):
+                    self._provenance.note_given_up(table[position // self._block], state)
+
+    def _forward(
+        self, memory: RankMemory, output: SchedulerOutput, context: ForwardContext
+    ) -> dict[str, Wrong]:
+        """Returns what requests have computed on that is wrong, by their ids."""
         rows = {request_id: self._rows[request_id] for request_id in output.num_scheduled_tokens}
-        context.attn_metadata = build_attention_metadata(
-            [row.num_computed for row in rows.values()],
-            list(output.num_scheduled_tokens.values()),
-            [row.block_ids for row in rows.values()],
-            self._block,
-        )
-        poisoned: set[str] = set()
+        metadata = [
+            build_attention_metadata(
+                [row.num_computed for row in rows.values()],
+                list(output.num_scheduled_tokens.values()),
+                [row.tables[group] for row in rows.values()],
+                self._block,
+            )
+            for group in range(len(self._groups))
+        ]
+        context.attn_metadata = metadata[0]
+        context.group_metadata = tuple(metadata) if len(metadata) > 1 else ()
+        wrongs: dict[str, Wrong] = {}
         watcher = context.watcher
-        hidden_TM = self._hidden_states(context.attn_metadata)
-        for layer, (name, cache) in enumerate(self._caches[rank].items()):
+        hidden_TM = self._hidden_states(metadata[0])
+        for layer, (name, cache) in enumerate(memory.caches.items()):
             if layer in context.hidden_states_wanted:
                 context.show_hidden_states(layer, hidden_TM)
             if watcher is not None:
                 watcher.wait_for_layer_load(name)
             for request_id, row in rows.items():
                 last = row.num_computed + output.num_scheduled_tokens[request_id]
-                self._write(rank, layer, cache, request_id, row, last, is_poisoned=request_id in poisoned)
-            wrong = {
-                request_id
-                for request_id, row in rows.items()
-                if self._is_wrong(
-                    rank,
-                    layer,
-                    cache,
-                    request_id,
-                    row,
-                    row.num_computed + output.num_scheduled_tokens[request_id],
-                )
-            }
-            poisoned |= wrong
+                self._write(memory, layer, name, request_id, row, last, is_poisoned=request_id in wrongs)
+            for request_id, row in rows.items():
+                last = row.num_computed + output.num_scheduled_tokens[request_id]
+                if request_id not in wrongs:
+                    wrong = self._find_wrong(memory, layer, name, request_id, row, last)
+                    if wrong is not None:
+                        wrongs[request_id] = wrong
             if watcher is not None:
-                watcher.save_kv_layer(name, cache, context.attn_metadata)
-        if (num_layers := len(self._caches[rank])) in context.hidden_states_wanted:
+                watcher.save_kv_layer(name, cache, context.metadata_of(self._group_of[layer]))
+        if (num_layers := len(memory.caches)) in context.hidden_states_wanted:
             context.show_hidden_states(num_layers, hidden_TM)
-        return poisoned
+        return wrongs
 
     def _hidden_states(self, metadata: AttentionMetadata) -> torch.Tensor:
         """`[T, hidden size]`: any numbers will do, the kit does not read what becomes of them."""
         return metadata.positions.float()[:, None].expand(-1, self._hidden_size).contiguous()
 
-    def _slots(self, row: _Row, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _slots(self, row: _Row, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(blocks, offsets) of the tokens in [first, last)."""
         positions = torch.arange(first, last)
-        return torch.tensor(row.block_ids)[positions // self._block], positions % self._block
-
-    def _right(self, rank: int, layer: int, cache: torch.Tensor, row: _Row, salt: str | None) -> torch.Tensor:
-        return kv_values(states_of(row.tokens, salt), layer, self._heads[rank], cache.shape[-1])
+        return torch.tensor(row.tables[self._group_of[layer]])[
+            positions // self._block
+        ], positions % self._block
 
     def _write(
         self,
-        rank: int,
+        memory: RankMemory,
         layer: int,
-        cache: torch.Tensor,
+        name: str,
         request_id: str,
         row: _Row,
         last: int,
         *,
         is_poisoned: bool,
     ) -> None:
-        blocks, offsets = self._slots(row, row.num_computed, last)
-        values = self._right(rank, layer, cache, row, self._salts[request_id])[row.num_computed : last]
-        if is_poisoned:
-            values = torch.full_like(values, POISON)
-        cache[blocks, :, offsets] = values
-        self._shadows[rank][layer][blocks, :, offsets] = values
+        blocks, offsets = self._slots(row, layer, row.num_computed, last)
+        states = states_of(row.tokens, self._salts[request_id])[row.num_computed : last]
+        values = kv_values(states, layer, memory.heads, memory.caches[name].shape[-1])
+        memory.write(name, blocks, offsets, torch.full_like(values, POISON) if is_poisoned else values)
+        for block_id, state in zip(blocks.tolist(), states, strict=True):
+            self._provenance.note_written(block_id, state)
 
-    def _is_wrong(
-        self, rank: int, layer: int, cache: torch.Tensor, request_id: str, row: _Row, last: int
-    ) -> bool:
-        blocks, offsets = self._slots(row, 0, last)
+    def _find_wrong(
+        self, memory: RankMemory, layer: int, name: str, request_id: str, row: _Row, last: int
+    ) -> Wrong | None:
+        """What this step's tokens see and is not theirs. Behind a window nobody looks."""
+        window = self._windows[layer]
+        first = 0 if window is None else max(0, row.num_computed - window + 1)
+        blocks, offsets = self._slots(row, layer, first, last)
+        cache = memory.caches[name]
         found = cache[blocks, :, offsets]
-        salt = self._salts[request_id]
-        wrong = (found != self._right(rank, layer, cache, row, salt)[:last]).flatten(1).any(1).nonzero()
-        if not len(wrong):
-            return False
-        position = int(wrong[0])
-        if self.first_wrong is None:
-            self.first_wrong = Wrong(
-                request_id, position, row.block_ids[position // self._block], layer, rank
-            )
-            self.first_wrong.is_unwritten = bool((found[position] == FRESH).all())
-            for other in {*self._salts.values(), None} - {salt}:
-                if torch.equal(found[position], self._right(rank, layer, cache, row, other)[position]):
-                    self.first_wrong.salt, self.first_wrong.is_of_other_salt = other, True
-        return True
+        states = states_of(row.tokens, self._salts[request_id])[first:last]
+        right = kv_values(states, layer, memory.heads, cache.shape[-1])
+        if torch.equal(found, right):
+            return None
+        index = int((found != right).flatten(1).any(1).nonzero()[0])
+        block_id = int(blocks[index])
+        slot = Slot(request_id, first + index, block_id, layer, memory.rank, states[index])
+        return self._provenance.explain(
+            slot, found[index], memory.heads, row.tokens, is_unfilled=memory.is_unfilled(name, block_id)
+        )
 
-    def _sample(self, output: SchedulerOutput, poisoned: set[str], result: ModelRunnerOutput) -> None:
+    def _sample(self, output: SchedulerOutput, poisoned: Container[str], result: ModelRunnerOutput) -> None:
         for request_id, num_new in output.num_scheduled_tokens.items():
             row = self._rows[request_id]
             sampled: list[int] = []
@@ -303,16 +317,12 @@ class KitRanks(Executor):
     def check_memory(self, when: str, rule: str = "wrote-outside-load") -> None:
         """Take over what loads have written; nobody else may have written anything."""
         allowed = self._ledger.writable_blocks()
-        for rank, caches in enumerate(self._caches):
-            for (name, cache), shadow in zip(caches.items(), self._shadows[rank], strict=True):
-                if torch.equal(cache, shadow):
-                    continue
-                changed = set((cache != shadow).flatten(1).any(1).nonzero().flatten().tolist())
+        for memory in self._memories:
+
+            def judge(layer: str, changed: set[int], rank: int = memory.rank) -> None:
                 strays = sorted(changed - allowed)
-                self._ledger.story.check(
-                    rule,
-                    not strays,
-                    f"{when}, blocks {strays} of {name} on rank {rank} changed; no load fills them",
-                )
-                shadow.copy_(cache)
+                detail = f"{when}, blocks {strays} of {layer} on rank {rank} changed; no load fills them"
+                self._ledger.story.check(rule, not strays, detail)
+
+            memory.take_over(judge)
         self._ledger.story.checked[rule] += 1

@@ -11,7 +11,16 @@ from baton.contract import KVConnectorRole
 from baton.core.config import ClusterSecret, EngineConfig
 from baton.engine.executor import Executor
 from baton.testing.contract.arithmetic import expected_tokens
-from baton.testing.contract.case import ConnectorCase, Shape, engine_config, make_half, new_secret
+from baton.testing.contract.case import (
+    WINDOWS,
+    ConnectorCase,
+    Shape,
+    Windows,
+    engine_config,
+    knows_groups,
+    make_half,
+    new_secret,
+)
 from baton.testing.contract.engine import KitEngine
 from baton.testing.contract.ledger import Ledger
 from baton.testing.contract.ranks import KitRanks
@@ -27,10 +36,12 @@ class Site(ABC):
     """Makes engines for one example after the other."""
 
     keeps_files = False  # What runs below the connector does: then files left open say nothing of it.
+    steps_in_flight: tuple[int, ...] = (1, 2)  # What its engines can do.
     is_dear = False  # Starting engines takes seconds: every example has to be worth it.
 
     def __init__(self, case: ConnectorCase) -> None:
         self.case = case
+        self.windows: tuple[Windows, ...] = WINDOWS if knows_groups(case) else ((),)
 
     @abstractmethod
     def start(self, shape: Shape, story: Story, *, name: str, role: str) -> KitEngine:

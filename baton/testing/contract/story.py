@@ -9,9 +9,12 @@ from __future__ import annotations
 import reprlib
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from baton.testing.contract.rules import RULES
+
+if TYPE_CHECKING:
+    from baton.testing.contract.envelopes import RankNotes
 
 LINES_MAX = 120  # Of a told story; the beginning of a longer one is left out.
 
@@ -55,12 +58,21 @@ class Story:
         self._end: int | None = None  # Lines up to the breach.
 
     def tell(self, line: str) -> None:
-        if not self.is_silent:
-            self.lines.append(line)
+        if self.is_silent or (self.lines and self.lines[-1] == line):
+            return  # Asked again and again, it says so once.
+        self.lines.append(line)
 
     def tell_call(self, who: str, method: str, arguments: tuple[Any, ...], answer: Any = None) -> None:
         said = f"{who}.{method}({', '.join(map(short, arguments))})"
         self.tell(said if answer is None else f"{said} -> {short(answer)}")
+
+    def take_notes(self, who: str, notes: RankNotes) -> None:
+        """What a rank of the engine `who` has noted."""
+        for line in notes.calls:
+            self.tell(f"{who} {line}")
+        self.checked.update(notes.checked)
+        for rule, detail in notes.breaches:
+            self.check(rule, False, detail)
 
     def check(self, rule: str, holds: bool, detail: str = "") -> bool:
         """Returns `holds`. The first rule that does not hold is the one that is reported."""

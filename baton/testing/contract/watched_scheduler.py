@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from baton.contract import (
@@ -18,12 +18,14 @@ from baton.contract import (
 )
 from baton.contract.events import KVCacheEvent
 from baton.core.errors import UserError
+from baton.core.kv_groups import NULL_BLOCK_ID, is_hybrid
 from baton.testing.contract.envelopes import WatchedMetadata, WatchedReport
 from baton.testing.contract.ledger import Ledger, OpenLoad
 from baton.testing.contract.story import short
 from baton.testing.contract.watched_worker import WatchedWorker, is_plain, says_something, why_not_pickled
 
 if TYPE_CHECKING:
+    from baton.core.kv_groups import KVCacheGroup
     from baton.core.prefilled import PrefilledTokens
     from baton.testing.contract.story import Story
 
@@ -32,7 +34,7 @@ _ABOUT_A_REQUEST = {"on_new_request", "get_num_new_matched_tokens", "update_stat
 
 class WatchedScheduler(KVConnectorSchedulerHalf):
     def __init__(
-        self, inner: Any, ledger: Ledger, *, name: str, block_size: int, num_groups: int = 1
+        self, inner: Any, ledger: Ledger, *, name: str, block_size: int, groups: Sequence[KVCacheGroup]
     ) -> None:
         """`inner`: a scheduler half, or anything that has its methods, as vLLM's connectors do."""
         self.inner = inner
@@ -42,7 +44,8 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
         self._ledger = ledger
         self._story: Story = ledger.story
         self._block_size = block_size
-        self._num_groups = num_groups
+        self._num_groups = len(groups)
+        self._null_blocks = {NULL_BLOCK_ID} if is_hybrid(groups) else set()  # Stand where nothing is held.
         self._matches: dict[str, tuple[int, bool]] = {}  # (local tokens, is_async) of the last lookup.
         self._allocated: set[str] = set()
         self._scheduled: set[str] = set()
@@ -154,17 +157,17 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
     def update_state_after_alloc(
         self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        request_id, block_ids = request.request_id, blocks.get_block_ids()[0]
+        request_id, tables = request.request_id, blocks.get_block_ids()
         self._allocated.add(request_id)
         self._ask(
             "update_state_after_alloc",
             request,
             blocks,
             num_external_tokens,
-            told=(request_id, block_ids, num_external_tokens),
+            told=(request_id, tables if self._num_groups > 1 else tables[0], num_external_tokens),
             is_quiet=False,
         )
-        same = blocks.get_block_ids()[0] == block_ids
+        same = blocks.get_block_ids() == tables
         self._story.check("argument-modified", same, "update_state_after_alloc changed the block table")
         if num_external_tokens:
             if hasattr(self.inner, "get_loaded_kv_cache_group_ids"):
@@ -172,9 +175,11 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
             num_local, is_async = self._matches[request_id]
             last = -(-(num_local + num_external_tokens) // self._block_size)
             first = num_local // self._block_size
-            self._ledger.open_load(
-                OpenLoad(request_id, block_ids[:last], first, num_external_tokens, is_async)
-            )
+            held, filled = self._blocks_of(tables, 0, last), self._blocks_of(tables, first, last)
+            self._ledger.open_load(OpenLoad(request_id, held, filled, num_external_tokens, is_async))
+
+    def _blocks_of(self, tables: tuple[list[int], ...], first: int, last: int) -> list[int]:
+        return [b for table in tables for b in table[first:last] if b not in self._null_blocks]
 
     def take_prefilled_tokens(self, request_id: str) -> PrefilledTokens | None:
         tokens: PrefilledTokens | None = self._ask_if_there("take_prefilled_tokens", request_id)
@@ -216,6 +221,11 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
     # --- One step ----------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
+        metadata = self._metadata_of(scheduler_output)
+        self._ledger.begin_step()
+        return metadata
+
+    def _metadata_of(self, scheduler_output: host.SchedulerOutput) -> WatchedMetadata:
         before = copy.deepcopy(scheduler_output)
         metadata = self._ask("build_connector_meta", scheduler_output, told=(), is_quiet=True)
         self._story.check(
@@ -242,8 +252,7 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
 
     def build_dummy_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
         """For a dummy run of a connector whose hooks are to be captured."""
-        metadata = self.build_connector_meta(scheduler_output)
-        assert isinstance(metadata, WatchedMetadata)
+        metadata = self._metadata_of(scheduler_output)
         metadata.is_dummy = True
         return metadata
 
@@ -252,7 +261,9 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
         if isinstance(report, WatchedReport):
             connector_output.kv_connector_worker_meta = report.inner
             for notes in report.notes:
-                self.take_notes(notes)
+                self._story.take_notes(self.name, notes)
+        # From here on it is the half that says whether these loads are over.
+        self._ledger.landed -= connector_output.finished_recving or set()
         self._ask("update_connector_output", connector_output, told=(), is_quiet=True)
         if connector_output.finished_sending or connector_output.finished_recving:
             self._story.tell(
@@ -262,13 +273,6 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
                 f"invalid blocks {short(connector_output.invalid_block_ids)}"
             )
         self._ledger.take_report(connector_output)
-
-    def take_notes(self, notes: Any) -> None:
-        for line in notes.calls:
-            self._story.tell(f"{self.name} {line}")
-        self._story.checked.update(notes.checked)
-        for rule, detail in notes.breaches:
-            self._story.check(rule, False, detail)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         events = list(self._ask_if_there("take_events") or ())

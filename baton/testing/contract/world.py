@@ -16,6 +16,7 @@ from baton.testing.contract.site import Site
 from baton.testing.contract.story import Story
 
 PROBE = "probe"
+PROBE_PROMPT = (1, 2, 3)
 PROBE_STEPS = 40
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -38,12 +39,16 @@ class World:
         self.shape = shape
         self.story = story
         self._num_asked = 0
+        self._prompts: list[tuple[list[int], str | None]] = []  # That clients have asked, with their salts.
         self._legs: list[Leg] = []
         self._threads = running_threads()
         story.tell(
             f"engine with {shape.tp} rank(s), {shape.num_blocks} blocks, {shape.budget} tokens a step, "
             f"prefix cache {'on' if shape.caching else 'off'}, on failed loads: {shape.policy}"
+            + (f", layers that see {shape.windows} tokens" if shape.windows else "")
+            + (f", {shape.in_flight} steps in flight" if shape.in_flight > 1 else "")
         )
+        story.seen["engines with several KV-cache groups"] += bool(shape.windows)
         self.pairing = site.case.pairing
         self.engines: list[KitEngine] = []
         if self.pairing == "none":
@@ -72,6 +77,7 @@ class World:
         """A client's request; with two engines, by the way of the pair."""
         self._num_asked += 1
         number = self._num_asked
+        self._prompts.append((list(prompt), salt))
         if self.pairing == "none":
             self.last.ask(f"r{number}", prompt, max_tokens=max_tokens, salt=salt)
             return
@@ -97,6 +103,13 @@ class World:
                     "baton_introduction": introduction,
                 },
             )
+
+    def ask_again(self, index: int, max_tokens: int) -> None:
+        """What was asked before, when engines have forgotten it, and connectors perhaps not."""
+        if self._prompts:
+            prompt, salt = self._prompts[index % len(self._prompts)]
+            self.forget_local_caches()
+            self.ask(prompt, max_tokens, salt)
 
     def ask_all(self, several: Sequence[Sequence[int]], max_tokens: int) -> None:
         for prompt in several:
@@ -126,7 +139,7 @@ class World:
             max_tokens=max_tokens,
             salt=leg.salt,
             params=dict(leg.params or {}),
-            is_foreign=True,
+            made_for=leg.prompt if list(prompt) != leg.prompt else (),
         )
 
     def lose_ticket(self, index: int) -> None:
@@ -160,6 +173,16 @@ class World:
             for engine in self.engines:
                 engine.num_faults += 1
             self.site.case.break_store()
+
+    def compute_behind_a_failure(self, prompt: Sequence[int], num_stored: int, max_tokens: int) -> None:
+        """A step computes behind blocks that are lost. Then they are there again; what stands behind them?"""
+        start = prompt[:num_stored]
+        self.ask_to_store(start, None)
+        self.break_store()
+        self.ask(prompt, 1, None)
+        self.settle()
+        self.ask_to_store(start, None)
+        self.ask(prompt, max_tokens, None)
 
     def forget_local_caches(self) -> None:
         """Of the engines; what the connector has stored stays."""
@@ -244,11 +267,17 @@ class World:
             )
 
     def _ends_with_tokens(self, engine: KitEngine, request_id: str) -> bool:
-        """Whether what hung in steps without tokens goes on in steps with tokens."""
+        """Whether what hung in steps without tokens goes on in steps with tokens. The example is over."""
         self.story.is_silent = True
         try:
-            if PROBE not in engine.answers:
-                engine.ask(PROBE, [1, 2, 3], max_tokens=PROBE_STEPS)
+            for waiting in engine.open_ids:  # Nobody shall stand before the probe.
+                if waiting not in engine.ledger.loading and waiting != PROBE:
+                    engine.abort(waiting)
+            engine.step()
+            num_slots = engine.num_free_slots
+            if PROBE not in engine.answers and num_slots > len(PROBE_PROMPT):
+                num_tokens = min(PROBE_STEPS, num_slots - len(PROBE_PROMPT))
+                engine.ask(PROBE, PROBE_PROMPT, max_tokens=num_tokens)
             for _ in range(PROBE_STEPS):
                 engine.step()
                 if request_id not in engine.ledger.loading and request_id not in engine.ledger.lent:

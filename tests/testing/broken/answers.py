@@ -27,6 +27,19 @@ class ConsumingLookup(MemoryConnector):
     scheduler_kind = _CountsLookups
 
 
+class _NeedsAWholeBlock(MemoryScheduler):
+    """Files requests under their first block, which short prompts do not have."""
+
+    def on_new_request(self, request: host.Request) -> None:
+        super().on_new_request(request)
+        assert request.num_prompt_tokens >= self.block, "a prompt has a block"
+
+
+class NeedsAWholeBlock(MemoryConnector):
+    rule = "raised"
+    scheduler_kind = _NeedsAWholeBlock
+
+
 class _TicksOff(MemoryScheduler):
     def get_num_new_matched_tokens(
         self, request: host.Request, num_computed_tokens: int
@@ -94,7 +107,7 @@ class _Sharing(MemoryScheduler):
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
         plain = super().build_connector_meta(scheduler_output)
         assert isinstance(plain, Metadata)
-        return _MetadataWithLock(plain.saves, plain.loads, plain.preempted, plain.is_empty)
+        return _MetadataWithLock(plain.saves, plain.loads, plain.preempted, plain.step, plain.is_empty)
 
 
 class SharesALock(MemoryConnector):

@@ -77,8 +77,8 @@ class _Keeps(MemoryScheduler):
     def request_finished(
         self, request: host.Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        super().request_finished(request, block_ids)
-        return not request.status.name.endswith("ABORTED"), None
+        is_lent, params = super().request_finished(request, block_ids)
+        return is_lent or not request.status.name.endswith("ABORTED"), params
 
 
 class NeverGivesBack(MemoryConnector):
@@ -136,7 +136,7 @@ class _FailsAnywhere(MemoryWorker):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         places = {
-            i for load in self.late_loads for i, (key, _) in enumerate(load.blocks) if key not in self.store
+            i for load in self.late_loads for i, (name, _) in enumerate(load.blocks) if name not in self.store
         }
         places |= {i for i, _ in enumerate(super().get_block_ids_with_load_errors())}
         return {10_000 + place for place in places}

@@ -108,7 +108,9 @@ class _TellsWhoRuns(MemoryScheduler):
         plain = super().build_connector_meta(scheduler_output)
         assert isinstance(plain, Metadata)
         running = set(scheduler_output.num_scheduled_tokens)
-        return _MetadataOfRunning(plain.saves, plain.loads, plain.preempted, plain.is_empty, running)
+        return _MetadataOfRunning(
+            plain.saves, plain.loads, plain.preempted, plain.step, plain.is_empty, running
+        )
 
 
 class _KnowsAll(MemoryWorker):

@@ -1,0 +1,130 @@
+"""What a wrong byte is, and how it got there: a broken rule is named by its cause.
+
+a slot holds, instead of its token's KV          which means
+the same tokens' under another salt              salt-ignored
+another prompt's, for which the params were made params-believed
+what was there before the load; damaged KV       failed-load-unreported, if the store was broken
+KV that came into a block after its owner had    lost-on-preemption
+been preempted, under the owner's name
+what somebody computed on a wrong block          as that block's, or wrong-bytes if that was reported
+anything else                                    wrong-bytes
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from baton.testing.contract.arithmetic import POISON, kv_values, state_in, states_of
+
+FRESH = -1.0  # What memory holds before anybody has written to it.
+
+
+@dataclass(slots=True)
+class Slot:
+    """One token's place in the cache of one layer and rank. `state`: of the token that stands there."""
+
+    request_id: str
+    position: int
+    block_id: int
+    layer: int
+    rank: int
+    state: int
+
+    def __str__(self) -> str:
+        where = f"block {self.block_id}, layer {self.layer}, rank {self.rank}"
+        return f"token {self.position} of {self.request_id} ({where})"
+
+
+@dataclass(slots=True)
+class Wrong:
+    """The first slot that a request computed on and that holds other KV than its tokens give."""
+
+    slot: Slot
+    found: int | None = None  # The state whose KV lies there; None: nobody's.
+    is_unwritten: bool = False
+    is_unfilled: bool = False  # A load was to fill the slot, and has not touched it.
+    is_of_other_salt: bool = False
+    salt: str | None = None  # Then: which.
+    is_of_preempted: bool = False
+    root: Wrong | None = None  # The wrong slot on which this one's KV was computed, if nobody reported it.
+    is_computed_on_wrong: bool = False
+
+    def __str__(self) -> str:
+        if self.root is not None:
+            return f"{self.slot} was computed behind {self.root}"
+        if self.is_of_other_salt:
+            return f"{self.slot} has the KV of the same tokens under salt {self.salt!r}"
+        if self.is_computed_on_wrong:
+            return f"{self.slot} has what was computed behind a block that was reported as invalid"
+        return f"{self.slot} has {'nothing' if self.is_unwritten else 'other KV than its tokens give'}"
+
+    def rule(self, foreign_states: Iterable[int], *, is_store_broken: bool) -> str:
+        """`foreign_states`: of the prompt for which the request's params were made, if it is another."""
+        wrong = self.root if self.root is not None else self
+        if wrong.is_of_other_salt:
+            return "salt-ignored"
+        if wrong.found is not None and wrong.found in set(foreign_states):
+            return "params-believed"
+        if wrong.is_of_preempted:
+            return "lost-on-preemption"
+        is_lost = not wrong.is_computed_on_wrong and (wrong.is_unfilled or wrong.found is None)
+        if is_store_broken and is_lost:
+            return "failed-load-unreported"
+        return "wrong-bytes"
+
+
+class Provenance:
+    """Of one engine's cache: who has written what, and what preemption has taken away."""
+
+    def __init__(self, salts: dict[str, str | None], num_steps_in_flight: int) -> None:
+        """`salts`: of every request, by id."""
+        self._salts = salts
+        self._written: defaultdict[int, set[int]] = defaultdict(set)  # Blocks by state, by the model.
+        self._given_up: defaultdict[int, set[int]] = defaultdict(set)  # Blocks by state, on preemption.
+        self._unreported: list[Wrong] = []
+        # A block may be used on until the scheduler has heard that it is invalid.
+        self._invalid: deque[set[int]] = deque(maxlen=num_steps_in_flight)
+
+    def note_written(self, block_id: int, state: int) -> None:
+        self._written[state].add(block_id)
+
+    def note_given_up(self, block_id: int, state: int) -> None:
+        self._given_up[state].add(block_id)
+
+    def end_step(self, wrongs: Iterable[Wrong], invalid_block_ids: set[int]) -> None:
+        """`wrongs`: of the step. What was computed on them is theirs, unless all of it is taken back."""
+        self._invalid.append(set(invalid_block_ids))
+        reported = set().union(*self._invalid)
+        self._unreported += [wrong for wrong in wrongs if wrong.slot.block_id not in reported]
+
+    def explain(
+        self, slot: Slot, kv: torch.Tensor, heads: range, tokens: Sequence[int], *, is_unfilled: bool
+    ) -> Wrong:
+        """`kv` `[heads, width]`: what the slot holds. `tokens`: of the request."""
+        wrong = Wrong(slot, is_unfilled=is_unfilled)
+        if bool((kv == FRESH).all()):
+            wrong.is_unwritten = True
+        elif bool((kv == POISON).all()):
+            wrong.is_computed_on_wrong = True
+            wrong.root = self._unreported[0] if self._unreported else None
+        else:
+            wrong.found = _state_of(kv, slot.layer, heads)
+        own = self._salts[slot.request_id]
+        for salt in {*self._salts.values(), None} - {own}:
+            if wrong.found is not None and wrong.found == states_of(tokens, salt)[slot.position]:
+                wrong.is_of_other_salt, wrong.salt = True, salt
+        lost = self._given_up.get(slot.state, set())
+        came_later = self._written.get(wrong.found, set()) if wrong.found is not None else set()
+        wrong.is_of_preempted = not is_unfilled and bool(lost & came_later)
+        return wrong
+
+
+def _state_of(kv: torch.Tensor, layer: int, heads: range) -> int | None:
+    """The state of which this is the whole KV of a token, if of any."""
+    state = state_in(float(kv[0, 0]), layer, heads.start)
+    is_whole = state is not None and torch.equal(kv, kv_values([state], layer, heads, kv.shape[-1])[0])
+    return state if is_whole else None

@@ -1,0 +1,54 @@
+"""Faults of connectors that say they know KV-cache groups, and of those that know of too many."""
+
+from __future__ import annotations
+
+from baton.contract import host
+from tests.testing.sound_groups import GroupsConnector, GroupsScheduler
+
+
+class _FirstOnly(GroupsScheduler):
+    """Loads into the first group's table, as if it were the only one."""
+
+    def update_state_after_alloc(
+        self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            self.loads[-1].blocks = [(name, b) for name, b in self.loads[-1].blocks if name.startswith("0:")]
+
+
+class FillsTheFirstGroup(GroupsConnector):
+    rule = "wrong-bytes"
+    scheduler_kind = _FirstOnly
+
+
+class _Null(GroupsScheduler):
+    """Takes the null block, which stands for what lies behind a window, for a block."""
+
+    def __init__(self, config: object) -> None:
+        super().__init__(config)
+        self.null = set()
+
+    def is_stored(self, request: host.Request, num_blocks: int) -> bool:
+        return all(
+            self.key_in(group, request, index) in self.stored
+            for group in range(len(self.groups))
+            for index in range(num_blocks)
+        )
+
+
+class FillsTheNullBlock(GroupsConnector):
+    rule = "wrote-outside-load"
+    scheduler_kind = _Null
+
+
+class _OneMore(GroupsScheduler):
+    """Counts groups from 1."""
+
+    def get_loaded_kv_cache_group_ids(self, request: host.Request) -> tuple[int, ...]:
+        return tuple(group + 1 for group in super().get_loaded_kv_cache_group_ids(request))
+
+
+class CountsGroupsFromOne(GroupsConnector):
+    rule = "foreign-group"
+    scheduler_kind = _OneMore

@@ -1,0 +1,34 @@
+"""Faults of which two engines are needed: what the one says is not what the other may believe."""
+
+from __future__ import annotations
+
+import msgspec
+
+from baton.contract import host
+from baton.core.prefilled import PrefilledTokens
+from tests.testing.sound_pair import PairConnector, PairScheduler
+
+
+class _Trusting(PairScheduler):
+    """Whoever brings params has the prompt that they were made for."""
+
+    def num_matching(self, request: host.Request, offered: list[list[str]]) -> int:
+        return len(offered)
+
+
+class BelievesParams(PairConnector):
+    rule = "params-believed"
+    scheduler_kind = _Trusting
+
+
+class _Misreads(PairScheduler):
+    """Says another first token than P has sampled."""
+
+    def take_prefilled_tokens(self, request_id: str) -> PrefilledTokens | None:
+        told = super().take_prefilled_tokens(request_id)
+        return told and msgspec.structs.replace(told, token_ids=(told.token_ids[0] ^ 1,))
+
+
+class MisreadsTheFirstToken(PairConnector):
+    rule = "wrong-token"
+    scheduler_kind = _Misreads
