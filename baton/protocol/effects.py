@@ -14,6 +14,7 @@ from baton.core.ids import Address, BlockId, LoanId, Pair
 if TYPE_CHECKING:  # An effect may be a message on its way out.
     from baton.protocol.handshake import RankCard
     from baton.protocol.messages import Message, Welcome
+    from baton.protocol.plan import GroupPair
     from baton.protocol.ticket import Ticket
 
 
@@ -76,11 +77,15 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """These tokens of the prompt, in these layers (half-open; None: all)."""
+    """These tokens of the prompt, in these layers (half-open; None: all), of those that are in both groups.
+
+    No groups: each engine has one table for all layers.
+    """
 
     first_token: int
     num_tokens: int
     layers: tuple[int, int] | None = None
+    groups: GroupPair | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,7 @@ class ReadEarly:
     claim: int
     pairs: tuple[Pair, ...]
     part: Part
-    block_ids: tuple[tuple[BlockId, ...], ...]  # P's, per cache group, from token 0 on.
+    block_ids: tuple[BlockId, ...]  # P's, of the part's group, from token 0 on; 0 where nothing moves.
 
 
 @dataclass(frozen=True, slots=True)

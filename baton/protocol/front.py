@@ -6,6 +6,7 @@ layers
   +---------------------+-------+----> tokens
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -58,3 +59,13 @@ def parts_between(old: Front, new: Front, num_layers: int) -> tuple[Part, ...]:
             layers = None if (low, high) == (0, num_layers) else (low, high)
             parts.append(Part(first, end - first, layers))
     return tuple(parts)
+
+
+def num_tokens_in(parts: Iterable[Part]) -> int:
+    """Tokens that lie in any of these parts, whatever the layers and groups."""
+    count = end = 0
+    for part in sorted(parts, key=lambda part: part.first_token):
+        last = part.first_token + part.num_tokens
+        count += max(0, last - max(part.first_token, end))
+        end = max(end, last)
+    return count

@@ -36,7 +36,7 @@ MAX_LISTED_BLOCKS = 1 << 18  # Of one Announced: a prompt of four million tokens
 MAX_LAYERS = 4096
 PROMPT_HASH_BYTES = 32
 U64_MAX = 2**64 - 1
-BlockTables: TypeAlias = tuple[tuple[BlockId, ...], ...]  # One per cache group, each from token 0 on.
+BlockTables: TypeAlias = tuple[tuple[BlockId, ...], ...]  # One per cache group, in order.
 _MAX_BATCH_BYTES = MAX_FRAME_BYTES - (1 << 16)  # Leaves room for both addresses.
 
 
@@ -124,7 +124,9 @@ class Announced(_Message, frozen=True, tag="announced"):
     """P -> D: so much is ready in my memory. Promises nothing; only the loan that follows does.
 
     All layers of the first `num_tokens` tokens, and the first `partial_layers` layers of the first
-    `partial_tokens`. `run` counts the starts of this prefill: what was read in an older run is void.
+    `partial_tokens`. `run` counts the starts of this prefill: what was read in an older run is void. Of a
+    group with a window P names no block that it will give back while it computes: the first that it names of
+    each group stands at the place in `first_blocks`; without them, all begin with token 0.
     """
 
     transfer_id: TransferId
@@ -134,10 +136,15 @@ class Announced(_Message, frozen=True, tag="announced"):
     block_ids: BlockTables
     partial_tokens: int = 0
     partial_layers: int = 0
+    first_blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_transfer(self.transfer_id, self.number)
         _check_u64(self.run, self.num_tokens, self.partial_tokens)
+        if self.first_blocks and len(self.first_blocks) != len(self.block_ids):
+            raise ValueError(f"{len(self.first_blocks)} first blocks for {len(self.block_ids)} cache groups")
+        if not all(0 <= first <= MAX_LISTED_BLOCKS for first in self.first_blocks):
+            raise ValueError("more blocks than any prompt has")
         if not 0 <= self.partial_layers <= MAX_LAYERS:
             raise ValueError(f"partial_layers is {self.partial_layers}, at most {MAX_LAYERS}")
         if sum(len(group) for group in self.block_ids) > MAX_LISTED_BLOCKS or len(self.block_ids) > 256:

@@ -8,7 +8,7 @@ The range is cut wherever a block of either side ends. Runs that begin at the sa
 are equally long are one `Piece`: the same spans, at other blocks. Here (b) alone, (c) alone, and the edges.
 With equal sizes all that is not an edge is one piece.
 
-**Tails.** The last part of a claim is rounded up to where the blocks at hand end, because whole blocks are
+**Tails.** A part that ends with the claim is rounded up to where the blocks at hand end: whole blocks are
 cheaper to move: what lies behind the last token is junk on both sides. Nothing is zeroed: a position is read
 only once its token has been computed here, which writes its slot first, and a block that the pool hands out
 holds a former owner's numbers anyway. Other parts end exactly, since the next one writes what follows.

@@ -41,6 +41,7 @@ from baton.protocol.effects import (
     StreamEffect,
 )
 from baton.protocol.front import Front, parts_between
+from baton.protocol.grouped_prompt import ONE_TABLE, GroupedPrompt, Passages
 from baton.protocol.messages import (
     Announced,
     BlockTables,
@@ -71,10 +72,11 @@ class _Stream:
     next_want: float
     pairs: tuple[Pair, ...] | None = None  # None until there is something to read into.
     first_token: int = 0
+    passages: Passages = ONE_TABLE
     latest: Announced | None = None
     run: int = 0  # What is read, or has been.
     front: Front | None = None  # How far it is ordered to be read; None: nothing is.
-    blocks: BlockTables = ()
+    blocks: BlockTables = ()  # P's that are read, of each passage.
     reading: set[Pair] = field(default_factory=set)  # Reads whose end is owed.
     is_clearing: bool = False  # They are of an older run, and cancelled.
     finished: Finished | None = None
@@ -130,19 +132,20 @@ class PushConsumer:
         now: float,
         *,
         block_tokens: int | None = None,
+        passages: Passages = ONE_TABLE,
     ) -> list[StreamEffect]:
         """P's ranks are known and there are blocks to read into; the tokens before `first_token` are here.
 
-        `block_tokens` are P's, for a stream that did not know. The first time counts.
+        `block_tokens` are P's, for a stream that did not know; `passages`, through which tables its layers
+        move. The first time counts.
         """
         stream = self._streams.get(claim)
         if stream is None or stream.draining or stream.pairs is not None:
             return []
-        stream.pairs, stream.first_token = pairs, first_token
-        if stream.block_tokens is None:
-            stream.block_tokens = block_tokens
-            if stream.latest is not None and not self._has_blocks(stream, stream.latest):
-                stream.latest = None
+        stream.pairs, stream.first_token, stream.passages = pairs, first_token, passages
+        stream.block_tokens = stream.block_tokens or block_tokens
+        if stream.latest is not None and self._needed(stream, stream.latest) is None:
+            stream.latest = None
         return self._read_on(stream)
 
     def accept(self, claim: int, ticket: Ticket, now: float) -> list[StreamEffect]:
@@ -291,7 +294,7 @@ class PushConsumer:
 
     def _is_news(self, stream: _Stream, message: Announced) -> bool:
         """Announcements overtake each other; what is older than what we know is dropped."""
-        if not self._has_blocks(stream, message):
+        if stream.pairs is not None and self._needed(stream, message) is None:
             return False
         front = _front_of(message)
         latest = stream.latest
@@ -299,11 +302,14 @@ class PushConsumer:
             return message.run > 0
         return message.run == latest.run and front.reaches(_front_of(latest))
 
-    def _has_blocks(self, stream: _Stream, message: Announced) -> bool:
-        """A block for every token; seen as soon as we know how many go into one, and before any is read."""
-        num_blocks = len(message.block_ids[0]) if message.block_ids else 0
-        needed = min(_front_of(message).end, stream.num_tokens)
-        return stream.block_tokens is None or num_blocks * stream.block_tokens >= needed
+    def _needed(self, stream: _Stream, message: Announced) -> BlockTables | None:
+        """None: not a block for every token. Seen when we know P's blocks, and before any is read."""
+        end = min(_front_of(message).end, stream.num_tokens)
+        return self._prompt_of(stream).needed(message.block_ids, message.first_blocks, end)
+
+    def _prompt_of(self, stream: _Stream) -> GroupedPrompt:
+        assert stream.block_tokens is not None, "said when it is ready"
+        return GroupedPrompt(stream.passages, stream.num_tokens, stream.block_tokens)
 
     def _is_void(self, stream: _Stream, run: int) -> bool:
         """Does what has been read belong to another run than this?"""
@@ -339,21 +345,24 @@ class PushConsumer:
         return self._order(stream, latest, stream.pairs)
 
     def _order(self, stream: _Stream, latest: Announced, pairs: tuple[Pair, ...]) -> list[StreamEffect]:
-        if not _extends(latest.block_ids, stream.blocks):
+        prompt, needed = self._prompt_of(stream), self._needed(stream, latest)
+        assert needed is not None, "dropped before"
+        if not _extends(needed, stream.blocks):
             return self._fail(stream, "the producer announced other blocks than before")
         read = stream.front or Front(stream.first_token)
         ready = _front_of(latest).between(stream.first_token, stream.num_tokens)
-        parts = parts_between(read, ready, self._num_layers)
+        parts = prompt.cut(parts_between(read, ready, self._num_layers))
         if not parts:
-            return []
-        stream.front, stream.blocks = ready, latest.block_ids
+            return []  # Nothing is ready that moves; it is looked at again with what comes next.
+        stream.front, stream.blocks = ready, needed
         stream.reading.update(pairs)
-        return [ReadEarly(stream.claim, pairs, part, latest.block_ids) for part in parts]
+        return [ReadEarly(stream.claim, pairs, part, prompt.table_of(part, needed)) for part in parts]
 
     def _unread(self, stream: _Stream) -> tuple[Part, ...] | None:
         if stream.front is None:
             return None
-        return parts_between(stream.front, Front(stream.num_tokens), self._num_layers)
+        unread = parts_between(stream.front, Front(stream.num_tokens), self._num_layers)
+        return self._prompt_of(stream).cut(unread)
 
     def _mismatch(self, stream: _Stream, ticket: Ticket) -> str:
         """A ticket may be true and still be for somebody else."""
@@ -361,10 +370,17 @@ class PushConsumer:
             return "the ticket is of another transfer"
         if (ticket.prompt_hash, ticket.num_tokens) != (stream.prompt_hash, stream.num_tokens):
             return "the ticket is for another prompt"
-        block_tokens = stream.block_tokens or ticket.block_tokens
-        if ticket.block_tokens != block_tokens or not _extends(ticket.block_ids, stream.blocks):
+        if not self._is_for_announced(stream, ticket):
             return "the ticket is for other blocks than were announced"
         return ""
+
+    def _is_for_announced(self, stream: _Stream, ticket: Ticket) -> bool:
+        if ticket.block_tokens != (stream.block_tokens or ticket.block_tokens):
+            return False
+        if not stream.blocks:
+            return True
+        lent = self._prompt_of(stream).needed(ticket.block_ids, ticket.first_blocks, ticket.num_tokens)
+        return lent is not None and _extends(lent, stream.blocks)
 
     def _fails_at(self, stream: _Stream) -> float:
         if stream.finished is not None:

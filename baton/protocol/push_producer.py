@@ -16,6 +16,7 @@ unmodified, since they were announced.
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.core.ids import Address, PromptHash, TransferId
 from baton.core.timers import Timers
@@ -38,12 +39,22 @@ WANTS_MAX = 4096  # Held at once; a peer that asks for more hears Failed.
 WANTS_PER_CONSUMER_MAX = 1024  # So that one that asks for everything leaves room for others.
 
 
+class Ready(NamedTuple):
+    """What is in memory; the fields of `Announced`."""
+
+    num_tokens: int
+    block_ids: BlockTables
+    partial_tokens: int = 0
+    partial_layers: int = 0
+    first_blocks: tuple[int, ...] = ()
+
+
 @dataclass(slots=True)
 class _Prefill:
     prompt_hash: PromptHash
     num_tokens: int
     run: int
-    ready: tuple[int, BlockTables, int, int] | None = None  # num_tokens, blocks, partial tokens and layers.
+    ready: Ready | None = None
     ticket: str | None = None
     failure: str | None = None
     ended_at: float = NEVER
@@ -91,12 +102,13 @@ class PushProducer:
         *,
         partial_tokens: int = 0,
         partial_layers: int = 0,
+        first_blocks: tuple[int, ...] = (),
     ) -> list[Send]:
         """So much is computed and stays where it is, unless `preempted` is said before `finished`."""
         prefill = self._computing(transfer_id)
         if prefill is None:
             return []
-        prefill.ready = (num_tokens, block_ids, partial_tokens, partial_layers)
+        prefill.ready = Ready(num_tokens, block_ids, partial_tokens, partial_layers, first_blocks)
         return self._tell(transfer_id, now)
 
     def preempted(self, transfer_id: TransferId, now: float) -> list[Send]:
@@ -105,7 +117,7 @@ class PushProducer:
         if prefill is None:
             return []
         # Says at once that the old run is void; there is nothing to read in the new one yet.
-        prefill.run, prefill.ready = self._new_run(), (0, (), 0, 0)
+        prefill.run, prefill.ready = self._new_run(), Ready(0, ())
         return self._tell(transfer_id, now)
 
     def finished(self, transfer_id: TransferId, ticket: str, now: float) -> list[Send]:
@@ -243,13 +255,7 @@ class PushProducer:
             return Send(want.consumer, Finished(transfer_id, want.number, prefill.run, prefill.ticket))
         if prefill.ready is None:
             return Send(want.consumer, Working(transfer_id, want.number))
-        num_tokens, block_ids, partial_tokens, partial_layers = prefill.ready
-        return Send(
-            want.consumer,
-            Announced(
-                transfer_id, want.number, prefill.run, num_tokens, block_ids, partial_tokens, partial_layers
-            ),
-        )
+        return Send(want.consumer, Announced(transfer_id, want.number, prefill.run, *prefill.ready))
 
     def _failed(self, transfer_id: TransferId, want: _Want, reason: str) -> Send:
         want.over = reason

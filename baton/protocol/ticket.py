@@ -81,6 +81,12 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
             for block_id in group:
                 check_range("block id", block_id, 0, MAX_BLOCK_ID)
 
+    @property
+    def first_blocks(self) -> tuple[int, ...]:
+        """Of each group, the place of the first block that is named."""
+        num_blocks = -(-self.num_tokens // self.block_tokens)
+        return tuple(num_blocks - len(held) for held in self.block_ids)
+
     def table_of(self, group: int) -> tuple[BlockId, ...]:
         """As from token 0 on; 0 where the group holds nothing."""
         held = self.block_ids[group]

@@ -234,7 +234,7 @@ class Fetcher:
             self._world.count("early reads of some layers")
         landing = self.landings[effect.claim]
         for pair in effect.pairs:
-            self._ranks.post(landing, pair, [effect.part], effect.block_ids[0], is_last=False)
+            self._ranks.post(landing, pair, [effect.part], effect.block_ids, is_last=False)
 
     def open_ticket(self, claim: int, text: str) -> Sequence[StreamEffect]:
         engine, now, landing = self._engine, self._engine.clock(), self.landings[claim]

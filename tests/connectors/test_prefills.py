@@ -27,13 +27,15 @@ class FakeAgent:
         self,
         transfer_id: TransferId,
         num_tokens: int,
-        block_ids: tuple[int, ...],
+        block_ids: tuple[tuple[int, ...], ...],
         now: float,
         *,
         partial_tokens: int = 0,
         partial_layers: int = 0,
+        first_blocks: tuple[int, ...] = (),
     ) -> None:
-        assert len(block_ids) * BLOCK == max(num_tokens, partial_tokens)
+        assert not first_blocks
+        assert len(block_ids[0]) * BLOCK == max(num_tokens, partial_tokens)
         self.told.append((num_tokens, partial_tokens, partial_layers) if partial_layers else num_tokens)
 
     def prefill_preempted(self, transfer_id: TransferId, now: float) -> None:

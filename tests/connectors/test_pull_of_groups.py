@@ -11,46 +11,21 @@ from baton.core.config import (
     ClusterSecret,
     EngineConfig,
     KVTransferConfig,
-    ModelConfig,
     ParallelConfig,
 )
 from baton.engine.api import EngineRequest, SamplingParams
-from baton.engine.checkpoint import load_model_config
 from baton.engine.llm import LLM, Completion
-from baton.engine.new_model import write_checkpoint
+from tests.connectors.windowed_models import BLOCK, ModelOf, bytes_moved, model_of
+
+__all__ = ["model_of"]
 
 Start = Callable[..., LLM]
-BLOCK, WINDOW, LAYERS, KV_HEADS, HEAD_DIM = 4, 10, 6, 2, 16
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
-ITEM_BYTES = 4
-
-
-@pytest.fixture(scope="module")
-def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelConfig]:
-    made: dict[str, ModelConfig] = {}
-
-    def make(family: str) -> ModelConfig:
-        if family not in made:
-            folder = write_checkpoint(
-                tmp_path_factory.mktemp(family),
-                family=family,
-                hidden=64,
-                layers=LAYERS,
-                heads=4,
-                kv_heads=KV_HEADS,
-                head_dim=HEAD_DIM,
-                vocab=512,
-                sliding_window=WINDOW,
-            )
-            made[family] = load_model_config(folder, max_model_len=256)
-        return made[family]
-
-    return make
 
 
 @pytest.fixture
-def start(model_of: Callable[[str], ModelConfig]) -> Iterator[Start]:
+def start(model_of: ModelOf) -> Iterator[Start]:
     with ExitStack() as stack:
 
         def start_engine(
@@ -99,7 +74,7 @@ def hand_over(p: LLM, d: LLM, prompt: list[int]) -> Completion:
     return decoded
 
 
-def bytes_moved(llm: LLM) -> list[int]:
+def counted_bytes(llm: LLM) -> list[int]:
     """Of each transfer from now on."""
     moved: list[int] = []
     step = llm.core.step
@@ -127,7 +102,7 @@ def come_to_rest(*engines: LLM) -> None:
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "mistral"])
 def test_the_tokens_are_those_of_a_single_engine(start: Start, family: str) -> None:
     p, d, alone = start(family, "p"), start(family, "d"), start(family)
-    moved = bytes_moved(d)
+    moved = counted_bytes(d)
     assert p.core.scheduler.kv_cache.is_hybrid
     for prompt in (prompt_of(70), prompt_of(3), prompt_of(32, step=11), [*prompt_of(60), 9, 9, 9]):
         decoded = hand_over(p, d, prompt)
@@ -135,13 +110,9 @@ def test_the_tokens_are_those_of_a_single_engine(start: Start, family: str) -> N
         assert decoded.token_ids == expected.token_ids
         assert decoded.num_transferred_tokens > 0
     come_to_rest(p, d)
-    groups = p.core.scheduler.kv_cache.groups
-    block_bytes = BLOCK * KV_HEADS * 2 * HEAD_DIM * ITEM_BYTES
     # 70 tokens are 18 blocks; what comes behind them sees the last ten, which lie in three or, one token
     # earlier, four.
-    in_windows = 18 - (70 - WINDOW) // BLOCK
-    blocks_of_layer = {None: 18, WINDOW: in_windows}
-    assert moved[0] == sum(len(g.layers) * blocks_of_layer[g.window] for g in groups) * block_bytes
+    assert moved[0] == bytes_moved(p.core.scheduler.config, 70)
 
 
 @pytest.mark.slow
@@ -175,15 +146,14 @@ def test_engines_that_differ_compute_for_themselves(
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
 def test_a_producer_that_keeps_everything_serves_one_that_does_not(start: Start, family: str) -> None:
     p, d, alone = start(family, "p", hybrid="off"), start(family, "d"), start(family)
-    moved = bytes_moved(d)
+    moved = counted_bytes(d)
     for prompt in (prompt_of(70), prompt_of(3), prompt_of(69)):  # Of the last, only a token is missing.
         decoded = hand_over(p, d, prompt)
         (expected,) = alone.generate([prompt], GREEDY)
         assert decoded.token_ids == expected.token_ids
         assert decoded.num_transferred_tokens > 0
     come_to_rest(p, d)
-    block_bytes = BLOCK * KV_HEADS * 2 * HEAD_DIM * ITEM_BYTES
-    assert moved[0] < LAYERS * 18 * block_bytes, "of layers with a window, their end"
+    assert moved[0] == bytes_moved(d.core.scheduler.config, 70), "of layers with a window, their end"
 
 
 @pytest.mark.slow

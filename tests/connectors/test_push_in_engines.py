@@ -79,7 +79,7 @@ class Legs:
         self.cores = cores
         self.completions: dict[tuple[int, str], Completion] = {}
         self.num_preempted: Counter[int] = Counter()  # By engine.
-        self.early_tokens = 0
+        self.transfers: list[dict[str, Any]] = []  # Delivered, as their consumers have counted them.
         self._pause = threading.Event()
 
     def add(
@@ -117,8 +117,7 @@ class Legs:
                     self.completions[id(core), output.request_id].take(output)
                 if step.stats is not None:
                     self.num_preempted[id(core)] += step.stats.num_preempted
-                    records = (step.stats.kv_connector_stats or {}).get("transfers", ())
-                    self.early_tokens += sum(record["early_tokens"] for record in records)
+                    self.transfers += (step.stats.kv_connector_stats or {}).get("transfers", ())
         self._pause.wait(0.0005)  # The control threads need the interpreter too.
 
 

@@ -21,7 +21,7 @@ class ToldAgent:
         self.told: list[tuple[str, int]] = []
 
     def prefill_progress(
-        self, transfer_id: TransferId, num_tokens: int, blocks: Any, now: float, **partial: int
+        self, transfer_id: TransferId, num_tokens: int, blocks: Any, now: float, **more: Any
     ) -> None:
         self.told.append((transfer_id, num_tokens))
 

@@ -90,7 +90,16 @@ def test_whatever_both_look_like_every_number_ends_in_its_place(data: st.DataObj
     for index, (start, end, layers) in enumerate(parts):
         d.order(
             ReadBlocks(
-                1, p.address, pairs, start, end - start, local, remote, layers, index == len(parts) - 1
+                1,
+                p.address,
+                pairs,
+                start,
+                end - start,
+                local,
+                remote,
+                layers,
+                index == len(parts) - 1,
+                is_tail=end == num_tokens,
             )
         )
     ends = d.take_ended()
@@ -484,7 +493,7 @@ def test_a_part_of_a_block_of_an_unknown_packing_is_not_guessed_at(pair: Callabl
     unknown = Shape(packing="tiles of another machine")
     moved = pair(unknown, unknown)
     order = ReadBlocks(1, moved.p.address, moved.d.pairs(moved.p), 0, 6, moved.local, moved.remote)
-    moved.d.order(dataclasses.replace(order, is_last=False))
+    moved.d.order(dataclasses.replace(order, is_last=False, is_tail=False))
     moved.d.order(dataclasses.replace(order, first_token=6, num_tokens=0))
     [end] = moved.wait_ended(1)
     assert not end.ok

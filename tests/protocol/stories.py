@@ -22,6 +22,9 @@ want D x 8            D waits for it, from P as it is now
 seek D Q x 8          ... from whoever is Q, where P listens
 ready D 1 0 0-0       ... and may read, behind token 0, with these pairs
 accept D 1            the ticket is of our cluster; refuse D 1: it is not
+progress x 4 10-13,none from 0,5      ... of two cache groups, whose blocks begin at these places
+ready D 1 0 0-0 groups 3    ... of which layer 1 sees everything, and layer 0 the last three tokens
+ready D 1 0 0-0 table 3     ... at D; P has one table for both
 """
 
 import hashlib
@@ -58,6 +61,7 @@ from baton.protocol.effects import (
     StartReads,
     StreamEffect,
 )
+from baton.protocol.grouped_prompt import ONE_TABLE, Passage, Passages
 from baton.protocol.messages import (
     Announced,
     BlockTables,
@@ -78,6 +82,7 @@ from baton.protocol.messages import (
     pack_sends,
 )
 from baton.protocol.peers import admit
+from baton.protocol.plan import GroupPair
 from baton.protocol.pull_consumer import PullConsumer
 from baton.protocol.pull_producer import PullProducer
 from baton.protocol.push_consumer import PushConsumer
@@ -202,7 +207,8 @@ class Story:
                     self.lines.append("P: one of that name computes already")
                 self._react("P", told or [])
             case ["progress", name, num_tokens, blocks, *rest]:
-                tokens, layers = (int(rest[1]), int(rest[2])) if rest else (0, 0)
+                tokens, layers = (int(rest[1]), int(rest[2])) if rest[:1] == ["partial"] else (0, 0)
+                first_blocks = tuple(map(int, rest[-1].split(","))) if rest[-2:-1] == ["from"] else ()
                 self._react(
                     "P",
                     prefills.progress(
@@ -212,6 +218,7 @@ class Story:
                         now,
                         partial_tokens=tokens,
                         partial_layers=layers,
+                        first_blocks=first_blocks,
                     ),
                 )
             case ["preempt", name]:
@@ -232,12 +239,13 @@ class Story:
                 d, named = self.nodes[name], Address(EngineId(producer), NO_EPOCH)
                 wish = (TransferId(transfer), named, _hash([]), int(num_tokens), None, self._clock(d))
                 self._started(name, d.streams.want(*wish))
+            case ["ready", name, claim, first_token, *pairs, "groups" | "table" as theirs, window]:
+                seeing = Passage(GroupPair(0, 0), frozenset({1}))
+                remote = 1 if theirs == "groups" else 0
+                windowed = Passage(GroupPair(1, remote), frozenset({0}), int(window))
+                self._ready(name, claim, first_token, pairs, (seeing, windowed))
             case ["ready", name, claim, first_token, *pairs]:
-                d = self.nodes[name]
-                ready = d.streams.ready(
-                    int(claim), _pairs(pairs), int(first_token), self._clock(d), block_tokens=1
-                )
-                self._react(name, ready)
+                self._ready(name, claim, first_token, pairs, ONE_TABLE)
             case ["accept", name, claim]:
                 d, text = self.nodes[name], self.to_open[name, int(claim)]
                 self._react(name, d.streams.accept(int(claim), self.tickets[text], self._clock(d)))
@@ -246,6 +254,11 @@ class Story:
                 self._react(name, d.streams.refuse(int(claim), "a wrong signature", self._clock(d)))
             case _:
                 raise ValueError(f"no such verb: {' '.join(words)}")
+
+    def _ready(self, name: str, claim: str, first_token: str, pairs: list[str], passages: Passages) -> None:
+        d = self.nodes[name]
+        may = (int(claim), _pairs(pairs), int(first_token), self._clock(d))
+        self._react(name, d.streams.ready(*may, block_tokens=1, passages=passages))
 
     def _clock(self, node: Node) -> float:
         return self.now * node.rate
@@ -290,7 +303,8 @@ class Story:
             case StartReads(claim, pairs):
                 return f"StartReads claim {claim} {_edges(pairs)}"
             case ReadEarly(claim, pairs, part, block_ids):
-                return f"ReadEarly claim {claim} {_edges(pairs)}: {_part(part)}, of {_table(block_ids)}"
+                blocks = _table((tuple(block for block in block_ids if block),))
+                return f"ReadEarly claim {claim} {_edges(pairs)}: {_part(part)}, of {blocks}"
             case Found(claim, producer):
                 return f"Found claim {claim}: {producer.engine_id}.{producer.epoch}"
             case OpenTicket(claim, text):
@@ -319,9 +333,10 @@ class Story:
                 return f"Want {transfer_id} number {number}: {num_tokens} tokens"
             case Working(transfer_id, number) | Withdraw(transfer_id, number):
                 return f"{type(message).__name__} {transfer_id} number {number}"
-            case Announced(transfer_id, number, run, num_tokens, block_ids, tokens, layers):
+            case Announced(transfer_id, number, run, num_tokens, block_ids, tokens, layers, firsts):
                 partial = f", {layers} layer up to {tokens}" if layers else ""
-                what = f"{num_tokens} tokens{partial}, in {_table(block_ids)}"
+                places = f" from {', '.join(map(str, firsts))}" if firsts else ""
+                what = f"{num_tokens} tokens{partial}, in {_table(block_ids)}{places}"
                 return f"Announced {transfer_id} number {number} run {run}: {what}"
             case Finished(transfer_id, number, run, ticket):
                 return f"Finished {transfer_id} number {number} run {run}: {ticket}"
@@ -347,16 +362,21 @@ def _edges(pairs: Sequence[Pair]) -> str:
 
 def _part(part: Part) -> str:
     layers = "" if part.layers is None else f" layers {part.layers[0]}..{part.layers[1] - 1}"
-    return f"tokens {part.first_token}..{part.first_token + part.num_tokens - 1}{layers}"
+    groups = "" if part.groups is None else f" of group {part.groups.local}"
+    return f"tokens {part.first_token}..{part.first_token + part.num_tokens - 1}{layers}{groups}"
 
 
 def _blocks(words: str) -> BlockTables:
+    return tuple(_run(group) if group != "none" else () for group in words.split(","))
+
+
+def _run(words: str) -> tuple[BlockId, ...]:
     first, last = map(int, words.split("-"))
-    return (tuple(BlockId(block) for block in range(first, last + 1)),)
+    return tuple(BlockId(block) for block in range(first, last + 1))
 
 
 def _table(block_ids: BlockTables) -> str:
-    return f"{block_ids[0][0]}-{block_ids[0][-1]}" if block_ids and block_ids[0] else "no block"
+    return ", ".join(f"{table[0]}-{table[-1]}" if table else "no block" for table in block_ids) or "no block"
 
 
 def _hash(prompt: Sequence[str]) -> PromptHash:
@@ -374,6 +394,7 @@ def _ticket(p: Address, loan_id: LoanId, transfer: str, blocks: BlockTables, pro
         tp_size=1,
         block_tokens=1,
         block_ids=blocks,
+        windows=(None,) * len(blocks),
         num_tokens=len(blocks[0]),
         prompt_hash=prompt,
     )

@@ -16,11 +16,14 @@ from baton.protocol.effects import (
     FreeTarget,
     Lent,
     OpenTicket,
+    Part,
     ReadEarly,
     Send,
     StreamEffect,
 )
-from baton.protocol.messages import Announced, Failed, Finished, Message, Want, Working
+from baton.protocol.grouped_prompt import ONE_TABLE, Passage, Passages
+from baton.protocol.messages import Announced, BlockTables, Failed, Finished, Message, Want, Working
+from baton.protocol.plan import GroupPair
 from baton.protocol.pull_consumer import PullConsumer
 from baton.protocol.push_consumer import PushConsumer
 from baton.protocol.push_producer import PushProducer
@@ -37,8 +40,36 @@ MODEL = ModelFingerprint(
 )
 
 
-def table(num_blocks: int) -> tuple[tuple[BlockId, ...], ...]:
+WINDOW = 3  # Behind eight tokens: the last three of them.
+GROUPS = (Passage(GroupPair(1, 0), frozenset({1})), Passage(GroupPair(0, 1), frozenset({0}), WINDOW))
+LAYERS_OF = {passage.groups: passage.layers for passage in GROUPS}
+
+
+def table(num_blocks: int) -> BlockTables:
     return (tuple(BlockId(10 + block) for block in range(num_blocks)),)
+
+
+def tables(passages: Passages) -> BlockTables:
+    """What P announces and lends of the whole prompt."""
+    if passages == ONE_TABLE:
+        return table(NUM_TOKENS)
+    return (
+        *table(NUM_TOKENS),
+        tuple(BlockId(20 + block) for block in range(NUM_TOKENS - WINDOW, NUM_TOKENS)),
+    )
+
+
+def cells_of(parts: tuple[Part, ...]) -> set[tuple[int, int]]:
+    """Tokens and layers, and that no two parts have one in common."""
+    cells = [
+        (token, layer)
+        for part in parts
+        for token in range(part.first_token, part.first_token + part.num_tokens)
+        for layer in range(*(part.layers or (0, NUM_LAYERS)))
+        if layer in LAYERS_OF.get(part.groups, frozenset(range(NUM_LAYERS)))
+    ]
+    assert len(set(cells)) == len(cells)
+    return set(cells)
 
 
 def ticket(**changes: Any) -> Ticket:
@@ -61,19 +92,28 @@ def ticket(**changes: Any) -> Ticket:
 class Waiting:
     """One stream that waits, and may read."""
 
-    def __init__(self, first_token: int = 0) -> None:
+    def __init__(self, first_token: int = 0, passages: Passages = ONE_TABLE) -> None:
         self.pull = PullConsumer(T)
         self.push = PushConsumer(T, self.pull, NUM_LAYERS)
+        self.tables = tables(passages)
+        self.first_blocks = (0, NUM_TOKENS - WINDOW) if passages == GROUPS else ()
         wanted = self.push.want(X, P, HASH, NUM_TOKENS, 1, 0.0)
         assert wanted is not None
         self.claim, _ = wanted
-        self.push.ready(self.claim, PAIRS, first_token, 0.0)
+        self.push.ready(self.claim, PAIRS, first_token, 0.0, passages=passages)
 
     def hear(self, message: Message, now: float = 1.0) -> list[StreamEffect]:
         return self.push.receive(P, message, now)
 
     def announce(self, run: int, num_tokens: int, *partial: int) -> list[StreamEffect]:
-        return self.hear(Announced(X, self.claim, run, num_tokens, table(NUM_TOKENS), *partial))
+        return self.say(run, num_tokens, self.tables, *partial)
+
+    def say(
+        self, run: int, num_tokens: int, block_ids: BlockTables, tokens: int = 0, layers: int = 0
+    ) -> list[StreamEffect]:
+        return self.hear(
+            Announced(X, self.claim, run, num_tokens, block_ids, tokens, layers, self.first_blocks)
+        )
 
 
 announcements = st.tuples(
@@ -85,11 +125,12 @@ said = st.lists(
 
 
 @settings(max_examples=300)
-@given(said, st.integers(0, NUM_TOKENS))
+@given(said, st.integers(0, NUM_TOKENS), st.sampled_from([ONE_TABLE, GROUPS]))
 def test_in_any_order_no_cell_is_read_twice_in_a_run_nor_in_two_runs_at_once(
-    said: list[Any], first_token: int
+    said: list[Any], first_token: int, passages: Passages
 ) -> None:
-    stream = Waiting(first_token)
+    stream = Waiting(first_token, passages)
+    lent_paper = ticket(block_ids=stream.tables, windows=(None,) * len(stream.tables))
     run_of_reads = 0
     owed: set[Pair] = set()
     cells: set[tuple[int, int]] = set()
@@ -99,33 +140,33 @@ def test_in_any_order_no_cell_is_read_twice_in_a_run_nor_in_two_runs_at_once(
         nonlocal run_of_reads, owed, cells, is_lent
         for effect in effects:
             match effect:
-                case ReadEarly(_, pairs, part):
+                case ReadEarly(_, pairs, part, block_ids):
                     assert not is_lent
                     if run != run_of_reads:
                         assert not owed, "the old run's reads have ended"
                         run_of_reads, cells = run, set()
                     owed |= set(pairs)
-                    fresh = {
-                        (token, layer)
-                        for token in range(part.first_token, part.first_token + part.num_tokens)
-                        for layer in range(*(part.layers or (0, NUM_LAYERS)))
-                    }
+                    fresh = cells_of((part,))
                     assert not fresh & cells
+                    named = {10, 20}.intersection(block_ids[t] - t for t, _ in fresh)
+                    assert len(named) == 1, "blocks of its own group, each at its place"
                     cells |= fresh
                 case OpenTicket():
                     is_lent = True
-                    lent = [e for e in stream.push.accept(stream.claim, ticket(), 1.0) if isinstance(e, Lent)]
+                    lent = [
+                        e for e in stream.push.accept(stream.claim, lent_paper, 1.0) if isinstance(e, Lent)
+                    ]
                     assert len(lent) == 1
                     unread = lent[0].unread
                     if unread is None:
                         return
-                    left = {
+                    left = cells_of(unread)
+                    first_seen = (NUM_TOKENS - WINDOW if passages == GROUPS else 0, 0)  # By layer.
+                    whole = {
                         (token, layer)
-                        for part in unread
-                        for token in range(part.first_token, part.first_token + part.num_tokens)
-                        for layer in range(*(part.layers or (0, NUM_LAYERS)))
+                        for layer in range(NUM_LAYERS)
+                        for token in range(max(first_token, first_seen[layer]), NUM_TOKENS)
                     }
-                    whole = {(t, n) for t in range(first_token, NUM_TOKENS) for n in range(NUM_LAYERS)}
                     assert not left & cells
                     assert left | cells == whole
                     assert run == run_of_reads
@@ -153,6 +194,49 @@ def test_tokens_without_a_block_are_not_read() -> None:
     assert stream.hear(Announced(X, stream.claim, 1, 2, table(2), 4, 1)) == []
     assert stream.hear(Announced(X, stream.claim, 1, 4, ())) == []
     assert stream.hear(Announced(X, stream.claim, 1, 4, table(4))) != []
+
+
+def test_tokens_in_a_window_without_a_block_are_not_read() -> None:
+    stream = Waiting(passages=GROUPS)
+    assert stream.say(1, 6, (*table(6), ())) == []
+    assert stream.say(1, 5, (*table(5), ())) != []
+    [read, of_window] = stream.say(1, 6, (*table(6), (BlockId(25),)))
+    assert isinstance(read, ReadEarly)
+    assert isinstance(of_window, ReadEarly)
+    assert of_window.part == Part(5, 1, None, GroupPair(0, 1))
+    assert of_window.block_ids == (0, 0, 0, 0, 0, 25)
+
+
+def test_what_was_announced_before_its_blocks_could_be_judged_is_judged_then() -> None:
+    push = PushConsumer(T, PullConsumer(T), NUM_LAYERS)
+    wanted = push.want(X, P, HASH, NUM_TOKENS, 1, 0.0)
+    assert wanted is not None
+    claim, _ = wanted
+    assert push.receive(P, Announced(X, claim, 1, 6, table(6)), 1.0) == []
+    assert push.ready(claim, PAIRS, 0, 1.0, passages=GROUPS) == []
+    [read, _] = push.receive(P, Announced(X, claim, 1, 6, (*table(6), table(6)[0])), 1.0)
+    assert isinstance(read, ReadEarly)
+
+
+def test_an_announcement_of_which_nothing_moves_is_not_lost() -> None:
+    """All layers have a window, and what is ready lies before it."""
+    stream = Waiting(passages=(Passage(GroupPair(0, 0), frozenset({0, 1}), WINDOW),))
+    first_blocks = (NUM_TOKENS - WINDOW,)
+    assert stream.hear(Announced(X, stream.claim, 1, 4, ((),), first_blocks=first_blocks)) == []
+    blocks = ((BlockId(25), BlockId(26)),)
+    [read] = stream.hear(Announced(X, stream.claim, 1, 7, blocks, first_blocks=first_blocks))
+    assert isinstance(read, ReadEarly)
+    assert read.part == Part(5, 2, None, GroupPair(0, 0))
+
+
+@pytest.mark.parametrize("lent", [tables(ONE_TABLE), (tables(GROUPS)[0], tables(GROUPS)[1][::-1])])
+def test_a_ticket_for_other_blocks_of_a_window_is_not_accepted(lent: BlockTables) -> None:
+    stream = Waiting(passages=GROUPS)
+    stream.announce(1, 8)
+    stream.hear(Finished(X, stream.claim, 1, "t"))
+    paper = ticket(block_ids=lent, windows=(None,) * len(lent))
+    failed = [e for e in stream.push.accept(stream.claim, paper, 1.0) if isinstance(e, Fail)]
+    assert [f.reason for f in failed] == ["the ticket is for other blocks than were announced"]
 
 
 def test_other_blocks_in_the_same_run_end_the_stream() -> None:

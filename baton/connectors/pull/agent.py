@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from baton.core.ids import Address, BlockId, LoanId, Pair, PromptHash, TransferId
+from baton.core.ids import Address, LoanId, Pair, PromptHash, TransferId
 from baton.core.layout import ModelFingerprint
 from baton.core.timers import Timers
 from baton.protocol.effects import Effect, PeerLost, Send, StreamEffect
+from baton.protocol.grouped_prompt import ONE_TABLE, Passages
 from baton.protocol.handshake import RankCard, encode_ranks
-from baton.protocol.messages import Envelope, pack_sends
+from baton.protocol.messages import BlockTables, Envelope, pack_sends
 from baton.protocol.peers import PeerTable, admit
 from baton.protocol.pull_consumer import PullConsumer
 from baton.protocol.pull_producer import PullProducer
@@ -132,12 +133,15 @@ class PullAgent:
         now: float,
         *,
         block_tokens: int | None = None,
+        passages: Passages = ONE_TABLE,
     ) -> None:
         """From now on read what is announced, behind the first `first_token` tokens.
 
         `block_tokens` are the producer's, if it has not introduced itself.
         """
-        ready = self._streams.ready(claim, pairs, first_token, now, block_tokens=block_tokens)
+        ready = self._streams.ready(
+            claim, pairs, first_token, now, block_tokens=block_tokens, passages=passages
+        )
         self._carry_out(ready, now)
 
     def accept(self, claim: int, ticket: Ticket, now: float) -> None:
@@ -177,19 +181,21 @@ class PullAgent:
         self,
         transfer_id: TransferId,
         num_tokens: int,
-        block_ids: tuple[BlockId, ...],
+        block_ids: BlockTables,
         now: float,
         *,
         partial_tokens: int = 0,
         partial_layers: int = 0,
+        first_blocks: tuple[int, ...] = (),
     ) -> None:
         sends = self._prefills.progress(
             transfer_id,
             num_tokens,
-            (block_ids,),
+            block_ids,
             now,
             partial_tokens=partial_tokens,
             partial_layers=partial_layers,
+            first_blocks=first_blocks,
         )
         self._carry_out(sends, now)
 

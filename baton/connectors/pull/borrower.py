@@ -34,7 +34,6 @@ from baton.connectors.pull.door import (
     check_offer,
     check_producer,
     hash_of_prompt,
-    moves_by_groups,
     num_blocks,
     read_params,
 )
@@ -71,8 +70,10 @@ from baton.protocol.effects import (
     ReadEarly,
     StartReads,
 )
+from baton.protocol.front import num_tokens_in
+from baton.protocol.grouped_prompt import ONE_TABLE, GroupedPrompt, Passages, plan_passages
 from baton.protocol.handshake import RankCard
-from baton.protocol.plan import GroupPair, PlanError, pair_groups, plan_pairs_of_layouts
+from baton.protocol.plan import PlanError, plan_pairs_of_layouts
 from baton.protocol.ticket import TICKET_FIELD, Ticket, open_ticket
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,8 @@ class _Incoming:
     first_token: int = 0  # Those before it were here already.
     num_moved_tokens: int = 0
     tables: tuple[tuple[int, ...], ...] = ()  # Of each KV-cache group, from token 0 on.
-    groups: tuple[GroupPair, ...] = ()  # Through which it moves; where there is one table, none.
+    passages: Passages = ONE_TABLE
+    early: list[Part] = field(default_factory=list)  # Ordered while the prefill ran, in the run that counts.
     unread: tuple[Part, ...] | None = None  # What is lent and not read yet; None: all that is missing here.
     fetched_at: float = 0.0
     reads_early: bool = False  # Its pairs are known, and what is announced is read.
@@ -346,7 +348,9 @@ class PullBorrower:
                 incoming.offer.producer = producer
                 self._agent.greet(producer, now)
             case ReadEarly(claim, pairs, part, block_ids):
-                self._order_read(self._claims[claim], pairs, part, block_ids[0], is_last=False)
+                incoming = self._claims[claim]
+                incoming.early.append(part)
+                self._order_read(incoming, pairs, part, block_ids, is_last=False)
             case OpenTicket(claim, text):
                 self._open_ticket(self._claims[claim], text, now)
             case Lent(claim, ticket, unread):
@@ -358,6 +362,7 @@ class PullBorrower:
             case StartReads(claim, pairs):
                 self._order_reads(self._claims[claim], pairs)
             case CancelReads(claim):
+                self._claims[claim].early.clear()
                 self._orders.append(EndReads(claim))
             case Deliver(claim):
                 self._deliver(self._claims.pop(claim), now)
@@ -426,25 +431,41 @@ class PullBorrower:
         ranks = self._cards.get(producer)
         if incoming.state is not _State.FETCHING or ranks is None or incoming.is_started:
             return
-        is_lent = incoming.offer.ticket is not None
-        if not is_lent and (incoming.reads_early or self._identity.has_block_tables):
-            return  # Of several groups nothing is read early, whatever the producer announces.
+        ticket = incoming.offer.ticket
+        if ticket is None and incoming.reads_early:
+            return
         try:
             pairs = self._plan(ranks)
-            if incoming.offer.ticket is not None and moves_by_groups(incoming.offer.ticket, self._identity):
-                incoming.groups = self._pair_groups(ranks, incoming.offer.ticket)
+            incoming.passages = self._plan_passages(ranks)
+            if ticket is not None:
+                self._check_windows(incoming.passages, ticket)
         except PlanError as error:
             self._agent.lose(producer, str(error), now)
             return
-        if is_lent:
+        if ticket is not None:
             incoming.is_started = True
             self._agent.start(incoming.claim, pairs, now)
         else:
-            incoming.reads_early = True
-            block_tokens = ranks[0].layout.block_tokens
-            self._agent.read_early(
-                incoming.claim, pairs, incoming.first_token, now, block_tokens=block_tokens
-            )
+            self._read_early(incoming, pairs, ranks[0].layout.block_tokens, now)
+
+    def _read_early(
+        self, incoming: _Incoming, pairs: tuple[Pair, ...], block_tokens: int, now: float
+    ) -> None:
+        """`block_tokens`: the producer's."""
+        incoming.reads_early = True
+        ours = self._identity.block_tokens
+        if incoming.passages != ONE_TABLE and block_tokens != ours:
+            reason = f"blocks of another size, {block_tokens} tokens and not {ours}: groups need the same"
+            self._agent.refuse(incoming.claim, reason, now)  # As its ticket would be.
+            return
+        self._agent.read_early(
+            incoming.claim,
+            pairs,
+            incoming.first_token,
+            now,
+            block_tokens=block_tokens,
+            passages=incoming.passages,
+        )
 
     def _plan(self, ranks: Sequence[RankCard]) -> tuple[Pair, ...]:
         """Raises PlanError."""
@@ -452,44 +473,40 @@ class PullBorrower:
         # Engines that want the same from replicas take it from different ones.
         return plan_pairs_of_layouts(theirs, self._own_layouts, rotation=self._agent.address.epoch)
 
-    def _pair_groups(self, ranks: Sequence[RankCard], ticket: Ticket) -> tuple[GroupPair, ...]:
-        """Raises PlanError, also for groups that are not those of the ticket."""
-        pairs = pair_groups([card.layout for card in ranks], self._own_layouts)
-        windows = self._identity.windows
-        for pair in pairs:
-            if pair.remote >= len(ticket.windows):
-                raise PlanError(f"layers of cache group {pair.remote}, and a ticket of {len(ticket.windows)}")
-            if ticket.windows[pair.remote] not in (None, windows[pair.local]):
+    def _plan_passages(self, ranks: Sequence[RankCard]) -> Passages:
+        """Through which tables the layers move. Raises PlanError."""
+        theirs = [card.layout for card in ranks]
+        if not self._identity.has_block_tables and not any(
+            layer.group for layout in theirs for layer in layout.layers
+        ):
+            return ONE_TABLE
+        return plan_passages(theirs, self._own_layouts, self._identity.windows)
+
+    def _check_windows(self, passages: Passages, ticket: Ticket) -> None:
+        """Raises PlanError for groups that are not those of the ticket."""
+        for groups, _, window in passages:
+            if groups is None:
+                if len(ticket.windows) > 1:
+                    raise PlanError(f"layouts of one cache group, and a ticket of {len(ticket.windows)}")
+                continue
+            if groups.remote >= len(ticket.windows):
                 raise PlanError(
-                    f"layers see {windows[pair.local]} tokens here and {ticket.windows[pair.remote]} there"
+                    f"layers of cache group {groups.remote}, and a ticket of {len(ticket.windows)}"
                 )
-        return pairs
+            if ticket.windows[groups.remote] not in (None, window):
+                raise PlanError(f"layers see {window} tokens here and {ticket.windows[groups.remote]} there")
 
     def _order_reads(self, incoming: _Incoming, pairs: Sequence[Pair]) -> None:
         assert incoming.offer is not None
-        assert incoming.offer.ticket is not None
-        if incoming.groups:
-            self._order_groups(incoming, pairs, incoming.offer.ticket)
-            return
-        blocks = incoming.offer.ticket.block_ids[0]
+        ticket = incoming.offer.ticket
+        assert ticket is not None
         if incoming.unread is None:
-            incoming.unread = (Part(incoming.first_token, incoming.num_moved_tokens),)
+            prompt = GroupedPrompt(incoming.passages, ticket.num_tokens, ticket.block_tokens)
+            incoming.unread = prompt.cut([Part(incoming.first_token, incoming.num_moved_tokens)])
         *parts, last = incoming.unread or (_NOTHING_MORE,)
         for part in parts:
-            self._order_read(incoming, pairs, part, blocks, is_last=False)
-        self._order_read(incoming, pairs, last, blocks, is_last=True)
-
-    def _order_groups(self, incoming: _Incoming, pairs: Sequence[Pair], ticket: Ticket) -> None:
-        """A part for layers that share tables on both sides: what their window sees and is missing here."""
-        incoming.unread = (Part(incoming.first_token, incoming.num_moved_tokens),)
-        for groups in incoming.groups:
-            group = self._identity.groups[groups.local]
-            kept = group.first_kept(ticket.num_tokens, ticket.block_tokens) * ticket.block_tokens
-            first = max(incoming.first_token, kept)
-            part = Part(first, ticket.num_tokens - first)
-            is_last = groups == incoming.groups[-1]
-            table = ticket.table_of(groups.remote)
-            self._order_read(incoming, pairs, part, table, is_last=is_last, groups=groups)
+            self._order_read(incoming, pairs, part, _table_of(ticket, part), is_last=False)
+        self._order_read(incoming, pairs, last, _table_of(ticket, last), is_last=True)
 
     def _order_read(
         self,
@@ -499,7 +516,6 @@ class PullBorrower:
         remote_blocks: tuple[int, ...],
         *,
         is_last: bool,
-        groups: GroupPair | None = None,
     ) -> None:
         assert incoming.offer is not None
         producer = incoming.offer.producer
@@ -513,11 +529,12 @@ class PullBorrower:
                 tuple(pairs),
                 part.first_token,
                 part.num_tokens,
-                incoming.tables[groups.local if groups is not None else 0],
+                incoming.tables[part.groups.local if part.groups is not None else 0],
                 remote_blocks,
                 part.layers,
                 is_last,
-                groups,
+                part.groups,
+                is_tail=part.first_token + part.num_tokens == incoming.offer.num_tokens,
             )
         )
 
@@ -563,19 +580,23 @@ class PullBorrower:
         return tuple(block_id for table in tables for block_id in table[first:] if block_id not in null)
 
 
+def _table_of(ticket: Ticket, part: Part) -> tuple[int, ...]:
+    return ticket.table_of(part.groups.remote if part.groups is not None else 0)
+
+
 def _record_of(incoming: _Incoming, num_moved_blocks: int, now: float) -> dict[str, Any]:
     """One delivered transfer, for logs, metrics and the demo's table."""
     assert incoming.offer is not None
     ends = incoming.read_ends
     nbytes = sum(end.nbytes for end in ends)
     wire_s = max((end.duration_s for end in ends), default=0.0)
-    late = {(part.first_token, part.num_tokens) for part in incoming.unread or ()}
+    late = incoming.unread or ()
     return {
         "request_id": incoming.request_id,
         "transfer_id": incoming.offer.transfer_id,
         "producer": incoming.offer.producer.engine_id,
         "tokens": incoming.num_moved_tokens,
-        "early_tokens": incoming.num_moved_tokens - sum(num_tokens for _, num_tokens in late),
+        "early_tokens": num_tokens_in([*incoming.early, *late]) - num_tokens_in(late),
         "blocks": num_moved_blocks,
         "bytes": nbytes,
         "ms": round((now - incoming.fetched_at) * 1e3, 3),

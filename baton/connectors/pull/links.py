@@ -201,7 +201,7 @@ class PeerLinks:
                 link.card.layout.block_tokens,
                 order.local_blocks,
                 order.remote_blocks,
-                rounds_up=order.is_last or order.groups is not None,
+                rounds_up=order.is_tail,
             )
         except TransferError as error:
             read.fail(str(error))
@@ -228,16 +228,17 @@ class PeerLinks:
 
     def _layers_of(self, link: _Link, share: Share, order: ReadBlocks) -> tuple[str, ...]:
         """Those of the share that the part names: positions in P's order become names."""
+        layers = share.layers
         if order.groups is not None:
             ours = _names_of_group(self._layout, order.groups.local)
             theirs = _names_of_group(link.card.layout, order.groups.remote)
-            return tuple(name for name in share.layers if name in ours & theirs)
+            layers = tuple(name for name in layers if name in ours & theirs)
         if order.layers is None:
-            return share.layers
+            return layers
         tp_size = link.card.layout.tp_size
         in_order = [layer.name for card in link.cards[::tp_size] for layer in card.layout.layers]
         named = set(in_order[slice(*order.layers)])
-        return tuple(name for name in share.layers if name in named)
+        return tuple(name for name in layers if name in named)
 
     def _post(
         self, link: _Link, ready: Ready, read: Read, pieces: Sequence[Piece], spans: Sequence[Spans]

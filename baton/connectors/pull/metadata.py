@@ -59,7 +59,8 @@ class ReadBlocks:
     remote_blocks: tuple[int, ...]  # Of P's own size; as far as is known.
     layers: tuple[int, int] | None = None  # Half-open, in P's order; None: all of them.
     is_last: bool = True
-    groups: GroupPair | None = None  # Only layers of both, whose tables are given; until the claim's end.
+    groups: GroupPair | None = None  # Only layers of both, whose tables are given.
+    is_tail: bool = True  # Ends with the claim's last token: what lies behind it in its block is of no use.
 
 
 @dataclass(frozen=True, slots=True)

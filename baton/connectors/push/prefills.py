@@ -8,6 +8,10 @@
 Whoever waits for the prompt may read what is ready while the rest computes. Only whole blocks are told of, so
 that no reader touches a block that is still being written; the tail goes with the ticket.
 
+Of layers with a window only those blocks are told of that are seen behind the whole prompt: while it computes
+they stay, and all before them are given back. If the request decodes on here, the window leaves them too, and
+what was said is void.
+
 A step's work is done when every rank has reported *that* step, by number: a host that schedules ahead is
 some steps further when it hears. Between the two, layers are told of as ranks report them.
 
@@ -18,18 +22,24 @@ ahead it may be an earlier step that is still in flight, so there every step is 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from baton.connectors.pull.agent import PullAgent
 from baton.contract import host
 from baton.core.ids import BlockId, TransferId
+from baton.core.kv_groups import NULL_BLOCK_ID, KVCacheGroup, is_hybrid
+from baton.protocol.messages import BlockTables
 
 
 @dataclass(slots=True)
 class _Prefill:
     transfer_id: TransferId
     num_prompt_tokens: int
-    block_table: list[int] = field(default_factory=list)
+    first_blocks: tuple[
+        int, ...
+    ]  # Of each KV-cache group, the first that stays until the prompt is computed.
+    tables: list[list[int]] = field(default_factory=list)  # Of each KV-cache group, from token 0 on.
     num_ready: int = 0  # Tokens of this run, as told.
     is_computing: bool = False
 
@@ -49,17 +59,26 @@ class Prefills:
     """With the agent's lock held."""
 
     def __init__(
-        self, agent: PullAgent, block_tokens: int, num_ranks: int, *, host_schedules_ahead: bool = False
+        self,
+        agent: PullAgent,
+        block_tokens: int,
+        num_ranks: int,
+        *,
+        groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),),
+        host_schedules_ahead: bool = False,
     ) -> None:
+        """`groups`: of the cache's layers; by default they share one table."""
         self._agent = agent
         self._block_tokens = block_tokens
         self._num_ranks = num_ranks
+        self._groups = groups
         self._host_schedules_ahead = host_schedules_ahead
         self._prefills: dict[str, _Prefill] = {}  # By request id.
         self._steps: dict[int, _Step] = {}  # In flight, oldest first.
 
     def expect(self, request_id: str, transfer_id: TransferId, num_prompt_tokens: int) -> None:
-        self._prefills[request_id] = _Prefill(transfer_id, num_prompt_tokens)
+        firsts = tuple(group.first_kept(num_prompt_tokens, self._block_tokens) for group in self._groups)
+        self._prefills[request_id] = _Prefill(transfer_id, num_prompt_tokens, firsts)
 
     def fail_all(self, reason: str, now: float) -> None:
         """What we know cannot be relied on any more: whoever waits hears of it, and computes by itself."""
@@ -84,9 +103,9 @@ class Prefills:
         work = _Step()
         begun: list[tuple[_Prefill, int]] = []  # With what the host calls computed.
         for new in output.scheduled_new_reqs:
-            self._write(work, new.req_id, new.block_ids[0], new.num_computed_tokens, output)
+            self._write(work, new.req_id, new.block_ids, new.num_computed_tokens, output)
             if (prefill := self._prefills.get(new.req_id)) is not None:
-                self._begin(prefill, new.block_ids[0])
+                self._begin(prefill, new.block_ids)
                 begun.append((prefill, new.num_computed_tokens))
                 self._reach(work, new.req_id, prefill, new.num_computed_tokens, output)
         cached = output.scheduled_cached_reqs
@@ -95,20 +114,22 @@ class Prefills:
             fresh = cached.new_block_ids[index]
             num_computed = cached.num_computed_tokens[index]
             if request_id in cached.resumed_req_ids:
-                table = fresh[0] if fresh is not None else []
-                self._write(work, request_id, table, num_computed, output)
+                tables = fresh if fresh is not None else ()
+                self._write(work, request_id, tables, num_computed, output)
                 if prefill is None:
                     continue
                 self._pause(request_id, now)
-                self._begin(prefill, table)
+                self._begin(prefill, tables)
                 begun.append((prefill, num_computed))
             elif prefill is None:
                 work.writes_others = True
                 continue
             else:
-                if fresh is not None:
-                    prefill.block_table.extend(fresh[0])
-                self._write(work, request_id, prefill.block_table, num_computed, output)
+                for table, blocks in zip(prefill.tables, fresh or (), strict=False):
+                    table.extend(blocks)
+                self._write(work, request_id, prefill.tables, num_computed, output)
+                if self._leaves(prefill, num_computed):
+                    self._make_void(prefill, now)
             self._reach(work, request_id, prefill, num_computed, output)
         if not work.reaches and not (self._host_schedules_ahead and (work.written or work.writes_others)):
             return False
@@ -144,39 +165,54 @@ class Prefills:
 
     # --- Parts ---------------------------------------------------------------------------------
 
-    def _begin(self, prefill: _Prefill, block_ids: list[int]) -> None:
+    def _begin(self, prefill: _Prefill, tables: Sequence[Sequence[int]]) -> None:
         prefill.is_computing = True
-        prefill.block_table = list(block_ids)
+        prefill.tables = [list(table) for table in tables]
         prefill.num_ready = 0
 
     def _write(
         self,
         work: _Step,
         request_id: str,
-        block_table: list[int],
+        tables: Iterable[Sequence[int]],
         num_computed: int,
         output: host.SchedulerOutput,
     ) -> None:
         last = num_computed + output.num_scheduled_tokens.get(request_id, 0)
         size = self._block_tokens
-        work.written.update(block_table[num_computed // size : -(-last // size)])
+        for table in tables:
+            work.written.update(table[num_computed // size : -(-last // size)])
 
     def _num_filled(self, prefill: _Prefill, num_computed: int) -> int:
         """Of what the host calls computed, how much no step in flight has still to compute."""
         if any(work.writes_others for work in self._steps.values()):
             return 0  # Of whom it may share blocks, we cannot say; it will be told when this step is done.
-        table = prefill.block_table[: -(-num_computed // self._block_tokens)]
-        for index, block_id in enumerate(table):
-            if any(block_id in work.written for work in self._steps.values()):
-                return index * self._block_tokens
-        return num_computed
+        last = -(-num_computed // self._block_tokens)
+        for table, first in zip(prefill.tables, prefill.first_blocks, strict=True):
+            for index in range(first, min(last, len(table))):
+                if any(table[index] in work.written for work in self._steps.values()):
+                    last = index
+                    break
+        return min(num_computed, last * self._block_tokens)
 
     def _pause(self, request_id: str, now: float) -> None:
         prefill = self._prefills.get(request_id)
         if prefill is None or not prefill.is_computing:
             return
+        prefill.tables = []
+        self._make_void(prefill, now)
+
+    def _leaves(self, prefill: _Prefill, num_computed: int) -> bool:
+        """Does a window move on from what it sees behind the prompt?"""
+        if not prefill.is_computing or num_computed < prefill.num_prompt_tokens:
+            return False
+        return any(
+            group.first_kept(num_computed + 1, self._block_tokens) > first  # A host may keep one token less.
+            for group, first in zip(self._groups, prefill.first_blocks, strict=True)
+        )
+
+    def _make_void(self, prefill: _Prefill, now: float) -> None:
         prefill.is_computing = False
-        prefill.block_table = []
         self._agent.prefill_preempted(prefill.transfer_id, now)
         for work in self._steps.values():
             work.reaches = [reach for reach in work.reaches if reach[1] is not prefill]
@@ -193,23 +229,41 @@ class Prefills:
 
     def _tell(self, prefill: _Prefill, num_tokens: int, now: float) -> None:
         ready = self._whole(prefill, num_tokens)
-        if ready <= prefill.num_ready:
+        blocks = self._blocks(prefill, ready)
+        if ready <= prefill.num_ready or blocks is None:
             return
         prefill.num_ready = ready
-        self._agent.prefill_progress(prefill.transfer_id, ready, self._blocks(prefill, ready), now)
+        self._agent.prefill_progress(
+            prefill.transfer_id, ready, blocks, now, first_blocks=_unless_0(prefill.first_blocks)
+        )
 
     def _tell_layers(self, prefill: _Prefill, num_tokens: int, num_layers: int, now: float) -> None:
         partial = self._whole(prefill, num_tokens)
-        if partial <= prefill.num_ready:
+        blocks = self._blocks(prefill, partial)
+        if partial <= prefill.num_ready or blocks is None:
             return
         self._agent.prefill_progress(
             prefill.transfer_id,
             prefill.num_ready,
-            self._blocks(prefill, partial),
+            blocks,
             now,
             partial_tokens=partial,
             partial_layers=num_layers,
+            first_blocks=_unless_0(prefill.first_blocks),
         )
 
-    def _blocks(self, prefill: _Prefill, num_tokens: int) -> tuple[BlockId, ...]:
-        return tuple(BlockId(i) for i in prefill.block_table[: num_tokens // self._block_tokens])
+    def _blocks(self, prefill: _Prefill, num_tokens: int) -> BlockTables | None:
+        """None: a window has left some, as when the request was resumed while it decoded."""
+        end = num_tokens // self._block_tokens
+        tables = tuple(
+            tuple(BlockId(block_id) for block_id in table[first:end])
+            for table, first in zip(prefill.tables, prefill.first_blocks, strict=True)
+        )
+        if is_hybrid(self._groups) and any(NULL_BLOCK_ID in table for table in tables):
+            return None
+        return tables
+
+
+def _unless_0(first_blocks: tuple[int, ...]) -> tuple[int, ...]:
+    """All tables from token 0 on: that need not be said."""
+    return first_blocks if any(first_blocks) else ()

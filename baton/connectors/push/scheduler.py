@@ -46,12 +46,12 @@ class PushSchedulerHalf(PullSchedulerHalf):
     ) -> None:
         super().__init__(identity, epoch=epoch, clock=clock, control=control, holder=holder)
         assert isinstance(identity.settings, PushSettings)
-        # Whoever streams announces blocks of one table; of several groups, all is read when the prefill ends.
-        self._stream = "off" if identity.has_block_tables else identity.settings.stream
+        self._stream = identity.settings.stream
         self._prefills = Prefills(
             self._agent,
             identity.block_tokens,
             identity.num_ranks,
+            groups=identity.groups,
             host_schedules_ahead=identity.schedules_ahead and identity.is_producer,
         )
         self._layer_reports: LayerReportReceiver | None = None
