@@ -149,7 +149,7 @@ class Engine:
         self.scheduler.remote.settle = settle_checked  # type: ignore[method-assign]
         self.ports: list[Port] = []
         self.workers = [self._worker(config, rank) for rank in range(machine.num_ranks)]
-        if is_push and machine.stream == "layer" and not is_hybrid(self.groups):
+        if is_push and machine.stream == "layer":
             assert isinstance(self.half, PushSchedulerHalf)
             stream_layers(self, self.half, [w for w in self.workers if isinstance(w, PushWorkerHalf)])
         self.ranks = Ranks(
@@ -471,7 +471,9 @@ class Engine:
             return
         clockwork.count("handoffs delivered", len(connector["transfers"]))
         clockwork.count("handoffs of cache groups", is_hybrid(self.groups) * len(connector["transfers"]))
-        clockwork.count("read early", sum(bool(record["early_tokens"]) for record in connector["transfers"]))
+        num_early = sum(bool(record["early_tokens"]) for record in connector["transfers"])
+        clockwork.count("read early", num_early)
+        clockwork.count("read early of cache groups", is_hybrid(self.groups) * num_early)
         clockwork.count("loans expired", connector["num_expired_loans"])
         clockwork.count("loans", connector["num_loans"])
         for reason, count in connector["failures"].items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,8 +12,11 @@ from baton.connectors.pull.borrower import _Incoming
 from baton.connectors.pull.door import Borrow, read_params
 from baton.core.ids import BlockId, Pair
 from baton.core.kv_groups import KVCacheGroup
+from baton.protocol.effects import ReadEarly, StreamEffect
+from baton.protocol.grouped_prompt import Passages
 from baton.protocol.handshake import RankCard
-from baton.protocol.plan import GroupPair, pair_groups
+from baton.protocol.messages import Announced
+from baton.protocol.push_consumer import PushConsumer, _Stream
 from baton.protocol.ticket import BadTicket, Ticket, TicketFault, open_ticket
 from baton.sim.full.engine import Engine
 from baton.sim.full.parts import Parts
@@ -28,14 +32,16 @@ def _shorter(groups: tuple[KVCacheGroup, ...]) -> tuple[KVCacheGroup, ...]:
 def _read_less(engine: Engine) -> None:
     """D takes its windows for one token shorter than they are."""
     borrower = engine.half._borrower
-    identity, order_reads = borrower._identity, borrower._order_reads
+    plan_passages = borrower._plan_passages
 
-    def order(incoming: _Incoming, pairs: Sequence[Pair]) -> None:
-        borrower._identity = msgspec.structs.replace(identity, groups=_shorter(identity.groups))
-        order_reads(incoming, pairs)
-        borrower._identity = identity
+    def plan_shorter(ranks: Sequence[RankCard]) -> Passages:
+        return tuple(
+            passage._replace(window=passage.window - 1) if passage.window is not None else passage
+            for passage in plan_passages(ranks)
+        )
 
-    borrower._order_reads = order  # type: ignore[method-assign]
+    borrower._plan_passages = plan_shorter  # type: ignore[method-assign]
+    borrower._check_windows = _check_nothing  # type: ignore[method-assign]
 
 
 def _with_tables(tables_of: Callable[[Ticket], tuple[tuple[BlockId, ...], ...]]) -> Parts:
@@ -99,15 +105,16 @@ def _believe_windows(engine: Engine) -> None:
         assert isinstance(wish, Borrow)
         return wish
 
-    def pair_all(ranks: Sequence[RankCard], ticket: Ticket) -> tuple[GroupPair, ...]:
-        return pair_groups([card.layout for card in ranks], borrower._own_layouts)
-
     def accept_of_stream(incoming: _Incoming, text: str, now: float) -> None:
         borrower._agent.accept(incoming.claim, open_ticket(text, borrower._identity.ticket_key), now)
 
     borrower.verify = verify_all_but_layout  # type: ignore[method-assign]
     borrower._open_ticket = accept_of_stream  # type: ignore[method-assign]
-    borrower._pair_groups = pair_all  # type: ignore[method-assign]
+    borrower._check_windows = _check_nothing  # type: ignore[method-assign]
+
+
+def _check_nothing(passages: Passages, ticket: Ticket) -> None:
+    return
 
 
 def _free_lent_windows(engine: Engine) -> None:
@@ -153,6 +160,25 @@ def _believe_half(engine: Engine) -> None:
     remote.settle = settle_as_one_table  # type: ignore[method-assign]
 
 
+class _OneTableEarly(PushConsumer):
+    """D reads all that is announced early through the table of the first part, whatever its group."""
+
+    def _order(self, stream: _Stream, latest: Announced, pairs: tuple[Pair, ...]) -> list[StreamEffect]:
+        effects = super()._order(stream, latest, pairs)
+        tables = [effect.block_ids for effect in effects if isinstance(effect, ReadEarly)]
+        return [
+            replace(effect, block_ids=tables[0]) if isinstance(effect, ReadEarly) else effect
+            for effect in effects
+        ]
+
+
+def _read_early_through_one(engine: Engine) -> None:
+    engine.half._agent._streams.__class__ = _OneTableEarly
+
+
+EARLY_GROUPS: dict[str, Parts] = {
+    "early_tables": Parts(tamper=_read_early_through_one),
+}
 GROUPS: dict[str, Parts] = {
     "window_length": Parts(tamper=_read_less),
     "group_order": _with_tables(_next_group),

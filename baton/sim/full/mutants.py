@@ -20,7 +20,7 @@ from baton.protocol.push_consumer import PushConsumer, _Stream
 from baton.protocol.push_producer import PushProducer
 from baton.protocol.ticket import BadTicket, TicketFault
 from baton.sim.full.engine import Engine
-from baton.sim.full.group_mutants import GROUPS
+from baton.sim.full.group_mutants import EARLY_GROUPS, GROUPS
 from baton.sim.full.parts import Parts
 from baton.sim.mutants import AnyRank, NoDrain, NoExpiry, NoFence
 
@@ -170,4 +170,7 @@ PUSH: dict[str, Parts] = {
     "computed_first": Parts(tamper=_announce_early),
 }
 
-MUTANTS: dict[str, dict[str, Parts]] = {"pull": {**PULL, **GROUPS}, "push": {**PULL, **PUSH, **GROUPS}}
+MUTANTS: dict[str, dict[str, Parts]] = {
+    "pull": {**PULL, **GROUPS},
+    "push": {**PULL, **PUSH, **GROUPS, **EARLY_GROUPS},
+}

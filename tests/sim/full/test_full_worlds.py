@@ -21,7 +21,7 @@ SEEDS = {
     ("pull", "checksum"): 31,
     ("pull", "fence"): 45,
     ("push", "fence"): 66,
-    ("push", "ticket_hash"): 8,
+    ("push", "ticket_hash"): 242,
     ("push", "bound_reads"): 180,
     ("push", "drain_early_reads"): 88,
     ("push", "run"): 37,
@@ -70,6 +70,7 @@ HAPPENS = {
         "failed: the producer has said nothing for 3 s",
         "layers reported",
         "read early",
+        "read early of cache groups",
     },
 }
 
