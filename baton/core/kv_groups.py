@@ -67,6 +67,11 @@ def is_hybrid(groups: Iterable[KVCacheGroup]) -> bool:
     return any(group.window is not None for group in groups)
 
 
+def has_tables(groups: Sequence[KVCacheGroup]) -> bool:
+    """Whether a block's id does not say which tokens it is of: several tables, or one with holes."""
+    return len(groups) > 1 or is_hybrid(groups)
+
+
 def places_of(groups: Sequence[KVCacheGroup]) -> dict[int, tuple[int, int]]:
     """Layer to (index of its group, its place in the memory of every group)."""
     return {

@@ -20,6 +20,7 @@ from baton.connectors.push.settings import PushSettings
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.core.errors import ConfigError
 from baton.vllm_plugin.forwarding import ForwardingConnector
+from baton.vllm_plugin.groups import groups_of
 from baton.vllm_plugin.identity import identity_of
 from baton.vllm_plugin.packing import find_packing
 from baton.vllm_plugin.scheduler_half import VllmPullSchedulerHalf, VllmPushSchedulerHalf
@@ -46,19 +47,26 @@ class BatonPullConnector(ForwardingConnector):
     def make_scheduler_half(
         cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
     ) -> KVConnectorSchedulerHalf:
-        return cls._scheduler_kind(cls._identity_of(vllm_config, is_worker=False))
+        return cls._scheduler_kind(cls._identity_of(vllm_config, kv_cache_config, is_worker=False))
 
     @classmethod
     def make_worker_half(
         cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
     ) -> KVConnectorWorkerHalf:
-        identity = cls._identity_of(vllm_config, is_worker=True)
-        return cls._worker_kind(identity, find_packing=partial(find_packing, vllm_config))
+        return cls._worker_kind(
+            cls._identity_of(vllm_config, kv_cache_config, is_worker=True),
+            find_packing=partial(find_packing, vllm_config),
+        )
 
     @classmethod
-    def _identity_of(cls, vllm_config: Any, *, is_worker: bool) -> EngineIdentity:
+    def _identity_of(cls, vllm_config: Any, kv_cache_config: Any, *, is_worker: bool) -> EngineIdentity:
         return identity_of(
-            vllm_config, cls._settings_kind, os.environ, does_push=cls._does_push, is_worker=is_worker
+            vllm_config,
+            cls._settings_kind,
+            os.environ,
+            does_push=cls._does_push,
+            is_worker=is_worker,
+            groups=groups_of(kv_cache_config, int(vllm_config.cache_config.block_size)),
         )
 
     @classmethod

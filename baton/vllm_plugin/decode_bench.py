@@ -18,6 +18,7 @@ from baton.connectors.decode_bench.settings import DecodeBenchSettings
 from baton.connectors.decode_bench.stats import DecodeBenchPromMetrics, DecodeBenchStats
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.vllm_plugin.forwarding import ForwardingConnector
+from baton.vllm_plugin.groups import groups_of
 from baton.vllm_plugin.stats import BatonPromMetrics, BatonStats
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,8 @@ class BatonDecodeBenchConnector(ForwardingConnector):
     ) -> KVConnectorSchedulerHalf:
         logger.warning(WARNING)
         block_tokens = int(vllm_config.cache_config.block_size)
-        return DecodeBenchSchedulerHalf(DecodeBenchSettings.parse(settings), block_tokens)
+        groups = groups_of(kv_cache_config, block_tokens)
+        return DecodeBenchSchedulerHalf(DecodeBenchSettings.parse(settings), block_tokens, groups)
 
     @classmethod
     def make_worker_half(

@@ -38,10 +38,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from baton.contract import KVConnectorMetadata, KVConnectorSchedulerHalf, KVConnectorWorkerHalf
+from baton.contract import SupportsHMA as KnowsGroups
 from baton.core.errors import ConfigError
 from baton.vllm_plugin import register
 from baton.vllm_plugin.containment import Containment
-from baton.vllm_plugin.identity import check_groups
+from baton.vllm_plugin.groups import in_order, keep_one_token_more
 from baton.vllm_plugin.log import share_log
 from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_plugin.stats import BatonPromMetrics, BatonStats
@@ -67,10 +68,9 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     _stands_alone: ClassVar[bool] = False  # Its KV is not what another connector may take it for.
 
     @classmethod
-    def find_group(cls, kv_cache_config: Any) -> int:
-        """The group of caches whose blocks our halves hear of. Raises ConfigError if there is none."""
-        check_groups(kv_cache_config)
-        return 0
+    def find_group(cls, kv_cache_config: Any) -> int | None:
+        """The only group of caches whose blocks our halves hear of; None: all. Raises ConfigError."""
+        return None
 
     @classmethod
     @abstractmethod
@@ -101,6 +101,8 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         if role is KVConnectorRole.WORKER:
             self._worker_half = self.make_worker_half(vllm_config, kv_cache_config, settings)
         else:
+            if self._group is None:
+                keep_one_token_more(kv_cache_config)
             self._scheduler_half = self.make_scheduler_half(vllm_config, kv_cache_config, settings)
 
     def _refuse_company(self) -> None:
@@ -220,16 +222,20 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._contained.call(
-            "request_finished",
-            lambda: self.scheduler_half.request_finished(request, block_ids),
-            otherwise=(False, None),
-        )
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[self._group])
+        return self._contained.call(
+            "request_finished", lambda: self._finished(request, block_ids), otherwise=(False, None)
+        )
+
+    def _finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        half = self.scheduler_half
+        assert isinstance(half, KnowsGroups), "all of ours do"
+        tables = block_ids if self._group is None else (block_ids[self._group],)
+        return half.request_finished_all_groups(request, tables)
 
     def register_finished_partial_tail(
         self,
@@ -237,7 +243,7 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         block_ids: tuple[list[int], ...],
         partial_tail_offloads: list[tuple[int, int, int]],
     ) -> bool:
-        return False  # Of models that keep a state, which `check_groups` refuses.
+        return False  # Of models that keep a state, which `groups_of` refuses.
 
     def take_events(self) -> Iterable[Any]:
         return self._contained.call("take_events", lambda: self.scheduler_half.take_events(), otherwise=())
@@ -264,6 +270,8 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         return self.worker_half.get_mem_pool_context()
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        if self._group is None:
+            kv_caches = in_order(kv_caches, self._kv_cache_config)
         self.worker_half.register_kv_caches(kv_caches)
 
     def unregister_kv_caches(self) -> None:
@@ -338,12 +346,16 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         return results.finished_sending or None, results.finished_recving or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        sending, recving = self._contained.call(
-            "get_finished", lambda: self.worker_half.get_finished(finished_req_ids), otherwise=(None, None)
+        sending, recving, failed = self._contained.call(
+            "get_finished",
+            lambda: self.worker_half.get_transfer_results(finished_req_ids),
+            otherwise=(None, None, None),
         )
         # Sets, where our contract has None for nothing: MultiConnector iterates over them.
         return KVConnectorTransferResults(
-            finished_sending=set(sending or ()), finished_recving=set(recving or ()), failed_recving=set()
+            finished_sending=set(sending or ()),
+            finished_recving=set(recving or ()),
+            failed_recving=set(failed or ()),
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -11,12 +11,10 @@ from baton.connectors.pull.settings import FIELD, PullSettings
 from baton.core.errors import ConfigError
 from baton.core.hashing import HASH_SEED
 from baton.core.ids import EngineId
+from baton.core.kv_groups import KVCacheGroup
 from baton.core.layout import ModelFingerprint
 from baton.vllm_plugin.fingerprint import fingerprint_of, kv_dtype
 from baton.vllm_plugin.settings import PluginSettings
-
-_KEEP_PART = frozenset({"RSWASpec", "HiddenStateCacheSpec"})
-"""Kinds of caches that vLLM derives from whole ones, and that are none."""
 
 
 def identity_of(
@@ -26,6 +24,7 @@ def identity_of(
     *,
     does_push: bool,
     is_worker: bool,
+    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),),
 ) -> EngineIdentity:
     """Raises ConfigError for a configuration in which no handoff could work.
 
@@ -65,6 +64,7 @@ def identity_of(
         secret=secret,
         settings=settings,
         does_push=does_push,
+        groups=groups,
         schedules_ahead=bool(vllm_config.scheduler_config.async_scheduling)
         or int(parallel.pipeline_parallel_size) > 1,
     )
@@ -125,25 +125,3 @@ def _refuse_unsupported(vllm_config: Any) -> None:
         )
     if vllm_config.model_config is None:
         raise ConfigError("is required", field=FIELD.replace("kv_connector_extra_config", "model_config"))
-
-
-def check_groups(kv_cache_config: Any) -> None:
-    """Raises ConfigError for a model whose layers vLLM divides into groups with block tables of their own."""
-    num_groups = len(kv_cache_config.kv_cache_groups)
-    if num_groups > 1:
-        raise ConfigError(
-            f"the model has {num_groups} groups of KV caches with a block table each, and Baton moves one; "
-            "start vLLM with --disable-hybrid-kv-cache-manager, or without a Baton connector if that is "
-            "impossible (layers that keep a state instead of a cache)",
-            field="scheduler_config.disable_hybrid_kv_cache_manager",
-        )
-    for group in kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        for of_layer in getattr(spec, "kv_cache_specs", {"": spec}).values():
-            kinds = {kind.__name__ for kind in type(of_layer).__mro__}
-            if "FullAttentionSpec" not in kinds or kinds & _KEEP_PART:
-                raise ConfigError(
-                    f"vLLM keeps no whole prompt for its layers ({type(of_layer).__name__}): blocks that "
-                    "have left a window are given away, and states are no cache of tokens",
-                    field="model",
-                )

@@ -18,7 +18,9 @@ from baton.connectors.offload.settings import OffloadSettings
 from baton.connectors.offload.stats import OffloadPromMetrics, OffloadStats
 from baton.connectors.offload.worker import OffloadWorkerHalf
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
+from baton.core.errors import ConfigError
 from baton.vllm_plugin.forwarding import ForwardingConnector
+from baton.vllm_plugin.groups import FIELD, WAY_OUT, groups_of, specs_of
 from baton.vllm_plugin.stats import BatonPromMetrics, BatonStats
 from baton.vllm_plugin.stores import LoadsContained, refuse_split_blocks
 
@@ -80,6 +82,7 @@ def identity_of(
         num_ranks=int(parallel.world_size),
         block_tokens=int(vllm_config.cache_config.block_size),
         block_bytes=block_bytes_of(kv_cache_config),
+        groups=groups_of(kv_cache_config, int(vllm_config.cache_config.block_size)),
         publishes_events=events is not None and bool(events.enable_kv_cache_events),
         is_producer=bool(transfer.is_kv_producer),
         is_consumer=bool(transfer.is_kv_consumer),
@@ -87,10 +90,22 @@ def identity_of(
 
 
 def block_bytes_of(kv_cache_config: Any) -> int:
-    """Of one block on one rank, all its layers together. There is one group: `check_groups`."""
-    (group,) = kv_cache_config.kv_cache_groups
-    spec = group.kv_cache_spec
-    of_layers = getattr(spec, "kv_cache_specs", None)
-    if of_layers is not None:  # Layers that differ, each with a spec of its own.
-        return sum(int(of_layer.page_size_bytes) for of_layer in of_layers.values())
-    return len(group.layer_names) * int(spec.page_size_bytes)
+    """Of one block on one rank, all layers of its group together; of the group that has most.
+
+    Raises ConfigError for groups whose layers do not lie at the same places of a block.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    pages = {int(spec.page_size_bytes) for group in groups for spec in specs_of(group)}
+    if len(groups) > 1 and len(pages) > 1:
+        raise ConfigError(
+            f"has groups of KV caches whose layers take {sorted(pages)} bytes of a block, which offload does "
+            f"not tell apart; {WAY_OUT}",
+            field=FIELD,
+        )
+    return max(_group_bytes(group) for group in groups)
+
+
+def _group_bytes(group: Any) -> int:
+    if hasattr(group.kv_cache_spec, "kv_cache_specs"):
+        return sum(int(of_layer.page_size_bytes) for of_layer in specs_of(group))
+    return len(group.layer_names) * int(group.kv_cache_spec.page_size_bytes)

@@ -68,8 +68,7 @@ class VllmPullSchedulerHalf(PullSchedulerHalf):
     def get_num_new_matched_tokens(
         self, request: host.Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        block_tokens = self._identity.block_tokens
-        self._make_room(num_blocks(request.num_tokens, block_tokens) - num_computed_tokens // block_tokens)
+        self._make_room(self._num_blocks_wanted(request.num_tokens, num_computed_tokens))
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
@@ -79,10 +78,10 @@ class VllmPullSchedulerHalf(PullSchedulerHalf):
             self._awaited.add(request.request_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def request_finished(
-        self, request: host.Request, block_ids: list[int]
+    def request_finished_all_groups(
+        self, request: host.Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        keeps, params = super().request_finished(request, block_ids)
+        keeps, params = super().request_finished_all_groups(request, block_ids)
         assert not keeps, "our own references keep what is lent"
         wanted = request.kv_transfer_params
         if params is None and isinstance(wanted, dict) and wanted.get(INTRODUCE) is True:
@@ -136,6 +135,15 @@ class VllmPullSchedulerHalf(PullSchedulerHalf):
             num_streams = self._agent.num_open_streams
             is_moving = self._agent.num_open_fetches > num_streams
             return num_streams > 0 and not (is_moving or self._has_news or self._borrower.has_orders)
+
+    def _num_blocks_wanted(self, num_tokens: int, num_computed: int) -> int:
+        """Of all groups, behind what is computed; of one with a window, as soon as it is loaded."""
+        size = self._identity.block_tokens
+        last = num_blocks(num_tokens, size)
+        return sum(
+            last - max(num_computed // size, group.first_kept(num_tokens, size))
+            for group in self._identity.groups
+        )
 
     def _make_room(self, num_wanted: int) -> None:
         """What is kept for turns that may never come gives way to a prompt that is here."""

@@ -31,6 +31,7 @@ from baton.core.hashing import HASH_SEED
 from baton.core.layout import ModelFingerprint
 from baton.vllm_plugin.fingerprint import fingerprint_of
 from baton.vllm_plugin.forwarding import ForwardingConnector
+from baton.vllm_plugin.groups import groups_of
 from baton.vllm_plugin.identity import find_folder
 from baton.vllm_plugin.packing import find_packing
 from baton.vllm_plugin.settings import PluginSettings
@@ -82,17 +83,19 @@ class BatonSharedStorageConnector(ForwardingConnector):
     def make_scheduler_half(
         cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
     ) -> KVConnectorSchedulerHalf:
-        return VllmStorageSchedulerHalf(_identity_of(vllm_config, settings, is_worker=False))
+        return VllmStorageSchedulerHalf(_identity_of(vllm_config, kv_cache_config, settings, is_worker=False))
 
     @classmethod
     def make_worker_half(
         cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
     ) -> KVConnectorWorkerHalf:
-        identity = _identity_of(vllm_config, settings, is_worker=True)
+        identity = _identity_of(vllm_config, kv_cache_config, settings, is_worker=True)
         return VllmStorageWorkerHalf(identity, find_packing=partial(find_packing, vllm_config))
 
 
-def _identity_of(vllm_config: Any, settings: dict[str, Any], *, is_worker: bool) -> StorageIdentity:
+def _identity_of(
+    vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any], *, is_worker: bool
+) -> StorageIdentity:
     """Raises ConfigError. A worker names no weights: digesting them once an engine is enough."""
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     refuse_split_blocks(parallel, "shared storage")
@@ -106,6 +109,7 @@ def _identity_of(vllm_config: Any, settings: dict[str, Any], *, is_worker: bool)
         loads=bool(transfer.is_kv_consumer),
         secret=ours.find_secret(os.environ),
         settings=StorageSettings.parse(settings),
+        groups=groups_of(kv_cache_config, int(vllm_config.cache_config.block_size)),
     )
 
 

@@ -37,8 +37,8 @@ class LoadsContained(_Store):
         except Exception:
             logger.exception("could not begin to load request %s; it is computed", request.request_id)
             if num_external_tokens:
-                (table,) = blocks.get_block_ids()
-                self.fail_load(request.request_id, tuple(table))
+                held = tuple(block_id for table in blocks.get_block_ids() for block_id in table)
+                self.fail_load(request.request_id, held)
 
 
 def refuse_split_blocks(parallel_config: Any, connector: str) -> None:

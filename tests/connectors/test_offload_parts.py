@@ -14,13 +14,17 @@ from baton.connectors.offload.connector import BatonOffloadConnector, check_at_d
 from baton.connectors.offload.copies import CopyEnd
 from baton.connectors.offload.cpu_copies import CpuCopies
 from baton.connectors.offload.identity import OffloadIdentity
-from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, StoreBlocks
+from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, OffloadReport, StoreBlocks
 from baton.connectors.offload.prompts import is_plain
+from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.settings import OffloadSettings
 from baton.connectors.offload.stats import OffloadPromMetrics, OffloadStats
 from baton.connectors.offload.worker import OffloadWorkerHalf
+from baton.contract import KVConnectorOutput
 from baton.core.errors import BadTransferParams, ConfigError
+from baton.core.kv_groups import KVCacheGroup
 from baton.tiers.host_rows import HostRows
+from tests.connectors.pull_world import FakeRequest
 
 PATIENCE_S = 30.0
 
@@ -217,3 +221,43 @@ def test_what_a_host_leaves_half_done_is_reported_as_failed() -> None:
     assert (report.loaded, report.failed_loads) == ({1}, {1})
     assert worker.build_connector_worker_meta() is None
     worker.shutdown()
+
+
+# --- Holes -------------------------------------------------------------------------------------------
+
+
+def scheduled(request: FakeRequest, num_computed: int, num_tokens: int, *tables: list[int]) -> Any:
+    """A step of this request alone."""
+    new = SimpleNamespace(req_id=request.request_id, num_computed_tokens=num_computed, block_ids=tables)
+    none = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+    return SimpleNamespace(
+        preempted_req_ids=None,
+        scheduled_new_reqs=[new],
+        scheduled_cached_reqs=none,
+        num_scheduled_tokens={request.request_id: num_tokens},
+    )
+
+
+def test_a_hole_in_what_the_host_found_computed_is_not_stored() -> None:
+    """vLLM's prefix cache finds what the next token sees, a token less than what is kept behind a window."""
+    settings = OffloadSettings(cpu_gib=1.0)
+    groups = (KVCacheGroup((0,)), KVCacheGroup((1,), window=9))
+    half = OffloadSchedulerHalf(
+        OffloadIdentity(
+            settings=settings, rank=0, num_ranks=1, block_tokens=4, block_bytes=1 << 20, groups=groups
+        )
+    )
+    short, long = FakeRequest("short", list(range(5))), FakeRequest("long", list(range(20)))
+    half.on_new_request(short)
+    metadata = half.build_connector_meta(scheduled(short, 0, 5, [1, 2], [3, 4]))
+    assert isinstance(metadata, OffloadMetadata)
+    (store,) = metadata.stores
+    assert store.block_ids == (1, 3)
+    half.update_connector_output(
+        KVConnectorOutput(kv_connector_worker_meta=OffloadReport(rank=0, stored={store.job}))
+    )
+    half.on_new_request(long)
+    # Token 16 sees those from the ninth on: two blocks. First of what is kept is the eighth, in block 1.
+    metadata = half.build_connector_meta(scheduled(long, 16, 4, [1, 5, 6, 7, 8], [0, 0, 9, 10, 11]))
+    assert isinstance(metadata, OffloadMetadata)
+    assert metadata.stores == ()

@@ -20,6 +20,7 @@ collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 OTHER_CASTS = frozenset(
     {
         "test_hidden_states",
+        "test_hybrid",
         "test_multi",
         "test_offload",
         "test_ranks",

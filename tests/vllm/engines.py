@@ -186,10 +186,12 @@ class VllmPlan:
 class BatonPlan:
     name: str
     transfer: Mapping[str, Any]
+    extra: tuple[str, ...] = ()
 
     def start(self, site: "Site", port: int) -> Child:
         command = [sys.executable, "-m", "baton.cli", "serve", str(site.model), "--port", str(port)]
         command += ["--served-model-name", MODEL, "--kv-transfer-config", json.dumps(self.transfer)]
+        command += self.extra
         return site.fleet.start(self.name, command)
 
 

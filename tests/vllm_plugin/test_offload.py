@@ -39,7 +39,9 @@ def test_blocks_are_counted_from_what_vllm_allocates(plugin: Any, folder: Path) 
     shared = make(plugin, folder, parallel={"world_size": 4}).scheduler_half
     assert shared._index.num_slots == 256 // 2 // 4
     layers = {"a": SPEC, "b": SPEC, "c": SPEC}
-    unlike = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=FullAttentionSpec())])
+    unlike = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=FullAttentionSpec(), layer_names=[*"abc"])]
+    )
     unlike.kv_cache_groups[0].kv_cache_spec.kv_cache_specs = layers
     assert make(plugin, folder, cache=unlike).scheduler_half._index.num_slots == 256 // 3
 

@@ -15,7 +15,7 @@ from baton.core.errors import ConfigError
 from baton.engine.checkpoint import load_model_config
 from baton.engine.new_model import write_checkpoint
 from baton.vllm_plugin.fingerprint import fingerprint_of
-from baton.vllm_plugin.identity import check_groups, find_folder, identity_of
+from baton.vllm_plugin.identity import find_folder, identity_of
 from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_plugin.versions import check_version, release_of
 
@@ -182,30 +182,12 @@ class FullAttentionSpec:
     """Of the same name as vLLM's, by which it is known."""
 
 
-class MLAAttentionSpec(FullAttentionSpec): ...
-
-
-class RSWASpec(FullAttentionSpec): ...
-
-
-class SlidingWindowSpec: ...
-
-
 def groups(*specs: Any) -> Any:
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
-
-
-def test_several_block_tables_are_refused_with_the_way_out() -> None:
-    with pytest.raises(ConfigError, match="--disable-hybrid-kv-cache-manager"):
-        check_groups(groups(FullAttentionSpec(), FullAttentionSpec()))
-
-
-def test_only_caches_that_keep_whole_prompts_are_lent() -> None:
-    check_groups(groups(MLAAttentionSpec()))
-    check_groups(groups(SimpleNamespace(kv_cache_specs={"a": FullAttentionSpec()})))
-    for spec in (RSWASpec(), SlidingWindowSpec(), SimpleNamespace(kv_cache_specs={"a": SlidingWindowSpec()})):
-        with pytest.raises(ConfigError, match="keeps no whole prompt"):
-            check_groups(groups(spec))
+    return SimpleNamespace(
+        kv_cache_groups=[
+            SimpleNamespace(kv_cache_spec=spec, layer_names=[f"l{index}"]) for index, spec in enumerate(specs)
+        ]
+    )
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.33.1"])

@@ -281,7 +281,7 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             if key in self._index:
                 self._index.use(key)
                 continue
-            is_held = chunk * self._chunk_blocks >= first_held
+            is_held = chunk * self._chunk_blocks >= first_held and not self._has_hole(prompt, chunk)
             reserved = self._index.reserve(key, prompt.key_set) if is_held else None
             if reserved is None:
                 # All is in use, this very prompt fills it, or a part of the chunk has left a window. What
@@ -319,6 +319,12 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         """Index of the first block that every group holds in a step that begins behind so many tokens."""
         size = self._identity.block_tokens
         return max(group.first_kept(num_computed, size) for group in self._identity.groups)
+
+    def _has_hole(self, prompt: Prompt, chunk: int) -> bool:
+        """What was found computed may begin a block later than what was computed here."""
+        return self._is_hybrid and any(
+            NULL_BLOCK_ID in table[prompt.blocks_of(chunk)] for table in prompt.tables
+        )
 
     def _rows_of(self, entry: Entry[BlockHash], group: int) -> range:
         first = entry.slot * self._identity.rows_per_slot + group * self._chunk_blocks

@@ -26,6 +26,7 @@ from baton.contract import (
     host,
 )
 from baton.core.errors import ConfigError
+from baton.core.kv_groups import has_tables
 
 if TYPE_CHECKING:
     import torch
@@ -175,8 +176,8 @@ class OffloadWorkerHalf(KVConnectorWorkerHalf):
         self._received.add(load.request_id)
         report.loaded = (report.loaded or set()) | {end.job}
         if end.error:
-            if len(self._identity.groups) > 1:
-                self._failed.add(load.request_id)  # Which tokens a block is of, its id does not say.
+            if has_tables(self._identity.groups):
+                self._failed.add(load.request_id)
             else:
                 self._invalid_blocks.update(load.block_ids)
             report.failed_loads = (report.failed_loads or set()) | {end.job}

@@ -8,7 +8,7 @@ from baton.connectors.pull.settings import PullSettings
 from baton.core.config import ClusterSecret, EngineConfig
 from baton.core.errors import ConfigError
 from baton.core.ids import EngineId
-from baton.core.kv_groups import KVCacheGroup, is_hybrid
+from baton.core.kv_groups import KVCacheGroup, has_tables
 from baton.core.layout import ModelFingerprint
 
 TICKET_KEY_PURPOSE = "baton.ticket.1"
@@ -30,7 +30,8 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     pp_rank: int = 0  # Of this process. The embedded engine has one stage; a host that has more says so.
     pp_size: int = 1
     has_host_mirror: bool = False  # Peers see a copy of the cache in host memory (`host_mirror`).
-    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)  # Of layers; by default one, which has all.
+    # Of the layers that this rank registers, by their place in that order; by default one, which has all.
+    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)
     schedules_ahead: bool = False  # The host puts a step together while an earlier one still computes.
 
     @classmethod
@@ -73,8 +74,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_block_tables(self) -> bool:
-        """Of several groups, or with holes: which tokens a block is of, its id does not say."""
-        return len(self.groups) > 1 or is_hybrid(self.groups)
+        return has_tables(self.groups)
 
     @property
     def num_ranks(self) -> int:

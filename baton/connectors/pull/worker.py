@@ -110,7 +110,6 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         groups = self._identity.groups
         if len(groups) == 1:
             return None
-        assert self._identity.pp_size == 1, "layers are counted through the whole model"
         return {in_order[layer]: index for index, group in enumerate(groups) for layer in group.layers}
 
     @property

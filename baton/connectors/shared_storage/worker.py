@@ -38,7 +38,7 @@ from baton.contract import (
     KVConnectorWorkerHalf,
     host,
 )
-from baton.core.kv_groups import is_hybrid
+from baton.core.kv_groups import has_tables
 from baton.core.layout import SLOT
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
             self._finished.add(load.order.request_id)
             if reason is not None:
                 self._failed.add(load.order.request_id)
-                if is_hybrid(self._identity.groups):
+                if has_tables(self._identity.groups):
                     self._failed_whole.add(load.order.request_id)  # A part is of no use: windows see its end.
                 else:
                     self._invalid_blocks.update(block for part in not_loaded for block in part.block_ids)

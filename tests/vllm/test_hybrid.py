@@ -1,0 +1,152 @@
+"""A model with sliding windows in a real vLLM: a block table for each group of layers (hybrid KV cache).
+
+A small Gemma 3 of six layers: vLLM deals them out as 0 3 | 1 4 | 2 5, Baton's engine as 2 5 | 0 1 | 3 4.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.cli.processes import Fleet
+from tests.vllm.conftest import ENVIRONMENT
+from tests.vllm.engines import BatonPlan, Server, Site, VllmPlan, transfer
+from tests.vllm.prompts import Prompt, prompts
+
+BLOCK, WINDOW = 32, 100
+GROUPS = "hybrid"
+SIZES = ("--block-size", str(BLOCK))
+SINGLE = VllmPlan("single", None, cores="1", extra=SIZES)
+P = VllmPlan("p", transfer("BatonPushConnector", "kv_producer", "p"), cores="0", extra=SIZES)
+D = VllmPlan("d", transfer("BatonPushConnector", "kv_consumer", "d"), cores="1", extra=SIZES)
+BATON_P = BatonPlan("baton-p", transfer("BatonPushConnector", "kv_producer", "baton-p"), SIZES)
+BATON_D = BatonPlan("baton-d", transfer("BatonPushConnector", "kv_consumer", "baton-d"), SIZES)
+ONE_TABLE = BatonPlan(
+    "one-table",
+    transfer("BatonPushConnector", "kv_producer", "one-table"),
+    (*SIZES, "--hybrid-kv-cache", "off"),
+)
+TRANSFERS = "baton:kv_transfer_seconds_count"
+
+_LONG = next(prompt for prompt in prompts() if len(prompt) == 1500)
+# What the last token of 131 and of 1,027 sees begins with the last token of a block, which whoever looks at
+# the next token only has given away.
+ASKED = [_LONG[:length] for length in (8, 32, 100, 131, 132, 300, 513, 1027, 1500)]
+
+
+@pytest.fixture(scope="module")
+def windows(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    site.dismiss()
+    folder = tmp_path_factory.mktemp("model") / "windows"
+    command = [sys.executable, "-m", "baton.cli", "model", "new", str(folder), "--family", "gemma3"]
+    command += ["--layers", "6", "--sliding-window", str(WINDOW)]
+    subprocess.run(command, check=True, timeout=300, stdout=subprocess.DEVNULL)
+    with Fleet(tmp_path_factory.mktemp("logs"), env={**os.environ, **ENVIRONMENT}) as fleet:
+        of_windows = Site(fleet, folder)
+        yield of_windows
+        of_windows.dismiss()
+
+
+@pytest.fixture(scope="module")
+def expected(windows: Site) -> dict[Prompt, list[int]]:
+    """What a single vLLM says, which keeps no more than its groups need."""
+    engine = windows.cast("single", SINGLE)["single"]
+    answers = {prompt: engine.tokens(prompt) for prompt in ASKED}
+    windows.dismiss()
+    return answers
+
+
+@pytest.fixture(scope="module")
+def engines(windows: Site, expected: dict[Prompt, list[int]]) -> dict[str, Server]:
+    return windows.cast(GROUPS, P, D, BATON_P, BATON_D)
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("names", [("p", "d"), ("p", "baton-d"), ("baton-p", "d")], ids=" to ".join)
+def test_tokens_are_a_single_vllms(
+    windows: Site,
+    engines: dict[str, Server],
+    expected: dict[Prompt, list[int]],
+    names: tuple[str, str],
+    mode: str,
+) -> None:
+    p, d = (engines[name] for name in names)
+    num_before = d.metric(TRANSFERS)
+    with windows.router(p, d, mode) as router:
+        for prompt in ASKED:
+            assert router.tokens(prompt, cache_salt=router.name) == expected[prompt], len(prompt)
+        assert router.metric("baton:router_prefills_total", where="remote") == len(ASKED)
+    # Each prompt begins as the one before it, so D has the beginning already, and never all of it.
+    d.wait_metric(TRANSFERS, lambda num: num >= num_before + len(ASKED))
+
+
+def test_only_what_windows_see_is_moved(
+    engines: dict[str, Server], expected: dict[Prompt, list[int]]
+) -> None:
+    p, d = engines["p"], engines["d"]
+    before = d.metric("baton:kv_transfer_bytes_total")
+    params = p.prefill(_LONG, cache_salt="bytes")
+    num_blocks = -(-len(_LONG) // BLOCK)
+    num_seen = num_blocks - (len(_LONG) - WINDOW) // BLOCK
+    assert sorted(map(len, params["remote_block_ids"])) == [num_seen, num_seen, num_blocks]
+    assert not any(0 in table for table in params["remote_block_ids"]), "the null block is nobody's to lend"
+    assert d.tokens(_LONG, params, cache_salt="bytes") == expected[_LONG]
+    bytes_of_block = BLOCK * 4 * 2 * 32 * 4  # Of one layer: tokens, heads, K and V, elements, float32.
+    moved = d.wait_metric("baton:kv_transfer_bytes_total", lambda count: count > before) - before
+    assert moved == (2 * num_blocks + 4 * num_seen) * bytes_of_block
+
+
+def test_a_producer_that_keeps_everything_serves_one_that_does_not(
+    windows: Site, engines: dict[str, Server], expected: dict[Prompt, list[int]]
+) -> None:
+    d = engines["d"]
+    p = windows.cast(GROUPS, P, D, BATON_P, BATON_D, ONE_TABLE)["one-table"]
+    before = d.metric(TRANSFERS)
+    for prompt in ASKED:
+        params = p.prefill(prompt, cache_salt="one table")
+        assert d.tokens(prompt, params, cache_salt="one table") == expected[prompt], len(prompt)
+    d.wait_metric(TRANSFERS, lambda num: num >= before + len(ASKED))
+    windows.dismiss("one-table")
+
+
+def test_a_load_that_fails_is_computed_and_the_engine_lives(
+    windows: Site, engines: dict[str, Server], expected: dict[Prompt, list[int]]
+) -> None:
+    """vLLM refuses to hear of bad blocks where it has groups; it is told of the request."""
+    d, p = engines["d"], engines["baton-p"]
+    params = p.prefill(_LONG, cache_salt="gone")
+    os.killpg(p.child.pid, signal.SIGKILL)
+    assert d.tokens(_LONG, params, cache_salt="gone") == expected[_LONG]
+    d.wait_metric("baton:kv_transfer_failures_total", lambda count: count >= 1)
+    assert d.tokens(ASKED[3], cache_salt="after") == expected[ASKED[3]]
+    assert d.is_healthy()
+    windows.dismiss("baton-p")
+
+
+@pytest.mark.parametrize(
+    ("connector", "failures"),
+    [
+        ("BatonOffloadConnector", "baton:kv_offload_failures_total"),
+        ("BatonSharedStorageConnector", "baton:storage_unusable_files_total"),
+    ],
+)
+def test_what_a_store_keeps_is_loaded_by_groups(
+    windows: Site, expected: dict[Prompt, list[int]], tmp_path: Path, connector: str, failures: str
+) -> None:
+    config = transfer(connector, "kv_both", connector)
+    in_memory = connector == "BatonOffloadConnector"
+    config["kv_connector_extra_config"] = {"cpu_gib": 0.25} if in_memory else {"path": str(tmp_path)}
+    # Without a prefix cache of its own, so that whatever returns is loaded, from the first token on.
+    plan = VllmPlan("store", config, extra=(*SIZES, "--no-enable-prefix-caching"))
+    engine = windows.cast(connector, plan)["store"]
+    for _ in range(2):
+        for prompt in ASKED:
+            assert engine.tokens(prompt) == expected[prompt], len(prompt)
+    engine.wait_metric(
+        "vllm:external_prefix_cache_hits_total", lambda count: count > sum(map(len, ASKED)) / 2
+    )
+    assert engine.metric(failures) == 0
