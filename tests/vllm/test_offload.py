@@ -1,19 +1,41 @@
 """Offload inside a real vLLM of two ranks, whose pool is too small for what it is asked."""
 
-import pytest
+import json
+from typing import Any
 
+import msgspec
+import pytest
+import zmq
+from vllm.distributed.kv_events import BlockStored, KVEventBatch, ZmqEventPublisher
+
+from baton.cli.processes import free_ports
 from tests.vllm.engines import Server, Site, VllmPlan, transfer
 from tests.vllm.prompts import Single, prompts
 
 ASKED = [prompt for prompt in prompts() if 1500 <= len(prompt) <= 3900]
 
 
+WAIT_MS = 30_000
+
+
 @pytest.fixture(scope="module")
-def engine(site: Site, single: Single) -> Server:
+def replay_endpoint() -> str:
+    return f"tcp://127.0.0.1:{free_ports(1)[0]}"
+
+
+@pytest.fixture(scope="module")
+def engine(site: Site, single: Single, replay_endpoint: str) -> Server:
     config = transfer("BatonOffloadConnector", "kv_both", "o")
     config["kv_connector_extra_config"] = {"cpu_gib": 0.25, "eviction": "arc"}
     # 40 blocks of 128 tokens: one of these prompts drives out the others.
-    plan = VllmPlan("o", config, cores="0|1", extra=("--num-gpu-blocks-override", "40"))
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://127.0.0.1:{free_ports(1)[0]}",
+        "replay_endpoint": replay_endpoint,
+    }
+    extra = ("--num-gpu-blocks-override", "40", "--kv-events-config", json.dumps(events))
+    plan = VllmPlan("o", config, cores="0|1", extra=extra)
     return site.cast("offload", plan)["o"]
 
 
@@ -29,6 +51,39 @@ def test_a_prompt_that_returns_is_loaded_from_host_memory_with_equal_tokens(
     assert engine.metric("vllm:external_prefix_cache_hits_total") == hits
     assert engine.metric("baton:kv_offload_bytes_total", direction="load") > 0
     assert engine.metric("baton:kv_offload_failures_total") == 0
+
+
+def test_a_consumer_can_join_what_lies_in_host_memory_with_what_lies_in_the_cache(
+    engine: Server, single: Single, replay_endpoint: str
+) -> None:
+    for prompt in ASKED:
+        assert engine.tokens(prompt) == single.tokens(prompt), len(prompt)
+    stored = [event for event in replayed(replay_endpoint) if isinstance(event, BlockStored)]
+    by_medium = {
+        medium: {
+            (block, *event.token_ids[place * event.block_size : (place + 1) * event.block_size])
+            for event in stored
+            if event.medium == medium
+            for place, block in enumerate(event.block_hashes)
+        }
+        for medium in ("CPU", "GPU")
+    }
+    assert by_medium["CPU"]
+    assert by_medium["CPU"] <= by_medium["GPU"], "the same hashes, of the same tokens"
+
+
+def replayed(endpoint: str) -> list[Any]:
+    """Every event that the engine has published."""
+    events: list[Any] = []
+    with zmq.Context() as context, context.socket(zmq.DEALER) as replay:
+        replay.connect(endpoint)
+        replay.send_multipart((b"", bytes(8)))
+        while True:
+            assert replay.poll(WAIT_MS), "vLLM does not answer"
+            *_, number, batch = replay.recv_multipart()
+            if number == ZmqEventPublisher.END_SEQ:
+                return events
+            events += msgspec.msgpack.decode(batch, type=KVEventBatch).events
 
 
 def test_a_request_can_opt_out_and_a_wrong_word_harms_nobody(engine: Server, single: Single) -> None:
