@@ -21,7 +21,13 @@ BLOCK, WINDOW = 32, 100
 GROUPS = "hybrid"
 SIZES = ("--block-size", str(BLOCK))
 SINGLE = VllmPlan("single", None, cores="1", extra=SIZES)
-P = VllmPlan("p", transfer("BatonPushConnector", "kv_producer", "p"), cores="0", extra=SIZES)
+# The longer prompts in several steps, so that a push has something to announce between them.
+P = VllmPlan(
+    "p",
+    transfer("BatonPushConnector", "kv_producer", "p"),
+    cores="0",
+    extra=(*SIZES, "--max-num-batched-tokens", "256"),
+)
 D = VllmPlan("d", transfer("BatonPushConnector", "kv_consumer", "d"), cores="1", extra=SIZES)
 BATON_P = BatonPlan("baton-p", transfer("BatonPushConnector", "kv_producer", "baton-p"), SIZES)
 BATON_D = BatonPlan("baton-d", transfer("BatonPushConnector", "kv_consumer", "baton-d"), SIZES)
