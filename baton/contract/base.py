@@ -263,7 +263,8 @@ class KVConnectorWorkerHalf(ABC):
         """Once, before the first step. Each `[num_blocks, kv_heads, block_tokens, 2 * head_dim]`."""
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
-        """Instead of the above, if `prefer_cross_layer_blocks` and the host has one tensor for all layers.
+        """Instead of the above, if `prefer_cross_layer_blocks` and the host has one tensor for all layers:
+        not where layers of several cache groups share memory.
 
         `[num_blocks, layers, kv_heads, block_tokens, 2 * head_dim]`, contiguous in this order. Baton's hosts
         name the layers in `attn_backend.layer_names`.

@@ -16,7 +16,6 @@ import torch
 
 from baton.contract.base import KVConnectorBase_V1, KVConnectorWorkerHalf
 from baton.core.errors import ConfigError
-from baton.core.kv_groups import is_hybrid
 from baton.engine.attention.kv_memory import (
     CrossLayerBackend,
     allocate_kv_cache,
@@ -42,14 +41,6 @@ def allocate_for(
     num_scratch_blocks: int = 0,
 ) -> dict[str, torch.Tensor]:
     """Layer name to cache, scratch blocks behind the pool's. Raises ConfigError as `is_cross_layer`."""
-    has_cross_layer_blocks = is_cross_layer(half, config)
-    groups = config.kv_cache_groups
-    if has_cross_layer_blocks and is_hybrid(groups):
-        raise ConfigError(
-            f"{type(half).__name__} wants blocks of all layers, and this model's are of several kinds; use "
-            " cache_config.hybrid_kv_cache 'off'",
-            field=FIELD,
-        )
     with half.get_mem_pool_context() or nullcontext():
         return allocate_kv_cache(
             config.model_config,
@@ -57,9 +48,9 @@ def allocate_for(
             group.rank,
             group.size,
             device,
-            has_cross_layer_blocks=has_cross_layer_blocks,
+            has_cross_layer_blocks=is_cross_layer(half, config),
             num_scratch_blocks=num_scratch_blocks,
-            groups=groups,
+            groups=config.kv_cache_groups,
         )
 
 
@@ -90,9 +81,14 @@ def is_cross_layer(half: KVConnectorWorkerHalf, config: EngineConfig) -> bool:
 
 
 def register(half: KVConnectorWorkerHalf, kv_caches: dict[str, torch.Tensor], num_blocks: int) -> None:
-    """Show the half the blocks of the pool, in the form that it prefers."""
+    """Show the half the blocks of the pool, in the form that it prefers.
+
+    Layers of several cache groups share memory, so no tensor has them all: they are shown one by one, and
+    their strides say that a block holds what its group's layers have of it.
+    """
     shared = blocks_of_pool(kv_caches, num_blocks)
-    if half.prefer_cross_layer_blocks:
+    have_memory_each = len({cache.data_ptr() for cache in shared.values()}) == len(shared)
+    if half.prefer_cross_layer_blocks and have_memory_each:
         half.register_cross_layers_kv_cache(cross_layer_cache(shared), CrossLayerBackend(tuple(shared)))
     else:
         half.register_kv_caches(shared)

@@ -33,7 +33,7 @@ from baton.engine.models import SingleRank
 from baton.engine.new_model import write_checkpoint
 from baton.transport.base import Transport
 from baton.transport.memory import MemoryNetwork, MemoryTransport
-from tests.connectors.pull_world import engine_config
+from tests.connectors.pull_world import engine_config, model_config
 from tests.connectors.topology_world import Engine, Memory, Reader, Shape
 
 # --- What moves -----------------------------------------------------------------------------------------
@@ -125,8 +125,8 @@ class WishingHalf(NullWorkerHalf):
         self.copy_operation = copy_operation
 
 
-def given(layout: str | None, *, prefers: bool = False) -> WishingHalf:
-    config = engine_config("e")
+def given(layout: str | None, *, prefers: bool = False, model: ModelConfig | None = None) -> WishingHalf:
+    config = engine_config("e", model=model)
     kind = type("Wishing", (Wishing,), {"layout": layout, "prefers": prefers})
     connector: KVConnectorBase_V1 = kind(config, KVConnectorRole.WORKER, None)
     caches = allocate_for(connector, config, SingleRank(), torch.device("cpu"), num_scratch_blocks=1)
@@ -157,6 +157,18 @@ def test_who_prefers_cross_layer_blocks_gets_one_tensor_and_the_names_of_its_lay
     assert whole.is_contiguous()
     assert whole.shape[:2] == (engine_config("e").cache_config.num_gpu_blocks, len(backend.layer_names))
     assert backend.layer_names[0] == "model.layers.0.self_attn.attn"
+
+
+def test_layers_of_several_groups_are_shown_one_by_one_within_their_blocks() -> None:
+    """Two groups of two layers have memory for two between them."""
+    windows = (8, None, 8, None)
+    half = given(None, prefers=True, model=model_config(num_hidden_layers=4, windows=windows))
+    assert half.whole is None
+    assert half.layers is not None
+    first, second, third, fourth = half.layers.values()
+    assert (first.data_ptr(), third.data_ptr()) == (second.data_ptr(), fourth.data_ptr())
+    assert third.data_ptr() - first.data_ptr() == first[0].nbytes, "behind each other in a block"
+    assert first.stride(0) == 2 * first[0].numel()
 
 
 @pytest.mark.parametrize(("layout", "prefers"), [("NHD", False), ("LBNHC", True), ("LBHNC", True)])

@@ -50,6 +50,7 @@ def start(model_of: ModelOf) -> Iterator[Start]:
             block_size: int = BLOCK,
             chunk: int = CHUNK,
             tp: int = 1,
+            **extra: Any,
         ) -> EngineCore:
             transfer = None
             if engine_id is not None:
@@ -57,7 +58,7 @@ def start(model_of: ModelOf) -> Iterator[Start]:
                     kv_connector="BatonPushConnector",
                     kv_role="kv_both",
                     engine_id=engine_id,
-                    kv_connector_extra_config={"stream": stream, "timers": QUICK},
+                    kv_connector_extra_config={"stream": stream, "timers": QUICK, **extra},
                 )
             config = EngineConfig(
                 model_config=model_of(family),
@@ -314,3 +315,23 @@ def test_engines_that_differ_compute_for_themselves(
     assert decoded.num_transferred_tokens == 0
     assert handoffs.legs.transfers == []
     handoffs.come_to_rest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_blocks_may_hold_all_layers_of_their_group(start: Start, family: str) -> None:
+    """On either side; where both have them so, a block is one run of bytes."""
+    descriptors = []
+    for of_p, of_d in ((False, False), (True, False), (False, True), (True, True)):
+        p = start(f"p{len(descriptors)}", family=family, stream="chunk", cross_layer_blocks=of_p)
+        d = start(f"d{len(descriptors)}", family=family, cross_layer_blocks=of_d)
+        handoffs = Handoffs(p, d, start(family=family))
+        assert handoffs.hand_over(prompt_of(70)).num_transferred_tokens == 70
+        handoffs.come_to_rest()
+        [record] = handoffs.legs.transfers
+        assert record["bytes"] == bytes_moved(d.scheduler.config, 70)
+        assert record["early_tokens"] == 64
+        descriptors.append(record["descriptors"])
+    num_layers = {len(group.layers) for group in d.scheduler.kv_cache.groups}
+    assert max(num_layers) > 1, "groups of one layer show nothing"
+    assert descriptors[3] < descriptors[0] == descriptors[1] == descriptors[2]
