@@ -14,6 +14,7 @@ from baton.testing.contract import ConnectorCase, check_connector
 from baton.testing.contract.ours import TIMERS, cut_files
 from baton.testing.contract.site import ToySite
 from tests.vllm_plugin.test_connector import PARALLEL, plugin, roles
+from tests.vllm_plugin.test_groups import SlidingWindowSpec
 from tests.vllm_plugin.test_start import FullAttentionSpec, folder, vllm_config
 
 __all__ = ["folder", "plugin"]  # Fixtures.
@@ -50,15 +51,20 @@ class VllmSite(ToySite):
 
 
 def _cache_of(config: EngineConfig) -> Any:
-    """vLLM's `KVCacheConfig` of the kit's model: one group of whole prompts."""
-    model = config.model_config
-    names = [f"model.layers.{layer}.self_attn.attn" for layer in range(model.num_hidden_layers)]
-    spec = FullAttentionSpec()
+    """vLLM's `KVCacheConfig` of the kit's model, with as many groups as that has."""
+    model, block_tokens = config.model_config, config.cache_config.block_size
     heads = model.num_kv_heads // config.parallel_config.tensor_parallel_size
-    spec.block_size = config.cache_config.block_size
-    spec.page_size_bytes = heads * config.cache_config.block_size * 2 * model.head_dim * 4
-    group = SimpleNamespace(kv_cache_spec=spec, layer_names=names)
-    return SimpleNamespace(kv_cache_groups=[group], num_blocks=config.cache_config.num_gpu_blocks)
+    page_bytes = heads * block_tokens * 2 * model.head_dim * 4
+    groups = []
+    for group in config.kv_cache_groups:
+        if group.window is not None:
+            spec: Any = SlidingWindowSpec(group.window, 0, block_tokens, page_bytes)
+        else:
+            spec = FullAttentionSpec()
+            spec.block_size, spec.page_size_bytes = block_tokens, page_bytes
+        names = [f"model.layers.{layer}.self_attn.attn" for layer in group.layers]
+        groups.append(SimpleNamespace(kv_cache_spec=spec, layer_names=names))
+    return SimpleNamespace(kv_cache_groups=groups, num_blocks=config.cache_config.num_gpu_blocks)
 
 
 @pytest.fixture
