@@ -21,7 +21,8 @@ from baton.core.errors import ConfigError
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.core import EngineCore
 from baton.engine.executor import Executor, ExecutorDied, start_executor
-from baton.engine.executor.ray import import_ray
+from baton.engine.executor.ray import RayExecutor
+from baton.engine.executor.ray_actors import RankActors, import_ray
 from baton.engine.llm import LLM
 from baton.engine.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 
@@ -59,10 +60,12 @@ def told() -> KVTransferConfig:
 class Driver:
     """An executor, and the steps that a scheduler would make for it."""
 
-    def __init__(self, config: Any, kind: str) -> None:
+    def __init__(self, config: Any, kind: str, actors: RankActors | None = None) -> None:
         self.num_ranks = config.parallel_config.tensor_parallel_size
         self.kind = kind
-        self.executor: Executor = start_executor(config, FACTORY)
+        self.executor: Executor = (
+            start_executor(config, FACTORY) if actors is None else RayExecutor(config, FACTORY, actors)
+        )
         self._num_steps = 0
 
     @property
@@ -276,6 +279,37 @@ def test_a_rank_that_fails_is_named_although_the_other_goes_on(driver_of, kind: 
     os.kill(driver.pids[1], signal.SIGSTOP)
     with pytest.raises(ExecutorDied, match=r"^rank 0 failed: KeyError: 'nobody'$"):
         driver.executor.execute(driver.decode(1, "nobody"))
+
+
+@without_ray
+def test_actors_that_were_closed_in_order_are_ranks_again_and_others_are_not(make_config, one_ray) -> None:
+    config = make_config(parallel_config=parallel("ray"), kv_transfer_config=told())
+    actors = RankActors(config)
+
+    def life(*, is_broken: bool = False) -> tuple[list[int], list[list[int]]]:
+        driver = Driver(config, "ray", actors=actors)
+        try:
+            if is_broken:
+                with pytest.raises(ExecutorDied):
+                    driver.executor.execute(driver.decode(1, "nobody"))
+                return driver.pids, []
+            return driver.pids, driver.executor.execute(driver.prefill()).sampled_token_ids
+        finally:
+            driver.executor.shutdown()
+
+    try:
+        first, tokens = life()
+        again, tokens_again = life()
+        assert sorted(again) == sorted(first)
+        assert tokens_again == tokens
+        life(is_broken=True)
+        assert have_ended(first)
+        others, tokens_of_others = life()
+        assert not set(others) & set(first)
+        assert tokens_of_others == tokens
+    finally:
+        actors.close()
+    assert have_ended(others)
 
 
 @without_ray

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 
 from baton.connectors.registry import BUILT_IN
-from baton.testing.contract import check_connector
+from baton.testing.contract import ConnectorCase, check_connector
 from baton.testing.contract.engine_site import EngineSite, ExecutorName
 from baton.testing.contract.ours import in_engines, our_cases
 
@@ -45,3 +46,26 @@ def test_it_keeps_the_contract_in_engines(name: str, executor: ExecutorName, tp:
     assert verdict.checked["wrong-token"] > 20
     assert verdict.seen["loads in the background"] > 2
     assert verdict.seen["aborts while loading"] + verdict.seen["other aborts"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("path", "broken_rule"),
+    [
+        ("examples.prefix_store.prefix_store:PrefixStoreConnector", None),
+        ("tests.testing.leaking:LeavesFilesAnywhere", "files-left"),
+    ],
+)
+def test_over_ray_the_connectors_files_are_told_from_rays(
+    path: str, broken_rule: str | None, tmp_path: Path
+) -> None:
+    # Not imported here: the executor has to be the first.
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    case = in_engines(ConnectorCase(path=path, extra_config={"path": str(tmp_path)}), tp=2)
+    verdict = check_connector(
+        case, examples=6, tries=0, steps=2, make_site=lambda case: EngineSite(case, "ray")
+    )
+    assert verdict.broken_rule == broken_rule, verdict.broken
+    assert verdict.checked["files-left"] == 1

@@ -16,8 +16,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
-import sys
 import tempfile
 import threading
 import time
@@ -26,12 +24,12 @@ from collections.abc import Container, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from baton.core.errors import BatonError, ConfigError
+from baton.core.errors import BatonError
 from baton.engine.executor import Executor, ExecutorDied
 from baton.engine.executor.answers import RankAnswers, StepFuture
 from baton.engine.executor.last_words import LISTEN_S, LastWords
+from baton.engine.executor.ray_actors import RankActors, RankProcess
 from baton.engine.executor.worker import (
-    Rank,
     RankAssignment,
     RankCapture,
     RankFailed,
@@ -52,55 +50,24 @@ STOP_TIMEOUT_S = 10.0  # For worker halves to end what they own.
 WATCH_S = 1.0  # The watching thread looks up as often, to see whether it is to end.
 WATCH_END_S = 10.0
 READY_S = 10.0  # To fetch what is said to be ready.
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-
-# Ray reads these when it is imported or started. Ours give way to what the user has set, loopback excepted.
-_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS": "0",
-    "RAY_DISABLE_IMPORT_WARNING": "1",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-}
-_LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0", on any system: all that Ray binds is 127.0.0.1.
-
-
-class RankActor:
-    """Runs in a process of Ray's. Answers what `worker.Rank` answers, or RankFailed."""
-
-    def __init__(self, path: list[str], environment: dict[str, str], log_level: int) -> None:
-        """`path`: where our process finds modules; Ray's finds this one."""
-        sys.path += [entry for entry in path if entry not in sys.path]
-        os.environ.update(environment)
-        logging.basicConfig(level=log_level)
-        self._rank = Rank()
-
-    def answer(self, message: Any) -> Any:
-        try:
-            return self._rank.answer(message)
-        except Exception as error:  # Text, since not every exception can be pickled.
-            return failure_of(error)
-
-    def close(self) -> None:
-        self._rank.close()
-
-    def watch(self) -> None:
-        """Ends with the process, and so tells of its end."""
-        threading.Event().wait()
 
 
 class RayExecutor(Executor):
-    def __init__(self, config: EngineConfig, connector_factory: str | None) -> None:
+    def __init__(
+        self, config: EngineConfig, connector_factory: str | None, actors: RankActors | None = None
+    ) -> None:
+        """`actors`: the caller's to close, and behind this executor there for the next. Without: its own."""
         self._size = config.parallel_config.tensor_parallel_size
         self._step_timeout_s = config.step_timeout_s
         self._answers = RankAnswers(self._size)
         self._last_words = LastWords(self._size)
         self._in_flight: deque[tuple[StepFuture, list[Any]]] = deque()
-        self._actors: list[Any] = []
         self._is_broken = False
-        self._is_shut_down = False
+        self._owns_actors = actors is None
+        self._actors = actors if actors is not None else RankActors(config)
+        self._ray = self._actors.ray
+        self._ranks: list[RankProcess] = []
         self._watch: _Watch | None = None
-        self._ray = import_ray()
-        self._uses_ours = _OURS.enter(self._ray, config)
         try:
             with tempfile.TemporaryDirectory(prefix="baton-ranks-") as folder:
                 ready = self._start_ranks(config, connector_factory, os.path.join(folder, "store"))
@@ -118,27 +85,15 @@ class RayExecutor(Executor):
     def _start_ranks(
         self, config: EngineConfig, connector_factory: str | None, store_path: str
     ) -> list[RankReady]:
-        environment = {
-            "OMP_NUM_THREADS": str(config.device_config.num_threads),
-            "GLOO_SOCKET_IFNAME": LOOPBACK,
-            "NCCL_SOCKET_IFNAME": LOOPBACK,
-        }
-        # Ranks choose their GPUs by rank, as they do without Ray; so Ray is not to hide any. In a Ray of ours
-        # there is nobody to share processors with; to a user's, a rank is one processor's work.
-        num_cpus = 0 if self._uses_ours else 1
-        actor = self._ray.remote(num_cpus=num_cpus, max_restarts=0, concurrency_groups={"watch": 1})(
-            RankActor
-        )
-        log_level = logging.getLogger().getEffectiveLevel()
-        path = [os.path.abspath(entry) for entry in sys.path]
-        self._actors = [actor.remote(path, environment, log_level) for _ in range(self._size)]
-        self._watch = _Watch(
-            self._ray, [a.watch.options(concurrency_group="watch").remote() for a in self._actors]
-        )
+        self._ranks = self._actors.take(self._size)
+        self._watch = _Watch(self._ray, [process.end for process in self._ranks])
         assignments = [
             RankAssignment(config, connector_factory, rank, store_path) for rank in range(self._size)
         ]
-        tasks = [a.answer.remote(assigned) for a, assigned in zip(self._actors, assignments, strict=True)]
+        tasks = [
+            process.actor.answer.remote(assigned)
+            for process, assigned in zip(self._ranks, assignments, strict=True)
+        ]
         return self._gather(tasks, START_TIMEOUT_S)
 
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
@@ -149,7 +104,7 @@ class RayExecutor(Executor):
 
     def _send(self, message: RankStep | RankCapture) -> list[Any]:
         shared = self._ray.put(message)  # Serialised once for all ranks.
-        return [actor.answer.remote(shared) for actor in self._actors]
+        return [process.actor.answer.remote(shared) for process in self._ranks]
 
     def _drive(self, future: StepFuture, is_waiting: bool) -> None:
         while self._in_flight and self._in_flight[0][0] is not future:
@@ -240,66 +195,36 @@ class RayExecutor(Executor):
         raise self._death({})
 
     def shutdown(self) -> None:
-        if self._is_shut_down:
-            return
-        self._is_shut_down = True
-        actors, self._actors = self._actors, []
+        ranks, self._ranks = self._ranks, []
         if self._watch is not None:
             self._watch.close()
-        if not self._is_broken and actors:
-            tasks = [actor.close.remote() for actor in actors]
-            if self._ray.wait(tasks, num_returns=len(tasks), timeout=STOP_TIMEOUT_S)[1]:
-                logger.warning("ranks did not end within %.0f s; killing them", STOP_TIMEOUT_S)
-        for actor in actors:
-            self._ray.kill(actor)
-        if self._uses_ours:
-            _OURS.leave(self._ray)
+        if self._has_closed(ranks) and not self._owns_actors:
+            self._actors.give_back(ranks)
+        else:
+            self._actors.kill(ranks)
+        if self._owns_actors:
+            self._actors.close()
+
+    def _has_closed(self, ranks: list[RankProcess]) -> bool:
+        """All of them, in time. A rank whose peer is gone may hang, and is not asked."""
+        if self._is_broken or not ranks:
+            return False
+        tasks = [process.actor.close.remote() for process in ranks]
+        ended, late = self._ray.wait(tasks, num_returns=len(tasks), timeout=STOP_TIMEOUT_S)
+        if late:
+            logger.warning("ranks did not end within %.0f s; killing them", STOP_TIMEOUT_S)
+            return False
+        try:
+            self._ray.get(ended, timeout=READY_S)
+        except self._ray.exceptions.RayError as error:
+            logger.warning("a rank did not end in order: %s", error)
+            return False
+        return True
 
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-class _OurRay:
-    """The Ray that this process's executors have started and share. Ray knows one to a process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_users = 0
-
-    def enter(self, ray: Any, config: EngineConfig) -> bool:
-        """Starts it where there is none; False: there is one, and it is somebody else's."""
-        with self._lock:
-            if self._num_users == 0:
-                if ray.is_initialized():
-                    return False
-                if os.environ.get(_LOOPBACK_ONLY) != "0":
-                    raise ConfigError(
-                        "Ray was imported before this engine could tell it to stay on loopback: call "
-                        f"ray.init yourself, or set {_LOOPBACK_ONLY}=0 before the import",
-                        field="parallel_config.executor",
-                    )
-                on_gpu = config.device_config.device == "cuda"
-                size = config.parallel_config.tensor_parallel_size
-                ray.init(
-                    address="local",
-                    num_cpus=size,
-                    num_gpus=size if on_gpu else 0,
-                    include_dashboard=False,
-                    configure_logging=False,  # The logging of this process is ours.
-                )
-            self._num_users += 1
-            return True
-
-    def leave(self, ray: Any) -> None:
-        with self._lock:
-            self._num_users -= 1
-            if self._num_users == 0:
-                ray.shutdown()
-
-
-_OURS = _OurRay()
 
 
 class _Watch:
@@ -339,21 +264,3 @@ class _Watch:
         self._thread.join(WATCH_END_S)
         os.close(self._read)
         os.close(self._write)
-
-
-def import_ray() -> Any:
-    """Raises ConfigError without the extra."""
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    if "ray" not in sys.modules:
-        os.environ[_LOOPBACK_ONLY] = "0"
-    # Whoever else is on this host cannot join; without it Ray keeps one in the user's home.
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError(
-            f"executor 'ray' needs Ray: pip install 'kv-baton[ray]' ({error})",
-            field="parallel_config.executor",
-        ) from error
-    return ray

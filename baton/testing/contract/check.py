@@ -72,7 +72,7 @@ def check_connector(
     """
     search = Search(tries)
     site = make_site(case)
-    files = open_files()
+    files, num_before, left = open_files(), 0, Counter[str]()
     chosen = settings(
         max_examples=max(examples, 1),
         stateful_step_count=steps,
@@ -90,6 +90,8 @@ def check_connector(
         with _quiet_engine():
             if site.is_dear:
                 tour(site, search)
+                if site.keeps_files:
+                    files, num_before = open_files(), search.num_examples
             if examples and search.best is None:
                 run_state_machine_as_test(machine, settings=chosen)
     except (ContractBroken, FlakyFailure):
@@ -97,19 +99,20 @@ def check_connector(
             search.best is not None
         )  # A search that is over lets the last replay pass, which is called flaky.
     finally:
+        left = open_files() - files
         site.close()
     verdict = Verdict(case, search.num_examples, search.checked, search.seen, search.best)
-    if verdict.broken is None and examples > 1 and not site.keeps_files:
-        _check_files(verdict, open_files() - files)
+    if verdict.broken is None and examples > 1:
+        _check_files(verdict, left, verdict.num_examples - num_before)
     return verdict
 
 
-def _check_files(verdict: Verdict, left: Counter[str]) -> None:
+def _check_files(verdict: Verdict, left: Counter[str], num_examples: int) -> None:
     """Over all examples: what leaks in each of them has leaked as often as there were examples."""
     verdict.checked["files-left"] += 1
-    if left.total() > FILES_SLACK + verdict.num_examples // 4:
+    if left.total() > FILES_SLACK + num_examples // 4:
         names = ", ".join(f"{count} x {name}" for name, count in left.most_common(5))
-        detail = f"after {verdict.num_examples} examples more are open than before: {names}"
+        detail = f"after {num_examples} examples more are open than before: {names}"
         breach = Breach("files-left", detail)
         verdict.broken = ContractBroken(breach.rule, breach.detail, "(in all examples)")
 

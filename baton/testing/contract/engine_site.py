@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -34,6 +34,9 @@ from baton.testing.contract.site import ToySite
 from baton.testing.contract.story import Story
 from baton.testing.contract.watched_factory import PATH
 
+if TYPE_CHECKING:
+    from baton.engine.executor.ray_actors import RankActors
+
 WINDOWS: Windows = (None, 6)  # Of the layers of the model that has several KV-cache groups.
 
 ExecutorName = Literal["inprocess", "multiprocess", "ray"]
@@ -49,7 +52,12 @@ class EngineSite(ToySite):
         self._executor = executor
         if executor == "inprocess":
             self.steps_in_flight = (1,)  # A step is over when it has been submitted.
-        self.keeps_files = executor == "ray"  # Its logs, and connections to actors that have ended.
+        self.keeps_files = executor == "ray"  # Its own, and its connections to the actors of all examples.
+        self._actors: RankActors | None = None
+        if executor == "ray":  # Before the first example: Ray's threads are none of a connector's.
+            from baton.engine.executor.ray_actors import RankActors
+
+            self._actors = RankActors(engine_config(case, Shape()))
         self._folder = tempfile.TemporaryDirectory(prefix="baton-kit-")
         self.windows = ((), WINDOWS) if knows_groups(case) else ((),)
         self._models: dict[Windows, tuple[ModelConfig, Reference]] = {}
@@ -94,9 +102,15 @@ class EngineSite(ToySite):
         )
 
     def _start_executor(self, config: EngineConfig, ledger: Ledger, salts: dict[str, str | None]) -> Executor:
-        return start_executor(config, PATH)
+        if self._actors is None:
+            return start_executor(config, PATH)
+        from baton.engine.executor.ray import RayExecutor
+
+        return RayExecutor(config, PATH, self._actors)
 
     def close(self) -> None:
+        if self._actors is not None:
+            self._actors.close()
         for _, reference in self._models.values():
             reference.close()
         self._folder.cleanup()

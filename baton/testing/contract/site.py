@@ -35,7 +35,7 @@ LOOK_EVERY_MAX_S = 0.05
 class Site(ABC):
     """Makes engines for one example after the other."""
 
-    keeps_files = False  # What runs below the connector does: then files left open say nothing of it.
+    keeps_files = False  # What runs below the connector opens some in the first example, for all of them.
     steps_in_flight: tuple[int, ...] = (1, 2)  # What its engines can do.
     is_dear = False  # Starting engines takes seconds: every example has to be worth it.
 

@@ -1,0 +1,168 @@
+"""Ray, and actors in it that wait to be ranks.
+
+    take    --> an actor for each rank: one that waits, else a new one
+    give_back   a rank that has been closed waits for its next assignment
+    close   --> nobody waits any more; Ray ends with its last user in this process
+
+An engine needs its actors once. Whoever starts engine after engine, as a kit of tests does, keeps them: it is
+the start of a process that takes long.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from baton.core.errors import ConfigError
+from baton.engine.executor.worker import Rank, failure_of
+
+if TYPE_CHECKING:
+    from baton.core.config import EngineConfig
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+# Ray reads these when it is imported or started. Ours give way to what the user has set, loopback excepted.
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+_LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0", on any system: all that Ray binds is 127.0.0.1.
+
+
+class RankActor:
+    """Runs in a process of Ray's. Answers what `worker.Rank` answers, or RankFailed."""
+
+    def __init__(self, path: list[str], environment: dict[str, str], log_level: int) -> None:
+        """`path`: where our process finds modules; Ray's finds this one."""
+        sys.path += [entry for entry in path if entry not in sys.path]
+        os.environ.update(environment)
+        logging.basicConfig(level=log_level)
+        self._rank = Rank()
+
+    def answer(self, message: Any) -> Any:
+        try:
+            return self._rank.answer(message)
+        except Exception as error:  # Text, since not every exception can be pickled.
+            return failure_of(error)
+
+    def close(self) -> None:
+        self._rank.close()
+
+    def watch(self) -> None:
+        """Ends with the process, and so tells of its end."""
+        threading.Event().wait()
+
+
+class RankProcess(NamedTuple):
+    actor: Any
+    end: Any  # A task that ends only with the process.
+
+
+class RankActors:
+    def __init__(self, config: EngineConfig) -> None:
+        """`config`: of any of the engines; they have devices and numbers of threads in common."""
+        self.ray = import_ray()
+        self._uses_ours = _OURS.enter(self.ray, config)
+        self._environment = {
+            "OMP_NUM_THREADS": str(config.device_config.num_threads),
+            "GLOO_SOCKET_IFNAME": LOOPBACK,
+            "NCCL_SOCKET_IFNAME": LOOPBACK,
+        }
+        self._waiting: list[RankProcess] = []
+        self._is_closed = False
+
+    def take(self, count: int) -> list[RankProcess]:
+        """They are the caller's to give back or to kill."""
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        return [*taken, *(self._start() for _ in range(count - len(taken)))]
+
+    def _start(self) -> RankProcess:
+        # Ranks choose their GPUs by rank, as they do without Ray; so Ray is not to hide any. In a Ray of ours
+        # there is nobody to share processors with; to a user's, a rank is one processor's work.
+        num_cpus = 0 if self._uses_ours else 1
+        kind = self.ray.remote(num_cpus=num_cpus, max_restarts=0, concurrency_groups={"watch": 1})(RankActor)
+        path = [os.path.abspath(entry) for entry in sys.path]
+        actor = kind.remote(path, self._environment, logging.getLogger().getEffectiveLevel())
+        return RankProcess(actor, actor.watch.options(concurrency_group="watch").remote())
+
+    def give_back(self, closed: list[RankProcess]) -> None:
+        """Ranks that were closed, and live."""
+        self._waiting += closed
+
+    def kill(self, processes: list[RankProcess]) -> None:
+        for process in processes:
+            self.ray.kill(process.actor)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.kill(self._waiting)
+        if self._uses_ours:
+            _OURS.leave(self.ray)
+
+
+class _OurRay:
+    """The Ray that this process's executors have started and share. Ray knows one to a process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_users = 0
+
+    def enter(self, ray: Any, config: EngineConfig) -> bool:
+        """Starts it where there is none; False: there is one, and it is somebody else's."""
+        with self._lock:
+            if self._num_users == 0:
+                if ray.is_initialized():
+                    return False
+                if os.environ.get(_LOOPBACK_ONLY) != "0":
+                    raise ConfigError(
+                        "Ray was imported before this engine could tell it to stay on loopback: call "
+                        f"ray.init yourself, or set {_LOOPBACK_ONLY}=0 before the import",
+                        field="parallel_config.executor",
+                    )
+                on_gpu = config.device_config.device == "cuda"
+                size = config.parallel_config.tensor_parallel_size
+                ray.init(
+                    address="local",
+                    num_cpus=size,
+                    num_gpus=size if on_gpu else 0,
+                    include_dashboard=False,
+                    configure_logging=False,  # The logging of this process is ours.
+                )
+            self._num_users += 1
+            return True
+
+    def leave(self, ray: Any) -> None:
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users == 0:
+                ray.shutdown()
+
+
+_OURS = _OurRay()
+
+
+def import_ray() -> Any:
+    """Raises ConfigError without the extra."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if "ray" not in sys.modules:
+        os.environ[_LOOPBACK_ONLY] = "0"
+    # Whoever else is on this host cannot join; without it Ray keeps one in the user's home.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            f"executor 'ray' needs Ray: pip install 'kv-baton[ray]' ({error})",
+            field="parallel_config.executor",
+        ) from error
+    return ray
