@@ -25,11 +25,10 @@ from baton.engine.api import SamplingParams
 from baton.engine.attention.cuda import why_unavailable
 from baton.engine.attention.kv_memory import allocate_kv_cache
 from baton.engine.cache_setup import copy_blocks
-from baton.engine.checkpoint import load_model_config
 from baton.engine.forward_context import build_attention_metadata
 from baton.engine.llm import LLM
-from baton.engine.new_model import write_checkpoint
 from tests.connectors import mirrored
+from tests.connectors.engine_world import windowed_model
 from tests.connectors.mirrored import COUNTED
 from tests.connectors.pull_world import BLOCK, engine_config
 
@@ -147,11 +146,7 @@ Start = Callable[..., LLM]
 @pytest.fixture(scope="module")
 def model_with_windows(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     """Its layers are in groups, each with block tables of its own."""
-    folder = tmp_path_factory.mktemp("gemma3")
-    write_checkpoint(
-        folder, family="gemma3", hidden=64, layers=6, heads=4, kv_heads=2, vocab=512, sliding_window=10
-    )
-    return load_model_config(folder, max_model_len=256)
+    return windowed_model(tmp_path_factory.mktemp("gemma3"), "gemma3")
 
 
 @pytest.fixture

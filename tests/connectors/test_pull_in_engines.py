@@ -1,46 +1,35 @@
 """Embedded engines hand a prompt over, and the answer is that of one engine alone."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 
 import pytest
 
-from baton.core.config import CacheConfig, ClusterSecret, EngineConfig, KVTransferConfig, ModelConfig
+from baton.core.config import ModelConfig
 from baton.engine.api import SamplingParams
 from baton.engine.llm import LLM
+from tests.connectors.engine_world import ONE_TOKEN, engines, prompt_of
 
 Start = Callable[..., LLM]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
 
 
 @pytest.fixture
 def start(model: ModelConfig) -> Iterator[Start]:
-    with ExitStack() as stack:
+    with engines(model) as start_any:
 
         def start_engine(engine_id: str | None = None, policy: str = "recompute") -> LLM:
-            transfer = None
-            if engine_id is not None:
-                transfer = KVTransferConfig(
-                    kv_connector="BatonPullConnector",
-                    kv_role="kv_both",
-                    engine_id=engine_id,
-                    kv_connector_extra_config={"timers": {"round_trip_max_s": 0.1}},
-                    kv_load_failure_policy=policy,  # type: ignore[arg-type]
-                )
-            config = EngineConfig(
-                model_config=model,
-                cache_config=CacheConfig(num_gpu_blocks=64, block_size=4),
-                kv_transfer_config=transfer,
-                cluster_secret=ClusterSecret(b"sixteen bytes or more"),
+            if engine_id is None:
+                return start_any()
+            return start_any(
+                {
+                    "kv_connector": "BatonPullConnector",
+                    "engine_id": engine_id,
+                    "kv_connector_extra_config": {"timers": {"round_trip_max_s": 0.1}},
+                    "kv_load_failure_policy": policy,
+                }
             )
-            return stack.enter_context(LLM(config, "baton.assemble:connector_factory"))
 
         yield start_engine
-
-
-def prompt_of(num_tokens: int, step: int = 7) -> list[int]:
-    return [(step * i) % 500 + 5 for i in range(num_tokens)]
 
 
 @pytest.mark.slow
