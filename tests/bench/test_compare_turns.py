@@ -2,7 +2,9 @@
 
 import math
 
-from baton.bench.compare.turns import Deadline
+import pytest
+
+from baton.bench.compare.turns import Deadline, is_same_answer
 
 PAST = -math.inf
 
@@ -25,3 +27,19 @@ def test_a_part_with_time_has_as_many_as_are_wanted() -> None:
 
 def test_a_session_that_is_over_begins_no_second_round() -> None:
     assert begun(1e6, PAST) == begun(0.0, PAST) == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("an answer", "an answer", True),
+        ("a prompt's text\ufffdan answer", "an answer", True),
+        ("an answer", "a prompt's text\ufffdan answer", True),
+        ("a prompt's text\ufffdan answer", "another answer", False),
+        ("an answer", "an answer and more", False),
+        ("x answer", "answer", False),
+    ],
+)
+def test_an_answer_behind_the_prompts_text_is_the_same(one: str, other: str, is_same: bool) -> None:
+    """As vLLM's detokenizer, primed with a prompt that ends within a character, begins an answer."""
+    assert is_same_answer(one, other, prompt_tokens=16) == is_same
