@@ -1,10 +1,12 @@
 """Several engines, what connects them, and their comings and goings."""
 
+import random
 from collections.abc import Callable
 
 import msgspec
 
 from baton.core.ids import Address, EngineId
+from baton.core.kv_groups import group_layers, is_hybrid
 from baton.core.timers import Timers
 from baton.sim.engine import Engine
 from baton.sim.parts import Parts
@@ -25,6 +27,12 @@ SIM_TIMERS = Timers(
 CLINGY_TIMERS = msgspec.structs.replace(SIM_TIMERS, deadline_s=60.0, loan_max_s=100.0)
 
 
+def draw_windows(rng: random.Random) -> tuple[int | None, int | None]:
+    """Of both layers: in every other world some see a window only."""
+    one, other = rng.sample([1, 2, 3], 2)
+    return rng.choice([*[(None, None)] * 4, (None, one), (one, None), (one, one), (one, other)])
+
+
 class Cluster:
     def __init__(self, world: World, parts: Parts, *, push: bool) -> None:
         self.world = world
@@ -37,6 +45,9 @@ class Cluster:
         self.on_boot: list[tuple[EngineId, Callable[[], None]]] = []
         rng = world.rng
         self.num_blocks = rng.choice([6, 9] if push else [4, 6])
+        self.groups = group_layers(draw_windows(world.rng_of_models))
+        if is_hybrid(self.groups):
+            self.num_blocks = 1 + len(self.groups) * self.num_blocks
         self.use_mean_s = rng.choice([0.05, 2.0])
         self.wire = Wire(self)
         for role, names in (("P", self.producers), ("D", self.consumers)):

@@ -57,14 +57,16 @@ class Engine:
         self.cluster, self.world = cluster, cluster.world
         self.address = Address(engine_id, Epoch(self.world.rng.getrandbits(64)))
         self.num_ranks, self.rate, self.skew_s, self.timers = num_ranks, rate, skew_s, timers
-        self.pool = Pool(cluster.num_blocks, num_ranks)
+        self.pool = Pool(cluster.num_blocks, num_ranks, cluster.groups)
         self.alive = True
         self.exits_at = NEVER  # Once it drains.
         self.producer = cluster.parts.producer(self.address.epoch, timers)
         self.consumer = cluster.parts.consumer(timers)
         self.prefills = cluster.parts.push_producer(timers)
         self.streams = cluster.parts.push_consumer(timers, self.consumer, NUM_LAYERS)
-        self.peers = PeerTable(self.address, FINGERPRINT, timers, rank_cards(num_ranks, cluster.num_blocks))
+        self.peers = PeerTable(
+            self.address, FINGERPRINT, timers, rank_cards(num_ranks, cluster.num_blocks, cluster.groups)
+        )
         self._machines = (self.producer, self.consumer, self.prefills, self.streams, self.peers)
         self.lender, self.fetcher = Lender(self), Fetcher(self)
         self._paused_until = 0.0

@@ -9,7 +9,7 @@ from baton.protocol.effects import Part
 
 if TYPE_CHECKING:
     from baton.sim.engine import Engine
-    from baton.sim.memory import Content
+    from baton.sim.memory import Content, Tables
 
 
 @dataclass(slots=True, eq=False)
@@ -18,7 +18,7 @@ class Lent:
 
     prompt: int
     transfer_id: TransferId
-    blocks: tuple[BlockId, ...] = ()
+    tables: "Tables" = ()
     lent_at: float = 0.0
     kept_s: float = 0.0  # For whoever may come, before anything is promised.
 
@@ -36,9 +36,10 @@ class Landing:
     started_at: float
     on_end: Callable[[bool], None]  # Tells the router: delivered or not.
     claim: int = 0
-    blocks: tuple[BlockId, ...] = ()  # Once there is room.
+    tables: "Tables" = ()  # Once there is room.
+    blocks: tuple[BlockId, ...] = ()  # All that is in them.
     loan_id: LoanId | None = None  # Once a ticket names it.
-    sources: tuple[BlockId, ...] = ()  # As the ticket names them, from token 0 on.
+    sources: "Tables" = ()  # As the ticket names them, from token 0 on.
     unread: tuple[Part, ...] | None = None  # None: all that is missing.
     heard_at: float = 0.0  # Last of a stream's producer.
     failed_at: float | None = None
@@ -60,7 +61,7 @@ class Read:
     consumer: "Engine"
     sources: tuple[BlockId, ...]
     targets: tuple[BlockId, ...]
-    layers: tuple[int, int] | None
+    part: Part
     on_end: Callable[[bool], None]
     generations: list[int] = field(default_factory=list)  # Of the sources, when it was posted.
     before: "list[Content]" = field(default_factory=list)  # What they held then.

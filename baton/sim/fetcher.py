@@ -5,13 +5,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.core.ids import NO_EPOCH, Address, BlockId, EngineId, Pair, TransferId
+from baton.core.kv_groups import NULL_BLOCK_ID, one_group
 from baton.protocol.effects import Effect, Part, ReadEarly, StreamEffect
+from baton.protocol.grouped_prompt import ONE_TABLE, GroupedPrompt, Passages
 from baton.protocol.introduction import BadIntroduction, check_introduction, open_introduction
 from baton.protocol.plan import plan_pairs
 from baton.protocol.ticket import BadTicket, Ticket, open_ticket
 from baton.sim.checkers import bounded, fenced, fresh
 from baton.sim.facts import Landing
-from baton.sim.memory import NUM_HEADS
+from baton.sim.memory import NUM_HEADS, NUM_LAYERS, Tables, toy_layout
 from baton.sim.model import FINGERPRINT, KEY, hash_of_prompt
 from baton.sim.rank_reads import RankReads
 
@@ -45,7 +47,7 @@ class Fetcher:
         landing = self._landing(
             prompt, ticket.num_tokens, ticket.transfer_id, ticket.producer, ticket.tp_size, on_end
         )
-        landing.loan_id, landing.sources = ticket.loan_id, ticket.block_ids[0]
+        landing.loan_id, landing.sources = ticket.loan_id, self._tables_of(ticket)
         reserved = engine.consumer.reserve(ticket.loan_id, ticket.producer, now)
         if reserved is None:
             world.count("loan already in use")
@@ -178,12 +180,16 @@ class Fetcher:
     def _find_room(self, landing: Landing) -> bool:
         """Blocks for all of the prompt; what is there already is in them."""
         pool = self._engine.pool
-        blocks = pool.allocate(landing.num_tokens, landing)
-        if blocks is None:
+        firsts = [group.first_kept(landing.num_tokens, 1) for group in pool.groups]
+        tables = pool.allocate_tables([landing.num_tokens - first for first in firsts], landing)
+        if tables is None:
             return False
-        landing.blocks = blocks
-        for index in range(landing.num_hits):
-            pool.write(blocks[index], (landing.prompt, index))
+        hole = BlockId(NULL_BLOCK_ID)
+        landing.tables = tuple((hole,) * n + table for n, table in zip(firsts, tables, strict=True))
+        landing.blocks = pool.held(landing.tables)
+        for group, (first, table) in enumerate(zip(firsts, landing.tables, strict=True)):
+            for index in range(first, landing.num_hits):
+                pool.write(table[index], (landing.prompt, index, group))
         self._engine.do(self._go_on(landing))
         return True
 
@@ -199,8 +205,26 @@ class Fetcher:
         if not engine.peers.is_ready(landing.producer.address):
             return []
         return engine.streams.ready(
-            landing.claim, self._pairs(landing), landing.num_hits, now, block_tokens=1
+            landing.claim,
+            self._pairs(landing),
+            landing.num_hits,
+            now,
+            block_tokens=1,
+            passages=self._passages(landing),
         )
+
+    def _passages(self, landing: Landing) -> Passages:
+        cluster = self._engine.cluster
+        if cluster.groups == one_group(NUM_LAYERS):
+            return ONE_TABLE
+        ours, theirs = (
+            tuple(toy_layout(rank, size, cluster.num_blocks, cluster.groups) for rank in range(size))
+            for size in (self._engine.num_ranks, landing.tp_size)
+        )
+        return cluster.parts.plan_passages(theirs, ours, tuple(group.window for group in cluster.groups))
+
+    def _tables_of(self, ticket: Ticket) -> Tables:
+        return tuple(ticket.table_of(group) for group in range(len(ticket.block_ids)))
 
     def _pairs(self, landing: Landing) -> tuple[Pair, ...]:
         if landing.num_hits == landing.num_tokens:
@@ -230,11 +254,13 @@ class Fetcher:
 
     def read_early(self, effect: ReadEarly) -> None:
         self._world.count("early reads")
+        if effect.part.groups is not None:
+            self._world.count("early reads of cache groups")
         if effect.part.layers is not None:
             self._world.count("early reads of some layers")
         landing = self.landings[effect.claim]
         for pair in effect.pairs:
-            self._ranks.post(landing, pair, [effect.part], effect.block_ids, is_last=False)
+            self._ranks.post(landing, pair, [(effect.part, effect.block_ids)], is_last=False)
 
     def open_ticket(self, claim: int, text: str) -> Sequence[StreamEffect]:
         engine, now, landing = self._engine, self._engine.clock(), self.landings[claim]
@@ -256,7 +282,8 @@ class Fetcher:
         else:
             self._world.count("lent to a stream that has read nothing")
         landing = self.landings[claim]
-        landing.loan_id, landing.sources, landing.unread = ticket.loan_id, ticket.block_ids[0], unread
+        landing.loan_id, landing.sources = ticket.loan_id, self._tables_of(ticket)
+        landing.unread = unread
         return self._go_on(landing)
 
     def start_reads(self, claim: int, pairs: tuple[Pair, ...]) -> None:
@@ -270,16 +297,19 @@ class Fetcher:
         landing = self.landings[claim]
         pairs, landing.waiting_pairs = landing.waiting_pairs, ()
         for pair in pairs:  # Never posted; there may be parts that were read early.
-            self._ranks.post(landing, pair, [], (), is_last=False)
+            self._ranks.post(landing, pair, [], is_last=False)
         self._ranks.cancel(landing)
 
     def _read_rest(self, landing: Landing, pairs: Sequence[Pair]) -> None:
         parts: Sequence[Part] | None = landing.unread
         if parts is None:
-            parts = [Part(landing.num_hits, landing.num_tokens - landing.num_hits)]
-        sources: tuple[BlockId, ...] = landing.sources
+            prompt = GroupedPrompt(self._passages(landing), landing.num_tokens, 1)
+            parts = prompt.cut([Part(landing.num_hits, landing.num_tokens - landing.num_hits)])
+        sourced = [
+            (part, landing.sources[part.groups.remote if part.groups is not None else 0]) for part in parts
+        ]
         for pair in pairs:
-            self._ranks.post(landing, pair, parts, sources, is_last=True)
+            self._ranks.post(landing, pair, sourced, is_last=True)
 
     def _read_ended(self, landing: Landing, pair: Pair, ok: bool) -> None:
         engine, now = self._engine, self._engine.clock()
@@ -295,6 +325,8 @@ class Fetcher:
         fenced.check_delivery(self._engine, landing)
         fresh.check_delivery(self._engine, landing)
         self._world.count("delivered")
+        if len(landing.blocks) != landing.num_tokens:
+            self._world.count("delivered to cache groups")
         landing.on_end(True)
         used_s = min(USE_MAX_S, self._world.spread(self._engine.cluster.use_mean_s))
         self._world.after(used_s, lambda: self._used(landing))

@@ -1,7 +1,8 @@
 """P's side of an engine in the world: prompts are computed, told of, lent and freed.
 
 In worlds of push a prompt is computed in chunks, told of chunk by chunk or layer by layer, and preempted at
-any point. Nothing of it is kept then; the blocks go to whoever is next.
+any point. Nothing of it is kept then; the blocks go to whoever is next. What a window has left behind goes as
+soon as the next chunk begins, and at the end.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,11 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.core.ids import BlockId, LoanId, RequestId, TransferId
+from baton.core.kv_groups import NULL_BLOCK_ID
 from baton.protocol.effects import Send
 from baton.protocol.ticket import Ticket, sign_ticket
 from baton.sim.checkers import bounded, held
 from baton.sim.facts import Lent
-from baton.sim.memory import NUM_LAYERS
+from baton.sim.memory import NUM_LAYERS, Tables
 from baton.sim.model import FINGERPRINT, KEY, hash_of_prompt
 
 if TYPE_CHECKING:
@@ -61,16 +63,18 @@ class Lender:
         self._num_transfers += 1
         transfer_id = TransferId(f"t{engine.address.epoch}-{self._num_transfers}")
         lent = Lent(prompt, transfer_id)
-        blocks = None if engine.producer.is_draining else engine.pool.allocate(num_tokens, lent)
-        if blocks is None:
+        counts = [num_tokens] * len(engine.pool.groups)
+        tables = None if engine.producer.is_draining else engine.pool.allocate_tables(counts, lent)
+        if tables is None:
             return self._world.count("P busy")
-        lent.blocks = blocks
+        lent.tables = tables
         prefill = Prefill(prompt, num_tokens, transfer_id, request_id, on_ticket, lent)
         self.prefills.append(prefill)
         self._later(self._world.spread(PREFILL_MEAN_S), partial(self._computed, prefill))
 
     def _computed(self, prefill: Prefill) -> None:
         self._write(prefill, 0, prefill.num_tokens, NUM_LAYERS)
+        prefill.num_done = prefill.num_tokens
         self._end(prefill)
 
     # --- Chunk by chunk: push ---------------------------------------------------------------------
@@ -111,15 +115,18 @@ class Lender:
             return
         left = prefill.num_tokens - prefill.num_done
         count = 1 if world.chance(faults.chunked) else left
-        blocks = self._engine.pool.allocate(count, prefill.run)
-        if blocks is None:
+        self._drop_behind_windows(prefill)
+        pool = self._engine.pool
+        tables = pool.allocate_tables([count] * len(pool.groups), prefill.run)
+        if tables is None:
             prefill.num_tries += 1
             if prefill.num_tries > TRIES_MAX:
                 return self._give_up(prefill, "no room")
-            if prefill.run.blocks:
+            if prefill.run.tables:
                 return self._preempt(prefill)
             return self._later(world.spread(0.5), partial(self._chunk, prefill))
-        prefill.run.blocks += blocks
+        before = prefill.run.tables or ((),) * len(tables)
+        prefill.run.tables = tuple(old + new for old, new in zip(before, tables, strict=True))
         if not prefill.num_done and count < left and world.chance(faults.prefix_hit):
             world.count("P had the beginning")
             return self._done(prefill, count)
@@ -161,24 +168,27 @@ class Lender:
 
     def _tell(self, prefill: Prefill, partial_tokens: int, partial_layers: int) -> None:
         if prefill.is_told:
+            firsts = self._firsts(prefill)
             self._engine.do(
                 self._engine.prefills.progress(
                     prefill.transfer_id,
                     prefill.num_done,
-                    (prefill.run.blocks,),
+                    self._from(firsts, prefill),
                     self._engine.clock(),
                     partial_tokens=partial_tokens,
                     partial_layers=partial_layers,
+                    first_blocks=firsts if any(firsts) else (),
                 )
             )
 
     def _preempt(self, prefill: Prefill) -> None:
         engine = self._engine
         self._world.count("preempted")
-        self._world.note(engine.address.engine_id, f"preempts prompt {prefill.prompt} {prefill.run.blocks}")
+        self._world.note(engine.address.engine_id, f"preempts prompt {prefill.prompt} {prefill.run.tables}")
         if prefill.is_told:
             engine.do(engine.prefills.preempted(prefill.transfer_id, engine.clock()))
-        engine.pool.free(prefill.run.blocks[::-1], prefill.run)  # To be given out in the same order.
+        pool = engine.pool
+        pool.free(pool.held(prefill.run.tables)[::-1], prefill.run)  # To be given out in the same order.
         prefill.run, prefill.num_done = Lent(prefill.prompt, prefill.transfer_id), 0
         prefill.mean_s = self._world.rng.choice([0.01, CHUNK_MEAN_S])  # Some of it may be cached now.
         self._later(self._world.spread(prefill.mean_s), partial(self._chunk, prefill))
@@ -195,7 +205,8 @@ class Lender:
         self._forget(prefill)
         self.lent[loan_id] = lent
         lent.lent_at = world.now
-        world.note(engine.address.engine_id, f"lends {loan_id} prompt {lent.prompt} blocks {lent.blocks}")
+        self._drop_behind_windows(prefill)
+        world.note(engine.address.engine_id, f"lends {loan_id} prompt {lent.prompt} blocks {lent.tables}")
         ticket = Ticket(
             producer=engine.address,
             control_url="sim://",
@@ -205,7 +216,8 @@ class Lender:
             fingerprint=FINGERPRINT,
             tp_size=engine.num_ranks,
             block_tokens=1,
-            block_ids=(lent.blocks,),
+            block_ids=self._from(self._firsts(prefill), prefill),
+            windows=tuple(group.window for group in engine.pool.groups),
             num_tokens=prefill.num_tokens,
             prompt_hash=hash_of_prompt(prefill.prompt, prefill.num_tokens),
         )
@@ -239,7 +251,7 @@ class Lender:
         self._forget(prefill)
         if prefill.is_told:
             engine.do(engine.prefills.failed(prefill.transfer_id, reason, engine.clock()))
-        engine.pool.free(prefill.run.blocks, prefill.run)
+        self._free(prefill.run)
 
     def _forget(self, prefill: Prefill) -> None:
         prefill.is_over = True
@@ -250,14 +262,42 @@ class Lender:
         held.check_free(self._engine, loan_id)
         lent = self.lent.pop(loan_id)
         bounded.check_loan_freed(self._engine, lent)
-        self._engine.pool.free(lent.blocks, lent)
+        self._free(lent)
 
     # --- Parts ------------------------------------------------------------------------------------
 
     def _write(self, prefill: Prefill, first: int, end: int, num_layers: int) -> None:
-        blocks: Sequence[BlockId] = prefill.run.blocks
-        for index in range(first, end):
-            self._engine.pool.write(blocks[index], (prefill.prompt, index), num_layers)
+        """The first `num_layers` layers, each where its group's table says."""
+        pool = self._engine.pool
+        for number, (group, table) in enumerate(zip(pool.groups, prefill.run.tables, strict=True)):
+            num_places = sum(layer < num_layers for layer in group.layers)
+            for index in range(first, end):
+                pool.write(table[index], (prefill.prompt, index, number), num_places)
+
+    def _firsts(self, prefill: Prefill) -> tuple[int, ...]:
+        """Of each group, the first block that is seen behind the whole prompt."""
+        return tuple(group.first_kept(prefill.num_tokens, 1) for group in self._engine.pool.groups)
+
+    def _from(self, firsts: Sequence[int], prefill: Prefill) -> Tables:
+        return tuple(table[first:] for first, table in zip(firsts, prefill.run.tables, strict=True))
+
+    def _drop_behind_windows(self, prefill: Prefill) -> None:
+        pool, run, early = self._engine.pool, prefill.run, self._engine.cluster.parts.drops_early
+        tables: list[tuple[BlockId, ...]] = []
+        for group, table in zip(pool.groups, run.tables, strict=False):
+            num_gone = group.first_kept(prefill.num_done, 1)
+            if group.window is not None:
+                num_gone = min(num_gone + early, len(table))
+            gone = pool.held((table[:num_gone],)) if num_gone else ()
+            if gone and prefill.num_done < prefill.num_tokens:
+                self._world.count("a window moves on")
+            pool.free(gone, run)
+            tables.append((BlockId(NULL_BLOCK_ID),) * num_gone + table[num_gone:])
+        run.tables = tuple(tables)
+
+    def _free(self, run: Lent) -> None:
+        pool = self._engine.pool
+        pool.free(pool.held(run.tables), run)
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
         self._world.after(delay_s, lambda: self._engine.when_awake(action))

@@ -6,7 +6,7 @@ from functools import cache
 from baton.core.ids import PromptHash
 from baton.core.layout import ModelFingerprint
 from baton.protocol.handshake import RankCard, encode_ranks
-from baton.sim.memory import NUM_HEADS, NUM_LAYERS, toy_layout
+from baton.sim.memory import NUM_HEADS, NUM_LAYERS, Groups, toy_layout
 
 KEY = b"the cluster's own key, 32 bytes."
 FINGERPRINT = ModelFingerprint(
@@ -21,9 +21,12 @@ FINGERPRINT = ModelFingerprint(
 
 
 @cache
-def rank_cards(num_ranks: int, num_blocks: int) -> bytes:
+def rank_cards(num_ranks: int, num_blocks: int, groups: Groups) -> bytes:
     return encode_ranks(
-        [RankCard(rank, toy_layout(rank, num_ranks, num_blocks), {"toy": b""}) for rank in range(num_ranks)]
+        [
+            RankCard(rank, toy_layout(rank, num_ranks, num_blocks, groups), {"toy": b""})
+            for rank in range(num_ranks)
+        ]
     )
 
 

@@ -5,13 +5,16 @@ here can be switched on from production code, and nothing in production can be s
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from baton.core.ids import Address, LoanId, Pair, PromptHash, TransferId
-from baton.core.layout import ModelFingerprint
+from baton.core.ids import Address, BlockId, LoanId, Pair, PromptHash, TransferId
+from baton.core.kv_groups import NULL_BLOCK_ID
+from baton.core.layout import ModelFingerprint, RankLayout
 from baton.core.timers import Timers
-from baton.protocol.effects import ConsumerEffect, FreeTarget, ProducerEffect, Send, StreamEffect
+from baton.protocol.effects import ConsumerEffect, FreeTarget, ProducerEffect, ReadEarly, Send, StreamEffect
+from baton.protocol.grouped_prompt import Passages, plan_passages
 from baton.protocol.messages import Announced, Envelope, Finished, Message, Renewed
 from baton.protocol.pull_consumer import NEVER, PullConsumer, _Fetch
 from baton.protocol.pull_producer import PullProducer, _Loan
@@ -286,6 +289,49 @@ class NoHold(PushProducer):
         return NEVER
 
 
+# --- Cache groups ---------------------------------------------------------------------------------
+
+
+def plan_shorter(
+    producers: Sequence[RankLayout], consumers: Sequence[RankLayout], windows: Sequence[int | None]
+) -> Passages:
+    """D takes its windows for one token shorter than they are."""
+    return tuple(
+        passage._replace(window=passage.window - 1) if passage.window is not None else passage
+        for passage in plan_passages(producers, consumers, windows)
+    )
+
+
+class OneTable(PushConsumer):
+    """Reads all that is announced through the table of the first part, whatever its group."""
+
+    def _order(self, stream: _Stream, latest: Announced, pairs: tuple[Pair, ...]) -> list[StreamEffect]:
+        effects = super()._order(stream, latest, pairs)
+        tables = [effect.block_ids for effect in effects if isinstance(effect, ReadEarly)]
+        return [
+            replace(effect, block_ids=tables[0]) if isinstance(effect, ReadEarly) else effect
+            for effect in effects
+        ]
+
+
+class FromTokenZero(PushConsumer):
+    """Takes the first block that is announced of a window for that of token 0."""
+
+    def _order(self, stream: _Stream, latest: Announced, pairs: tuple[Pair, ...]) -> list[StreamEffect]:
+        return [
+            replace(effect, block_ids=self._pushed_to_the_front(effect))
+            if isinstance(effect, ReadEarly)
+            else effect
+            for effect in super()._order(stream, latest, pairs)
+        ]
+
+    def _pushed_to_the_front(self, early: ReadEarly) -> tuple[BlockId, ...]:
+        if early.part.groups is None or NULL_BLOCK_ID not in early.block_ids:
+            return early.block_ids
+        named = tuple(block for block in early.block_ids if block != NULL_BLOCK_ID)
+        return named + named[-1:] * (len(early.block_ids) - len(named))
+
+
 # --- Between --------------------------------------------------------------------------------------
 
 
@@ -323,6 +369,8 @@ MUTANTS: dict[str, Parts] = {
     "promises": Parts(producer=Abandon),
     "deadline": Parts(consumer=NoDeadline),
     "incarnation": Parts(admit=admit_all, consumer=AnySender),
+    "window_length": Parts(plan_passages=plan_shorter),
+    "window_drop": Parts(drops_early=1),
 }
 """Guards of pull, by name."""
 
@@ -342,5 +390,9 @@ PUSH_MUTANTS: dict[str, Parts] = {
     "hold": Parts(push_producer=NoHold),
     "silence": Parts(push_consumer=NoSilence),
     "stream_deadline": Parts(push_consumer=NoStreamDeadline),
+    "window_length": Parts(plan_passages=plan_shorter),
+    "window_drop": Parts(drops_early=1),
+    "early_tables": Parts(push_consumer=OneTable),
+    "early_first": Parts(push_consumer=FromTokenZero),
 }
 """Guards of push, and those of pull that it leans on."""

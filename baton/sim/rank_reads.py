@@ -33,11 +33,17 @@ class RankReads:
         self._reads: dict[tuple[int, Pair], _PairReads] = {}
 
     def post(
-        self, landing: Landing, pair: Pair, parts: Sequence[Part], table: Sequence[BlockId], *, is_last: bool
+        self,
+        landing: Landing,
+        pair: Pair,
+        parts: Sequence[tuple[Part, Sequence[BlockId]]],
+        *,
+        is_last: bool,
     ) -> None:
+        """`parts`: each with the producer's table of it."""
         reads = self._reads.setdefault((landing.claim, pair), _PairReads(landing, pair))
         reads.is_complete |= is_last
-        for part in parts:
+        for part, table in parts:
             span = slice(part.first_token, part.first_token + part.num_tokens)
             reads.num_open += 1
             self._engine.cluster.wire.post(
@@ -46,8 +52,8 @@ class RankReads:
                     pair,
                     self._engine,
                     tuple(table[span]),
-                    landing.blocks[span],
-                    part.layers,
+                    landing.tables[part.groups.local if part.groups is not None else 0][span],
+                    part,
                     partial(self._ended, reads),
                 )
             )

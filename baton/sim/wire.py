@@ -186,7 +186,15 @@ class Wire:
         """By the real plan's spans: from which of P's cells into which of D's."""
         consumer, producer = read.consumer, read.landing.producer
         num_blocks = consumer.pool.num_blocks
-        spans = toy_spans(read.pair, producer.num_ranks, consumer.num_ranks, num_blocks, read.layers)
+        spans = toy_spans(
+            read.pair,
+            producer.num_ranks,
+            consumer.num_ranks,
+            num_blocks,
+            consumer.pool.groups,
+            read.part.layers,
+            read.part.groups.local if read.part.groups is not None else 0,
+        )
         return [
             (
                 span.remote_offset + remote * span.remote_stride + byte,

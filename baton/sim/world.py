@@ -120,6 +120,7 @@ class Faults:
 class World:
     def __init__(self, seed: int, *, push: bool = False, traced: bool = False) -> None:
         self.rng = random.Random(seed)
+        self.rng_of_models = random.Random(f"models {seed}")  # They leave the rest of a world alone.
         self.faults = Faults.draw_push(self.rng) if push else Faults.draw(self.rng)
         self.now = 0.0
         self.num_events = 0

@@ -15,10 +15,11 @@ SLICE = 500
 # Where a world that misses the guard is found, and how many worlds are tried from there. A rare fault needs
 # its seed; when a change of the world moves it, `python -m baton.sim mutants` finds another.
 SEEDS = {
-    ("pull", "claim_epoch"): 781,
-    ("pull", "loan_cap"): 910,
-    ("pull", "incarnation"): 419,
+    ("pull", "claim_epoch"): 1615,
+    ("pull", "loan_cap"): 1266,
+    ("pull", "incarnation"): 2363,
     ("push", "drain_handed"): 622,
+    ("push", "early_first"): 518,
 }
 TRIES = 300
 
@@ -27,6 +28,7 @@ HAPPENS = {
         "batched envelopes",
         "crash",
         "delivered",
+        "delivered to cache groups",
         "drain",
         "kept, and given up if nobody comes",
         "loan already in use",
@@ -46,6 +48,9 @@ HAPPENS = {
         "failed: the producer no longer holds the blocks",
     },
     "push": {
+        "a window moves on",
+        "delivered to cache groups",
+        "early reads of cache groups",
         "P had the beginning",
         "a prefill of that name computes already",
         "a ticket beside the stream",

@@ -26,6 +26,9 @@ def check_use(engine: "Engine", landing: Landing) -> None:
 
 
 def _is_right(engine: "Engine", landing: Landing) -> bool:
+    """Of each group, all that its layers see behind the prompt."""
     return all(
-        engine.pool.contents(block) == {(landing.prompt, index)} for index, block in enumerate(landing.blocks)
+        engine.pool.contents(table[index]) == {(landing.prompt, index, number)}
+        for number, (group, table) in enumerate(zip(engine.pool.groups, landing.tables, strict=True))
+        for index in range(group.first_kept(landing.num_tokens, 1), landing.num_tokens)
     )

@@ -17,7 +17,7 @@ def check_rest(engine: "Engine") -> None:
         raise Violation("I5", "a prefill or a want is left behind")
     if any(read.consumer is engine for read in engine.cluster.wire.reads):
         raise Violation("I5", "a read is left behind")
-    if engine.pool.num_free != engine.pool.num_blocks:
+    if engine.pool.num_free != engine.pool.num_usable:
         raise Violation("I5", "a block is left behind")
     if engine.peers.num_open > len(engine.cluster.incarnations):
         raise Violation("I5", "strangers grow the peer table")
