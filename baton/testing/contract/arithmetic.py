@@ -39,8 +39,9 @@ def next_token(state: int) -> int:
     return state % (VOCAB - 1)
 
 
-def kv_values(states: Sequence[int], layer: int, heads: range, width: int) -> torch.Tensor:
-    """`[tokens, heads, width]`, float32. `heads` are the model's, not the rank's, so that ranks agree."""
+@lru_cache(maxsize=4096)
+def kv_values(states: tuple[int, ...], layer: int, heads: range, width: int) -> torch.Tensor:
+    """`[tokens, heads, width]`, float32, to be read only. `heads` are the model's, so that ranks agree."""
     states_T = torch.tensor(states, dtype=torch.int64).view(-1, 1, 1)
     heads_H = torch.arange(heads.start, heads.stop).view(1, -1, 1)
     places_W = torch.arange(width).view(1, 1, -1)

@@ -64,13 +64,15 @@ def check_connector(
     make_site: Callable[[ConnectorCase], Site] = ToySite,
     tries: int = TRIES,
     steps: int = STEPS,
+    on_example: Callable[[int], None] | None = None,
 ) -> Verdict:
     """Examples until one breaks a rule; then at most `tries` more, in search of a shorter story.
 
     Where examples are dear, a tour through everything comes first; it may be all (`examples` 0).
-    `steps`: of the state machine, in one example. `seed` None: other examples each time.
+    `steps`: of the state machine, in one example. `seed` None: other examples each time. `on_example` is
+    called after each, with how many there have been.
     """
-    search = Search(tries)
+    search = Search(tries, on_example)
     site = make_site(case)
     files, num_before, left = open_files(), 0, Counter[str]()
     chosen = settings(

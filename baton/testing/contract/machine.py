@@ -54,8 +54,9 @@ def shapes_of(site: Site) -> st.SearchStrategy[Shape]:
 class Search:
     """What a run has found so far, and whether it goes on. Shrinking is bounded by a number of tries."""
 
-    def __init__(self, tries_max: int) -> None:
-        """`tries_max`: examples after the first that broke a rule."""
+    def __init__(self, tries_max: int, on_example: Callable[[int], None] | None = None) -> None:
+        """`tries_max`: examples after the first that broke a rule. `on_example`: told how many are over."""
+        self._on_example = on_example
         self.num_examples = 0
         self.checked: Counter[str] = Counter()
         self.seen: Counter[str] = Counter()
@@ -70,6 +71,8 @@ class Search:
     def take(self, story: Story) -> None:
         """An example is over."""
         self.num_examples += 1
+        if self._on_example is not None:
+            self._on_example(self.num_examples)
         self.seen.update(story.seen)
         if self.best is not None:
             self._tries_left -= 1

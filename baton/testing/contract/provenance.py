@@ -126,5 +126,5 @@ class Provenance:
 def _state_of(kv: torch.Tensor, layer: int, heads: range) -> int | None:
     """The state of which this is the whole KV of a token, if of any."""
     state = state_in(float(kv[0, 0]), layer, heads.start)
-    is_whole = state is not None and torch.equal(kv, kv_values([state], layer, heads, kv.shape[-1])[0])
+    is_whole = state is not None and torch.equal(kv, kv_values((state,), layer, heads, kv.shape[-1])[0])
     return state if is_whole else None
