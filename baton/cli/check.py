@@ -3,6 +3,7 @@
 baton check my.module:MyConnector --config '{"path": "/tmp/kv"}'
 baton check my.module:MyConnector --pair pull        two engines; what the first answers goes to the second
 baton check BatonOffloadConnector --executor multiprocess --examples 3
+baton check my.module:MyVllmConnector                of vLLM's own base class, where vllm is installed
 baton check --all                                    Baton's own, over executors
 """
 
@@ -13,6 +14,8 @@ import json
 import os
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -111,13 +114,35 @@ def case_of(connector: str, config: str, pair: str, patience_s: float) -> Connec
     )
 
 
-def run_case(case: ConnectorCase, executor: str, *, examples: int, seed: int) -> Verdict:
+def is_vllms(path: str) -> bool:
+    """Whether the connector is written against vLLM's own base class."""
+    from baton.testing.contract.case import find_class
+
+    return any(base.__module__.startswith("vllm.") for base in find_class(path).__mro__)
+
+
+def run_case(
+    case: ConnectorCase,
+    executor: str,
+    *,
+    examples: int,
+    seed: int,
+    on_example: Callable[[int], None] | None = None,
+) -> Verdict:
     from dataclasses import replace
 
     from baton.testing.contract import check_connector
     from baton.testing.contract.site import Site, ToySite
 
     make_site: Callable[[ConnectorCase], Site] = ToySite
+    if is_vllms(case.path):
+        if executor != "toy":
+            raise typer.BadParameter(
+                "runs over the kit's ranks (toy) for vLLM's classes", param_hint="--executor"
+            )
+        from baton.vllm_plugin.kit_site import VllmSite
+
+        make_site = VllmSite
     tries = 200
     if executor != "toy":
         from baton.testing.contract.engine_site import EngineSite
@@ -129,7 +154,9 @@ def run_case(case: ConnectorCase, executor: str, *, examples: int, seed: int) ->
         def make_site(case: ConnectorCase) -> Site:
             return EngineSite(case, executor)  # type: ignore[arg-type]  # Checked by the caller.
 
-    return check_connector(case, examples=examples, seed=seed, make_site=make_site, tries=tries)
+    return check_connector(
+        case, examples=examples, seed=seed, make_site=make_site, tries=tries, on_example=on_example
+    )
 
 
 def print_verdict(verdict: Verdict, console: Console) -> None:
@@ -154,7 +181,7 @@ def check_all(console: Console, *, examples: int, seed: int) -> bool:
     from rich.table import Table
 
     executors = [name for name in EXECUTORS if name != "ray" or importlib.util.find_spec("ray") is not None]
-    table = Table(title="rules kept / broken, examples", title_justify="left")
+    table = Table(title="rules kept or broken, (examples), time", title_justify="left")
     table.add_column("connector")
     for name in executors:
         table.add_column(name)
@@ -164,18 +191,36 @@ def check_all(console: Console, *, examples: int, seed: int) -> bool:
         for executor in executors:
             for name, case in _our_cases(Path(folder) / executor, executor):
                 count = examples if executor == "toy" else min(examples, ENGINE_EXAMPLES)
-                verdict = run_case(case, executor, examples=count, seed=seed)
-                cell = _cell(verdict)
-                console.print(f"{name} on {executor}: {cell}", highlight=False)
+                where = f"{name} on {executor}"
+                cell, story = _try_case(case, executor, console, where, examples=count, seed=seed)
+                console.print(f"{where}: {cell}", highlight=False)
                 rows.setdefault(name, []).append(cell)
-                if verdict.broken is not None:
-                    stories.append(f"{name} on {executor}\n{verdict.broken}")
+                if story is not None:
+                    stories.append(f"{where}\n{story}")
     for name, cells in rows.items():
         table.add_row(name, *cells)
     console.print(table)
     for story in stories:
         console.print(f"\n{story}", markup=False, highlight=False, soft_wrap=True)
     return not stories
+
+
+def _try_case(
+    case: ConnectorCase, executor: str, console: Console, where: str, *, examples: int, seed: int
+) -> tuple[str, str | None]:
+    """(cell of the table, what to tell if it is not sound). One that cannot be run costs no other."""
+    started_s = time.monotonic()
+    with console.status(f"{where}: starts") as status:
+
+        def show(num_examples: int) -> None:
+            status.update(f"{where}: {num_examples} examples, {time.monotonic() - started_s:.0f} s")
+
+        try:
+            verdict = run_case(case, executor, examples=examples, seed=seed, on_example=show)
+        except Exception as error:  # Of the kit or of an executor: the others' results are not lost with it.
+            return f"ERROR {type(error).__name__}", "".join(traceback.format_exception(error))
+    took = f"{_cell(verdict)} {time.monotonic() - started_s:.0f} s"
+    return took, str(verdict.broken) if verdict.broken is not None else None
 
 
 def _our_cases(folder: Path, executor: str) -> Iterator[tuple[str, ConnectorCase]]:

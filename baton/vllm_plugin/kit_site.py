@@ -1,0 +1,237 @@
+"""The conformance kit over connectors of vLLM's own base class: vLLM's objects in, vLLM's answers out.
+
+    the kit's engine --Request, SchedulerOutput, KVConnectorOutput--> VllmScheduler --vLLM's--> connector
+    the kit's ranks  --ForwardContext------------------------------> VllmWorker    --vLLM's--> connector
+
+Configuration, requests, steps and reports are vLLM's classes; blocks are the kit's, which have what vLLM's
+have. One KV-cache group. No engine of vLLM's runs, so hooks come in the order in which the kit calls them.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from baton.core.config import EngineConfig
+from baton.engine.attention.kv_memory import layer_name
+from baton.engine.new_model import write_checkpoint
+from baton.testing.contract.case import KV_HEADS, MAX_MODEL_LEN, ConnectorCase, find_class
+from baton.testing.contract.site import ToySite
+
+_REPORTED = ("finished_sending", "finished_recving", "invalid_block_ids", "failed_recving")
+
+
+class VllmSite(ToySite):
+    """Halves are instances of the connector's class, as vLLM makes them: one by role."""
+
+    def __init__(self, case: ConnectorCase) -> None:
+        super().__init__(case)
+        self.windows = ((),)
+        self._folder = tempfile.TemporaryDirectory(prefix="baton-kit-")
+        write_checkpoint(
+            Path(self._folder.name), hidden=8, head_dim=2, layers=2, heads=KV_HEADS, kv_heads=KV_HEADS
+        )
+        self._config = _vllm_config(self._folder.name)
+
+    def make_scheduler_half(self, config: EngineConfig) -> Any:
+        return VllmScheduler(self._make(config, KVConnectorRole.SCHEDULER, 0))
+
+    def make_worker_half(self, config: EngineConfig, rank: int) -> Any:
+        return VllmWorker(self._make(config, KVConnectorRole.WORKER, rank))
+
+    def _make(self, config: EngineConfig, role: Any, rank: int) -> Any:
+        transfer, parallel = config.kv_transfer_config, config.parallel_config
+        assert transfer is not None
+        own = copy.copy(self._config)
+        own.kv_transfer_config = KVTransferConfig(
+            kv_connector=transfer.kv_connector,
+            kv_connector_module_path=transfer.kv_connector_module_path,
+            kv_role=transfer.kv_role,
+            engine_id=transfer.engine_id,
+            kv_connector_extra_config=dict(transfer.kv_connector_extra_config),
+            kv_load_failure_policy=transfer.kv_load_failure_policy,
+        )
+        own.cache_config = copy.copy(own.cache_config)
+        own.cache_config.block_size = config.cache_config.block_size
+        own.cache_config.num_gpu_blocks = config.cache_config.num_gpu_blocks
+        own.parallel_config = copy.copy(own.parallel_config)
+        own.parallel_config.tensor_parallel_size = parallel.tensor_parallel_size
+        own.parallel_config.world_size = parallel.tensor_parallel_size
+        own.parallel_config.rank = rank
+        return find_class(self.case.path)(own, role, _cache_of(config))
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+
+def _vllm_config(folder: str) -> Any:
+    return VllmConfig(
+        model_config=ModelConfig(
+            model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_MODEL_LEN
+        ),
+        cache_config=CacheConfig(block_size=32),
+        scheduler_config=SchedulerConfig(
+            max_num_batched_tokens=MAX_MODEL_LEN,
+            max_num_seqs=8,
+            max_model_len=MAX_MODEL_LEN,
+            is_encoder_decoder=False,
+        ),
+        parallel_config=ParallelConfig(),
+        device_config=DeviceConfig(device="cpu"),
+    )
+
+
+def _cache_of(config: EngineConfig) -> Any:
+    model = config.model_config
+    spec = FullAttentionSpec(
+        block_size=config.cache_config.block_size,
+        num_kv_heads=model.num_kv_heads // config.parallel_config.tensor_parallel_size,
+        head_size=model.head_dim,
+        dtype=torch.float32,
+    )
+    names = [layer_name(layer) for layer in range(model.num_hidden_layers)]
+    return KVCacheConfig(
+        num_blocks=config.cache_config.num_gpu_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(names, spec)],
+    )
+
+
+class VllmScheduler:
+    """A connector of the scheduler role; what is not translated goes through by name."""
+
+    def __init__(self, connector: Any) -> None:
+        self.connector = connector
+        self._requests: dict[str, Any] = {}  # vLLM's, of those that have not ended.
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "connector":  # While it is being copied or unpickled.
+            raise AttributeError(name)
+        return getattr(self.connector, name)
+
+    def on_new_request(self, request: Any) -> None:
+        self.connector.on_new_request(self._as_vllms(request))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        return self.connector.get_num_new_matched_tokens(self._as_vllms(request), num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.connector.update_state_after_alloc(self._as_vllms(request), blocks, num_external_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> Any:
+        return self.connector.get_loaded_kv_cache_group_ids(self._as_vllms(request))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
+        theirs = self._as_vllms(request)
+        del self._requests[request.request_id]
+        if hasattr(self.connector, "request_finished_all_groups"):
+            return self.connector.request_finished_all_groups(theirs, (block_ids,))
+        return self.connector.request_finished(theirs, block_ids)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        ours = scheduler_output
+        theirs = SchedulerOutput.make_empty()
+        theirs.num_scheduled_tokens = dict(ours.num_scheduled_tokens)
+        theirs.total_num_scheduled_tokens = ours.total_num_scheduled_tokens
+        theirs.finished_req_ids = ours.finished_req_ids  # The host's own: who changes it is seen.
+        theirs.preempted_req_ids = ours.preempted_req_ids
+        theirs.has_sync_kv_loads = ours.has_sync_kv_loads
+        theirs.scheduled_new_reqs = [self._new(data) for data in ours.scheduled_new_reqs]
+        cached = ours.scheduled_cached_reqs
+        theirs.scheduled_cached_reqs = CachedRequestData(
+            req_ids=cached.req_ids,
+            resumed_req_ids=cached.resumed_req_ids,
+            new_token_ids=[],
+            all_token_ids=cached.all_token_ids,
+            new_block_ids=cached.new_block_ids,
+            num_computed_tokens=cached.num_computed_tokens,
+            num_output_tokens=cached.num_output_tokens,
+        )
+        return self.connector.build_connector_meta(theirs)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        theirs = KVConnectorOutput(
+            finished_sending=connector_output.finished_sending,
+            finished_recving=connector_output.finished_recving,
+            kv_connector_stats=connector_output.kv_connector_stats,
+            kv_cache_events=connector_output.kv_cache_events,
+            kv_connector_worker_meta=connector_output.kv_connector_worker_meta,
+            invalid_block_ids=connector_output.invalid_block_ids,
+            failed_recving=connector_output.failed_recving or set(),
+        )
+        self.connector.update_connector_output(theirs)
+        for name in _REPORTED:
+            setattr(connector_output, name, getattr(theirs, name))
+
+    def _new(self, data: Any) -> Any:
+        theirs = NewRequestData.from_request(self._requests[data.req_id], data.block_ids)
+        theirs.num_computed_tokens = data.num_computed_tokens
+        return theirs
+
+    def _as_vllms(self, request: Any) -> Any:
+        theirs = self._requests.get(request.request_id)
+        if theirs is None:
+            theirs = self._requests[request.request_id] = _vllms_request(request)
+        theirs.status = RequestStatus[request.status.name]
+        theirs.num_computed_tokens = request.num_computed_tokens
+        theirs.kv_transfer_params = request.kv_transfer_params
+        theirs.append_output_token_ids(list(request.all_token_ids[len(theirs.all_token_ids) :]))
+        return theirs
+
+
+def _vllms_request(request: Any) -> Any:
+    params: Mapping[str, Any] | None = request.kv_transfer_params
+    return Request(
+        request_id=request.request_id,
+        prompt_token_ids=list(request.prompt_token_ids),
+        sampling_params=SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=0.0,
+            extra_args={"kv_transfer_params": params} if params is not None else None,
+        ),
+        pooling_params=None,
+        cache_salt=request.cache_salt,
+    )
+
+
+class VllmWorker:
+    """A connector of the worker role, shown a forward context of vLLM's shape."""
+
+    def __init__(self, connector: Any) -> None:
+        self.connector = connector
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "connector":
+            raise AttributeError(name)
+        return getattr(self.connector, name)
+
+    def start_load_kv(self, forward_context: Any) -> None:
+        metadata = forward_context.attn_metadata
+        caches = forward_context.kv_caches
+        self.connector.start_load_kv(
+            SimpleNamespace(
+                no_compile_layers={name: SimpleNamespace(kv_cache=cache) for name, cache in caches.items()},
+                attn_metadata=None if metadata is None else dict.fromkeys(caches, metadata),
+            )
+        )
