@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from baton.connectors.registry import connector_class, stats_builder_of
+from baton.connectors.registry import connector_class, knows_these_groups, stats_builder_of
 from baton.contract import (
     KVConnectorBase_V1,
     KVConnectorPromMetrics,
@@ -21,8 +21,6 @@ from baton.contract import (
     KVConnectorWorkerHalf,
     NullSchedulerHalf,
     NullWorkerHalf,
-    TwoHalvesOfGroups,
-    supports_hma,
 )
 from baton.core.config import EngineConfig
 from baton.core.errors import BadTransferParams
@@ -67,12 +65,8 @@ class RegistryFactory:
         connector = _class_of(config)
         if connector is None:
             return True
-        # vLLM's factory asks in the same way: what is made of others knows only with the configuration.
-        ask = getattr(connector, "supports_hma_config", None)
-        knows_any = bool(ask(config.kv_transfer_config)) if ask is not None else supports_hma(connector)
-        if not knows_any or not issubclass(connector, TwoHalvesOfGroups):
-            return knows_any
-        return connector.supports_groups(config.kv_cache_groups)
+        assert config.kv_transfer_config is not None
+        return knows_these_groups(connector, config.kv_transfer_config, config.kv_cache_groups)
 
 
 connector_factory = RegistryFactory()

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Final
 
-from baton.contract import KVConnectorBase_V1, KVConnectorStats
+from baton.contract import KVConnectorBase_V1, KVConnectorStats, TwoHalvesOfGroups, supports_hma
 from baton.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from baton.contract.host import KVTransferConfigLike
     from baton.core.config import EngineConfig
+    from baton.core.kv_groups import KVCacheGroup
 
 ENTRY_POINT_GROUP = "baton.connectors"
 BUILT_IN: Final = {
@@ -62,6 +63,21 @@ def stats_builder_of(
     """How what it counts is read again. Whoever needs his configuration for it has `make_stats_builder`."""
     make = getattr(connector, "make_stats_builder", None)
     return make(config) if make is not None else connector.build_kv_connector_stats
+
+
+def knows_several_groups(connector: type[KVConnectorBase_V1], transfer: KVTransferConfigLike) -> bool:
+    """Whether it may be shown any. What is made of others knows only with its configuration, as in vLLM."""
+    ask = getattr(connector, "supports_hma_config", None)
+    return bool(ask(transfer)) if ask is not None else supports_hma(connector)
+
+
+def knows_these_groups(
+    connector: type[KVConnectorBase_V1], transfer: KVTransferConfigLike, groups: Sequence[KVCacheGroup]
+) -> bool:
+    """Whether it may be shown these: it knows several, and can do with what these hold."""
+    if not knows_several_groups(connector, transfer):
+        return False
+    return not issubclass(connector, TwoHalvesOfGroups) or connector.supports_groups(transfer, groups)
 
 
 def known_names() -> list[str]:

@@ -271,7 +271,9 @@ class TwoHalvesOfGroups(TwoHalves, SupportsHMA):
     """Of a connector that knows KV-cache groups: so does its scheduler half."""
 
     @classmethod
-    def supports_groups(cls, groups: Sequence[KVCacheGroup]) -> bool:
+    def supports_groups(
+        cls, kv_transfer_config: host.KVTransferConfigLike, groups: Sequence[KVCacheGroup]
+    ) -> bool:
         """Whether it can do with what these hold. Baton's addition; if not, the host keeps everything."""
         return True
 

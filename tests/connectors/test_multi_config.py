@@ -3,6 +3,7 @@
 import logging
 import sys
 import types
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -24,9 +25,11 @@ from baton.contract import (
     NullWorkerHalf,
     SupportsHMA,
     TwoHalves,
+    TwoHalvesOfGroups,
 )
 from baton.core.config import EngineConfig, KVTransferConfig
 from baton.core.errors import BadTransferParams, ConfigError
+from baton.core.kv_groups import KVCacheGroup
 from tests.connectors.pull_world import engine_config
 
 PULL = {"kv_connector": "BatonPullConnector"}
@@ -223,6 +226,30 @@ def test_groups_are_for_a_multi_whose_children_all_know_them(module: ModuleType)
     one_table = connector_factory.scheduler_half(multi(grouped, MINE))
     assert isinstance(one_table, SupportsHMA)
     assert one_table.request_finished_all_groups(request, ([1, 2],)) == (True, {"blocks": ([1, 2],)})
+
+
+def test_a_child_that_needs_what_a_window_leaves_behind_decides_for_all(module: ModuleType) -> None:
+    class SeesAll(TwoHalvesOfGroups):
+        make_scheduler_half, make_worker_half = Mine.make_scheduler_half, Mine.make_worker_half
+
+        @classmethod
+        def supports_groups(cls, kv_transfer_config: Any, groups: Sequence[KVCacheGroup]) -> bool:
+            return kv_transfer_config.kv_connector == "SeesAll" and groups[0].window is None
+
+    module.SeesAll = SeesAll  # type: ignore[attr-defined]
+    sees_all = {**MINE, "kv_connector": "SeesAll"}
+    nested = {
+        "kv_connector": "BatonMultiConnector",
+        "kv_connector_extra_config": {"connectors": [sees_all]},
+    }
+    for windows, expected in (((None, 8), True), ((16, 8), False)):
+        model = msgspec.structs.replace(engine_config("e").model_config, windows=windows)
+        for child in (sees_all, nested):
+            config = msgspec.structs.replace(multi(PULL, child), model_config=model)
+            assert len(config.kv_cache_groups) == 2
+            assert connector_factory.supports_hma(config) is expected
+        pull_alone = msgspec.structs.replace(multi(PULL), model_config=model)
+        assert connector_factory.supports_hma(pull_alone), "the others can do with these"
 
 
 def test_a_child_that_cannot_be_made_takes_those_before_it_along(module: ModuleType) -> None:

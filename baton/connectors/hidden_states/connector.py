@@ -59,7 +59,9 @@ class BatonHiddenStatesConnector(ObservedConnector, TwoHalvesOfGroups):
         return check
 
     @classmethod
-    def supports_groups(cls, groups: Sequence[KVCacheGroup]) -> bool:
+    def supports_groups(
+        cls, kv_transfer_config: host.KVTransferConfigLike, groups: Sequence[KVCacheGroup]
+    ) -> bool:
         """States of what a window has left behind would be gone with its slots."""
         return groups[0].window is None  # Those that see everything come first.
 

@@ -7,7 +7,7 @@ The first one that has a prompt's KV loads it, all of them may save it. `childre
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,13 @@ from baton.connectors.multi.children import FIELD, children_of, required_layout,
 from baton.connectors.multi.scheduler import MultiSchedulerHalf
 from baton.connectors.multi.stats import BuildStats, MultiPromMetrics, rebuilt
 from baton.connectors.multi.worker import MultiWorkerHalf
-from baton.connectors.registry import connector_class, known_names, stats_builder_of
+from baton.connectors.registry import (
+    connector_class,
+    known_names,
+    knows_several_groups,
+    knows_these_groups,
+    stats_builder_of,
+)
 from baton.contract import (
     KVConnectorBase_V1,
     KVConnectorPromMetrics,
@@ -25,10 +31,10 @@ from baton.contract import (
     KVConnectorWorkerHalf,
     TwoHalvesOfGroups,
     host,
-    supports_hma,
 )
 from baton.core.config import EngineConfig, KVTransferConfig
 from baton.core.errors import ConfigError
+from baton.core.kv_groups import KVCacheGroup
 from baton.core.transfer_params import parse_transfer_params
 
 logger = logging.getLogger(__name__)
@@ -39,7 +45,8 @@ Door = Callable[[Mapping[str, Any] | None], None]
 class BatonMultiConnector(TwoHalvesOfGroups):
     """Raises ConfigError for children that cannot work side by side, before any of them is made.
 
-    It knows several groups if all of them do (`supports_hma_config`).
+    It knows several groups if all of them do (`supports_hma_config`), and those that all can do with
+    (`supports_groups`).
     """
 
     @classmethod
@@ -99,9 +106,18 @@ class BatonMultiConnector(TwoHalvesOfGroups):
     def supports_hma_config(cls, kv_transfer_config: KVTransferConfig) -> bool:
         """Whether all children handle several KV-cache groups."""
         return all(
-            connector.supports_hma_config(transfer)
-            if issubclass(connector, BatonMultiConnector)
-            else supports_hma(connector)
+            knows_several_groups(connector, transfer)
+            for transfer, connector in transfers_of(kv_transfer_config)
+        )
+
+    @classmethod
+    def supports_groups(
+        cls, kv_transfer_config: host.KVTransferConfigLike, groups: Sequence[KVCacheGroup]
+    ) -> bool:
+        """Whether all children can do with what these hold."""
+        assert isinstance(kv_transfer_config, KVTransferConfig)
+        return all(
+            knows_these_groups(connector, transfer, groups)
             for transfer, connector in transfers_of(kv_transfer_config)
         )
 

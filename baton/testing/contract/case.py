@@ -10,8 +10,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from baton.connectors.registry import BUILT_IN, connector_class
-from baton.contract import KVConnectorRole, supports_hma
+from baton.connectors.registry import BUILT_IN, connector_class, knows_several_groups
+from baton.contract import KVConnectorRole
 from baton.core.config import (
     CacheConfig,
     ClusterSecret,
@@ -95,11 +95,7 @@ def transfer_config(case: ConnectorCase, engine_id: str, role: str, policy: str)
 
 def knows_groups(case: ConnectorCase) -> bool:
     """Whether the connector may be shown several KV-cache groups."""
-    kind = find_class(case.path)
-    ask = getattr(kind, "supports_hma_config", None)
-    if ask is not None:
-        return bool(ask(transfer_config(case, "e", "kv_both", "recompute")))
-    return supports_hma(kind)
+    return knows_several_groups(find_class(case.path), transfer_config(case, "e", "kv_both", "recompute"))
 
 
 def toy_model(windows: Windows = ()) -> ModelConfig:
