@@ -4,8 +4,7 @@
     python -m baton.vllm_plugin.drift FOLDER --record 0.34
 
 Reads sources without importing them, so that a version can be looked at before it is installed. The records
-lie in `record/`, one for each version that has been tried. Of classes that we extend all methods are
-recorded: one that vLLM adds is one that we do not forward. Of those that we only use, what we use.
+lie in `record/`, one for each version that has been tried; `relied_on` says of what.
 """
 
 from __future__ import annotations
@@ -14,52 +13,17 @@ import ast
 import importlib.util
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, TypeAlias
+
+from baton.vllm_plugin.relied_on import BASES, EXTENDED, USED
 
 Record: TypeAlias = dict[str, dict[str, str]]
 """By "module:Class": by member, its kind and parameters."""
 
-_V1: Final = "distributed/kv_transfer/kv_connector/v1"
-EXTENDED: Final = (
-    f"{_V1}/base.py:KVConnectorBase_V1",
-    f"{_V1}/base.py:SupportsHMA",
-    f"{_V1}/base.py:KVConnectorTransferResults",
-    f"{_V1}/metrics.py:KVConnectorStats",
-    f"{_V1}/metrics.py:KVConnectorPromMetrics",
-)
-USED: Final[Mapping[str, tuple[str, ...]]] = {
-    "distributed/kv_transfer/kv_connector/factory.py:KVConnectorFactory": ("_registry", "register_connector"),
-    "v1/core/block_pool.py:BlockPool": ("touch", "free_blocks", "get_num_free_blocks"),
-    "v1/core/sched/output.py:NewRequestData": (
-        "req_id",
-        "prompt_token_ids",
-        "block_ids",
-        "num_computed_tokens",
-    ),
-    "v1/core/sched/output.py:CachedRequestData": (
-        "req_ids",
-        "resumed_req_ids",
-        "new_block_ids",
-        "num_computed_tokens",
-    ),
-    "v1/core/sched/output.py:SchedulerOutput": (
-        "scheduled_new_reqs",
-        "scheduled_cached_reqs",
-        "num_scheduled_tokens",
-        "total_num_scheduled_tokens",
-        "finished_req_ids",
-        "preempted_req_ids",
-    ),
-    "v1/outputs.py:KVConnectorOutput": (
-        "finished_sending",
-        "finished_recving",
-        "kv_connector_worker_meta",
-        "invalid_block_ids",
-    ),
-    "v1/metrics/cache_hit_source.py:CacheHitSource": ("HOST", "P2P"),
-}
+Scope: TypeAlias = ast.ClassDef | ast.Module
+MISSING: Final = "missing"
 RECORDS: Final = Path(__file__).with_name("record")
 
 
@@ -68,10 +32,12 @@ def describe(package: Path) -> Record:
     described: Record = {}
     for name in (*EXTENDED, *USED):
         path, _, class_name = name.partition(":")
-        members = members_of(_find_class(package / path, class_name))
-        if (wanted := USED.get(name)) is not None:
-            members = {member: members.get(member, "missing") for member in wanted}
-        described[name] = members
+        node = _find(package / path, class_name)
+        if (wanted := USED.get(name)) is None:
+            described[name] = members_of(node)
+        else:
+            known = {**_set_at_first(node), **members_of(node), **_texts_and_bases(node)}
+            described[name] = {member: known.get(member, MISSING) for member in wanted}
     return described
 
 
@@ -99,17 +65,21 @@ def installed_package() -> Path | None:
     return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
 
 
-def _find_class(path: Path, name: str) -> ast.ClassDef:
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
+def _find(path: Path, class_name: str) -> Scope:
+    """The module itself if no class is named."""
+    module = ast.parse(path.read_text())
+    if not class_name:
+        return module
+    for node in module.body:
+        if isinstance(node, ast.ClassDef) and node.name == class_name:
             return node
-    raise LookupError(f"{path} has no class {name}")
+    raise LookupError(f"{path} has no class {class_name}")
 
 
-def members_of(class_: ast.ClassDef) -> dict[str, str]:
-    """Methods and attributes that a class's own source defines, and how they are called."""
+def members_of(scope: Scope) -> dict[str, str]:
+    """What a class's or a module's own source defines, and how it is called."""
     members: dict[str, str] = {}
-    for node in class_.body:
+    for node in scope.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             members[node.name] = _called(node)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -117,6 +87,36 @@ def members_of(class_: ast.ClassDef) -> dict[str, str]:
         elif isinstance(node, ast.Assign):
             members.update({t.id: "attribute" for t in node.targets if isinstance(t, ast.Name)})
     return members
+
+
+def _set_at_first(scope: Scope) -> dict[str, str]:
+    """What __init__ sets of itself."""
+    made = (node for node in scope.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    return {
+        target.attr: "attribute"
+        for function in made
+        for node in ast.walk(function)
+        for target in _targets(node)
+        if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
+    }
+
+
+def _targets(node: ast.AST) -> Iterator[ast.expr]:
+    if isinstance(node, ast.Assign):
+        yield from node.targets
+    elif isinstance(node, ast.AnnAssign):
+        yield node.target
+
+
+def _texts_and_bases(scope: Scope) -> dict[str, str]:
+    texts = {
+        f'"{node.value}"': "text"
+        for node in ast.walk(scope)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    if isinstance(scope, ast.ClassDef):
+        texts[BASES] = ", ".join(ast.unparse(base) for base in scope.bases)
+    return texts
 
 
 def _called(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:

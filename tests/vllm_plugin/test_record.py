@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 
 import baton.vllm_plugin
-from baton.vllm_plugin.drift import EXTENDED, RECORDS, describe, differences, load_record, members_of
+from baton.vllm_plugin.drift import MISSING, RECORDS, describe, differences, load_record, members_of
+from baton.vllm_plugin.relied_on import BASES, EXTENDED
 from baton.vllm_plugin.versions import TESTED
 
 BASE = EXTENDED[0]
 HMA = EXTENDED[1]
+MODULES = {"_custom_ops"}  # Imported whole; what is used of it is recorded.
+AN_INSTANCE_OF = {"current_platform": "Platform"}
 OURS_ALONE = {"role"}  # Of the base class, which knows it as well as we do.
 
 
@@ -40,6 +43,63 @@ def test_each_method_is_forwarded_by_name_with_its_parameters(
         assert forwarded.get(name) == called.replace("abstractmethod ", ""), name
 
 
+@pytest.mark.parametrize("release", TESTED)
+def test_what_is_imported_from_vllm_is_recorded(release: str) -> None:
+    record = load_record(release)
+    recorded = {name.partition(":")[2] for name in record} | MODULES
+    recorded |= {member for name, members in record.items() if name.endswith(":") for member in members}
+    imported = {
+        (file.name, AN_INSTANCE_OF.get(alias.name, alias.name))
+        for file in Path(baton.vllm_plugin.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm"
+        for alias in node.names
+    }
+    assert ("block_events.py", "resolve_block_hashes") in imported
+    assert [(file, name) for file, name in sorted(imported) if name not in recorded] == []
+
+
+@pytest.mark.parametrize("release", TESTED)
+def test_what_we_rely_on_was_there_in_every_version_that_was_tried(release: str) -> None:
+    missing = [name for name, members in load_record(release).items() if MISSING in members.values()]
+    assert missing == []
+
+
+def test_fields_functions_texts_and_bases_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.py").write_text(
+        "KIND = Literal['one', 'two']\n"
+        "def resolve(a, *, b=1): ...\n"
+        "class Spec(Base, Generic[T]):\n"
+        "    size: int\n"
+        "    def __init__(self, other):\n"
+        "        if other:\n"
+        "            self.salt: str = other.other\n"
+        "        other.hidden = self.unset\n"
+    )
+    wanted = {
+        "a.py:": ("resolve", "KIND", '"two"', '"three"', "salt"),
+        "a.py:Spec": (BASES, "size", "salt", "hidden", "unset"),
+    }
+    monkeypatch.setattr("baton.vllm_plugin.drift.EXTENDED", ())
+    monkeypatch.setattr("baton.vllm_plugin.drift.USED", wanted)
+    assert describe(tmp_path) == {
+        "a.py:": {
+            "resolve": "(a, b=)",
+            "KIND": "attribute",
+            '"two"': "text",
+            '"three"': MISSING,
+            "salt": MISSING,
+        },
+        "a.py:Spec": {
+            BASES: "Base, Generic[T]",
+            "size": "attribute",
+            "salt": "attribute",
+            "hidden": MISSING,
+            "unset": MISSING,
+        },
+    }
+
+
 def test_what_differs_is_named() -> None:
     before = {"base.py:Base": {"gone": "(self)", "kept": "(self)", "changed": "(self, a)"}}
     now = {"base.py:Base": {"kept": "(self)", "changed": "(self, a, b=)", "new": "property (self)"}}
@@ -57,9 +117,9 @@ def test_sources_are_read_without_being_imported(tmp_path: Path) -> None:
         file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
         text = file.read_text() if file.exists() else "raise AssertionError('imported')\n"
-        file.write_text(
-            text + f"class {class_name}:\n    @property\n    def role(self, a, b=1, *c, d, e=2, **f): ...\n"
-        )
+        if class_name:
+            text += f"class {class_name}:\n    @property\n    def role(self, a, b=1, *c, d, e=2, **f): ...\n"
+        file.write_text(text)
     found = describe(tmp_path)
     assert found[BASE] == {"role": "property (self, a, b=, *c, d, e=, **f)"}
     assert set(found["v1/core/block_pool.py:BlockPool"].values()) == {"missing"}
