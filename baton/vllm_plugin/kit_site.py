@@ -3,8 +3,9 @@
     the kit's engine --Request, SchedulerOutput, KVConnectorOutput--> VllmScheduler --vLLM's--> connector
     the kit's ranks  --ForwardContext------------------------------> VllmWorker    --vLLM's--> connector
 
-Configuration, requests, steps and reports are vLLM's classes; blocks are the kit's, which have what vLLM's
-have. One KV-cache group. No engine of vLLM's runs, so hooks come in the order in which the kit calls them.
+Configuration, requests, steps and reports are vLLM's classes. Blocks are the kit's: they have what vLLM's
+have, and hold slots whatever vLLM's attention makes of a block, which is no lie to who moves whole ones. One
+KV-cache group. No engine of vLLM's runs, so hooks come in the order in which the kit calls them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -45,17 +46,25 @@ _REPORTED = ("finished_sending", "finished_recving", "invalid_block_ids", "faile
 class VllmSite(ToySite):
     """Halves are instances of the connector's class, as vLLM makes them: one by role."""
 
+    head_dim = 32  # The least that vLLM's attention takes on a CPU.
+
     def __init__(self, case: ConnectorCase) -> None:
         super().__init__(case)
         self.windows = ((),)
         self._folder = tempfile.TemporaryDirectory(prefix="baton-kit-")
         write_checkpoint(
-            Path(self._folder.name), hidden=8, head_dim=2, layers=2, heads=KV_HEADS, kv_heads=KV_HEADS
+            Path(self._folder.name),
+            hidden=KV_HEADS * self.head_dim,
+            head_dim=self.head_dim,
+            layers=2,
+            heads=KV_HEADS,
+            kv_heads=KV_HEADS,
         )
         self._config = _vllm_config(self._folder.name)
 
     def make_scheduler_half(self, config: EngineConfig) -> Any:
-        return VllmScheduler(self._make(config, KVConnectorRole.SCHEDULER, 0))
+        connector = self._make(config, KVConnectorRole.SCHEDULER, 0)
+        return (VllmHMAScheduler if supports_hma(connector) else VllmScheduler)(connector)
 
     def make_worker_half(self, config: EngineConfig, rank: int) -> Any:
         return VllmWorker(self._make(config, KVConnectorRole.WORKER, rank))
@@ -143,11 +152,7 @@ class VllmScheduler:
         return self.connector.get_loaded_kv_cache_group_ids(self._as_vllms(request))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:
-        theirs = self._as_vllms(request)
-        del self._requests[request.request_id]
-        if hasattr(self.connector, "request_finished_all_groups"):
-            return self.connector.request_finished_all_groups(theirs, (block_ids,))
-        return self.connector.request_finished(theirs, block_ids)
+        return self.connector.request_finished(self._ended(request), block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         ours = scheduler_output
@@ -184,9 +189,19 @@ class VllmScheduler:
         for name in _REPORTED:
             setattr(connector_output, name, getattr(theirs, name))
 
+    def introduction(self) -> str | None:
+        """Of Baton's own; clients get it with an answer, which the kit does not wait for."""
+        half: Any = getattr(self.connector, "scheduler_half", None)
+        return half.introduction() if hasattr(half, "introduction") else None
+
     def _new(self, data: Any) -> Any:
         theirs = NewRequestData.from_request(self._requests[data.req_id], data.block_ids)
         theirs.num_computed_tokens = data.num_computed_tokens
+        return theirs
+
+    def _ended(self, request: Any) -> Any:
+        theirs = self._as_vllms(request)
+        del self._requests[request.request_id]
         return theirs
 
     def _as_vllms(self, request: Any) -> Any:
@@ -198,6 +213,13 @@ class VllmScheduler:
         theirs.kv_transfer_params = request.kv_transfer_params
         theirs.append_output_token_ids(list(request.all_token_ids[len(theirs.all_token_ids) :]))
         return theirs
+
+
+class VllmHMAScheduler(VllmScheduler):
+    """Of a connector that is told of block tables, one for each group."""
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Any:
+        return self.connector.request_finished_all_groups(self._ended(request), block_ids)
 
 
 def _vllms_request(request: Any) -> Any:

@@ -28,6 +28,7 @@ from baton.testing.contract.arithmetic import VOCAB
 BLOCK = 4  # Tokens.
 MAX_MODEL_LEN = 96
 KV_HEADS = 4
+HEAD_DIM = 2
 
 Windows = tuple[int | None, ...]
 """Of each layer; None: it sees everything. Layers with other windows have KV-cache groups of their own."""
@@ -98,7 +99,7 @@ def knows_groups(case: ConnectorCase) -> bool:
     return knows_several_groups(find_class(case.path), transfer_config(case, "e", "kv_both", "recompute"))
 
 
-def toy_model(windows: Windows = ()) -> ModelConfig:
+def toy_model(windows: Windows = (), head_dim: int = HEAD_DIM) -> ModelConfig:
     return ModelConfig(
         model="toy",
         served_model_name="toy",
@@ -108,8 +109,8 @@ def toy_model(windows: Windows = ()) -> ModelConfig:
         windows=windows,
         num_attention_heads=KV_HEADS,
         num_kv_heads=KV_HEADS,
-        head_dim=2,
-        hidden_size=8,
+        head_dim=head_dim,
+        hidden_size=KV_HEADS * head_dim,
         vocab_size=VOCAB,
         eos_token_ids=(VOCAB - 1,),
         bos_token_id=None,

@@ -12,6 +12,7 @@ from baton.core.config import ClusterSecret, EngineConfig
 from baton.engine.executor import Executor
 from baton.testing.contract.arithmetic import expected_tokens
 from baton.testing.contract.case import (
+    HEAD_DIM,
     WINDOWS,
     ConnectorCase,
     Shape,
@@ -20,6 +21,7 @@ from baton.testing.contract.case import (
     knows_groups,
     make_half,
     new_secret,
+    toy_model,
 )
 from baton.testing.contract.engine import KitEngine
 from baton.testing.contract.ledger import Ledger
@@ -102,13 +104,16 @@ class Patience:
 class ToySite(Site):
     """Ranks of the kit, in this process; the connector as its users configure it."""
 
+    head_dim = HEAD_DIM
+
     def __init__(self, case: ConnectorCase) -> None:
         super().__init__(case)
         self.patience = Patience(case.patience_s)
         self._secret = new_secret()
 
     def start(self, shape: Shape, story: Story, *, name: str, role: str) -> KitEngine:
-        config = engine_config(self.case, shape, engine_id=name, role=role, secret=self._secret)
+        model = toy_model(shape.windows, self.head_dim)
+        config = engine_config(self.case, shape, engine_id=name, role=role, model=model, secret=self._secret)
         return KitEngine(
             config,
             story,
