@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from baton.connectors.pull.borrower import _Incoming
 from baton.connectors.pull.door import Borrow, read_params
+from baton.connectors.pull.incoming_handoff import IncomingHandoff
 from baton.core.ids import BlockId, Pair
 from baton.core.kv_groups import KVCacheGroup
 from baton.protocol.effects import ReadEarly, StreamEffect
@@ -31,8 +31,8 @@ def _shorter(groups: tuple[KVCacheGroup, ...]) -> tuple[KVCacheGroup, ...]:
 
 def _read_less(engine: Engine) -> None:
     """D takes its windows for one token shorter than they are."""
-    borrower = engine.half._borrower
-    plan_passages = borrower._plan_passages
+    planner = engine.half._borrower._planner
+    plan_passages = planner.passages
 
     def plan_shorter(ranks: Sequence[RankCard]) -> Passages:
         return tuple(
@@ -40,27 +40,27 @@ def _read_less(engine: Engine) -> None:
             for passage in plan_passages(ranks)
         )
 
-    borrower._plan_passages = plan_shorter  # type: ignore[method-assign]
-    borrower._check_windows = _check_nothing  # type: ignore[method-assign]
+    planner.passages = plan_shorter  # type: ignore[method-assign]
+    planner.check_windows = _check_nothing  # type: ignore[method-assign]
 
 
 def _with_tables(tables_of: Callable[[Ticket], tuple[tuple[BlockId, ...], ...]]) -> Parts:
     """D reads from other places than the ticket says."""
 
     def tamper(engine: Engine) -> None:
-        borrower = engine.half._borrower
-        order_reads = borrower._order_reads
+        orders = engine.half._borrower._orders
+        read_lent = orders.read_lent
 
-        def order(incoming: _Incoming, pairs: Sequence[Pair]) -> None:
+        def read(incoming: IncomingHandoff, pairs: Sequence[Pair]) -> None:
             offer = incoming.offer
             assert offer is not None
             assert offer.ticket is not None
             ticket = offer.ticket
             offer.ticket = msgspec.structs.replace(ticket, block_ids=tables_of(ticket))
-            order_reads(incoming, pairs)
+            read_lent(incoming, pairs)
             offer.ticket = ticket
 
-        borrower._order_reads = order  # type: ignore[method-assign]
+        orders.read_lent = read  # type: ignore[method-assign]
 
     return Parts(tamper=tamper)
 
@@ -77,16 +77,16 @@ def _from_the_front(ticket: Ticket) -> tuple[tuple[BlockId, ...], ...]:
 
 def _write_askew(engine: Engine) -> None:
     """D reads a window's blocks into those of the next group."""
-    borrower = engine.half._borrower
-    order_reads = borrower._order_reads
+    orders = engine.half._borrower._orders
+    read_lent = orders.read_lent
 
-    def order(incoming: _Incoming, pairs: Sequence[Pair]) -> None:
+    def read(incoming: IncomingHandoff, pairs: Sequence[Pair]) -> None:
         tables = incoming.tables
         incoming.tables = (*tables[1:], tables[0])
-        order_reads(incoming, pairs)
+        read_lent(incoming, pairs)
         incoming.tables = tables
 
-    borrower._order_reads = order  # type: ignore[method-assign]
+    orders.read_lent = read  # type: ignore[method-assign]
 
 
 def _believe_windows(engine: Engine) -> None:
@@ -105,12 +105,12 @@ def _believe_windows(engine: Engine) -> None:
         assert isinstance(wish, Borrow)
         return wish
 
-    def accept_of_stream(incoming: _Incoming, text: str, now: float) -> None:
+    def accept_of_stream(incoming: IncomingHandoff, text: str, now: float) -> None:
         borrower._agent.accept(incoming.claim, open_ticket(text, borrower._identity.ticket_key), now)
 
     borrower.verify = verify_all_but_layout  # type: ignore[method-assign]
     borrower._open_ticket = accept_of_stream  # type: ignore[method-assign]
-    borrower._check_windows = _check_nothing  # type: ignore[method-assign]
+    borrower._planner.check_windows = _check_nothing  # type: ignore[method-assign]
 
 
 def _check_nothing(passages: Passages, ticket: Ticket) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from baton.connectors.pull.door import Borrow, read_params
-from baton.connectors.pull.metadata import FailedLoad
 from baton.connectors.push.prefills import _Step
 from baton.connectors.push.scheduler import PushSchedulerHalf
 from baton.core.errors import BadTransferParams
@@ -62,7 +61,7 @@ def _forget_missing(engine: Engine) -> None:
     borrower = engine.half._borrower
 
     def order_failure(incoming: Any) -> None:
-        borrower._orders.append(FailedLoad(incoming.request_id, ()))
+        borrower._orders.fail_load(incoming.request_id, ())
 
     borrower._order_failure = order_failure  # type: ignore[method-assign]
 
