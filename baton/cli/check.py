@@ -4,6 +4,7 @@ baton check my.module:MyConnector --config '{"path": "/tmp/kv"}'
 baton check my.module:MyConnector --pair pull        two engines; what the first answers goes to the second
 baton check BatonOffloadConnector --executor multiprocess --examples 3
 baton check my.module:MyVllmConnector                of vLLM's own base class, where vllm is installed
+baton check BatonOffloadConnector --executor vllm    Baton's classes for vLLM
 baton check --all                                    Baton's own, over executors
 """
 
@@ -17,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Put a KV connector to the contract's test.")
 
-EXECUTORS = ("toy", "inprocess", "multiprocess", "ray")
+EXECUTORS = ("toy", "vllm", "inprocess", "multiprocess", "ray")
+OPTIONAL = ("vllm", "ray")  # The executors that need packages of these names.
+TELL_EVERY_S = 30.0
 ENGINE_EXAMPLES = 2  # Of --all, where each example starts real engines; besides the tour.
 
 
@@ -54,7 +58,11 @@ def check(
     examples: Annotated[int, typer.Option(help="How many worlds to try.", min=0)] = 50,
     seed: Annotated[int, typer.Option(help="Other worlds.")] = 0,
     executor: Annotated[
-        str, typer.Option(help=f"Who runs the ranks: {', '.join(EXECUTORS)}. toy: the kit, in this process.")
+        str,
+        typer.Option(
+            help=f"Who runs the ranks: {', '.join(EXECUTORS)}. toy: the kit, in this process. "
+            "vllm: the kit, and the connector is vLLM's, told of vLLM's objects."
+        ),
     ] = "toy",
     patience_s: Annotated[
         float, typer.Option(help="For work in the background, when no step moves anything.", min=0.0)
@@ -83,7 +91,8 @@ def check(
             raise typer.BadParameter("name a connector, or give --all")
         else:
             case = case_of(connector, config, pair, patience_s)
-            verdict = run_case(case, executor, examples=examples, seed=seed)
+            with _progress(console, case.name) as show:
+                verdict = run_case(case, executor, examples=examples, seed=seed, on_example=show)
             print_verdict(verdict, console)
             is_sound = verdict.broken is None
     except UserError as error:
@@ -121,6 +130,25 @@ def is_vllms(path: str) -> bool:
     return any(base.__module__.startswith("vllm.") for base in find_class(path).__mro__)
 
 
+def vllms_case(case: ConnectorCase, executor: str) -> ConnectorCase:
+    """The case with the class that vLLM is given. Raises BadParameter if there is none, or no vLLM."""
+    from dataclasses import replace
+
+    if executor not in ("toy", "vllm"):
+        raise typer.BadParameter(
+            "runs over the kit's ranks (vllm) for vLLM's classes", param_hint="--executor"
+        )
+    if importlib.util.find_spec("vllm") is None:
+        raise typer.BadParameter("vllm is not installed", param_hint="--executor")
+    from baton.vllm_plugin import CONNECTORS
+
+    if case.path in CONNECTORS:
+        return replace(case, path=f"baton.vllm_plugin:{case.path}")
+    if not is_vllms(case.path):
+        raise typer.BadParameter(f"{case.path} is no class of vLLM's base", param_hint="--executor")
+    return case
+
+
 def run_case(
     case: ConnectorCase,
     executor: str,
@@ -135,16 +163,13 @@ def run_case(
     from baton.testing.contract.site import Site, ToySite
 
     make_site: Callable[[ConnectorCase], Site] = ToySite
-    if is_vllms(case.path):
-        if executor != "toy":
-            raise typer.BadParameter(
-                "runs over the kit's ranks (toy) for vLLM's classes", param_hint="--executor"
-            )
+    if executor == "vllm" or is_vllms(case.path):
+        case, executor = vllms_case(case, executor), "vllm"
         from baton.vllm_plugin.kit_site import VllmSite
 
         make_site = VllmSite
     tries = 200
-    if executor != "toy":
+    if executor not in ("toy", "vllm"):
         from baton.testing.contract.engine_site import EngineSite
 
         tp = 1 if executor == "inprocess" else 2
@@ -180,25 +205,27 @@ def check_all(console: Console, *, examples: int, seed: int) -> bool:
     """Baton's connectors over the executors that this installation has. True if all keep the contract."""
     from rich.table import Table
 
-    executors = [name for name in EXECUTORS if name != "ray" or importlib.util.find_spec("ray") is not None]
+    executors = [
+        name for name in EXECUTORS if name not in OPTIONAL or importlib.util.find_spec(name) is not None
+    ]
     table = Table(title="rules kept or broken, (examples), time", title_justify="left")
     table.add_column("connector")
     for name in executors:
         table.add_column(name)
     stories: list[str] = []
     with tempfile.TemporaryDirectory(prefix="baton-check-") as folder:
-        rows: dict[str, list[str]] = {}
+        rows: dict[str, dict[str, str]] = {}
         for executor in executors:
             for name, case in _our_cases(Path(folder) / executor, executor):
-                count = examples if executor == "toy" else min(examples, ENGINE_EXAMPLES)
+                count = examples if executor in ("toy", "vllm") else min(examples, ENGINE_EXAMPLES)
                 where = f"{name} on {executor}"
                 cell, story = _try_case(case, executor, console, where, examples=count, seed=seed)
                 console.print(f"{where}: {cell}", highlight=False)
-                rows.setdefault(name, []).append(cell)
+                rows.setdefault(name, {})[executor] = cell
                 if story is not None:
                     stories.append(f"{where}\n{story}")
     for name, cells in rows.items():
-        table.add_row(name, *cells)
+        table.add_row(name, *(cells.get(executor, "-") for executor in executors))
     console.print(table)
     for story in stories:
         console.print(f"\n{story}", markup=False, highlight=False, soft_wrap=True)
@@ -210,11 +237,7 @@ def _try_case(
 ) -> tuple[str, str | None]:
     """(cell of the table, what to tell if it is not sound). One that cannot be run costs no other."""
     started_s = time.monotonic()
-    with console.status(f"{where}: starts") as status:
-
-        def show(num_examples: int) -> None:
-            status.update(f"{where}: {num_examples} examples, {time.monotonic() - started_s:.0f} s")
-
+    with _progress(console, where) as show:
         try:
             verdict = run_case(case, executor, examples=examples, seed=seed, on_example=show)
         except Exception as error:  # Of the kit or of an executor: the others' results are not lost with it.
@@ -223,12 +246,34 @@ def _try_case(
     return took, str(verdict.broken) if verdict.broken is not None else None
 
 
+@contextmanager
+def _progress(console: Console, where: str) -> Iterator[Callable[[int], None]]:
+    """To be called after each example. Where nobody sees a line change, it is told now and then."""
+    started_s = told_s = time.monotonic()
+    with console.status(f"{where}: starts") as status:
+
+        def show(num_examples: int) -> None:
+            nonlocal told_s
+            now_s = time.monotonic()
+            line = f"{where}: {num_examples} examples, {now_s - started_s:.0f} s"
+            status.update(line)
+            if not console.is_terminal and now_s - told_s >= TELL_EVERY_S:
+                told_s = now_s
+                console.print(line, highlight=False)
+
+        yield show
+
+
 def _our_cases(folder: Path, executor: str) -> Iterator[tuple[str, ConnectorCase]]:
     from baton.testing.contract.ours import our_cases
 
     folder.mkdir()
     transports: Any = ("local", "tcp") if executor in ("multiprocess", "ray") else ("memory",)
-    yield from our_cases(folder, transports=transports).items()
+    cases = our_cases(folder, transports=transports)
+    if executor == "vllm":
+        # vLLM has a Multi of its own, and shows hidden states only where it speculates.
+        del cases["BatonMultiConnector"], cases["BatonHiddenStatesConnector"]
+    yield from cases.items()
 
 
 def _cell(verdict: Verdict) -> str:

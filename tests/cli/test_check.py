@@ -41,12 +41,20 @@ def test_a_broken_one_gets_its_story_and_status_1() -> None:
         ("BatonPullConnector", "--pair", "triple"),
         ("BatonPullConnector", "--config", "[]"),
         ("BatonPullConnector", "--executor", "abacus"),
+        (EXAMPLE, "--executor", "vllm"),  # No class of vLLM's, or no vLLM.
     ],
 )
 def test_what_cannot_be_checked_is_said(arguments: tuple[str, ...]) -> None:
     status, output = check(*arguments)
     assert status == 2
     assert "Invalid value" in output or "must" in output
+
+
+def test_a_long_check_says_now_and_then_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.cli.check.TELL_EVERY_S", 0.0)
+    status, output = check(EXAMPLE, "--config", f'{{"path": "{tmp_path}"}}', "--examples", "2")
+    assert status == 0, output
+    assert "PrefixStoreConnector: 1 examples" in output
 
 
 def test_the_rules_in_the_docs_are_the_kits() -> None:

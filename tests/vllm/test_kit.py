@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from typer.testing import CliRunner
 
+from baton.cli.main import app
 from baton.testing.contract import ConnectorCase, Verdict, check_connector
 from baton.testing.contract.ours import our_cases
 from baton.vllm_plugin.containment import Containment
@@ -17,6 +20,8 @@ from tests.vllm import kit_connectors
 from tests.vllm.kit_connectors import BROKEN, Sound
 
 T = TypeVar("T")
+
+VLLMS_EXAMPLE = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector:ExampleConnector"
 
 LOADS = {  # Not BatonHiddenStatesConnector: only a speculative vLLM shows hidden states.
     "BatonPullConnector": "loads in the background",
@@ -41,6 +46,22 @@ def test_a_sound_connector_of_vllms_base_passes() -> None:
 @pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
 def test_a_fault_is_reported_by_its_name(kind: Any) -> None:
     assert check(kind, 200).broken_rule == kind.rule
+
+
+def test_the_command_checks_ours_in_vllms_words() -> None:
+    config = json.dumps({"cpu_gib": 3e-5})
+    arguments = ["BatonOffloadConnector", "--executor", "vllm", "--config", config, "--examples", "2"]
+    result = CliRunner().invoke(app, ["check", *arguments])
+    assert result.exit_code == 0, result.output
+    assert "BROKEN" not in result.output
+
+
+def test_the_command_finds_what_vllms_example_answers_to_a_prompt_of_one_token(tmp_path: Path) -> None:
+    config = json.dumps({"shared_storage_path": str(tmp_path)})
+    arguments = [VLLMS_EXAMPLE, "--config", config, "--examples", "20"]
+    result = CliRunner().invoke(app, ["check", *arguments])
+    assert result.exit_code == 1, result.output
+    assert "match-out-of-range: " in result.output
 
 
 def contain_nothing(self: Containment, hook: str, ask: Callable[[], T], otherwise: object) -> T:
