@@ -24,8 +24,6 @@ From the ticket on this is pull_consumer, under the same claim number, with its 
 is known to one of the two machines at a time; what is said of a claim may be said to both.
 """
 
-from dataclasses import dataclass, field
-
 from baton.core.ids import Address, Pair, PromptHash, TransferId
 from baton.core.timers import Timers
 from baton.protocol.effects import (
@@ -35,16 +33,14 @@ from baton.protocol.effects import (
     FreeTarget,
     Lent,
     OpenTicket,
-    Part,
     ReadEarly,
     Send,
     StreamEffect,
 )
 from baton.protocol.front import Front, parts_between
-from baton.protocol.grouped_prompt import ONE_TABLE, GroupedPrompt, Passages
+from baton.protocol.grouped_prompt import ONE_TABLE, Passages
 from baton.protocol.messages import (
     Announced,
-    BlockTables,
     Failed,
     Finished,
     Message,
@@ -54,33 +50,10 @@ from baton.protocol.messages import (
     Working,
 )
 from baton.protocol.pull_consumer import PullConsumer, read_failed
+from baton.protocol.push_stream import PushStream, front_of
 from baton.protocol.ticket import Ticket
 
 NEVER = float("inf")
-
-
-@dataclass(slots=True)
-class _Stream:
-    claim: int
-    transfer_id: TransferId
-    producer: Address
-    prompt_hash: PromptHash
-    num_tokens: int
-    block_tokens: int | None  # P's; None until it is known.
-    give_up_at: float
-    heard_at: float
-    next_want: float
-    pairs: tuple[Pair, ...] | None = None  # None until there is something to read into.
-    first_token: int = 0
-    passages: Passages = ONE_TABLE
-    latest: Announced | None = None
-    run: int = 0  # What is read, or has been.
-    front: Front | None = None  # How far it is ordered to be read; None: nothing is.
-    blocks: BlockTables = ()  # P's that are read, of each passage.
-    reading: set[Pair] = field(default_factory=set)  # Reads whose end is owed.
-    is_clearing: bool = False  # They are of an older run, and cancelled.
-    finished: Finished | None = None
-    draining: bool = False
 
 
 class PushConsumer:
@@ -88,7 +61,7 @@ class PushConsumer:
         self._timers = timers
         self._pull = pull
         self._num_layers = num_layers
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, PushStream] = {}
         self._in_use: dict[tuple[Address, TransferId], int] = {}
 
     # --- Requests ---------------------------------------------------------------------------------
@@ -109,7 +82,7 @@ class PushConsumer:
         if (producer, transfer_id) in self._in_use:
             return None
         claim = self._pull.new_claim()
-        stream = _Stream(
+        stream = PushStream(
             claim,
             transfer_id,
             producer,
@@ -144,7 +117,7 @@ class PushConsumer:
             return []
         stream.pairs, stream.first_token, stream.passages = pairs, first_token, passages
         stream.block_tokens = stream.block_tokens or block_tokens
-        if stream.latest is not None and self._needed(stream, stream.latest) is None:
+        if stream.latest is not None and stream.needed(stream.latest) is None:
             stream.latest = None
         return self._read_on(stream)
 
@@ -170,7 +143,7 @@ class PushConsumer:
         if reserved is None:
             return self._fail(stream, "its loan is in use here")
         self._forget(stream)
-        return [*reserved[1], self._withdraw(stream), Lent(claim, ticket, self._unread(stream))]
+        return [*reserved[1], self._withdraw(stream), Lent(claim, ticket, stream.unread(self._num_layers))]
 
     def refuse(self, claim: int, reason: str, now: float) -> list[StreamEffect]:
         """The ticket of `OpenTicket` is not believed."""
@@ -241,7 +214,7 @@ class PushConsumer:
 
     # --- Steps ------------------------------------------------------------------------------------
 
-    def _of(self, sender: Address, transfer_id: TransferId, number: int) -> _Stream | None:
+    def _of(self, sender: Address, transfer_id: TransferId, number: int) -> PushStream | None:
         stream = self._streams.get(number)
         if stream is None or stream.transfer_id != transfer_id or stream.producer != sender:
             return None
@@ -264,15 +237,17 @@ class PushConsumer:
                 effects += [Found(stream.claim, producer), self._want(stream, now)]
         return effects
 
-    def _want(self, stream: _Stream, now: float) -> Send:
+    def _want(self, stream: PushStream, now: float) -> Send:
         stream.next_want = now + self._timers.grant_every_s
         message = Want(stream.transfer_id, stream.claim, stream.prompt_hash, stream.num_tokens)
         return Send(stream.producer, message)
 
-    def _withdraw(self, stream: _Stream) -> Send:
+    def _withdraw(self, stream: PushStream) -> Send:
         return Send(stream.producer, Withdraw(stream.transfer_id, stream.claim))
 
-    def _heard(self, stream: _Stream, message: Working | Announced | Finished | Failed) -> list[StreamEffect]:
+    def _heard(
+        self, stream: PushStream, message: Working | Announced | Finished | Failed
+    ) -> list[StreamEffect]:
         if stream.finished is not None:
             return []  # The ticket is being opened; nothing that can still come changes it.
         match message:
@@ -280,7 +255,7 @@ class PushConsumer:
                 reason = f"the producer gave up: {message.reason or 'no reason given'}"
                 return self._fail(stream, reason, tell=False)
             case Announced():
-                if not self._is_news(stream, message):
+                if not stream.is_news(message):
                     return []
                 stream.latest = message
                 return self._read_on(stream)
@@ -292,30 +267,11 @@ class PushConsumer:
             case Working():
                 return []
 
-    def _is_news(self, stream: _Stream, message: Announced) -> bool:
-        """Announcements overtake each other; what is older than what we know is dropped."""
-        if stream.pairs is not None and self._needed(stream, message) is None:
-            return False
-        front = _front_of(message)
-        latest = stream.latest
-        if latest is None or message.run > latest.run:
-            return message.run > 0
-        return message.run == latest.run and front.reaches(_front_of(latest))
-
-    def _needed(self, stream: _Stream, message: Announced) -> BlockTables | None:
-        """None: not a block for every token. Seen when we know P's blocks, and before any is read."""
-        end = min(_front_of(message).end, stream.num_tokens)
-        return self._prompt_of(stream).needed(message.block_ids, message.first_blocks, end)
-
-    def _prompt_of(self, stream: _Stream) -> GroupedPrompt:
-        assert stream.block_tokens is not None, "said when it is ready"
-        return GroupedPrompt(stream.passages, stream.num_tokens, stream.block_tokens)
-
-    def _is_void(self, stream: _Stream, run: int) -> bool:
+    def _is_void(self, stream: PushStream, run: int) -> bool:
         """Does what has been read belong to another run than this?"""
         return run != stream.run
 
-    def _clear(self, stream: _Stream) -> list[StreamEffect]:
+    def _clear(self, stream: PushStream) -> list[StreamEffect]:
         """Nothing of what was read counts. Its reads end first: the same blocks will be read into again."""
         stream.front, stream.blocks = None, ()
         if not stream.reading or stream.is_clearing:
@@ -323,10 +279,10 @@ class PushConsumer:
         stream.is_clearing = True
         return [CancelReads(stream.claim)]
 
-    def _has_unended(self, stream: _Stream) -> bool:
+    def _has_unended(self, stream: PushStream) -> bool:
         return bool(stream.reading)
 
-    def _read_on(self, stream: _Stream) -> list[StreamEffect]:
+    def _read_on(self, stream: PushStream) -> list[StreamEffect]:
         """Order what is announced and not read yet, if it may be read now."""
         if stream.is_clearing:
             if self._has_unended(stream):
@@ -344,13 +300,13 @@ class PushConsumer:
             return []
         return self._order(stream, latest, stream.pairs)
 
-    def _order(self, stream: _Stream, latest: Announced, pairs: tuple[Pair, ...]) -> list[StreamEffect]:
-        prompt, needed = self._prompt_of(stream), self._needed(stream, latest)
+    def _order(self, stream: PushStream, latest: Announced, pairs: tuple[Pair, ...]) -> list[StreamEffect]:
+        prompt, needed = stream.prompt, stream.needed(latest)
         assert needed is not None, "dropped before"
-        if not _extends(needed, stream.blocks):
+        if not stream.goes_on_in(needed):
             return self._fail(stream, "the producer announced other blocks than before")
         read = stream.front or Front(stream.first_token)
-        ready = _front_of(latest).between(stream.first_token, stream.num_tokens)
+        ready = front_of(latest).between(stream.first_token, stream.num_tokens)
         parts = prompt.cut(parts_between(read, ready, self._num_layers))
         if not parts:
             return []  # Nothing is ready that moves; it is looked at again with what comes next.
@@ -358,41 +314,27 @@ class PushConsumer:
         stream.reading.update(pairs)
         return [ReadEarly(stream.claim, pairs, part, prompt.table_of(part, needed)) for part in parts]
 
-    def _unread(self, stream: _Stream) -> tuple[Part, ...] | None:
-        if stream.front is None:
-            return None
-        unread = parts_between(stream.front, Front(stream.num_tokens), self._num_layers)
-        return self._prompt_of(stream).cut(unread)
-
-    def _mismatch(self, stream: _Stream, ticket: Ticket) -> str:
+    def _mismatch(self, stream: PushStream, ticket: Ticket) -> str:
         """A ticket may be true and still be for somebody else."""
         if ticket.producer != stream.producer or ticket.transfer_id != stream.transfer_id:
             return "the ticket is of another transfer"
         if (ticket.prompt_hash, ticket.num_tokens) != (stream.prompt_hash, stream.num_tokens):
             return "the ticket is for another prompt"
-        if not self._is_for_announced(stream, ticket):
+        if not stream.is_lent_by(ticket):
             return "the ticket is for other blocks than were announced"
         return ""
 
-    def _is_for_announced(self, stream: _Stream, ticket: Ticket) -> bool:
-        if ticket.block_tokens != (stream.block_tokens or ticket.block_tokens):
-            return False
-        if not stream.blocks:
-            return True
-        lent = self._prompt_of(stream).needed(ticket.block_ids, ticket.first_blocks, ticket.num_tokens)
-        return lent is not None and _extends(lent, stream.blocks)
-
-    def _fails_at(self, stream: _Stream) -> float:
+    def _fails_at(self, stream: PushStream) -> float:
         if stream.finished is not None:
             return stream.give_up_at
         return min(stream.give_up_at, stream.heard_at + self._timers.silence_s)
 
-    def _overdue(self, stream: _Stream, now: float) -> str:
+    def _overdue(self, stream: PushStream, now: float) -> str:
         if now >= stream.give_up_at:
             return f"deadline of {self._timers.deadline_s:g} s passed, waiting for the prefill"
         return f"the producer has said nothing for {self._timers.silence_s:g} s"
 
-    def _fail(self, stream: _Stream, reason: str, *, tell: bool = True) -> list[StreamEffect]:
+    def _fail(self, stream: PushStream, reason: str, *, tell: bool = True) -> list[StreamEffect]:
         if stream.draining:
             return []
         stream.draining = True
@@ -401,24 +343,12 @@ class PushConsumer:
             effects.insert(0, self._withdraw(stream))
         return [*effects, *(self._drained(stream) or [CancelReads(stream.claim)])]
 
-    def _drained(self, stream: _Stream) -> list[StreamEffect]:
+    def _drained(self, stream: PushStream) -> list[StreamEffect]:
         if stream.reading:
             return []
         self._forget(stream)
         return [FreeTarget(stream.claim)]
 
-    def _forget(self, stream: _Stream) -> None:
+    def _forget(self, stream: PushStream) -> None:
         del self._streams[stream.claim]
         del self._in_use[stream.producer, stream.transfer_id]
-
-
-def _front_of(message: Announced) -> Front:
-    return Front(message.num_tokens, message.partial_tokens, message.partial_layers)
-
-
-def _extends(longer: BlockTables, shorter: BlockTables) -> bool:
-    if not shorter:
-        return True
-    return len(longer) == len(shorter) and all(
-        group[: len(known)] == known for group, known in zip(longer, shorter, strict=True)
-    )

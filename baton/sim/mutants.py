@@ -18,8 +18,9 @@ from baton.protocol.grouped_prompt import Passages, plan_passages
 from baton.protocol.messages import Announced, Envelope, Finished, Message, Renewed
 from baton.protocol.pull_consumer import NEVER, PullConsumer, _Fetch
 from baton.protocol.pull_producer import PullProducer, _Loan
-from baton.protocol.push_consumer import PushConsumer, _Stream
+from baton.protocol.push_consumer import PushConsumer
 from baton.protocol.push_producer import PushProducer, _Prefill, _Want
+from baton.protocol.push_stream import PushStream
 from baton.protocol.ticket import BadTicket, Ticket, TicketFault
 from baton.sim.parts import Parts, verify
 
@@ -148,14 +149,14 @@ class AnyEpoch(PullProducer):
 class AnyRun(PushConsumer):
     """Takes what was read in one run for what was read in another."""
 
-    def _is_void(self, stream: _Stream, run: int) -> bool:
+    def _is_void(self, stream: PushStream, run: int) -> bool:
         return stream.run == 0 and super()._is_void(stream, run)
 
-    def _order(self, stream: _Stream, latest: Announced, pairs: tuple[Pair, ...]) -> list[StreamEffect]:
+    def _order(self, stream: PushStream, latest: Announced, pairs: tuple[Pair, ...]) -> list[StreamEffect]:
         stream.blocks = ()  # Or other blocks would give it away.
         return super()._order(stream, latest, pairs)
 
-    def _mismatch(self, stream: _Stream, ticket: Ticket) -> str:
+    def _mismatch(self, stream: PushStream, ticket: Ticket) -> str:
         stream.blocks = ()
         return super()._mismatch(stream, ticket)
 
@@ -167,7 +168,7 @@ class ReadsOver(PushConsumer):
         super().__init__(timers, pull, num_layers)
         self._old = Counter[tuple[int, Pair]]()
 
-    def _clear(self, stream: _Stream) -> list[StreamEffect]:
+    def _clear(self, stream: PushStream) -> list[StreamEffect]:
         effects = super()._clear(stream)
         if stream.is_clearing:
             stream.is_clearing = False
@@ -185,7 +186,7 @@ class ReadsOver(PushConsumer):
 class NoEarlyDrain(PushConsumer):
     """Frees the destination while it is being read into."""
 
-    def _drained(self, stream: _Stream) -> list[StreamEffect]:
+    def _drained(self, stream: PushStream) -> list[StreamEffect]:
         self._forget(stream)
         return [FreeTarget(stream.claim)]
 
@@ -193,21 +194,21 @@ class NoEarlyDrain(PushConsumer):
 class AnyTicket(PushConsumer):
     """Does not look at what the ticket of its stream is for."""
 
-    def _mismatch(self, stream: _Stream, ticket: Ticket) -> str:
+    def _mismatch(self, stream: PushStream, ticket: Ticket) -> str:
         return ""
 
 
 class NoSilence(PushConsumer):
     """Waits for a producer that is gone."""
 
-    def _fails_at(self, stream: _Stream) -> float:
+    def _fails_at(self, stream: PushStream) -> float:
         return stream.give_up_at
 
 
 class NoStreamDeadline(PushConsumer):
     """Waits for as long as P says that it works."""
 
-    def _fails_at(self, stream: _Stream) -> float:
+    def _fails_at(self, stream: PushStream) -> float:
         return stream.heard_at + self._timers.silence_s
 
 
@@ -305,7 +306,7 @@ def plan_shorter(
 class OneTable(PushConsumer):
     """Reads all that is announced through the table of the first part, whatever its group."""
 
-    def _order(self, stream: _Stream, latest: Announced, pairs: tuple[Pair, ...]) -> list[StreamEffect]:
+    def _order(self, stream: PushStream, latest: Announced, pairs: tuple[Pair, ...]) -> list[StreamEffect]:
         effects = super()._order(stream, latest, pairs)
         tables = [effect.block_ids for effect in effects if isinstance(effect, ReadEarly)]
         return [
@@ -317,7 +318,7 @@ class OneTable(PushConsumer):
 class FromTokenZero(PushConsumer):
     """Takes the first block that is announced of a window for that of token 0."""
 
-    def _order(self, stream: _Stream, latest: Announced, pairs: tuple[Pair, ...]) -> list[StreamEffect]:
+    def _order(self, stream: PushStream, latest: Announced, pairs: tuple[Pair, ...]) -> list[StreamEffect]:
         return [
             replace(effect, block_ids=self._pushed_to_the_front(effect))
             if isinstance(effect, ReadEarly)

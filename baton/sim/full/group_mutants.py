@@ -16,7 +16,8 @@ from baton.protocol.effects import ReadEarly, StreamEffect
 from baton.protocol.grouped_prompt import Passages
 from baton.protocol.handshake import RankCard
 from baton.protocol.messages import Announced
-from baton.protocol.push_consumer import PushConsumer, _Stream
+from baton.protocol.push_consumer import PushConsumer
+from baton.protocol.push_stream import PushStream
 from baton.protocol.ticket import BadTicket, Ticket, TicketFault, open_ticket
 from baton.sim.full.engine import Engine
 from baton.sim.full.parts import Parts
@@ -163,7 +164,7 @@ def _believe_half(engine: Engine) -> None:
 class _OneTableEarly(PushConsumer):
     """D reads all that is announced early through the table of the first part, whatever its group."""
 
-    def _order(self, stream: _Stream, latest: Announced, pairs: tuple[Pair, ...]) -> list[StreamEffect]:
+    def _order(self, stream: PushStream, latest: Announced, pairs: tuple[Pair, ...]) -> list[StreamEffect]:
         effects = super()._order(stream, latest, pairs)
         tables = [effect.block_ids for effect in effects if isinstance(effect, ReadEarly)]
         return [

@@ -15,8 +15,9 @@ from baton.connectors.push.scheduler import PushSchedulerHalf
 from baton.core.errors import BadTransferParams
 from baton.core.ids import TransferId
 from baton.protocol.effects import Send, StreamEffect
-from baton.protocol.push_consumer import PushConsumer, _Stream
+from baton.protocol.push_consumer import PushConsumer
 from baton.protocol.push_producer import PushProducer
+from baton.protocol.push_stream import PushStream
 from baton.protocol.ticket import BadTicket, TicketFault
 from baton.sim.full.engine import Engine
 from baton.sim.full.group_mutants import EARLY_GROUPS, GROUPS
@@ -108,7 +109,7 @@ def _find_unfilled(engine: Engine) -> None:
 class _AnyRun(PushConsumer):
     """D believes in what it read before the prefill was preempted."""
 
-    def _is_void(self, stream: _Stream, run: int) -> bool:
+    def _is_void(self, stream: PushStream, run: int) -> bool:
         stream.run, stream.blocks = run, ()  # The blocks would give it away.
         return False
 
@@ -116,10 +117,10 @@ class _AnyRun(PushConsumer):
 class _NoStreamDrain(PushConsumer):
     """D frees the destination while early reads run."""
 
-    def _has_unended(self, stream: _Stream) -> bool:
+    def _has_unended(self, stream: PushStream) -> bool:
         return False
 
-    def _drained(self, stream: _Stream) -> list[StreamEffect]:
+    def _drained(self, stream: PushStream) -> list[StreamEffect]:
         stream.reading.clear()
         return super()._drained(stream)
 
