@@ -55,9 +55,11 @@ def test_it_keeps_the_contract_in_engines(name: str, executor: ExecutorName, tp:
     [
         ("examples.prefix_store.prefix_store:PrefixStoreConnector", None),
         ("tests.testing.leaking:LeavesFilesAnywhere", "files-left"),
+        ("tests.testing.leaking:LeavesFilesInRanks", "files-left"),
+        ("tests.testing.leaking:LeavesThreadsInRanks", "threads-left"),
     ],
 )
-def test_over_ray_the_connectors_files_are_told_from_rays(
+def test_over_ray_what_the_connector_leaves_is_told_from_what_ray_does(
     path: str, broken_rule: str | None, tmp_path: Path
 ) -> None:
     # Not imported here: the executor has to be the first.
@@ -68,4 +70,28 @@ def test_over_ray_the_connectors_files_are_told_from_rays(
         case, examples=6, tries=0, steps=2, make_site=lambda case: EngineSite(case, "ray")
     )
     assert verdict.broken_rule == broken_rule, verdict.broken
-    assert verdict.checked["files-left"] == 1
+    by_ranks = 2 * verdict.num_examples
+    assert broken_rule or verdict.checked["files-left"] == by_ranks + 1, "and once over all examples"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("path", "broken_rule", "said"),
+    [
+        ("examples.prefix_store.prefix_store:PrefixStoreConnector", None, ""),
+        ("tests.testing.leaking:LeavesFilesInRanks", "files-left", "rank 0, in its process, more are open"),
+        ("tests.testing.leaking:LeavesThreadsInRanks", "threads-left", "these threads go on: saver"),
+        ("tests.testing.leaking:RaisesAtTheEndOfRanks", "shutdown-raised", "RuntimeError: is not open"),
+        ("tests.testing.leaking:DiesAtTheEndOfRanks", "shutdown-raised", "rank 0 of engine was gone"),
+    ],
+)
+def test_what_is_left_in_the_process_of_a_rank_is_found(
+    path: str, broken_rule: str | None, said: str, tmp_path: Path
+) -> None:
+    case = in_engines(ConnectorCase(path=path, extra_config={"path": str(tmp_path)}), tp=1)
+    verdict = check_connector(
+        case, examples=0, tries=0, make_site=lambda case: EngineSite(case, "multiprocess")
+    )
+    assert verdict.broken_rule == broken_rule, verdict.broken
+    assert said in str(verdict.broken or "")
+    assert broken_rule or verdict.checked["files-left"] == 1

@@ -14,7 +14,7 @@ from hypothesis.errors import FlakyFailure
 from hypothesis.stateful import run_state_machine_as_test
 
 from baton.testing.contract.case import ConnectorCase
-from baton.testing.contract.leaks import open_files
+from baton.testing.contract.leaks import FILES_SLACK, open_files
 from baton.testing.contract.machine import Search, make_machine, tour
 from baton.testing.contract.rules import RULES
 from baton.testing.contract.site import Site, ToySite
@@ -23,7 +23,6 @@ from baton.testing.contract.story import Breach, ContractBroken
 EXAMPLES = 50
 TRIES = 300
 STEPS = 25  # Of the state machine, in one example.
-FILES_SLACK = 3  # Descriptors that libraries keep once they have been used.
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from baton.engine.executor import Executor
 from baton.engine.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from baton.testing.contract.arithmetic import states_of
+from baton.testing.contract.last_words import read_last_words
 from baton.testing.contract.ledger import Ledger
 from baton.testing.contract.ranks import KitRanks
 from baton.testing.contract.story import Story
@@ -55,8 +56,12 @@ class KitEngine:
         expect: Expect,
         name: str = "engine",
         checks_tokens: bool = True,
+        last_words: str | None = None,
     ) -> None:
-        """Raises what the connector's constructors raise; then nothing of it is left."""
+        """Raises what the connector's constructors raise; then nothing of it is left.
+
+        `last_words`: an empty folder for what ranks in processes of their own say at their end.
+        """
         self.name = name
         self.checks_tokens = checks_tokens
         self.config = config
@@ -72,6 +77,7 @@ class KitEngine:
         self._steps: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()  # Oldest first.
         self._num_steps_max = config.parallel_config.max_concurrent_batches
         self._open: set[str] = set()  # Answers that have not ended.
+        self._last_words = last_words
         self.executor = make_executor(config, self.ledger, self._salts)
         try:
             self.half: WatchedScheduler = watch_scheduler(
@@ -80,6 +86,7 @@ class KitEngine:
                 name=name,
                 block_size=config.cache_config.block_size,
                 groups=config.kv_cache_groups,
+                last_words=last_words,
             )
         except BaseException:
             self.executor.shutdown()
@@ -277,3 +284,17 @@ class KitEngine:
                     detail = f"shutdown of {who}{number} raised {type(error).__name__}: {error}"
                     story.check("shutdown-raised", False, detail)
                 story.check("shutdown-raised", True)
+        self._take_last_words()
+
+    def _take_last_words(self) -> None:
+        folder, self._last_words = self._last_words, None
+        if folder is None:
+            return
+        for rank, notes in enumerate(
+            read_last_words(folder, self.config.parallel_config.tensor_parallel_size)
+        ):
+            if notes is not None:
+                self.story.take_notes(self.name, notes)
+            else:
+                detail = f"rank {rank} of {self.name} was gone before its half's shutdown had come to an end"
+                self.story.check("shutdown-raised", False, detail)

@@ -99,7 +99,14 @@ class EngineSite(ToySite):
             expect=reference.tokens,
             name=name,
             checks_tokens=self.case.speaks_text,
+            last_words=self._folder_for_last_words(),
         )
+
+    def _folder_for_last_words(self) -> str | None:
+        """Where ranks are processes of their own."""
+        if self._executor == "inprocess":
+            return None
+        return tempfile.mkdtemp(prefix="last-words-", dir=self._folder.name)
 
     def _start_executor(self, config: EngineConfig, ledger: Ledger, salts: dict[str, str | None]) -> Executor:
         if self._actors is None:

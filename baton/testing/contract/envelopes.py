@@ -20,6 +20,7 @@ class WatchedMetadata(KVConnectorMetadata):
     is_dummy: bool = False
     opened_loads: frozenset[str] = frozenset()  # Requests whose load begins with this step.
     unseen_finished_ids: frozenset[str] = frozenset()  # Ended without ever having been scheduled.
+    last_words: str | None = None  # A folder for what ranks of their own processes find when they end.
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from baton.contract import KVConnectorRole, KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.core.config import EngineConfig
 from baton.testing.contract.case import make_half
+from baton.testing.contract.leaks import RankLeaks
 from baton.testing.contract.watched_worker import WatchedWorker
 
 PATH = "baton.testing.contract.watched_factory:watched_factory"
@@ -17,7 +18,8 @@ class WatchedFactory:
         raise AssertionError("the kit makes the scheduler half itself, where its story is")
 
     def worker_half(self, config: EngineConfig, tp_rank: int) -> KVConnectorWorkerHalf:
-        return WatchedWorker(make_half(config, KVConnectorRole.WORKER, tp_rank), tp_rank)
+        leaks = RankLeaks()
+        return WatchedWorker(make_half(config, KVConnectorRole.WORKER, tp_rank), tp_rank, leaks)
 
 
 watched_factory = WatchedFactory()

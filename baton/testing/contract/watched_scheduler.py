@@ -35,9 +35,19 @@ _ABOUT_A_REQUEST = {"on_new_request", "get_num_new_matched_tokens", "update_stat
 
 class WatchedScheduler(KVConnectorSchedulerHalf):
     def __init__(
-        self, inner: Any, ledger: Ledger, *, name: str, block_size: int, groups: Sequence[KVCacheGroup]
+        self,
+        inner: Any,
+        ledger: Ledger,
+        *,
+        name: str,
+        block_size: int,
+        groups: Sequence[KVCacheGroup],
+        last_words: str | None = None,
     ) -> None:
-        """`inner`: a scheduler half, or anything that has its methods, as vLLM's connectors do."""
+        """`inner`: a scheduler half, or anything that has its methods, as vLLM's connectors do.
+
+        `last_words`: see WatchedMetadata.
+        """
         self.inner = inner
         self.name = name  # Of the engine, for the story.
         self.num_deferred = 0  # Lookups answered with None in a row.
@@ -45,6 +55,7 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
         self._ledger = ledger
         self._story: Story = ledger.story
         self._block_size = block_size
+        self._last_words = last_words
         self._num_groups = len(groups)
         self._null_blocks = {NULL_BLOCK_ID} if is_hybrid(groups) else set()  # Stand where nothing is held.
         self._matches: dict[str, tuple[int, bool]] = {}  # (local tokens, is_async) of the last lookup.
@@ -248,7 +259,11 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
         self._scheduled -= ended
         opened, self._ledger.opened = frozenset(self._ledger.opened), set()
         return WatchedMetadata(
-            metadata, is_empty=num_tokens == 0, opened_loads=opened, unseen_finished_ids=unseen
+            metadata,
+            is_empty=num_tokens == 0,
+            opened_loads=opened,
+            unseen_finished_ids=unseen,
+            last_words=self._last_words,
         )
 
     def build_dummy_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:

@@ -23,6 +23,8 @@ from baton.contract import (
     host,
 )
 from baton.testing.contract.envelopes import RankNotes, WatchedMetadata, WatchedReport
+from baton.testing.contract.last_words import write_last_words
+from baton.testing.contract.leaks import RankLeaks
 from baton.testing.contract.story import short
 
 if TYPE_CHECKING:
@@ -32,14 +34,19 @@ T = TypeVar("T")
 
 
 class WatchedWorker(KVConnectorWorkerHalf):
-    def __init__(self, inner: Any, rank: int) -> None:
-        """`inner`: a worker half, or anything that has its methods, as vLLM's connectors do."""
+    def __init__(self, inner: Any, rank: int, leaks: RankLeaks | None = None) -> None:
+        """`inner`: a worker half, or anything that has its methods, as vLLM's connectors do.
+
+        `leaks` are looked for at its end if its host asks for last words.
+        """
         self.inner = inner
         self.rank = rank
         self._notes = RankNotes(rank)
         self._step: WatchedMetadata | None = None
         self._sent: set[str] = set()  # Reported by this rank before.
         self._received: set[str] = set()
+        self._leaks = leaks
+        self._last_words: str | None = None
 
     # --- Start -----------------------------------------------------------------------------------
 
@@ -95,6 +102,7 @@ class WatchedWorker(KVConnectorWorkerHalf):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(connector_metadata, WatchedMetadata)
         self._step = connector_metadata
+        self._last_words = connector_metadata.last_words
         self._ask("bind_connector_metadata", connector_metadata.inner)
         self._check(
             "bind-not-kept",
@@ -200,7 +208,15 @@ class WatchedWorker(KVConnectorWorkerHalf):
         return WatchedReport((notes,), inner)
 
     def shutdown(self) -> None:
-        self.inner.shutdown()
+        if self._leaks is None or self._last_words is None:
+            self.inner.shutdown()
+            return
+        try:
+            self._ask("shutdown", rule="shutdown-raised")
+        finally:
+            for rule, left in self._leaks.find():
+                self._check(rule, not left, f"after shutdown of rank {self.rank}, in its process, {left}")
+            write_last_words(self._last_words, self._notes)
 
     # --- Notes -----------------------------------------------------------------------------------
 
@@ -210,14 +226,19 @@ class WatchedWorker(KVConnectorWorkerHalf):
         return notes
 
     def _ask(
-        self, method: str, *arguments: Any, told: tuple[Any, ...] | None = None, is_quiet: bool = False
+        self,
+        method: str,
+        *arguments: Any,
+        told: tuple[Any, ...] | None = None,
+        is_quiet: bool = False,
+        rule: str | None = None,
     ) -> Any:
-        """`told`: what the story says of the arguments; by default all."""
+        """`told`: what the story says of the arguments; by default all. `rule`: against raising."""
         step = self._step
         try:
             answer = getattr(self.inner, method)(*arguments)
         except Exception as error:
-            rule = self._rule_of_raising(method)
+            rule = rule or self._rule_of_raising(method)
             self._check(rule, False, f"rank {self.rank}: {method} raised {type(error).__name__}: {error}")
             raise
         self._notes.checked["raised"] += 1

@@ -1,0 +1,37 @@
+"""What the kit takes for a thread that a connector has left."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+
+from baton.testing.contract.leaks import new_threads, running_threads
+
+
+def test_a_thread_that_goes_on_is_named() -> None:
+    before, end = running_threads(), threading.Event()
+    thread = threading.Thread(target=end.wait, name="saver")
+    thread.start()
+    try:
+        assert new_threads(before, 0.0) == ["saver"]
+    finally:
+        end.set()
+        thread.join()
+    assert new_threads(before, 0.0) == []
+
+
+def test_a_thread_that_python_has_not_started_is_the_hosts() -> None:
+    before, known, end = running_threads(), threading.Event(), threading.Event()
+
+    def run_a_method() -> None:
+        threading.current_thread()  # From now on Python lists it, and nobody can join it.
+        known.set()
+        end.wait()
+
+    _thread.start_new_thread(run_a_method, ())
+    assert known.wait(10.0)
+    try:
+        assert running_threads() - before
+        assert new_threads(before, 0.0) == []
+    finally:
+        end.set()
