@@ -173,6 +173,7 @@ _CONFIGURATION: Final[Mapping[str, tuple[str, ...]]] = {
 _CONNECTORS: Final[Mapping[str, tuple[str, ...]]] = {
     "distributed/kv_transfer/kv_connector/factory.py:KVConnectorFactory": ("_registry", "register_connector"),
     "distributed/kv_transfer/kv_connector/utils.py:": ("get_current_attn_backend",),
+    f"{_V1}/base.py:": ("supports_hma",),
     f"{_V1}/base.py:KVConnectorRole": ("SCHEDULER", "WORKER"),
     f"{_V1}/base.py:KVConnectorMetadata": (BASES,),
     f"{_V1}/base.py:KVConnectorHandshakeMetadata": (BASES,),
