@@ -4,8 +4,8 @@
     the kit's ranks  --ForwardContext------------------------------> VllmWorker    --vLLM's--> connector
 
 Configuration, requests, steps and reports are vLLM's classes. Blocks are the kit's: they have what vLLM's
-have, and hold slots whatever vLLM's attention makes of a block, which is no lie to who moves whole ones. One
-KV-cache group. No engine of vLLM's runs, so hooks come in the order in which the kit calls them.
+have, and hold slots whatever vLLM's attention makes of a block, which is no lie to who moves whole ones. No
+engine of vLLM's runs, so hooks come in the order in which the kit calls them.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from vllm.config import (
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from baton.core.config import EngineConfig
 from baton.engine.attention.kv_memory import layer_name
 from baton.engine.new_model import write_checkpoint
-from baton.testing.contract.case import KV_HEADS, MAX_MODEL_LEN, ConnectorCase, find_class
+from baton.testing.contract.case import KV_HEADS, MAX_MODEL_LEN, WINDOWS, ConnectorCase, find_class
 from baton.testing.contract.site import ToySite
 
 _REPORTED = ("finished_sending", "finished_recving", "invalid_block_ids", "failed_recving")
@@ -50,29 +50,26 @@ class VllmSite(ToySite):
 
     def __init__(self, case: ConnectorCase) -> None:
         super().__init__(case)
-        self.windows = ((),)
+        self.windows = WINDOWS if supports_hma(find_class(case.path)) else ((),)
         self._folder = tempfile.TemporaryDirectory(prefix="baton-kit-")
-        write_checkpoint(
-            Path(self._folder.name),
-            hidden=KV_HEADS * self.head_dim,
-            head_dim=self.head_dim,
-            layers=2,
-            heads=KV_HEADS,
-            kv_heads=KV_HEADS,
-        )
-        self._config = _vllm_config(self._folder.name)
+        self._configs: dict[int, Any] = {}  # vLLM's, by the model's number of layers.
 
     def make_scheduler_half(self, config: EngineConfig) -> Any:
         connector = self._make(config, KVConnectorRole.SCHEDULER, 0)
         return (VllmHMAScheduler if supports_hma(connector) else VllmScheduler)(connector)
 
     def make_worker_half(self, config: EngineConfig, rank: int) -> Any:
-        return VllmWorker(self._make(config, KVConnectorRole.WORKER, rank))
+        groups = {
+            layer_name(layer): index
+            for index, group in enumerate(config.kv_cache_groups)
+            for layer in group.layers
+        }
+        return VllmWorker(self._make(config, KVConnectorRole.WORKER, rank), groups)
 
     def _make(self, config: EngineConfig, role: Any, rank: int) -> Any:
         transfer, parallel = config.kv_transfer_config, config.parallel_config
         assert transfer is not None
-        own = copy.copy(self._config)
+        own = copy.copy(self._config_of(config.model_config.num_hidden_layers))
         own.kv_transfer_config = KVTransferConfig(
             kv_connector=transfer.kv_connector,
             kv_connector_module_path=transfer.kv_connector_module_path,
@@ -89,6 +86,20 @@ class VllmSite(ToySite):
         own.parallel_config.world_size = parallel.tensor_parallel_size
         own.parallel_config.rank = rank
         return find_class(self.case.path)(own, role, _cache_of(config))
+
+    def _config_of(self, num_layers: int) -> Any:
+        if num_layers not in self._configs:
+            folder = Path(self._folder.name) / str(num_layers)
+            write_checkpoint(
+                folder,
+                hidden=KV_HEADS * self.head_dim,
+                head_dim=self.head_dim,
+                layers=num_layers,
+                heads=KV_HEADS,
+                kv_heads=KV_HEADS,
+            )
+            self._configs[num_layers] = _vllm_config(str(folder))
+        return self._configs[num_layers]
 
     def close(self) -> None:
         self._folder.cleanup()
@@ -113,17 +124,22 @@ def _vllm_config(folder: str) -> Any:
 
 def _cache_of(config: EngineConfig) -> Any:
     model = config.model_config
-    spec = FullAttentionSpec(
-        block_size=config.cache_config.block_size,
-        num_kv_heads=model.num_kv_heads // config.parallel_config.tensor_parallel_size,
-        head_size=model.head_dim,
-        dtype=torch.float32,
-    )
-    names = [layer_name(layer) for layer in range(model.num_hidden_layers)]
+    shape: dict[str, Any] = {
+        "block_size": config.cache_config.block_size,
+        "num_kv_heads": model.num_kv_heads // config.parallel_config.tensor_parallel_size,
+        "head_size": model.head_dim,
+        "dtype": torch.float32,
+    }
+    groups = []
+    for group in config.kv_cache_groups:
+        names = [layer_name(layer) for layer in group.layers or range(model.num_hidden_layers)]
+        if group.window is None:
+            spec: Any = FullAttentionSpec(**shape)
+        else:
+            spec = SlidingWindowSpec(**shape, sliding_window=group.window)
+        groups.append(KVCacheGroupSpec(names, spec))
     return KVCacheConfig(
-        num_blocks=config.cache_config.num_gpu_blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(names, spec)],
+        num_blocks=config.cache_config.num_gpu_blocks, kv_cache_tensors=[], kv_cache_groups=groups
     )
 
 
@@ -240,8 +256,10 @@ def _vllms_request(request: Any) -> Any:
 class VllmWorker:
     """A connector of the worker role, shown a forward context of vLLM's shape."""
 
-    def __init__(self, connector: Any) -> None:
+    def __init__(self, connector: Any, groups: dict[str, int]) -> None:
+        """`groups`: by layer, where there are several."""
         self.connector = connector
+        self._groups = groups
 
     def __getattr__(self, name: str) -> Any:
         if name == "connector":
@@ -249,11 +267,11 @@ class VllmWorker:
         return getattr(self.connector, name)
 
     def start_load_kv(self, forward_context: Any) -> None:
-        metadata = forward_context.attn_metadata
         caches = forward_context.kv_caches
+        of_layers = {name: forward_context.metadata_of(self._groups.get(name, 0)) for name in caches}
         self.connector.start_load_kv(
             SimpleNamespace(
                 no_compile_layers={name: SimpleNamespace(kv_cache=cache) for name, cache in caches.items()},
-                attn_metadata=None if metadata is None else dict.fromkeys(caches, metadata),
+                attn_metadata=None if forward_context.attn_metadata is None else of_layers,
             )
         )

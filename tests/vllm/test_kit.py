@@ -76,3 +76,4 @@ def test_ours_keep_the_contract(name: str, tmp_path: Path, monkeypatch: pytest.M
     verdict.raise_if_broken()
     assert verdict.seen["steps"] > 20
     assert verdict.seen[LOADS[name]] > 0
+    assert verdict.seen["engines with several KV-cache groups"] > 0
