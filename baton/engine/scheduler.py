@@ -380,7 +380,8 @@ class Scheduler:
             self._end(end.request, end.status, error=end.error)
         self._take_tokens(result, failures)
         for request in failures.to_fail:
-            self._fail(request, RequestFault(_LOAD_FAILED))
+            if not request.is_finished:  # An abort that was kept for this step came first.
+                self._fail(request, RequestFault(_LOAD_FAILED))
         self._handle_transfers(report)
         connector_stats = self._connector.step_stats(report.kv_connector_stats)
         self._gather_events()

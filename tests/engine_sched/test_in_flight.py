@@ -1,5 +1,9 @@
 """Several steps in flight: what waits for a result, and what need not. Random worlds do the rest."""
 
+from typing import Literal
+
+import pytest
+
 from baton.contract.events import BlockStored
 from tests.engine_sched.world import BLOCK, World
 
@@ -85,6 +89,29 @@ def test_tokens_of_a_step_in_flight_that_shared_a_block_which_was_never_loaded_d
     world.run()
     world.check_answer("a")
     world.check_answer("b")
+    world.check_at_rest()
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_who_was_aborted_while_its_load_failed_ends_once(policy: Literal["fail", "recompute"]) -> None:
+    found: list[int] = []
+
+    def match(request: object, num_local: int) -> tuple[int, bool]:
+        found.append(num_local)
+        return 2 * BLOCK - num_local, False
+
+    world = World(depth=2, on_failure=policy)
+    world.half.verdict = match
+    world.bad_sync_blocks = lambda load: set(load.block_ids)
+    world.add("a", [*prompt(0, 2 * BLOCK), 40])
+    world.schedule()
+    world.scheduler.abort(["a"])
+    world.finish_oldest()
+    world.check_answer("a", "abort")
+    world.add("b", [*prompt(0, 2 * BLOCK), 41])
+    assert scheduled(world)["b"] == 1
+    assert found == [0, 0], "what was never filled is in no cache"
+    world.run()
     world.check_at_rest()
 
 
