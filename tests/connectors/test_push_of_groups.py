@@ -307,7 +307,8 @@ def test_engines_that_differ_compute_for_themselves(
     start: Start, of_p: dict[str, Any], of_d: dict[str, Any]
 ) -> None:
     """Blocks that are announced of other tables, or of another size, are never read."""
-    p, d = start("p", **of_p), start("d", **of_d)
+    timers = {**QUICK, "ttl_s": 1.0}  # Nobody comes for the loan, so it ends by its lease.
+    p, d = start("p", timers=timers, **of_p), start("d", timers=timers, **of_d)
     handoffs = Handoffs(p, d, start())
     decoded, name = handoffs.begin(prompt_of(70))
     handoffs.compute(1000, all_is_read=False)

@@ -30,8 +30,16 @@ from tests.connectors.test_push_in_engines import QUICK, Legs, legs_of, one_toke
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.processes,
-    pytest.mark.parametrize("mode", ["piecewise", "full"]),
-    pytest.mark.parametrize("executor", ["inprocess", "multiprocess", "ray"]),
+    pytest.mark.parametrize(
+        ("executor", "mode"),
+        [
+            ("inprocess", "piecewise"),
+            ("inprocess", "full"),
+            ("multiprocess", "piecewise"),
+            ("multiprocess", "full"),
+            ("ray", "piecewise"),  # What it adds is how ranks are reached, and that is slow to start.
+        ],
+    ),
 ]
 Start = Callable[[EngineConfig], EngineCore]
 
