@@ -209,7 +209,7 @@ def check_all(console: Console, *, examples: int, seed: int) -> bool:
         name for name in EXECUTORS if name not in OPTIONAL or importlib.util.find_spec(name) is not None
     ]
     table = Table(title="rules kept or broken, (examples), time", title_justify="left")
-    table.add_column("connector")
+    table.add_column("connector", no_wrap=True)
     for name in executors:
         table.add_column(name)
     stories: list[str] = []
