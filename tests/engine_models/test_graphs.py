@@ -321,14 +321,14 @@ def test_a_connector_that_insists_on_its_metadata_passes_start_and_has_its_hooks
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("executor", ["multiprocess", "ray"])
 @pytest.mark.parametrize(
-    ("connector", "mode"),
+    ("connector", "mode", "executor"),
     [
-        ("AssertingConnector", "full"),
-        ("NeedsHooks", "full"),
-        ("Capturable", "full"),
-        ("Capturable", "piecewise"),
+        ("AssertingConnector", "full", "multiprocess"),
+        ("NeedsHooks", "full", "multiprocess"),
+        ("Capturable", "full", "multiprocess"),
+        ("Capturable", "piecewise", "multiprocess"),
+        ("AssertingConnector", "full", "ray"),  # It adds how ranks are reached, slowly.
     ],
 )
 def test_so_it_is_where_each_rank_has_a_process(

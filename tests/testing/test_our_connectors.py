@@ -55,7 +55,6 @@ def test_it_keeps_the_contract_in_engines(name: str, executor: ExecutorName, tp:
     [
         ("examples.prefix_store.prefix_store:PrefixStoreConnector", None),
         ("tests.testing.leaking:LeavesFilesAnywhere", "files-left"),
-        ("tests.testing.leaking:LeavesThreadsInRanks", "threads-left"),
     ],
 )
 def test_over_ray_what_the_connector_leaves_is_told_from_what_ray_does(
