@@ -134,10 +134,17 @@ class Streamed:
         return errors[0] if errors else None
 
 
-async def stream(s: System, path: str = "/v1/completions", **body: Any) -> Streamed:
+async def stream(
+    s: System, path: str = "/v1/completions", *, shown: asyncio.Event | None = None, **body: Any
+) -> Streamed:
+    """One streamed answer, whole; `shown` is set once its first event is there."""
     asked = {"prompt": "hello", "stream": True, "max_tokens": 3, **body}
+    text = ""
     async with s.client.stream("POST", path, json=asked) as answer:
-        text = (await answer.aread()).decode()
+        async for piece in answer.aiter_text():
+            text += piece
+            if shown is not None and "\n\n" in text:
+                shown.set()
     if answer.status_code != 200:
         return Streamed(answer.status_code, answer.headers, [json.loads(text), "[DONE]"])
     found = [part.removeprefix("data: ") for part in text.split("\n\n") if part]

@@ -97,10 +97,7 @@ def test_a_client_that_wants_token_ids_gets_them_once(mode: str, path: str, hurr
             vllm_speaker(d).gate = gate
         async with system([p], [d], mode=mode) as s:
             await introduced(s)
-            asking = asyncio.create_task(stream(s, **request(path, return_token_ids=True)))
-            await p.was_called.wait()
-            gate.set()
-            got = await asking
+            got = await stream(s, shown=gate, **request(path, return_token_ids=True))
         check_is_one_engines(got)
         ids = [t for e in got.events[:-1] for c in e["choices"] for t in c.get("token_ids") or ()]
         assert ids == list(TOKENS)
@@ -374,12 +371,7 @@ def test_in_push_engines_that_disagree_cost_a_second_leg_and_no_error() -> None:
         d.respond = disagrees_at_first
         async with system([p], [d], mode="push", probe=QUIET) as s:
             await introduced(s)
-            asking = asyncio.create_task(stream(s))
-            await p.was_called.wait()
-            while not s.router.fleet.engines[0].num_requests:
-                await s.client.get("/fleet")
-            gate.set()
-            got = await asking
+            got = await stream(s, shown=gate)  # D speaks once P's token has been shown.
             metrics = (await s.client.get("/metrics")).text
         check_is_one_engines(got)
         assert d.calls[1].body["prompt"] == [*IDS, TOKENS[0]]
