@@ -110,8 +110,7 @@ class Written:
     def wait(self, engine: LLM) -> None:
         """Raises TimeoutError."""
         self._num_expected += self._files_per_prompt
-        while engine.core.has_requests:
-            engine.core.step()  # Ranks have to hear that they may write.
+        engine.settle(PATIENCE_S)  # Ranks have to hear that they may write.
         deadline_s = time.monotonic() + PATIENCE_S
         while (num_written := len(list(self._folder.glob(f"*/*/*{files.SUFFIX}")))) < self._num_expected:
             if time.monotonic() > deadline_s:

@@ -3,12 +3,8 @@
     while alive:  take what has arrived -> step if there is a reason -> hand the outputs over, never waiting
 
 HTTP cannot block a step: outputs that the front end does not take wait in the channel. Nor does idling cost a
-core: with nothing to do the loop sleeps until something arrives. When a step has changed nothing it waits
-before it looks again,
-
-    LOOK_S              if the connector says when there is something to find; it wakes the loop at once
-    RETRY_S             otherwise, while a request waits, for a load or for blocks
-    RETRY_S .. IDLE_S   otherwise, while there are only loans to get back; doubling, so that they cost little
+core: with nothing to do the loop sleeps until something arrives, and when a step has changed nothing it waits
+(`baton.engine.step_waits`).
 
 Ends on Stop, on SIGTERM, and when the front end is gone: connector halves and ranks are shut down first.
 
@@ -18,15 +14,12 @@ and connector anew (`on_rank_death`); what arrives meanwhile waits in the channe
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
-import os
 import select
 import signal
 import socket
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -58,12 +51,10 @@ from baton.engine.core_messages import (
     ToCore,
 )
 from baton.engine.executor import ExecutorDied
+from baton.engine.step_waits import IDLE_S, StepWaits, Waker
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 0.001
-IDLE_S = 0.020
-LOOK_S = 0.250
 START_MESSAGE_S = 60.0  # The front end sends it right after it has started us.
 LAST_WORDS_S = 5.0
 RESTARTS_MAX = 3  # In so many seconds; a rank that dies once more then takes the engine with it.
@@ -84,16 +75,9 @@ class CoreLoop:
         self._stop_signal = stop_signal
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToCore)
-        self._backoff_s = RETRY_S
         self._last_stats: SchedulerStats | None = None
         self._drained_by_s: float | None = None  # Set while the front end waits for a Drained.
-        self._waker = waker
-        core.bind_wake(waker.wake)
-        self._poll = select.poll()
-        self._poll.register(self._waker, select.POLLIN)
-        self._poll.register(stop_signal, select.POLLIN)
-        for fileno in core.executor.death_filenos():
-            self._poll.register(fileno, select.POLLIN)
+        self._waits = StepWaits(core, waker)
 
     def run(self) -> None:
         """Raises Stopping, ChannelClosed, or what ended the engine."""
@@ -167,59 +151,19 @@ class CoreLoop:
 
     def next_wait_s(self) -> float:
         """After a step; 0 if the next one may find more to do."""
-        if self._core.has_progressed or self._core.has_unfinished_requests:
-            self._backoff_s = RETRY_S
-        if self._core.has_progressed:
-            return 0.0
-        if self._core.is_woken:
-            return LOOK_S if self._drained_by_s is None else IDLE_S  # A drain's end is only a time.
-        if self._core.has_unfinished_requests:
-            return RETRY_S
-        wait_s, self._backoff_s = self._backoff_s, min(2 * self._backoff_s, IDLE_S)
-        return wait_s
+        wait_s = self._waits.next_wait_s()
+        return min(wait_s, IDLE_S) if self.is_draining else wait_s  # A drain's end is only a time.
 
     def _wait(self, timeout_s: float | None) -> None:
         """Until something arrives, somebody died, or the time is over. None: the engine is idle."""
         if timeout_s is not None and not self._core.has_requests:
             return
         events = select.POLLIN | (select.POLLOUT if self._channel.has_unsent else 0)
-        self._poll.register(self._channel, events)
-        ready = {fileno for fileno, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1e3)}
-        if self._waker.fileno() in ready:
-            self._waker.clear()  # Before the step: what is said from here on is said of the next one.
+        self._waits.wait(
+            timeout_s, {self._channel.fileno(): events, self._stop_signal.fileno(): select.POLLIN}
+        )
         if self._channel.has_unsent:
             self._channel.flush_nowait()
-        if ready - {self._channel.fileno(), self._waker.fileno()}:
-            self._core.executor.check_alive()
-
-
-class Waker:
-    """An event to poll, which any thread may raise."""
-
-    def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()  # Or a closed descriptor's number could by then be somebody else's.
-        self._is_closed = False
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def wake(self) -> None:
-        """Harmless after `close`."""
-        with self._lock:
-            if not self._is_closed:
-                os.eventfd_write(self._fd, 1)
-
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._fd)
-
-    def close(self) -> None:
-        """Idempotent."""
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                os.close(self._fd)
 
 
 class StopSignal:

@@ -24,6 +24,7 @@ from baton.engine.api import (
     TokenLogprobs,
 )
 from baton.engine.core import EngineCore
+from baton.engine.step_waits import StepWaits, Waker
 
 
 @dataclass(slots=True)
@@ -55,6 +56,8 @@ class LLM:
         self, config: EngineConfig, connector_factory: str | None = None, *, core: EngineCore | None = None
     ) -> None:
         self.core = core if core is not None else EngineCore(config, connector_factory)
+        self._waker = Waker()
+        self._waits = StepWaits(self.core, self._waker)
         self._num_requests = 0
 
     def __enter__(self) -> Self:
@@ -97,9 +100,27 @@ class LLM:
             if refusal is not None:
                 completion.take(refusal)
         while any(completion.finish_reason is None for completion in completions.values()):
-            for output in self.core.step().outputs:
+            for output in self._step():
                 completions[output.request_id].take(output)
         return list(completions.values())
 
+    def settle(self, timeout_s: float) -> None:
+        """Step until ranks are told all there is to tell, and nobody has blocks of ours any more.
+
+        Raises TimeoutError.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while self.core.has_requests:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"the engine is not at rest after {timeout_s:g} s")
+            self._step()
+
+    def _step(self) -> list[EngineOutput]:
+        outputs = self.core.step().outputs
+        self._waits.wait_for_more()
+        return outputs
+
     def close(self) -> None:
+        """Idempotent."""
         self.core.shutdown()
+        self._waker.close()

@@ -28,6 +28,7 @@ from tests.connectors.faulty_store import FaultyStore, StoreSchedulerHalf, Store
 
 BLOCK = 4
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+SETTLE_S = 30.0  # Only reached when something is wrong.
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
 NO_STORE = {"store": {"mode": "off"}}
 Start = Callable[..., LLM]
@@ -96,18 +97,9 @@ def store(**told: Any) -> dict[str, Any]:
     return {"store": told}
 
 
-def rest(llm: LLM, max_steps: int = 1000) -> None:
-    """Until everything that was lent, saved or loaded has ended."""
-    for _ in range(max_steps):
-        if not llm.core.has_requests:
-            return
-        llm.core.step()
-    raise AssertionError(f"still not at rest after {max_steps} steps: {llm.core.scheduler.requests}")
-
-
 def forget(llm: LLM) -> None:
     """The engine's own prefix cache, which nobody may use any more."""
-    rest(llm)
+    llm.settle(SETTLE_S)
     assert llm.core.scheduler.reset_prefix_cache()
     llm.core.scheduler.kv_cache.assert_empty()
 

@@ -99,18 +99,10 @@ def by_position(folder: Path, prompt: list[int], window: int | None = None) -> l
     return [named[key] for key in keys_of(prompt)]
 
 
-def settle(llm: LLM) -> None:
-    """Let it tell its ranks what is left to tell."""
-    deadline_s = time.monotonic() + WAIT_S
-    while llm.core.has_requests:
-        llm.core.step()
-        assert time.monotonic() < deadline_s
-
-
 def fill(llm: LLM, folder: Path, prompt: list[int], num_files: int) -> list[int]:
     """The engine computes the prompt and stores it; returns its answer."""
     (completion,) = llm.generate([prompt], GREEDY)
-    settle(llm)
+    llm.settle(WAIT_S)
     deadline_s = time.monotonic() + WAIT_S
     while len(files_in(folder)) < num_files:
         assert time.monotonic() < deadline_s, f"{len(files_in(folder))} of {num_files} files"

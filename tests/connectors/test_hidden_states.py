@@ -37,6 +37,7 @@ from baton.engine.llm import LLM, Completion
 from baton.engine.new_model import write_checkpoint
 from tests.connectors.engine_world import windowed_model
 
+SETTLE_S = 30.0  # Only reached when something is wrong.
 GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
 LAYERS = (0, 1, 3)  # Of three: the embeddings, one from within, and the end.
 Start = Callable[..., LLM]
@@ -112,8 +113,7 @@ def prompt_of(num_tokens: int, step: int = 7) -> list[int]:
 
 
 def saved_of(llm: LLM, completion: Completion) -> dict[str, torch.Tensor]:
-    while llm.core.has_requests:
-        llm.core.step()
+    llm.settle(SETTLE_S)
     assert completion.kv_transfer_params is not None
     return load_hidden_states(completion.kv_transfer_params["hidden_states_path"])
 
@@ -224,8 +224,7 @@ def test_an_aborted_request_leaves_no_file(start: Start, tmp_path: Path) -> None
     )
     llm.core.step()
     llm.core.abort("a")
-    while llm.core.has_requests:
-        llm.core.step()
+    llm.settle(SETTLE_S)
     llm.close()
     assert list(tmp_path.iterdir()) == []
 

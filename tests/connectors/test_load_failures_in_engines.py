@@ -13,13 +13,13 @@ from baton.engine.llm import LLM
 from tests.connectors.engine_world import (
     GREEDY,
     NO_STORE,
+    SETTLE_S,
     Start,
     check_findable,
     faulty_store,
     forget,
     multi,
     prompt_of,
-    rest,
     run_counting,
     store,
     store_half,
@@ -57,7 +57,7 @@ def expected(alone: LLM, *prompts: list[int], sampling: SamplingParams = GREEDY)
 
 def check_afterwards(llm: LLM, alone: LLM) -> None:
     """Nobody else pays, then or later."""
-    rest(llm)
+    llm.settle(SETTLE_S)
     check_findable(llm, PROMPT, store_half(llm))
     replayed = llm.generate([PROMPT, SHARER], GREEDY, kv_transfer_params=[NO_STORE, NO_STORE])
     assert [completion.token_ids for completion in replayed] == expected(alone, PROMPT, SHARER)
@@ -148,7 +148,7 @@ def test_loads_fail_while_requests_are_preempted(start: Start, alone: LLM, tmp_p
     assert answers == expected(alone, *prompts, sampling=sampling)
     assert sum(of_step.num_preempted for of_step in stats) > 0
     assert sum(of_step.num_kv_load_failures for of_step in stats) >= 3
-    rest(llm)
+    llm.settle(SETTLE_S)
     for prompt, answer in zip(prompts, answers, strict=True):
         check_findable(llm, [*prompt, *answer[:-1]], store_half(llm))
     forget(llm)
@@ -175,5 +175,5 @@ def test_one_rank_of_two_fails(start: Start, alone: LLM, tmp_path: Path, policy:
             (of_prompt, True) if policy == "recompute" else ([], False)
         )
         assert [c.token_ids for c in (shared, *replayed)] == [of_sharer, of_prompt, of_sharer]
-    rest(llm)
+    llm.settle(SETTLE_S)
     llm.core.scheduler.kv_cache.assert_consistent()

@@ -10,6 +10,7 @@ from tests.connectors.engine_world import (
     GREEDY,
     NO_STORE,
     ONE_TOKEN,
+    SETTLE_S,
     Start,
     check_findable,
     engines,
@@ -17,7 +18,6 @@ from tests.connectors.engine_world import (
     forget,
     multi,
     prompt_of,
-    rest,
     store,
     store_half,
     store_scheduler,
@@ -64,7 +64,7 @@ def test_what_one_hands_over_another_stores(
     (decoded,) = d.generate([PROMPT], GREEDY, kv_transfer_params=[params])
     assert decoded.token_ids == expected.token_ids
     assert decoded.num_transferred_tokens > 0
-    rest(p)
+    p.settle(SETTLE_S)
     for engine in (p, d):
         forget(engine)  # Every block is free again.
         (again,) = engine.generate([PROMPT], GREEDY)
@@ -90,8 +90,8 @@ def test_the_first_one_with_tokens_loads_and_the_loan_of_the_other_ends(
     (decoded,) = d.generate([PROMPT], GREEDY, kv_transfer_params=[params])
     assert decoded.token_ids == expected.token_ids
     assert decoded.num_transferred_tokens == 48, "the store has full blocks only"
-    rest(d)
-    rest(p)
+    d.settle(SETTLE_S)
+    p.settle(SETTLE_S)
     forget(p)
 
 
@@ -109,7 +109,7 @@ def test_a_child_that_dies_leaves_the_handoff_alone(start: Start, alone: LLM, tm
         decoded = hand_over(p, d, prompt)
         assert decoded.token_ids == answer.token_ids
         assert decoded.num_transferred_tokens > 0
-    rest(p)
+    p.settle(SETTLE_S)
     forget(p)
 
 
@@ -129,7 +129,7 @@ def test_ranks_of_two_engines_keep_the_parts_apart(start: Start, alone: LLM, tmp
         (again,) = engine.generate([PROMPT], GREEDY)
         assert again.token_ids == expected.token_ids
         assert again.num_transferred_tokens == 48
-    rest(p)
+    p.settle(SETTLE_S)
     p.close()
 
 
@@ -191,7 +191,7 @@ def test_pull_beside_shared_storage_with_a_table_for_each_window(
         assert loaded.num_transferred_tokens == 48
         for engine in (p, fresh):
             assert engine.core.scheduler.kv_cache.is_hybrid
-            rest(engine)
+            engine.settle(SETTLE_S)
         assert "block table" not in caplog.text
 
 

@@ -13,10 +13,10 @@ from baton.engine.llm import LLM
 from tests.connectors.engine_world import (
     GREEDY,
     ONE_TOKEN,
+    SETTLE_S,
     Start,
     engines,
     prompt_of,
-    rest,
     windowed_model,
 )
 
@@ -77,7 +77,7 @@ def check(p: LLM, d: LLM, alone: LLM, policy: str) -> None:
         assert loaded.error is not None
         assert "kv_load_failure_policy is 'fail'" in loaded.error.message
         assert not loaded.token_ids
-    rest(d)
+    d.settle(SETTLE_S)
     d.core.scheduler.kv_cache.assert_consistent()
     later = d.generate([PROMPT, SHORTER], GREEDY)
     assert [c.token_ids for c in (shared, *later)] == of_alone(SHARER, PROMPT, SHORTER)
@@ -85,7 +85,7 @@ def check(p: LLM, d: LLM, alone: LLM, policy: str) -> None:
     assert [good.token_ids] == of_alone(OTHER)
     assert good.num_transferred_tokens > 0
     for llm in (p, d):
-        rest(llm)
+        llm.settle(SETTLE_S)
         llm.core.scheduler.kv_cache.assert_empty()
 
 

@@ -22,6 +22,7 @@ __all__ = ["model_of"]
 Start = Callable[..., LLM]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
+SETTLE_S = 30.0  # Only reached when something is wrong.
 
 
 @pytest.fixture
@@ -91,10 +92,7 @@ def counted_bytes(llm: LLM) -> list[int]:
 
 def come_to_rest(*engines: LLM) -> None:
     for llm in engines:
-        for _ in range(200_000):
-            if not llm.core.has_requests:
-                break
-            llm.core.step()
+        llm.settle(SETTLE_S)
         llm.core.scheduler.kv_cache.assert_empty()
 
 

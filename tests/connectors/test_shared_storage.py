@@ -13,13 +13,13 @@ from baton.engine.new_model import write_checkpoint
 from tests.connectors.storage_world import (
     CHUNK,
     GREEDY,
+    WAIT_S,
     Start,
     by_position,
     files_in,
     fill,
     keys_of,
     prompt_of,
-    settle,
     starting,
     storage,
 )
@@ -91,7 +91,7 @@ def test_a_bad_file_is_computed_removed_and_stored_again(
     (expected,) = alone.generate([prompt], GREEDY)
     assert by_b.token_ids == expected.token_ids
     assert by_b.num_transferred_tokens == 2 * CHUNK, "what lies before it is believed"
-    settle(b)
+    b.settle(WAIT_S)
     b.close()  # Which waits for its writer.
     assert bad.stat().st_size == len(whole)
     (again,) = start(storage(tmp_path)).generate([prompt], GREEDY)
@@ -156,7 +156,7 @@ def test_a_salt_parts_users(start: Start, tmp_path: Path) -> None:
         request_id="salted", prompt_token_ids=prompt, sampling_params=GREEDY, arrival_time_s=0, cache_salt="x"
     )
     b.core.add_request(request)
-    settle(b)
+    b.settle(WAIT_S)
     assert b.core.scheduler.requests == {}
     b.close()
     assert len(files_in(tmp_path)) == 6, "stored beside the others, under keys of its own"
@@ -166,7 +166,7 @@ def test_roles_say_who_writes_and_who_reads(start: Start, tmp_path: Path) -> Non
     prompt = prompt_of(20)
     consumer = start(storage(tmp_path, "kv_consumer"))
     consumer.generate([prompt], GREEDY)
-    settle(consumer)
+    consumer.settle(WAIT_S)
     consumer.close()
     assert files_in(tmp_path) == []
     producer = start(storage(tmp_path, "kv_producer"))
@@ -205,7 +205,7 @@ def test_one_evicts_while_the_other_loads(start: Start, tmp_path: Path) -> None:
         for engine in (a, b):
             engine.core.scheduler.reset_prefix_cache()
             completions = engine.generate(prompts, GREEDY)
-            settle(engine)
+            engine.settle(WAIT_S)
             assert [completion.token_ids for completion in completions] == expected
             num_transferred += sum(completion.num_transferred_tokens for completion in completions)
     assert num_transferred > 0
@@ -224,7 +224,7 @@ def test_two_ranks_share_files_with_two_ranks_only(start: Start, tmp_path: Path)
     assert by_b.num_transferred_tokens == 0, "a chunk is there when all ranks' files are"
     (by_one,) = start(storage(tmp_path)).generate([prompt], GREEDY)
     assert by_one.num_transferred_tokens == 0
-    settle(b)
+    b.settle(WAIT_S)
     b.close()
     (by_c,) = start(storage(tmp_path), tp=2).generate([prompt], GREEDY)
     assert by_c.token_ids == expected.token_ids

@@ -18,13 +18,13 @@ from tests.connectors.engine_world import WINDOW, forget, run_counting, windowed
 from tests.connectors.storage_world import (
     CHUNK,
     GREEDY,
+    WAIT_S,
     Start,
     by_position,
     config_of,
     files_in,
     fill,
     prompt_of,
-    settle,
     starting,
     storage,
 )
@@ -94,7 +94,7 @@ def test_a_fresh_engine_reads_what_another_has_computed(
             assert by_b.token_ids == expected(prompt)
             least = min(num_shared, len(prompt) - 1) // CHUNK * CHUNK
             assert by_b.num_transferred_tokens >= least or num_shared == len(prompt)
-    settle(b)
+    b.settle(WAIT_S)
     b.core.scheduler.kv_cache.assert_empty()
 
 
@@ -106,7 +106,7 @@ def test_behind_a_local_hit_the_rest_is_loaded(
     for num_local in (5, 12, 33):
         forget(b)
         b.generate([PROMPT[:num_local]], SamplingParams(max_tokens=1, temperature=0))
-        settle(b)
+        b.settle(WAIT_S)
         (by_b,) = b.generate([PROMPT], GREEDY)
         assert by_b.token_ids == expected(PROMPT)
         assert by_b.num_cached_tokens == 64
@@ -171,7 +171,7 @@ def test_a_bad_file_costs_no_token_and_is_written_again(
         assert "kv_load_failure_policy is 'fail'" in by_b.error.message
         (by_b,) = b.generate([PROMPT], GREEDY)
     assert by_b.token_ids == expected(PROMPT)
-    settle(b)
+    b.settle(WAIT_S)
     b.core.scheduler.kv_cache.assert_empty()
     b.close()  # Which waits for its writer.
     assert bad.stat().st_size == len(whole)

@@ -1,8 +1,6 @@
 """How the core's process waits: never spinning, never late for a request that can go on."""
 
-import select
 import socket
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,17 +18,14 @@ from baton.engine.api import (
 from baton.engine.channel import Channel
 from baton.engine.core_messages import Abort, AddRequest, Drain, Drained, FromCore, Outputs, Stop, ToCore
 from baton.engine.core_process import (
-    IDLE_S,
-    LOOK_S,
     RESTARTS_MAX,
     RESTARTS_WITHIN_S,
-    RETRY_S,
     CoreLoop,
     Restarts,
     Stopping,
     StopSignal,
-    Waker,
 )
+from baton.engine.step_waits import IDLE_S, Waker
 
 
 class NoRanks:
@@ -147,26 +142,6 @@ def test_messages_are_taken_in_order_and_refusals_answered_at_once(make_world) -
     assert [(o.request_id, o.error) for o in answer.outputs.outputs] == [("bad", RequestError("too bad"))]
 
 
-def test_waits_grow_while_only_loans_are_out(make_world) -> None:
-    world = make_world(ScriptedCore([]))
-    waits = [world.loop.next_wait_s() for _ in range(8)]
-    assert waits == [RETRY_S * factor for factor in (1, 2, 4, 8, 16)] + [IDLE_S] * 3
-    world.core.has_progressed = True
-    assert world.loop.next_wait_s() == 0.0
-    world.core.has_progressed = False
-    assert world.loop.next_wait_s() == RETRY_S, "something happened, so it begins anew"
-
-
-def test_waits_stay_short_while_a_request_waits(make_world) -> None:
-    world = make_world(ScriptedCore([], has_unfinished_requests=True))
-    assert {world.loop.next_wait_s() for _ in range(8)} == {RETRY_S}
-
-
-def test_a_connector_that_wakes_the_loop_is_not_polled(make_world) -> None:
-    world = make_world(ScriptedCore([], has_unfinished_requests=True, is_woken=True))
-    assert {world.loop.next_wait_s() for _ in range(8)} == {LOOK_S}
-
-
 def test_a_drain_is_looked_at_often_for_its_end_is_only_a_time(make_world) -> None:
     world = make_world(ScriptedCore([(empty(), 0)], is_woken=True))
     world.send(Drain(60.0))
@@ -174,24 +149,13 @@ def test_a_drain_is_looked_at_often_for_its_end_is_only_a_time(make_world) -> No
     assert world.loop.next_wait_s() == IDLE_S
 
 
-def test_a_wait_ends_when_the_connector_wakes_the_loop(make_world) -> None:
-    """Also if that was said while the step still ran. Told a minute to sleep, it would fail the suite."""
-    world = make_world(ScriptedCore([(empty(), 0)] * 3, is_woken=True))
-    thread = threading.Timer(0.0, world.core.wake)
-    thread.start()
+def test_a_wait_ends_with_a_message(make_world) -> None:
+    """Told a minute to sleep, it would fail the suite."""
+    world = make_world(ScriptedCore([(empty(), 0)], is_woken=True))
+    world.send(Stop())
     world.loop._wait(60.0)
-    thread.join()
-    world.core.wake()
-    world.core.wake()
-    world.loop._wait(60.0)
-    assert select.select([world.waker], [], [], 0.0)[0] == [], "heard once, however often it was said"
-
-
-def test_a_waker_that_is_closed_can_be_called() -> None:
-    waker = Waker()
-    waker.close()
-    waker.wake()
-    waker.close()
+    with pytest.raises(Stopping):
+        world.loop._take_messages()
 
 
 def test_empty_steps_that_say_nothing_new_are_not_told(make_world) -> None:
