@@ -132,18 +132,15 @@ def is_vllms(path: str) -> bool:
 
 def vllms_case(case: ConnectorCase, executor: str) -> ConnectorCase:
     """The case with the class that vLLM is given. Raises BadParameter if there is none, or no vLLM."""
-    from dataclasses import replace
-
     if executor not in ("toy", "vllm"):
         raise typer.BadParameter(
             "runs over the kit's ranks (vllm) for vLLM's classes", param_hint="--executor"
         )
     if importlib.util.find_spec("vllm") is None:
         raise typer.BadParameter("vllm is not installed", param_hint="--executor")
-    from baton.vllm_plugin import CONNECTORS
+    from baton.vllm_plugin import kit_site
 
-    if case.path in CONNECTORS:
-        return replace(case, path=f"baton.vllm_plugin:{case.path}")
+    case = kit_site.vllms_case(case)
     if not is_vllms(case.path):
         raise typer.BadParameter(f"{case.path} is no class of vLLM's base", param_hint="--executor")
     return case
@@ -165,9 +162,7 @@ def run_case(
     make_site: Callable[[ConnectorCase], Site] = ToySite
     if executor == "vllm" or is_vllms(case.path):
         case, executor = vllms_case(case, executor), "vllm"
-        from baton.vllm_plugin.kit_site import VllmSite
-
-        make_site = VllmSite
+        from baton.vllm_plugin.kit_hidden_states import make_vllm_site as make_site
     tries = 200
     if executor not in ("toy", "vllm"):
         from baton.testing.contract.engine_site import EngineSite
@@ -269,11 +264,7 @@ def _our_cases(folder: Path, executor: str) -> Iterator[tuple[str, ConnectorCase
 
     folder.mkdir()
     transports: Any = ("local", "tcp") if executor in ("multiprocess", "ray") else ("memory",)
-    cases = our_cases(folder, transports=transports)
-    if executor == "vllm":
-        # vLLM has a Multi of its own, and shows hidden states only where it speculates.
-        del cases["BatonMultiConnector"], cases["BatonHiddenStatesConnector"]
-    yield from cases.items()
+    yield from our_cases(folder, transports=transports).items()
 
 
 def _cell(verdict: Verdict) -> str:

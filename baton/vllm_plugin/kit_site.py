@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,8 +40,24 @@ from baton.engine.attention.kv_memory import layer_name
 from baton.engine.new_model import write_checkpoint
 from baton.testing.contract.case import KV_HEADS, MAX_MODEL_LEN, WINDOWS, ConnectorCase, find_class
 from baton.testing.contract.site import ToySite
+from baton.vllm_plugin import CONNECTORS
+
+MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector"
 
 _REPORTED = ("finished_sending", "finished_recving", "invalid_block_ids", "failed_recving")
+
+
+def vllms_case(case: ConnectorCase) -> ConnectorCase:
+    """A case of Baton's with the class that vLLM is given; other cases as they are.
+
+    In the place of Baton's Multi is vLLM's own, to which each child says what role it has.
+    """
+    if case.path in CONNECTORS:
+        return replace(case, path=f"baton.vllm_plugin:{case.path}")
+    if case.path != "BatonMultiConnector":
+        return case
+    children = [{"kv_role": "kv_both", **child} for child in case.extra_config.get("connectors", ())]
+    return replace(case, path=MULTI, extra_config={**case.extra_config, "connectors": children})
 
 
 class VllmSite(ToySite):
@@ -55,18 +72,13 @@ class VllmSite(ToySite):
         self._configs: dict[int, Any] = {}  # vLLM's, by the model's number of layers.
 
     def make_scheduler_half(self, config: EngineConfig) -> Any:
-        connector = self._make(config, KVConnectorRole.SCHEDULER, 0)
+        connector = self.make_connector(config, KVConnectorRole.SCHEDULER, 0)
         return (VllmHMAScheduler if supports_hma(connector) else VllmScheduler)(connector)
 
     def make_worker_half(self, config: EngineConfig, rank: int) -> Any:
-        groups = {
-            layer_name(layer): index
-            for index, group in enumerate(config.kv_cache_groups)
-            for layer in group.layers
-        }
-        return VllmWorker(self._make(config, KVConnectorRole.WORKER, rank), groups)
+        return VllmWorker(self.make_connector(config, KVConnectorRole.WORKER, rank), group_of_layers(config))
 
-    def _make(self, config: EngineConfig, role: Any, rank: int) -> Any:
+    def make_connector(self, config: EngineConfig, role: Any, rank: int) -> Any:
         transfer, parallel = config.kv_transfer_config, config.parallel_config
         assert transfer is not None
         own = copy.copy(self._config_of(config.model_config.num_hidden_layers))
@@ -85,7 +97,19 @@ class VllmSite(ToySite):
         own.parallel_config.tensor_parallel_size = parallel.tensor_parallel_size
         own.parallel_config.world_size = parallel.tensor_parallel_size
         own.parallel_config.rank = rank
-        return find_class(self.case.path)(own, role, _cache_of(config))
+        return find_class(self.case.path)(own, role, self.describe_cache(config, role))
+
+    def describe_cache(self, config: EngineConfig, role: Any) -> Any:
+        """vLLM's KVCacheConfig, as the scheduler's or a worker's process has it."""
+        return KVCacheConfig(
+            num_blocks=config.cache_config.num_gpu_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=_groups_of(config),
+        )
+
+    def describe_engine(self, folder: str) -> Any:
+        """vLLM's VllmConfig, of a checkpoint."""
+        return _vllm_config(folder)
 
     def _config_of(self, num_layers: int) -> Any:
         if num_layers not in self._configs:
@@ -98,7 +122,7 @@ class VllmSite(ToySite):
                 heads=KV_HEADS,
                 kv_heads=KV_HEADS,
             )
-            self._configs[num_layers] = _vllm_config(str(folder))
+            self._configs[num_layers] = self.describe_engine(str(folder))
         return self._configs[num_layers]
 
     def close(self) -> None:
@@ -122,7 +146,16 @@ def _vllm_config(folder: str) -> Any:
     )
 
 
-def _cache_of(config: EngineConfig) -> Any:
+def group_of_layers(config: EngineConfig) -> dict[str, int]:
+    """The KV-cache group of each layer, by names; empty where there is one."""
+    return {
+        layer_name(layer): index
+        for index, group in enumerate(config.kv_cache_groups)
+        for layer in group.layers
+    }
+
+
+def _groups_of(config: EngineConfig) -> list[Any]:
     model = config.model_config
     shape: dict[str, Any] = {
         "block_size": config.cache_config.block_size,
@@ -138,9 +171,7 @@ def _cache_of(config: EngineConfig) -> Any:
         else:
             spec = SlidingWindowSpec(**shape, sliding_window=group.window)
         groups.append(KVCacheGroupSpec(names, spec))
-    return KVCacheConfig(
-        num_blocks=config.cache_config.num_gpu_blocks, kv_cache_tensors=[], kv_cache_groups=groups
-    )
+    return groups
 
 
 class VllmScheduler:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +14,8 @@ from baton.cli.main import app
 from baton.testing.contract import ConnectorCase, Verdict, check_connector
 from baton.testing.contract.ours import our_cases
 from baton.vllm_plugin.containment import Containment
-from baton.vllm_plugin.kit_site import VllmSite
+from baton.vllm_plugin.kit_hidden_states import make_vllm_site
+from baton.vllm_plugin.kit_site import VllmSite, vllms_case
 from tests.vllm import kit_connectors
 from tests.vllm.kit_connectors import BROKEN, Sound
 
@@ -23,11 +23,12 @@ T = TypeVar("T")
 
 VLLMS_EXAMPLE = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector:ExampleConnector"
 
-LOADS = {  # Not BatonHiddenStatesConnector: only a speculative vLLM shows hidden states.
+LOADS = {
     "BatonPullConnector": "loads in the background",
     "BatonPushConnector": "loads in the background",
     "BatonOffloadConnector": "loads in the background",
     "BatonSharedStorageConnector": "loads in the background",
+    "BatonMultiConnector": "loads in the background",  # vLLM's, with our pull and offload as children.
     "BatonDecodeBenchConnector": "loads in a step",
 }
 
@@ -49,8 +50,9 @@ def test_a_fault_is_reported_by_its_name(kind: Any) -> None:
 
 
 def test_the_command_checks_ours_in_vllms_words() -> None:
-    config = json.dumps({"cpu_gib": 3e-5})
-    arguments = ["BatonOffloadConnector", "--executor", "vllm", "--config", config, "--examples", "2"]
+    offload = {"kv_connector": "BatonOffloadConnector", "kv_connector_extra_config": {"cpu_gib": 3e-5}}
+    config = json.dumps({"connectors": [offload]})
+    arguments = ["BatonMultiConnector", "--executor", "vllm", "--config", config, "--examples", "2"]
     result = CliRunner().invoke(app, ["check", *arguments])
     assert result.exit_code == 0, result.output
     assert "BROKEN" not in result.output
@@ -68,12 +70,28 @@ def contain_nothing(self: Containment, hook: str, ask: Callable[[], T], otherwis
     return ask()
 
 
+@pytest.fixture
+def uncontained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the kit hears what is raised."""
+    monkeypatch.setattr(Containment, "call", contain_nothing)
+
+
+@pytest.mark.usefixtures("uncontained")
 @pytest.mark.parametrize("name", LOADS)
-def test_ours_keep_the_contract(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Containment, "call", contain_nothing)  # So that the kit hears what is raised.
-    case = replace(our_cases(tmp_path)[name], path=f"baton.vllm_plugin:{name}")
-    verdict = check_connector(case, examples=6, tries=20, make_site=VllmSite)
+def test_ours_keep_the_contract(name: str, tmp_path: Path) -> None:
+    case = vllms_case(our_cases(tmp_path)[name])
+    verdict = check_connector(case, examples=6, tries=20, make_site=make_vllm_site)
     verdict.raise_if_broken()
     assert verdict.seen["steps"] > 20
     assert verdict.seen[LOADS[name]] > 0
     assert verdict.seen["engines with several KV-cache groups"] > 0
+
+
+@pytest.mark.usefixtures("uncontained")
+def test_saved_hidden_states_keep_the_contract(tmp_path: Path) -> None:
+    case = vllms_case(our_cases(tmp_path)["BatonHiddenStatesConnector"])
+    verdict = check_connector(case, examples=6, tries=20, make_site=make_vllm_site)
+    verdict.raise_if_broken()
+    assert verdict.seen["steps"] > 20
+    assert verdict.seen["engines with several KV-cache groups"] > 0
+    assert list((tmp_path / "hidden").iterdir()), "states have been saved"
