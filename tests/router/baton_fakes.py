@@ -8,10 +8,8 @@ from typing import Any
 
 import httpx
 
-from baton.router.settings import ProbeSettings
-from tests.router.fakes import TICKET, Call, FakeEngine, System
+from tests.router.fakes import TICKET, Call, FakeEngine, System, opened
 
-QUIET = ProbeSettings(every_s=3600, backoff_first_s=3600, backoff_max_s=3600)
 TOKENS = (72, 105, 33)  # "Hi!", whoever is asked.
 
 
@@ -81,17 +79,6 @@ class Speaker:
             await call.piece(event({"choices": [], "usage": {"completion_tokens": len(tokens)}}))
         await call.piece(b"data: [DONE]\n\n", more=False)
         return None
-
-
-async def opened(gate: asyncio.Event, call: Call) -> bool:
-    """False: the router has left first."""
-    opening, leaving = asyncio.ensure_future(gate.wait()), asyncio.ensure_future(call.wait_disconnect())
-    try:
-        await asyncio.wait((opening, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return opening.done()
-    finally:
-        opening.cancel()
-        leaving.cancel()
 
 
 def event(value: Any) -> bytes:

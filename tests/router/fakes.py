@@ -6,27 +6,55 @@ Only real servers show what matters to a router: connections that break or stall
 import asyncio
 import json
 import socket
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import httpx
+import msgspec
 import uvicorn
 from starlette.applications import Starlette
 
+from baton.cli.processes import free_ports
 from baton.router.app import Router
-from baton.router.settings import ProbeSettings, RouterSettings
+from baton.router.settings import LegTimeouts, ProbeSettings, RouterSettings
 
-TEST_DEADLINE_S = 20.0  # Never reached unless something hangs, which is what it is to show.
+TEST_DEADLINE_S = 60.0  # Never reached unless something hangs, which is what it is to show.
+LATER_S = 600.0  # A deadline that passes only if a test lets it; see `pass_time`.
+
+
+class _Clockwork(asyncio.SelectorEventLoop):
+    """Its time passes as it does, and in jumps when a test says so."""
+
+    skipped_s = 0.0
+    deadline: asyncio.Timeout | None = None  # Of the test, which shall not jump.
+
+    def time(self) -> float:
+        return super().time() + self.skipped_s
+
+
+def pass_time(seconds: float) -> None:
+    """Every wait that is under way now has waited so much longer; later ones have not."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, _Clockwork)
+    assert loop.deadline is not None
+    loop.skipped_s += seconds
+    ends_at = loop.deadline.when()
+    assert ends_at is not None
+    loop.deadline.reschedule(ends_at + seconds)
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
+    loop = _Clockwork()
+
     async def bounded() -> None:
-        async with asyncio.timeout(TEST_DEADLINE_S):
+        async with asyncio.timeout(TEST_DEADLINE_S) as loop.deadline:
             await test
 
-    asyncio.run(bounded())
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(bounded())
 
 
 class Servers:
@@ -43,7 +71,12 @@ class Servers:
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         config = uvicorn.Config(
-            app, log_level="critical", lifespan=lifespan, ws="none", timeout_graceful_shutdown=1
+            app,
+            log_level="critical",
+            lifespan=lifespan,
+            ws="none",
+            timeout_graceful_shutdown=1,
+            timeout_keep_alive=10_000,  # Also when time jumps: idle connections stay as they are.
         )
         config.load()
         server = uvicorn.Server(config)
@@ -121,7 +154,11 @@ class Call:
 
 @dataclass
 class FakeEngine:
-    """`respond` is called for every request but those of the prober, which are answered by the fields."""
+    """`respond` is called for every request but those of the prober, which are answered by the fields.
+
+    A request whose sender has left before all of it was there has never come. A push's decode leg is answered
+    once its prefill leg is here, since a real D waits for P; either may come first.
+    """
 
     respond: Respond
     health_status: int = 200
@@ -137,11 +174,15 @@ class FakeEngine:
     taken_back: list[Any] = field(default_factory=list)
     heard_of_loan: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
+    # By transfer id: its prefill leg has come. Of all engines of a system.
+    prefills: defaultdict[str, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         body = b""
         while True:
             message = await receive()
+            if message["type"] == "http.disconnect":
+                return
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
@@ -173,7 +214,23 @@ class FakeEngine:
             return
         self.calls.append(call.received)
         self.was_called.set()
+        params = (call.received.body.get("kv_transfer_params") if body else None) or {}
+        if params.get("do_remote_decode"):
+            self.prefills[params["transfer_id"]].set()
+        if "baton_introduction" in params and not await opened(self.prefills[params["transfer_id"]], call):
+            return
         await self.respond(call)
+
+
+async def opened(gate: asyncio.Event, call: Call) -> bool:
+    """False: the router has left first."""
+    opening, leaving = asyncio.ensure_future(gate.wait()), asyncio.ensure_future(call.wait_disconnect())
+    try:
+        await asyncio.wait((opening, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return opening.done()
+    finally:
+        opening.cancel()
+        leaving.cancel()
 
 
 TICKET = {
@@ -210,6 +267,20 @@ async def hangs(call: Call) -> None:
     await call.wait_disconnect()
 
 
+async def hangs_till_late(call: Call) -> None:
+    """For longer than a deadline of `LATER_S`."""
+    pass_time(LATER_S)
+    await call.wait_disconnect()
+
+
+def after(event: asyncio.Event, respond: Respond) -> Respond:
+    async def later(call: Call) -> None:
+        if await opened(event, call):
+            await respond(call)
+
+    return later
+
+
 async def dies(call: Call) -> None:
     """Killed before it said a word."""
     call.cut()
@@ -224,9 +295,10 @@ async def breaks(call: Call) -> None:
 
 def dead_url() -> str:
     """Nobody listens here."""
-    with socket.socket() as once:
-        once.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{once.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_ports(1)[0]}"
+
+
+QUIET = ProbeSettings(every_s=3600, timeout_s=3600, backoff_first_s=3600, backoff_max_s=3600)
 
 
 @dataclass
@@ -243,18 +315,24 @@ class System:
 async def system(
     prefill: list[FakeEngine | str], decode: list[FakeEngine | str], **settings: Any
 ) -> AsyncIterator[System]:
-    """Fake engines and a real router in front of them. The prober asks once, then stays quiet."""
+    """Fake engines and a real router in front of them. The prober asks once, then stays quiet.
+
+    What only a machine that stalls would miss has time enough: connecting, and answering the prober.
+    """
     servers = Servers()
+    prefills: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
     try:
         urls = []
         for engine in (*prefill, *decode):
             if isinstance(engine, FakeEngine):
-                engine.url = await servers.start(engine)
+                engine.url, engine.prefills = await servers.start(engine), prefills
                 urls.append(engine.url)
             else:
                 urls.append(engine)
         settings.setdefault("decode_leg", "at_once")  # All fakes share a host.
-        settings.setdefault("probe", ProbeSettings(every_s=3600, backoff_first_s=3600, backoff_max_s=3600))
+        settings.setdefault("probe", QUIET)
+        timeouts = settings.pop("timeouts", LegTimeouts())
+        settings["timeouts"] = msgspec.structs.replace(timeouts, connect_s=2 * LATER_S)
         router = Router(
             RouterSettings(
                 prefill_urls=tuple(urls[: len(prefill)]), decode_urls=tuple(urls[len(prefill) :]), **settings

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.router.baton_fakes import QUIET, Streamed, baton, introduced, speaker, stream
+from tests.router.baton_fakes import Streamed, baton, introduced, speaker, stream
 from tests.router.fakes import FakeEngine, dies, responds, run, system
 from tests.router.vllm_fakes import PROMPT, TOKENS, VllmSpeaker, vllm, vllm_speaker
 
@@ -369,7 +369,7 @@ def test_in_push_engines_that_disagree_cost_a_second_leg_and_no_error() -> None:
                 await good(call)
 
         d.respond = disagrees_at_first
-        async with system([p], [d], mode="push", probe=QUIET) as s:
+        async with system([p], [d], mode="push") as s:
             await introduced(s)
             got = await stream(s, shown=gate)  # D speaks once P's token has been shown.
             metrics = (await s.client.get("/metrics")).text
@@ -400,7 +400,7 @@ def test_without_another_vllm_the_stream_ends_with_an_error() -> None:
 def test_a_vllm_that_prefills_is_asked_for_its_introduction_once() -> None:
     async def main() -> None:
         p, d = vllm(introduces=True), vllm(introduces=True)
-        async with system([p], [d], mode="push", probe=QUIET) as s:
+        async with system([p], [d], mode="push") as s:
             await introduced(s)
             for engine in s.router.fleet.engines:
                 await s.router._prober.probe(engine)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.router.baton_fakes import QUIET, introduced, stream
+from tests.router.baton_fakes import introduced, stream
 from tests.router.fakes import FakeEngine, dies, responds, run, system
 from tests.router.test_behind import IDS, check_is_one_engines, request
 from tests.router.vllm_fakes import TOKENS, VllmSpeaker, vllm, vllm_speaker
@@ -75,7 +75,7 @@ def test_a_vllm_goes_on_when_batons_engine_has_failed_and_the_other_way_round() 
         for first, second in ((baton_d(), vllm()), (vllm(), baton_d())):
             p, dying = vllm(), first
             dying.respond = dies
-            async with system([p], [dying, second], probe=QUIET, policy="round_robin") as s:
+            async with system([p], [dying, second], policy="round_robin") as s:
                 await introduced(s)
                 while not dying.calls:
                     check_is_one_engines(await stream(s))

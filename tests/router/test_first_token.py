@@ -6,14 +6,17 @@ from typing import Any
 import pytest
 
 from baton.router.settings import LegTimeouts
-from tests.router.baton_fakes import QUIET, Streamed, baton, introduced, speaker, stream
+from tests.router.baton_fakes import Streamed, baton, introduced, speaker, stream
 from tests.router.fakes import (
+    LATER_S,
     FakeEngine,
     Respond,
+    after,
     answers,
     breaks,
     dies,
     hangs,
+    hangs_till_late,
     lends,
     responds,
     run,
@@ -21,7 +24,6 @@ from tests.router.fakes import (
 )
 
 MODES = ["pull", "push"]
-SOON = 0.05
 
 
 def check_is_one_engines(got: Streamed) -> None:
@@ -96,6 +98,8 @@ def test_a_client_that_wants_token_ids_and_usage_gets_them(mode: str) -> None:
 def test_a_first_token_that_ends_the_answer_is_the_answer(mode: str, is_stream: bool) -> None:
     async def main() -> None:
         p, d = baton("p", ends_with_first=True, finish="stop"), baton("d", gate=asyncio.Event())
+        if mode == "push":  # So that there is a leg to be left.
+            speaker(p).gate = d.was_called
         async with system([p], [d], mode=mode) as s:
             await introduced(s)
             if is_stream:
@@ -192,7 +196,7 @@ def test_where_one_cannot_or_shall_not_d_says_the_first_token_too(
 # ---- failures, behind the first token and before
 
 
-FAILURES = [dies, breaks, hangs, responds(500, {}), responds(429, {})]
+FAILURES = [dies, breaks, hangs_till_late, responds(500, {}), responds(429, {})]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -200,8 +204,8 @@ FAILURES = [dies, breaks, hangs, responds(500, {}), responds(429, {})]
 def test_a_prefill_that_fails_before_its_token_is_tried_elsewhere(mode: str, failure: Respond) -> None:
     async def main() -> None:
         bad, good, d = baton("p0"), baton("p1"), baton("d")
-        bad.respond = failure
-        timeouts = LegTimeouts(prefill_s=SOON * 10) if failure is hangs else LegTimeouts()
+        bad.respond = failure if mode == "pull" else after(d.was_called, failure)
+        timeouts = LegTimeouts(prefill_s=LATER_S)
         gate, second_call = asyncio.Event(), asyncio.Event()
         if mode == "push":
             speaker(d).gate = gate
@@ -212,13 +216,13 @@ def test_a_prefill_that_fails_before_its_token_is_tried_elsewhere(mode: str, fai
             asking = asyncio.create_task(stream(s))
             if mode == "push":
                 await second_call.wait()
+                await d.saw_disconnect.wait()  # The first decode leg went with its prefill.
                 gate.set()
             check_is_one_engines(await asking)
         ids = [leg["transfer_id"] for leg in (*transfer_params(bad), *transfer_params(good))]
         assert len(set(ids)) == 2
         if mode == "push":
             assert [leg["transfer_id"] for leg in transfer_params(d)] == ids
-            assert d.saw_disconnect.is_set(), "the first decode leg went with its prefill"
 
     run(main())
 
@@ -248,7 +252,7 @@ def test_without_a_working_prefill_engine_d_prefills_and_says_all(mode: str, fai
     async def main() -> None:
         p, d = baton("p"), baton("d")
         p.respond = failure
-        timeouts = LegTimeouts(prefill_s=SOON) if failure is hangs else LegTimeouts()
+        timeouts = LegTimeouts(prefill_s=LATER_S)
         if mode == "push":
 
             async def only_by_itself(call: Any) -> None:
@@ -280,10 +284,7 @@ def test_a_decode_engine_that_fails_behind_the_first_token_is_replaced_unnoticed
 
         p, bad, good = baton("p"), baton("d0"), baton("d1")
         bad.respond = fails_later
-        # In push, D waits for P: it must not have answered before P has heard of the second leg at all.
-        second_call = speaker(good).gate = asyncio.Event()
-        p.respond = counting(p, second_call)
-        timeouts = LegTimeouts(first_byte_s=0.4, prefill_s=0.4) if failure is hangs else LegTimeouts()
+        timeouts = LegTimeouts(first_byte_s=LATER_S / 2, prefill_s=LATER_S / 2)  # In push D has both.
         async with system([p], [bad, good], mode=mode, timeouts=timeouts) as s:
             await introduced(s)
             s.router.fleet._policy = first_eligible
@@ -378,7 +379,7 @@ def test_a_prefill_engine_that_dies_before_the_end_of_its_answer_cannot_end_it(m
 def test_a_client_that_leaves_ends_both_legs(mode: str) -> None:
     async def main() -> None:
         p, d = baton("p", rest_gate=asyncio.Event()), baton("d", gate=asyncio.Event())
-        async with system([p], [d], mode=mode, probe=QUIET) as s:
+        async with system([p], [d], mode=mode) as s:
             await introduced(s)
             body = {"prompt": "a", "stream": True}
             async with s.client.stream("POST", "/v1/completions", json=body) as answer:

@@ -11,7 +11,7 @@ from baton.router.errors import LegFailure
 from baton.router.fleet import Engine, Fleet, Prober
 from baton.router.policies import RoutedRequest
 from baton.router.settings import LegTimeouts, ProbeSettings, RouterSettings
-from tests.router.fakes import FakeEngine, answers, dead_url, hangs, lends, run, system
+from tests.router.fakes import LATER_S, FakeEngine, answers, dead_url, hangs_till_late, lends, run, system
 
 P, D0, D1 = "http://p:1", "http://d:1", "http://d:2"
 REQUEST = RoutedRequest(turn=0)
@@ -194,8 +194,8 @@ def test_models_and_tokenize_go_to_a_decode_engine() -> None:
 def test_models_are_asked_of_the_next_engine_when_one_hangs() -> None:
     async def main() -> None:
         good = FakeEngine(answers)
-        timeouts = LegTimeouts(first_byte_s=1.0)
-        async with system([FakeEngine(lends)], [FakeEngine(hangs), good], timeouts=timeouts) as s:
+        timeouts = LegTimeouts(first_byte_s=LATER_S)
+        async with system([FakeEngine(lends)], [FakeEngine(hangs_till_late), good], timeouts=timeouts) as s:
             assert {(await s.client.get("/v1/models")).status_code for _ in range(2)} == {200}
         assert len(good.calls) == 2
 

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.router.fleet import Engine
 from baton.router.late_leg import LEAD_MIN_S, LEAD_SHARE, NUM_REMEMBERED, LateLegs
-from tests.router.baton_fakes import QUIET, baton, introduced, stream
+from tests.router.baton_fakes import baton, introduced, stream
 from tests.router.fakes import FakeEngine, System, dies, responds, run, system
 from tests.router.test_behind import IDS, check_is_one_engines
 from tests.router.vllm_fakes import TOKENS, vllm, vllm_speaker
@@ -85,7 +85,7 @@ def test_a_prompt_of_no_known_length_is_no_trouble() -> None:
 
 
 async def held_until_p_answers(p: FakeEngine, d: FakeEngine, **body: Any) -> Any:
-    async with system([p], [d], mode="push", probe=QUIET, decode_leg="auto") as s:
+    async with system([p], [d], mode="push", decode_leg="auto") as s:
         await introduced(s)
         p.was_called.clear()
         gate = vllm_speaker(p).gate = asyncio.Event()
@@ -135,7 +135,7 @@ def test_a_request_that_d_says_whole_gets_ps_ticket_too() -> None:
 def test_a_leg_that_leaves_before_p_has_answered_is_a_pushs() -> None:
     async def main() -> None:
         p, d = vllm(introduces=True), vllm()
-        async with system([p], [d], mode="push", probe=QUIET, decode_leg="auto") as s:
+        async with system([p], [d], mode="push", decode_leg="auto") as s:
             await introduced(s)
             late = s.router._proxy._dispatch.late_legs
             late.note(s.router.fleet.engines[0], 1, LEAD_MIN_S / LEAD_SHARE)  # The shortest with a lead.
@@ -155,7 +155,7 @@ def test_a_leg_that_leaves_before_p_has_answered_is_a_pushs() -> None:
 def test_how_long_prefills_take_is_learnt_from_those_that_succeed() -> None:
     async def main() -> None:
         p, d = vllm(introduces=True), vllm()
-        async with system([p], [d], mode="push", probe=QUIET, decode_leg="auto") as s:
+        async with system([p], [d], mode="push", decode_leg="auto") as s:
             await introduced(s)
             late, engine = s.router._proxy._dispatch.late_legs, s.router.fleet.engines[0]
             good, p.respond = p.respond, responds(500, {})
@@ -194,7 +194,7 @@ def test_a_prefill_leg_that_fails_while_d_is_held_back_is_tried_again(lends: boo
             await (introducing if "baton_introduce" in str(call.received.body) else dies)(call)
 
         bad.respond = dies_later
-        async with system([bad, good], [d], mode="push", probe=QUIET, decode_leg="auto") as s:
+        async with system([bad, good], [d], mode="push", decode_leg="auto") as s:
             await introduced(s)
             check_is_one_engines(await stream(s))
         (leg,) = vllm_speaker(d).legs
@@ -206,7 +206,7 @@ def test_a_prefill_leg_that_fails_while_d_is_held_back_is_tried_again(lends: boo
 def test_a_client_that_leaves_while_d_is_held_back_leaves_no_leg_behind() -> None:
     async def main() -> None:
         p, d = vllm(introduces=True), vllm()
-        async with system([p], [d], mode="push", probe=QUIET, decode_leg="auto") as s:
+        async with system([p], [d], mode="push", decode_leg="auto") as s:
             await introduced(s)
             p.was_called.clear()
             vllm_speaker(p).gate = asyncio.Event()
@@ -230,7 +230,7 @@ def test_what_p_has_lent_to_a_d_that_refuses_goes_back() -> None:
             await (responds(400, refusal) if has_paper else good)(call)
 
         d.respond = refuses
-        async with system([p], [d], mode="push", probe=QUIET, decode_leg="auto") as s:
+        async with system([p], [d], mode="push", decode_leg="auto") as s:
             await introduced(s)
             check_is_one_engines(await stream(s))
             while not p.taken_back:

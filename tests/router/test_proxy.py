@@ -11,6 +11,7 @@ import pytest
 
 from baton.router.settings import LegTimeouts
 from tests.router.fakes import (
+    LATER_S,
     TICKET,
     Call,
     FakeEngine,
@@ -20,14 +21,15 @@ from tests.router.fakes import (
     dead_url,
     dies,
     hangs,
+    hangs_till_late,
     lends,
+    pass_time,
     responds,
     run,
     system,
 )
 
 SOON = 0.05  # A deadline that a test waits for.
-SOON_ENOUGH = 1.0  # One that a test waits for, and that an engine which answers must not miss, however busy.
 
 
 def test_prefill_gets_one_token_and_decode_gets_the_request_with_the_ticket() -> None:
@@ -275,7 +277,7 @@ PREFILL_FAILURES: list[Respond] = [
     responds(429, {}),
     dies,
     breaks,
-    hangs,
+    hangs_till_late,
     responds(200, ["not an object"]),
     responds(200, {"kv_transfer_params": "not an object"}),
 ]
@@ -292,7 +294,7 @@ def test_a_failed_prefill_is_tried_on_another_engine_under_a_new_transfer_id(fai
         for engine in engines:
             engine.respond = recover
         decode = FakeEngine(answers)
-        timeouts = LegTimeouts(prefill_s=SOON_ENOUGH) if failure is hangs else LegTimeouts()
+        timeouts = LegTimeouts(prefill_s=LATER_S)
         async with system([*engines], [decode], timeouts=timeouts) as s:
             answer = await s.complete()
         assert answer.headers["x-baton-prefill"] == "remote"
@@ -308,7 +310,7 @@ def test_a_failed_prefill_is_tried_on_another_engine_under_a_new_transfer_id(fai
 def test_without_a_working_prefill_engine_the_decode_engine_prefills_by_itself(failure: Respond) -> None:
     async def main() -> None:
         decode = FakeEngine(answers)
-        timeouts = LegTimeouts(prefill_s=SOON) if failure is hangs else LegTimeouts()
+        timeouts = LegTimeouts(prefill_s=LATER_S)
         async with system([FakeEngine(failure)], [decode], timeouts=timeouts) as s:
             answer = await s.complete()
         assert answer.status_code == 200
@@ -319,7 +321,7 @@ def test_without_a_working_prefill_engine_the_decode_engine_prefills_by_itself(f
 
 
 @pytest.mark.parametrize(
-    ("failure", "status"), [(hangs, 504), (dies, 502), (responds(500, {}), 502), (None, 503)]
+    ("failure", "status"), [(hangs_till_late, 504), (dies, 502), (responds(500, {}), 502), (None, 503)]
 )
 def test_the_request_fails_with_its_prefill_if_the_operator_wants_so(
     failure: Respond | None, status: int
@@ -327,7 +329,7 @@ def test_the_request_fails_with_its_prefill_if_the_operator_wants_so(
     async def main() -> None:
         decode = FakeEngine(answers)
         prefill = FakeEngine(failure) if failure is not None else dead_url()
-        timeouts = LegTimeouts(prefill_s=SOON) if failure is hangs else LegTimeouts()
+        timeouts = LegTimeouts(prefill_s=LATER_S)
         async with system([prefill], [decode], on_prefill_failure="fail", timeouts=timeouts) as s:
             if failure is None:
                 await wait_down(s.client, "prefill")
@@ -373,7 +375,7 @@ def test_a_decode_engine_that_never_saw_the_request_hands_its_ticket_on() -> Non
     run(main())
 
 
-@pytest.mark.parametrize("failure", [dies, breaks, hangs, responds(500, {}), responds(429, {})])
+@pytest.mark.parametrize("failure", [dies, breaks, hangs_till_late, responds(500, {}), responds(429, {})])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_decode_engine_that_failed_before_its_first_byte_costs_a_new_dispatch(
     failure: Respond, stream: bool
@@ -387,8 +389,7 @@ def test_a_decode_engine_that_failed_before_its_first_byte_costs_a_new_dispatch(
 
         for engine in engines:
             engine.respond = recover
-        late = LegTimeouts(first_byte_s=SOON_ENOUGH, answer_s=SOON_ENOUGH)
-        timeouts = late if failure is hangs else LegTimeouts()
+        timeouts = LegTimeouts(first_byte_s=LATER_S, answer_s=LATER_S)
         async with system([prefill], [*engines], timeouts=timeouts) as s:
             answer = await s.complete(stream=stream)
         assert answer.status_code == 200
@@ -406,7 +407,7 @@ async def starts_and_breaks(call: Call) -> None:
 
 
 @pytest.mark.parametrize(
-    ("failure", "status"), [(dies, 502), (starts_and_breaks, 502), (hangs, 504), (None, 503)]
+    ("failure", "status"), [(dies, 502), (starts_and_breaks, 502), (hangs_till_late, 504), (None, 503)]
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_without_a_working_decode_engine_the_client_gets_a_clear_error(
@@ -414,8 +415,7 @@ def test_without_a_working_decode_engine_the_client_gets_a_clear_error(
 ) -> None:
     async def main() -> None:
         decode = FakeEngine(failure) if failure is not None else dead_url()
-        late = LegTimeouts(first_byte_s=SOON, answer_s=SOON)
-        timeouts = late if failure is hangs else LegTimeouts()
+        timeouts = LegTimeouts(first_byte_s=LATER_S, answer_s=LATER_S)
         async with system([FakeEngine(lends)], [decode], timeouts=timeouts) as s:
             if failure is None:
                 await wait_down(s.client, "decode")
@@ -495,8 +495,8 @@ async def falls_silent(call: Call) -> None:
     [
         (breaks_in_an_event, LegTimeouts()),
         (ends_without_done, LegTimeouts()),
-        (falls_silent, LegTimeouts(idle_s=SOON)),
-        (falls_silent, LegTimeouts(total_s=SOON_ENOUGH)),
+        (falls_silent, LegTimeouts(idle_s=LATER_S)),
+        (falls_silent, LegTimeouts(idle_s=2 * LATER_S, total_s=LATER_S)),
     ],
 )
 def test_a_stream_that_breaks_ends_with_an_error_event_and_done(
@@ -505,10 +505,16 @@ def test_a_stream_that_breaks_ends_with_an_error_event_and_done(
     async def main() -> None:
         prefill, decode = FakeEngine(lends), FakeEngine(failure)
         async with system([prefill], [decode], timeouts=timeouts) as s:
-            answer = await s.complete(stream=True)
-            assert failure is not falls_silent or await decode.saw_disconnect.wait()
+            body = {"prompt": "a", "stream": True}
+            async with s.client.stream("POST", "/v1/completions", json=body) as answer:
+                chunks = answer.aiter_text()
+                seen = await anext(chunks)
+                if failure is falls_silent:
+                    pass_time(LATER_S)
+                    await decode.saw_disconnect.wait()
+                seen += "".join([chunk async for chunk in chunks])
             metrics = (await s.client.get("/metrics")).text
-        events = answer.text.split("\n\n")
+        events = seen.split("\n\n")
         assert events[0] == 'data: {"n": 1}'
         assert json.loads(events[1].removeprefix("data: "))["error"]["type"] == "upstream_error"
         assert events[2:] == ["data: [DONE]", ""]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.router.baton_fakes import QUIET, baton, introduced, speaker, stream
-from tests.router.fakes import FakeEngine, answers, dead_url, hangs, lends, responds, run, system
+from tests.router.baton_fakes import baton, introduced, speaker, stream
+from tests.router.fakes import FakeEngine, after, answers, dead_url, hangs, lends, responds, run, system
 
 
 def test_both_legs_leave_at_once_under_one_transfer_id() -> None:
@@ -72,7 +72,7 @@ def test_a_refused_introduction_is_asked_for_again_and_then_done_without(num_ref
                 await speaker_of_p(call)
 
             p.respond = opens
-        async with system([p], [d], mode="push", probe=QUIET) as s:
+        async with system([p], [d], mode="push") as s:
             await introduced(s)
             got = await stream(s)
         assert (got.text, got.error) == ("Hi!", None)
@@ -110,7 +110,7 @@ def test_an_unreachable_prefill_engine_costs_a_local_prefill() -> None:
 def test_a_prefill_engine_that_is_back_is_asked_who_it_is_now() -> None:
     async def main() -> None:
         p, d = baton("p"), baton("d")
-        async with system([p], [d], mode="push", probe=QUIET) as s:
+        async with system([p], [d], mode="push") as s:
             await introduced(s)
             engine = s.router.fleet.engines[0]
             s.router.fleet.note_probe(engine, "it did not answer")
@@ -124,7 +124,7 @@ def test_a_prefill_engine_that_is_back_is_asked_who_it_is_now() -> None:
 def test_the_request_fails_with_its_prefill_if_the_operator_wants_so() -> None:
     async def main() -> None:
         p, d = baton("p"), baton("d")
-        p.respond = responds(500, {})
+        p.respond = after(d.was_called, responds(500, {}))
         d.respond = hangs
         async with system([p], [d], mode="push", on_prefill_failure="fail") as s:
             answer = await s.complete()

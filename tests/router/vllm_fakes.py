@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.router.baton_fakes import event, opened
-from tests.router.fakes import TICKET, Call, FakeEngine
+from tests.router.baton_fakes import event
+from tests.router.fakes import TICKET, Call, FakeEngine, opened
 
 PROMPT = "hello"
 TOKENS = (72, 105, 33)  # "Hi!", whoever is asked.
