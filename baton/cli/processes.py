@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
@@ -34,6 +34,7 @@ READY_POLL_S = 0.1
 HEALTH_TIMEOUT_S = 2.0
 LOG_TAIL_LINES = 20
 _TAIL_BYTES = 16 << 10
+_LOOPBACK = "127.0.0.1"
 
 _WITH_PARENT = Path(__file__).with_name("with_parent.py")
 
@@ -213,18 +214,19 @@ def _is_healthy(client: httpx.Client, url: str) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Loopback TCP ports that nobody listens on, all different.
+    """Loopback TCP ports that nobody listens on, all different, and for a minute not given to anybody else.
 
-    Another program may take one before a child of ours does; that child then ends, saying so.
+    While a connection at a port is in TIME_WAIT (RFC 9293), the kernel chooses that port neither for who
+    asks for any one nor for who dials; who names it and allows its reuse, as servers do, gets it. After
+    that another program may take it before a child of ours does; the child then ends, saying so.
     """
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for holder in sockets:
-            holder.bind(("127.0.0.1", 0))
-        return [holder.getsockname()[1] for holder in sockets]
-    finally:
-        for holder in sockets:
-            holder.close()
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server((_LOOPBACK, 0))) for _ in range(count)]
+        for listener in listeners:
+            with socket.create_connection(listener.getsockname()) as caller:
+                listener.accept()[0].close()
+                caller.recv(1)  # Its end: who closes first is left waiting.
+        return [listener.getsockname()[1] for listener in listeners]
 
 
 def is_port_free(host: str, port: int) -> bool:

@@ -6,6 +6,7 @@ Each process calls in over a socket and keeps it open: its end is the end of tha
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from baton.cli.processes import (
 
 pytestmark = pytest.mark.processes
 
+IP_LOCAL_PORT_RANGE = 51  # Python has no name for it yet.
 WAIT_S = 30.0  # Only reached when something is wrong.
 
 CALLS_IN = """
@@ -206,9 +208,31 @@ def test_a_stop_signal_ends_the_block_and_the_old_handlers_come_back() -> None:
 def test_free_ports_are_different_and_free() -> None:
     ports = free_ports(5)
     assert len(set(ports)) == 5
-    assert is_port_free("127.0.0.1", ports[0])
+    for port in ports:
+        with socket.create_server(("127.0.0.1", port)) as server:
+            socket.create_connection(server.getsockname()).close()
+    assert is_port_free("127.0.0.1", free_ports(1)[0])
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert not is_port_free("127.0.0.1", taken.getsockname()[1])
+
+
+def test_a_free_port_is_not_given_to_who_asks_for_any() -> None:
+    (port,) = free_ports(1)
+    with (
+        socket.socket() as other,
+        socket.socket() as caller,
+        socket.create_server(("127.0.0.1", 0)) as server,
+    ):
+        for choosing in (other, caller):
+            choosing.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                choosing.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, struct.pack("=HH", port, port))
+            except OSError:
+                pytest.skip("before Linux 6.3 the kernel cannot be told which ports to choose from")
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", 0))
+        with pytest.raises(OSError, match="Cannot assign"):
+            caller.connect(server.getsockname())
 
 
 def test_a_child_keeps_only_the_end_of_its_log_for_messages(tmp_path: Path) -> None:
