@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
@@ -68,7 +68,7 @@ def parts_of(draw: st.DrawFn, first: int, last: int) -> list[tuple[int, int, tup
     return parts
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_whatever_both_look_like_every_number_ends_in_its_place(data: st.DataObject) -> None:
     num_heads = data.draw(st.sampled_from([1, 2, 4]))
