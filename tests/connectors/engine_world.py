@@ -31,6 +31,9 @@ GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
 SETTLE_S = 30.0  # Only reached when something is wrong.
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
 NO_STORE = {"store": {"mode": "off"}}
+# Timers. Whoever lives answers in time, however busy the machine ...
+PATIENT = {"round_trip_max_s": 5.0, "grant_every_s": 2.0, "silence_s": 20.0, "hold_s": 25.0}
+QUICK = {"round_trip_max_s": 0.1}  # ... and whoever is gone is soon given up.
 Start = Callable[..., LLM]
 
 

@@ -10,6 +10,7 @@ from tests.connectors.engine_world import (
     GREEDY,
     NO_STORE,
     ONE_TOKEN,
+    PATIENT,
     SETTLE_S,
     Start,
     check_findable,
@@ -26,7 +27,7 @@ from tests.connectors.engine_world import (
 
 PULL = {
     "kv_connector": "BatonPullConnector",
-    "kv_connector_extra_config": {"timers": {"round_trip_max_s": 0.1}},
+    "kv_connector_extra_config": {"timers": PATIENT},
 }
 PUSH = {**PULL, "kv_connector": "BatonPushConnector"}
 PROMPT = prompt_of(50)

@@ -7,7 +7,7 @@ import pytest
 from baton.core.config import ModelConfig
 from baton.engine.api import SamplingParams
 from baton.engine.llm import LLM
-from tests.connectors.engine_world import ONE_TOKEN, engines, prompt_of
+from tests.connectors.engine_world import ONE_TOKEN, PATIENT, QUICK, engines, prompt_of
 
 Start = Callable[..., LLM]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -17,14 +17,16 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 def start(model: ModelConfig) -> Iterator[Start]:
     with engines(model) as start_any:
 
-        def start_engine(engine_id: str | None = None, policy: str = "recompute") -> LLM:
+        def start_engine(
+            engine_id: str | None = None, policy: str = "recompute", timers: dict[str, float] = PATIENT
+        ) -> LLM:
             if engine_id is None:
                 return start_any()
             return start_any(
                 {
                     "kv_connector": "BatonPullConnector",
                     "engine_id": engine_id,
-                    "kv_connector_extra_config": {"timers": {"round_trip_max_s": 0.1}},
+                    "kv_connector_extra_config": {"timers": timers},
                     "kv_load_failure_policy": policy,
                 }
             )
@@ -72,7 +74,7 @@ def test_under_policy_fail_it_is_that_requests_error_and_nobody_elses(start: Sta
 
 @pytest.mark.slow
 def test_a_producer_that_is_gone_costs_time_and_no_token(start: Start) -> None:
-    p, d, alone = start("p"), start("d"), start()
+    p, d, alone = start("p"), start("d", timers=QUICK), start()
     prompt = prompt_of(20)
     (prefilled,) = p.generate([prompt], ONE_TOKEN, kv_transfer_params=[{"do_remote_decode": True}])
     p.close()

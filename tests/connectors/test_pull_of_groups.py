@@ -15,6 +15,7 @@ from baton.core.config import (
 )
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.llm import LLM, Completion
+from tests.connectors.engine_world import PATIENT, QUICK
 from tests.connectors.windowed_models import BLOCK, ModelOf, bytes_moved, model_of
 
 __all__ = ["model_of"]
@@ -44,7 +45,7 @@ def start(model_of: ModelOf) -> Iterator[Start]:
                     kv_connector="BatonPullConnector",
                     kv_role="kv_both",
                     engine_id=engine_id,
-                    kv_connector_extra_config={"timers": {"round_trip_max_s": 0.1}, **extra},
+                    kv_connector_extra_config={"timers": PATIENT, **extra},
                 )
             config = EngineConfig(
                 model_config=model_of(family),
@@ -156,7 +157,7 @@ def test_a_producer_that_keeps_everything_serves_one_that_does_not(start: Start,
 
 @pytest.mark.slow
 def test_a_producer_that_is_gone_costs_time_and_no_token(start: Start) -> None:
-    p, d, alone = start("gpt_oss", "p"), start("gpt_oss", "d"), start("gpt_oss")
+    p, d, alone = start("gpt_oss", "p"), start("gpt_oss", "d", timers=QUICK), start("gpt_oss")
     prompt = prompt_of(70)
     (prefilled,) = p.generate([prompt], ONE_TOKEN, kv_transfer_params=[{"do_remote_decode": True}])
     p.close()

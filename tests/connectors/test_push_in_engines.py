@@ -23,11 +23,11 @@ from baton.engine.checkpoint import load_model_config
 from baton.engine.core import EngineCore
 from baton.engine.llm import Completion
 from baton.engine.new_model import write_checkpoint
+from tests.connectors.engine_world import PATIENT, QUICK
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=10, temperature=0.8, seed=7, logprobs=2, presence_penalty=0.5)
-QUICK = {"round_trip_max_s": 0.1, "grant_every_s": 0.2, "silence_s": 1.0, "hold_s": 5.0}
 Start = Callable[..., EngineCore]
 
 
@@ -48,6 +48,7 @@ def start(model: ModelConfig) -> Iterator[Start]:
             stream: str = "chunk",
             num_blocks: int = 96,
             block_size: int = 4,
+            timers: dict[str, float] = PATIENT,
             **scheduler: Any,
         ) -> EngineCore:
             transfer = None
@@ -56,7 +57,7 @@ def start(model: ModelConfig) -> Iterator[Start]:
                     kv_connector="BatonPushConnector",
                     kv_role="kv_both",
                     engine_id=engine_id,
-                    kv_connector_extra_config={"stream": stream, "timers": QUICK},
+                    kv_connector_extra_config={"stream": stream, "timers": timers},
                 )
             config = EngineConfig(
                 model_config=model,
@@ -211,7 +212,8 @@ def test_a_prefill_that_is_aborted_costs_time_and_no_token(start: Start) -> None
 
 @pytest.mark.slow
 def test_a_producer_that_is_gone_costs_time_and_no_token(start: Start) -> None:
-    p, d, alone = start("p", max_num_batched_tokens=8), start("d"), start()
+    quick = {**QUICK, "grant_every_s": 0.2, "silence_s": 1.0}
+    p, d, alone = start("p", max_num_batched_tokens=8), start("d", timers=quick), start()
     prompt = prompt_of(60)
     for_p, for_d = legs_of(p, "t")
     legs = Legs(p, d, alone)

@@ -19,10 +19,10 @@ from baton.core.config import (
 from baton.engine.api import SamplingParams
 from baton.engine.core import EngineCore
 from baton.engine.llm import Completion
+from tests.connectors.engine_world import PATIENT, QUICK
 from tests.connectors.test_push_in_engines import (
     GREEDY,
     PATIENCE_S,
-    QUICK,
     Legs,
     legs_of,
     one_token,
@@ -58,7 +58,7 @@ def start(model_of: ModelOf) -> Iterator[Start]:
                     kv_connector="BatonPushConnector",
                     kv_role="kv_both",
                     engine_id=engine_id,
-                    kv_connector_extra_config={"stream": stream, "timers": QUICK, **extra},
+                    kv_connector_extra_config={"stream": stream, "timers": PATIENT, **extra},
                 )
             config = EngineConfig(
                 model_config=model_of(family),
@@ -272,7 +272,7 @@ def test_a_request_that_is_aborted_while_it_streams_leaves_nothing(start: Start,
 
 @pytest.mark.slow
 def test_a_producer_that_is_gone_costs_time_and_no_token(start: Start) -> None:
-    p, d = start("p"), start("d")
+    p, d = start("p"), start("d", timers={**QUICK, "grant_every_s": 0.2, "silence_s": 1.0})
     handoffs = Handoffs(p, d, start())
     decoded, name = handoffs.begin(prompt_of(70))
     handoffs.compute(3)
@@ -307,7 +307,7 @@ def test_engines_that_differ_compute_for_themselves(
     start: Start, of_p: dict[str, Any], of_d: dict[str, Any]
 ) -> None:
     """Blocks that are announced of other tables, or of another size, are never read."""
-    timers = {**QUICK, "ttl_s": 1.0}  # Nobody comes for the loan, so it ends by its lease.
+    timers = {**QUICK, "ttl_s": 1.0, "hold_s": 12.0}  # Nobody comes for the loan, so it ends by its lease.
     p, d = start("p", timers=timers, **of_p), start("d", timers=timers, **of_d)
     handoffs = Handoffs(p, d, start())
     decoded, name = handoffs.begin(prompt_of(70))

@@ -24,8 +24,9 @@ from baton.core.config import (
 from baton.engine.checkpoint import load_model_config
 from baton.engine.core import EngineCore
 from baton.engine.new_model import write_checkpoint
+from tests.connectors.engine_world import PATIENT
 from tests.connectors.offload_world import GREEDY, Engine, config_of
-from tests.connectors.test_push_in_engines import QUICK, Legs, legs_of, one_token, prompt_of
+from tests.connectors.test_push_in_engines import Legs, legs_of, one_token, prompt_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -90,7 +91,7 @@ def test_a_prompt_is_pushed_layer_by_layer(
             kv_connector="BatonPushConnector",
             kv_role="kv_both",
             engine_id=engine_id,
-            kv_connector_extra_config={"stream": "layer", "timers": QUICK},
+            kv_connector_extra_config={"stream": "layer", "timers": PATIENT},
         )
         secret = ClusterSecret(b"sixteen bytes or more")
         pair.append(
