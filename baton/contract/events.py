@@ -1,7 +1,8 @@
 """KV events: what an engine's caches gained and lost, in vLLM's wire format (`distributed/kv_events.py`).
 
 A block of a tensor-parallel engine is there only when every rank has its part. So events of ranks are
-counted, and one becomes true once all of them have said it (quorum), however many steps apart.
+counted, and of a step those are true that all ranks have said (quorum) which take part: that report events,
+be they none. A scheduler half whose ranks say one thing in different steps counts with a KVEventAggregator.
 
 A batch is an array, the events in it are maps: {"type": "BlockStored", "block_hashes": [...], ...}.
 """

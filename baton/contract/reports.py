@@ -125,8 +125,14 @@ class RankCombiner(Generic[R]):
         self._tallies = {name: _Tally() for name, rule in self._rules.items() if rule is Rule.ALL_RANKS}
         self._failures = {rule.of: name for name, rule in self._rules.items() if isinstance(rule, FailedOf)}
 
-    def combine(self, reports: Collection[tuple[int, R]]) -> R:
-        """`reports`: (rank, its report), at most one per rank; ranks with nothing to say may be left out."""
+    def combine(
+        self, reports: Collection[tuple[int, R]], on_error: Callable[[str, Exception], None] | None = None
+    ) -> R:
+        """`reports`: (rank, its report), at most one per rank; ranks with nothing to say may be left out.
+
+        `on_error`: hears what a value's own `aggregate` raises, with the name of the field, which it costs;
+        the other fields combine as ever. Without it, that is raised.
+        """
         # Failures first: an id that completes in this very step must come out with its failure.
         for of, name in self._failures.items():
             for _, report in reports:
@@ -138,7 +144,12 @@ class RankCombiner(Generic[R]):
             elif isinstance(rule, Rule) and rule in _COMBINE:
                 given = [value for _, report in reports if (value := getattr(report, name)) is not None]
                 if given:
-                    values[name] = _COMBINE[rule](given)
+                    try:
+                        values[name] = _COMBINE[rule](given)
+                    except Exception as error:  # Of whoever wrote `aggregate`.
+                        if on_error is None:
+                            raise
+                        on_error(name, error)
         return self._report_type(**{name: value for name, value in values.items() if value is not None})
 
     def forget_all_but(self, live_ids: Container[Any]) -> None:

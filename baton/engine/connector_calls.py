@@ -12,9 +12,12 @@ only `shutdown` reaches it still. A retired connector does not come back; the en
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import msgspec
 
 from baton.contract import (
     ConnectorDead,
@@ -88,14 +91,15 @@ class ConnectorCalls:
             return NO_MATCH
         try:
             num_tokens, is_async = self._half.get_num_new_matched_tokens(request, num_local_tokens)
+            if num_tokens is None:
+                return None
+            num_tokens = operator.index(num_tokens)
         except UserError as error:
             raise RequestFault(RequestError.of_user(error)) from error
         except Exception:  # As above.
             self._count_error("get_num_new_matched_tokens", request)
             request.asks_connector = False
             return NO_MATCH
-        if num_tokens is None:
-            return None
         if not 0 <= num_tokens <= request.num_tokens - num_local_tokens:
             self.num_errors += 1
             logger.error(
@@ -106,7 +110,7 @@ class ConnectorCalls:
             )
             request.asks_connector = False
             return NO_MATCH
-        return Match(num_tokens, is_async) if num_tokens else NO_MATCH
+        return Match(num_tokens, bool(is_async)) if num_tokens else NO_MATCH
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Raises RequestFault if a load was agreed on: whether it is under way, nobody can say any more."""
@@ -123,7 +127,10 @@ class ConnectorCalls:
 
     def prefilled(self, request: Request) -> PrefilledTokens | None:
         try:
-            return self._half.take_prefilled_tokens(request.request_id)
+            prefilled = self._half.take_prefilled_tokens(request.request_id)
+            if prefilled is not None and not isinstance(prefilled, PrefilledTokens):
+                raise TypeError(f"{prefilled!r:.100} are no PrefilledTokens")
+            return prefilled
         except Exception:  # It may be anybody's: the tokens are sampled here.
             self._count_error("take_prefilled_tokens", request)
             return None
@@ -132,14 +139,20 @@ class ConnectorCalls:
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """(delay_free, kv_transfer_params). A connector that fails here has lent nothing."""
+        delay_free = False
         try:
             if isinstance(self._half, SupportsHMA):
-                return self._half.request_finished_all_groups(request, block_ids)
-            (only_group,) = block_ids
-            return self._half.request_finished(request, only_group)
+                lends, params = self._half.request_finished_all_groups(request, block_ids)
+            else:
+                (only_group,) = block_ids
+                lends, params = self._half.request_finished(request, only_group)
+            delay_free = bool(lends)
+            if params is not None:
+                _check_plain(params, dict)
         except Exception:  # It may be anybody's: it has lent nothing.
             self._count_error("request_finished", request)
-            return False, None
+            return delay_free, None
+        return delay_free, params
 
     # --- One step --------------------------------------------------------------------------------
 
@@ -162,13 +175,20 @@ class ConnectorCalls:
             own = self._half.get_kv_connector_stats()
             if own is None or of_workers is None:
                 one = own if own is not None else of_workers
-                return None if one is None else one.to_dict()
-            return of_workers.aggregate(own).to_dict()
+            else:
+                one = of_workers.aggregate(own)
+            return None if one is None else _check_plain(one.to_dict(), dict)
 
         return self._contain("get_kv_connector_stats", merge, None)
 
     def take_events(self) -> list[KVCacheEvent]:
-        return self._contain("take_events", lambda: list(self._half.take_events()), [])
+        def take() -> list[KVCacheEvent]:
+            events = list(self._half.take_events())
+            for event in events:
+                _check_plain(event, KVCacheEvent)
+            return events
+
+        return self._contain("take_events", take, [])
 
     def has_pending_block_frees(self) -> bool:
         return self._contain("has_pending_block_frees", self._half.has_pending_block_frees, False)
@@ -249,3 +269,11 @@ class ConnectorCalls:
     def _count_error(self, method: str, request: Request) -> None:
         self.num_errors += 1
         logger.exception("the connector raised in %s for request %s", method, request.request_id)
+
+
+def _check_plain(value: Any, kind: Any) -> Any:
+    """It travels to another process. Raises TypeError for what cannot."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r:.100} is no {kind}")
+    msgspec.msgpack.encode(value)
+    return value

@@ -25,18 +25,28 @@ into what keeps every token right:
     get_transfer_results           nothing finished in this step
     get_block_ids_with_load_errors all that finished in this step has failed
     everything else                its report is left out
+
+An answer that is not what the contract says is raised as TypeError, and contained alike: what other processes
+and the scheduler get of a connector is of the types that they rely on.
 """
 
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from baton.contract.base import KVConnectorMetadata, KVConnectorWorkerHalf
+from baton.contract.events import KVConnectorKVEvents, QuorumKVEvents
 from baton.contract.null import NullWorkerHalf
-from baton.contract.output import KVConnectorOutput, KVConnectorTransferResults
+from baton.contract.output import (
+    KVConnectorOutput,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+from baton.contract.stats import KVConnectorStats
 from baton.engine.forward_context import ForwardContext
 from baton.engine.step import SchedulerOutput
 
@@ -113,34 +123,42 @@ class ConnectorStep:
         self._collect_transfers()
         report = self.report
         report.expected_finished_count = self._contain(
-            "get_expected_finished_count", lambda: int(half.get_expected_finished_count()), 0
+            "get_expected_finished_count", lambda: operator.index(half.get_expected_finished_count()), 0
         )
-        report.kv_connector_stats = self._contain("get_kv_connector_stats", half.get_kv_connector_stats, None)
+        report.kv_connector_stats = self._contain(
+            "get_kv_connector_stats", lambda: _checked(half.get_kv_connector_stats(), KVConnectorStats), None
+        )
         report.kv_cache_events = self._contain(
-            "get_kv_connector_kv_cache_events", half.get_kv_connector_kv_cache_events, None
+            "get_kv_connector_kv_cache_events",
+            lambda: _checked(half.get_kv_connector_kv_cache_events(), KVConnectorKVEvents),
+            QuorumKVEvents(),  # Not None, which takes no part: what other ranks say would count without it.
         )
         report.kv_connector_worker_meta = self._contain(
-            "build_connector_worker_meta", half.build_connector_worker_meta, None
+            "build_connector_worker_meta",
+            lambda: _checked(half.build_connector_worker_meta(), KVConnectorWorkerMetadata),
+            None,
         )
 
     def _collect_transfers(self) -> None:
         report = self.report
         results = self._contain(
             "get_transfer_results",
-            lambda: self._half.get_transfer_results(self._scheduler_output.finished_req_ids),
+            lambda: _checked_ends(self._half.get_transfer_results(self._scheduler_output.finished_req_ids)),
             KVConnectorTransferResults(),
         )
         report.finished_sending = results.finished_sending
         report.finished_recving = results.finished_recving
         report.failed_recving = results.failed_recving
-        invalid = self._contain(
-            "get_block_ids_with_load_errors", self._half.get_block_ids_with_load_errors, None
+        invalid: set[int] | None = self._contain(
+            "get_block_ids_with_load_errors",
+            lambda: {operator.index(block) for block in self._half.get_block_ids_with_load_errors()},
+            None,
         )
         if invalid is None:
             # Which blocks are bad is unknown, so none of what arrived may be used.
             report.failed_recving = set(results.finished_recving or ()) | set(results.failed_recving or ())
         else:
-            report.invalid_block_ids = set(invalid)
+            report.invalid_block_ids = invalid
         if self._scheduler_output.has_sync_kv_loads and (self.loads_failed or invalid is None):
             report.invalid_block_ids |= self._blocks_held_before_this_step()
 
@@ -199,7 +217,7 @@ class _ContainedHooks(NullWorkerHalf):
         return self._half.hidden_states_wanted
 
     def has_connector_metadata(self) -> bool:
-        return self._half.has_connector_metadata()
+        return self._step._contain("has_connector_metadata", self._half.has_connector_metadata, False)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         def wait() -> None:
@@ -218,3 +236,20 @@ class _ContainedHooks(NullWorkerHalf):
             lambda: self._half.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs),
             None,
         )
+
+
+def _checked(answer: Any, kind: type[Any]) -> Any:
+    """`answer`, if it is None or of this kind."""
+    if answer is None or isinstance(answer, kind):
+        return answer
+    raise TypeError(f"answered with {answer!r:.100}, which is no {kind.__name__}")
+
+
+def _checked_ends(answer: Any) -> KVConnectorTransferResults:
+    return KVConnectorTransferResults(*(None if ids is None else _checked_ids(ids) for ids in answer))
+
+
+def _checked_ids(answer: Any) -> set[str]:
+    if isinstance(answer, str) or not all(isinstance(request_id, str) for request_id in answer):
+        raise TypeError(f"answered with {answer!r:.100}, which are no request ids")
+    return set(answer)

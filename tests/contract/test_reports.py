@@ -1,13 +1,16 @@
 """However ranks and steps interleave, what comes out of their reports is the same, and each id once."""
 
+from __future__ import annotations
+
 import random
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Self
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.connectors.pull.stats import PullStats
 from baton.contract import (
     AllRanks,
     AnyRank,
@@ -15,6 +18,7 @@ from baton.contract import (
     EveryRank,
     FailedOf,
     KVConnectorOutput,
+    KVConnectorWorkerMetadata,
     KVOutputAggregator,
     Max,
     NullSchedulerHalf,
@@ -149,6 +153,58 @@ def test_events_of_ranks_need_a_quorum() -> None:
     assert output.kv_cache_events is not None
     assert output.kv_cache_events.get_number_of_workers() == 2
     assert output.kv_cache_events.aggregate().get_all_events() == [stored]
+
+
+class Talk(KVConnectorWorkerMetadata):
+    """Everybody's words; those of a rank that says "unheard of" cannot be combined with others."""
+
+    def __init__(self, *words: str) -> None:
+        self.words = sorted(words)
+
+    def aggregate(self, other: Self) -> Talk:
+        if "unheard of" in (*self.words, *other.words):
+            raise ValueError("what was that?")
+        return Talk(*self.words, *other.words)
+
+
+def loans(count: int) -> PullStats:
+    stats = PullStats()
+    stats.add(num_loans=count)
+    return stats
+
+
+def test_what_only_the_connector_understands_is_combined_by_its_own_aggregate() -> None:
+    output = KVOutputAggregator(3).aggregate(
+        [
+            KVConnectorOutput(kv_connector_worker_meta=Talk("a"), kv_connector_stats=loans(1)),
+            KVConnectorOutput(kv_connector_worker_meta=Talk("b"), kv_connector_stats=loans(2)),
+            KVConnectorOutput(kv_connector_worker_meta=Talk("c")),
+        ]
+    )
+    assert output is not None
+    assert isinstance(output.kv_connector_worker_meta, Talk)
+    assert output.kv_connector_worker_meta.words == ["a", "b", "c"]
+    assert output.kv_connector_stats == loans(3)
+
+
+def test_words_that_cannot_be_combined_are_lost_and_nothing_else() -> None:
+    aggregator = KVOutputAggregator(2)
+    garbled = [
+        KVConnectorOutput(
+            finished_sending={"r"},
+            invalid_block_ids={rank},
+            kv_connector_worker_meta=Talk(word),
+            kv_connector_stats=loans(1),
+        )
+        for rank, word in enumerate(("a", "unheard of"))
+    ]
+    assert aggregator.aggregate(garbled) == KVConnectorOutput(
+        finished_sending={"r"}, invalid_block_ids={0, 1}, kv_connector_stats=loans(2)
+    )
+    assert aggregator.error == "aggregate of kv_connector_worker_meta: ValueError: what was that?"
+    clear = KVConnectorOutput(finished_sending={"s"}, kv_connector_worker_meta=Talk("a"))
+    assert aggregator.aggregate([clear, clear]) is not None
+    assert aggregator.error is None
 
 
 # --- A connector's own report ------------------------------------------------------------------------

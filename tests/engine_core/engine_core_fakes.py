@@ -45,6 +45,8 @@ class FakeSchedulerHalf(KVConnectorSchedulerHalf):
         self.num_steps = 0
         self.is_shut_down = False
         self.hangs_in_shutdown = False
+        self.finished_count: int | None = None
+        self.ends: set[str] = set()  # Loans that it ends itself, with the next report.
         self._loads: dict[str, list[int]] = {}
         self._asked: set[str] = set()
 
@@ -68,6 +70,11 @@ class FakeSchedulerHalf(KVConnectorSchedulerHalf):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if not connector_output.is_empty():
             self.reports.append(connector_output)
+        connector_output.finished_sending = (connector_output.finished_sending or set()) | self.ends
+        self.ends = set()
+
+    def get_finished_count(self) -> int | None:
+        return self.finished_count
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if (request.kv_transfer_params or {}).get("lend"):
@@ -181,6 +188,7 @@ class FakeFactory:
     def scheduler_half(self, config: EngineConfig) -> KVConnectorSchedulerHalf:
         self.scheduler = FakeSchedulerHalf()
         self.scheduler.hangs_in_shutdown = _told(config).get("hangs_in_shutdown", False)
+        self.scheduler.finished_count = _told(config).get("finished_count")
         return self.scheduler
 
     def worker_half(self, config: EngineConfig, tp_rank: int) -> KVConnectorWorkerHalf:

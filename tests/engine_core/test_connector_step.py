@@ -8,10 +8,16 @@ import pytest
 import torch
 from engine_core_fakes import FakeMetadata, FakeWorkerHalf
 
-from baton.contract import KVConnectorTransferResults
+from baton.contract import (
+    BlockStored,
+    KVConnectorOutput,
+    KVConnectorTransferResults,
+    KVOutputAggregator,
+    QuorumKVEvents,
+)
 from baton.core.config import EngineConfig
 from baton.engine.api import SamplingParams
-from baton.engine.forward_context import ForwardContext
+from baton.engine.forward_context import AttentionMetadata, ForwardContext
 from baton.engine.model_runner import ModelRunner
 from baton.engine.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 
@@ -205,6 +211,102 @@ def test_what_arrived_is_not_believed_while_its_errors_are_unknown(world: World)
     assert report is not None
     assert report.finished_sending == {"s"}
     assert report.finished_recving == report.failed_recving == {"r1", "r2"}
+
+
+ANSWERS = {
+    "get_transfer_results": (None, 7, "abc", [object()], ({7}, None, None), ("r1", None, None)),
+    "get_block_ids_with_load_errors": (None, 7, "abc", {"7"}),
+    "get_expected_finished_count": (None, "abc", object()),
+    "get_kv_connector_stats": (7, {"num_loans": 1}),
+    "get_kv_connector_kv_cache_events": (7, []),
+    "build_connector_worker_meta": (7, {"r1"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "answer"), [(method, answer) for method, answers in ANSWERS.items() for answer in answers]
+)
+def test_an_answer_that_the_contract_does_not_know_is_as_if_the_half_had_raised(
+    world: World, method: str, answer: Any
+) -> None:
+    setattr(world.half, method, lambda *given: answer)
+    result = world.run(first_step())
+    assert result.sampled_token_ids == [[1]]
+    assert result.connector_error is not None
+    assert result.connector_error.startswith(f"{method}: TypeError")
+    assert world.half.transcript[-1] == "clear_connector_metadata (unbound)"
+
+
+def test_a_half_that_cannot_say_whether_metadata_is_bound_is_shown_no_layer(world: World) -> None:
+    def breaks() -> bool:
+        raise RuntimeError("broken")
+
+    world.half._note = lambda name, detail="": world.half.transcript.append(name)  # type: ignore[method-assign]
+    world.half.has_connector_metadata = breaks  # type: ignore[method-assign]
+    result = world.run(first_step())
+    assert result.sampled_token_ids == [[1]]
+    assert result.connector_error == "has_connector_metadata: RuntimeError: broken"
+    assert "save_kv_layer" not in world.half.transcript
+
+
+def test_events_of_a_rank_that_raised_are_not_taken_for_said(world: World) -> None:
+    """Only what all ranks have said is true: one that could not say anything takes part all the same."""
+    world.half.raises = {"get_kv_connector_kv_cache_events"}
+    silenced = world.run(first_step()).kv_connector_output
+    of_other = QuorumKVEvents()
+    of_other.add_events(
+        [BlockStored(block_hashes=[1], parent_block_hash=None, token_ids=[1, 2], block_size=2)]
+    )
+    other = KVConnectorOutput(kv_cache_events=of_other)
+    output = KVOutputAggregator(2).aggregate([silenced, other])
+    assert output is not None
+    assert output.kv_cache_events is not None
+    assert output.kv_cache_events.aggregate().get_all_events() == []
+
+
+class GraphsOfAnything:
+    """Replays whatever it is given, and counts."""
+
+    def __init__(self) -> None:
+        self.num_replays = 0
+
+    def can_run(self, metadata: AttentionMetadata) -> bool:
+        return True
+
+    def run(self, token_ids: Any, step: ForwardContext) -> torch.Tensor:
+        self.num_replays += 1
+        return torch.zeros(len(token_ids), 4)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_step_with_loads_to_wait_for_is_not_replayed_although_it_computes_no_prompt(
+    make_config, sync: bool
+) -> None:
+    """A request that was preempted comes back, and all but its last output token is loaded."""
+    world, graphs = World(make_config()), GraphsOfAnything()
+    world.runner = ModelRunner(
+        make_config(), world.model, {}, world.half, device=torch.device("cpu"), graphs=graphs
+    )  # type: ignore[arg-type]
+    world.run(first_step())
+    assert graphs.num_replays == 0, "a prompt"
+    world.run(
+        SchedulerOutput(
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=["a"],
+                resumed_req_ids={"a"},
+                all_token_ids={"a": [3, 4, 5, 6, 7, 8, 1]},
+                new_block_ids=[([21, 22],)],
+                num_computed_tokens=[6],
+                num_output_tokens=[1],
+            ),
+            num_scheduled_tokens={"a": 1},
+            total_num_scheduled_tokens=1,
+            has_sync_kv_loads=sync,
+        )
+    )
+    assert graphs.num_replays == (0 if sync else 1)
+    waits = [line for line in world.half.transcript if line.startswith("wait_for_layer_load")]
+    assert len(waits) == (len(LAYERS) if sync else 0)
 
 
 def test_ranks_other_than_the_first_learn_their_tokens_with_the_next_step(make_config) -> None:

@@ -6,6 +6,7 @@ import pytest
 from engine_core_fakes import FACTORY, FakeSchedulerHalf, FakeWorkerHalf, factory
 
 from baton.bench import step_overhead
+from baton.connectors.pull.stats import PullStats
 from baton.contract import ConnectorDead, KVConnectorTransferResults
 from baton.core.config import KVTransferConfig
 from baton.core.errors import ConfigError
@@ -250,3 +251,83 @@ def test_a_loan_that_has_ended_is_progress(world: World) -> None:
     world.step()
     assert world.core.has_progressed
     assert world.free_blocks() == 128
+
+
+# --- What ranks report ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def world_of_two_reports(make_config):
+    """An id is to be reported twice before it counts."""
+    world = World(make_config(kv_transfer_config=transfer(finished_count=2)))
+    yield world
+    world.core.shutdown()
+
+
+def lend(world: World) -> None:
+    world.outputs.clear()
+    world.add(request("lender", SHORT, lend=True))
+    while world.end_of("lender") is None:
+        world.step()
+
+
+def report_sent(world: World) -> None:
+    world.worker.results = [KVConnectorTransferResults(finished_sending={"lender"})]
+    world.step()
+
+
+def test_the_scheduler_half_says_how_many_reports_an_id_waits_for(world_of_two_reports: World) -> None:
+    world = world_of_two_reports
+    lend(world)
+    report_sent(world)
+    assert world.free_blocks() < 128
+    report_sent(world)
+    assert world.free_blocks() == 128
+
+
+def test_reports_of_a_request_that_is_gone_are_not_its_namesakes(world_of_two_reports: World) -> None:
+    world = world_of_two_reports
+    lend(world)
+    report_sent(world)
+    world.scheduler.ends = {"lender"}  # By itself, as a half does whose loans end by time.
+    world.step()
+    assert world.free_blocks() == 128
+    lend(world)
+    report_sent(world)
+    assert world.free_blocks() < 128, "the other report is still to come"
+    report_sent(world)
+    assert world.free_blocks() == 128
+
+
+def loans(count: int) -> PullStats:
+    stats = PullStats()
+    stats.add(num_loans=count)
+    return stats
+
+
+def test_numbers_of_ranks_and_of_the_scheduler_half_are_added(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def numbers() -> Any:
+        stats = world.core.step().stats
+        assert stats is not None
+        return stats.kv_connector_stats
+
+    assert numbers() is None
+    monkeypatch.setattr(world.worker, "get_kv_connector_stats", lambda: loans(2))
+    assert numbers() == loans(2).data
+    monkeypatch.setattr(world.scheduler, "get_kv_connector_stats", lambda: loans(3))
+    assert numbers() == loans(5).data
+    monkeypatch.setattr(world.worker, "get_kv_connector_stats", lambda: None)
+    assert numbers() == loans(3).data
+
+
+def test_numbers_that_cannot_travel_cost_themselves(
+    world: World, reference: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world.worker, "get_kv_connector_stats", lambda: PullStats({"transfers": object()}))
+    world.add(request("short", SHORT))
+    stats = world.core.step().stats
+    assert stats is not None
+    assert stats.kv_connector_stats is None
+    assert stats.num_kv_connector_errors == 1

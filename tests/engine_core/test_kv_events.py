@@ -221,6 +221,30 @@ def test_the_examples_subscriber_follows_an_engine_and_replays_what_it_missed(
         subscriber.close()
 
 
+# --- What connectors say ------------------------------------------------------------------------------
+
+
+def test_events_of_a_connector_stand_among_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(events=True)
+    monkeypatch.setattr(world.half, "take_events", lambda: [stored(7)])
+    world.add("a", range(1, 10))
+    world.step()
+    events = world.scheduler.take_events()
+    assert stored(7) in events
+    assert len(events) > 1
+
+
+@pytest.mark.parametrize("garbage", [7, ["stored"], [stored(7), {"type": "BlockStored"}]])
+def test_what_is_no_event_is_not_published(monkeypatch: pytest.MonkeyPatch, garbage: Any) -> None:
+    world = World(events=True)
+    monkeypatch.setattr(world.half, "take_events", lambda: garbage)
+    world.add("a", range(1, 4))
+    world.step()
+    assert world.scheduler.take_events() == []
+    world.run()
+    world.check_answer("a")
+
+
 # --- Truth -------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,10 @@ def raising_for_a(error: Exception):
 
 def run_beside_b(world: World) -> None:
     world.add("a", PROMPT)
+    run_with_b(world)
+
+
+def run_with_b(world: World) -> None:
     world.add("b", PROMPT[:7])
     world.run()
     world.check_answer("b")
@@ -93,3 +97,49 @@ def test_an_engine_with_nothing_else_to_do_still_hands_out_the_refusal() -> None
     assert not world.scheduler.has_unfinished_requests()
     assert world.step().num_scheduled_tokens == {}
     assert world.answers["a"].reason == "error"
+
+
+@pytest.mark.parametrize("garbage", [None, 7, "refused", (True,), ("a", "b", "c")])
+def test_an_answer_at_the_end_that_says_nothing_has_lent_nothing(garbage: object) -> None:
+    world = World()
+    world.half.lends = lambda request, blocks: garbage if request.request_id == "a" else (False, None)  # type: ignore[assignment,return-value]
+    run_beside_b(world)
+    world.check_answer("a")
+
+
+@pytest.mark.parametrize("params", [7, ["a list"], {"a": object()}])
+def test_params_that_cannot_travel_are_left_out_and_what_was_lent_stays_lent(params: object) -> None:
+    world = World()
+    world.half.lends = lambda request, blocks: (request.request_id == "a", params)  # type: ignore[assignment,return-value]
+    world.add("a", PROMPT)
+    world.add("b", PROMPT[:7])
+    while world.scheduler.has_unfinished_requests():
+        world.step()
+    world.check_answer("a")
+    assert world.scheduler.remote.num_held == 1
+    last = world.answers["a"].last
+    assert last is not None
+    assert last.kv_transfer_params is None
+    world.end_send("a")
+    world.run()
+    world.check_answer("b")
+    world.check_at_rest()
+
+
+@pytest.mark.parametrize("answer", [("all", True), (1.5, False), (object(), True)])
+def test_a_match_that_is_no_number_is_computed_instead(answer: tuple[object, bool]) -> None:
+    world = World()
+    world.half.verdict = lambda request, local: answer if request.request_id == "a" else (0, False)  # type: ignore[assignment,return-value]
+    run_beside_b(world)
+    world.check_answer("a")
+
+
+def test_tokens_of_another_engine_that_are_none_are_sampled_here() -> None:
+    world = World()
+    world.half.verdict = lambda request, local: (16, True) if request.request_id == "a" else (0, False)
+    world.half.prefilled = lambda request_id: [1, 2, 3]  # type: ignore[assignment,return-value]
+    world.add("a", PROMPT)
+    world.step()
+    world.end_load("a")
+    run_with_b(world)
+    world.check_answer("a")

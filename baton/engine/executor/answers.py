@@ -59,6 +59,7 @@ class RankAnswers:
         output = outputs[0]
         self._untold.append([token for tokens in output.sampled_token_ids for token in tokens])
         output.kv_connector_output = self.aggregator.aggregate([o.kv_connector_output for o in outputs])
-        output.connector_error = next((o.connector_error for o in outputs if o.connector_error), None)
+        errors = (*(o.connector_error for o in outputs), self.aggregator.error)
+        output.connector_error = next((error for error in errors if error), None)
         output.loads_failed = any(o.loads_failed for o in outputs)
         return output
