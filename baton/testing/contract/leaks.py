@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 
 THREAD_END_S = 2.0  # For a thread that was told to end.
 THREAD_END_MIN_S = 0.1
+THREAD_LOOK_S = 0.02
 FILES_SLACK = 3  # Descriptors that libraries keep once they have been used.
 IDS_MIN = 3  # Ended requests before their ids are looked for.
 _WALK_MAX = 20_000  # Objects.
@@ -27,19 +27,23 @@ def running_threads() -> set[int]:
 
 
 def new_threads(before: set[int], patience_s: float) -> list[str]:
-    """Names of threads that were not there before and do not end.
+    """Names of threads that were not there before and do not end, in time in which this process runs.
 
     A dummy stands for one that Python has not started (Ray's, say, when it runs an actor's method): it cannot
     be waited for, and is the host's.
     """
-    deadline = time.monotonic() + min(THREAD_END_S, THREAD_END_MIN_S + patience_s)
+    num_looks = round(min(THREAD_END_S, THREAD_END_MIN_S + patience_s) / THREAD_LOOK_S)
     left = []
     for thread in threading.enumerate():
         if thread.ident in before or thread is threading.current_thread():
             continue
         if isinstance(thread, threading._DummyThread):
             continue
-        thread.join(max(0.0, deadline - time.monotonic()))
+        while thread.is_alive() and num_looks > 0:
+            thread.join(
+                THREAD_LOOK_S
+            )  # However long it takes: where we wait for a core, the thread does too.
+            num_looks -= 1
         if thread.is_alive():
             left.append(thread.name)
     return left

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from baton.contract import KVConnectorRole
@@ -32,6 +32,7 @@ from baton.testing.contract.watched_worker import WatchedWorker
 FREE_LOOKS = 30  # Idle steps in a row that cost no time: a connector that only counts steps ends within them.
 LOOK_EVERY_S = 0.002
 LOOK_EVERY_MAX_S = 0.05
+LOOK_MAX_S = 0.1  # What a look counts at most: one that took longer says that the machine was busy.
 
 
 class Site(ABC):
@@ -65,33 +66,37 @@ class Site(ABC):
 class Patience:
     """Waits for work in the background: at length for the first that hangs, then as long as it had helped.
 
-    Otherwise shrinking the story of a connector that hangs would take patience_s for each try.
+    Otherwise shrinking the story of a connector that hangs would take patience_s for each try. Time in which
+    we did not run ourselves does not count: neither did the connector.
     """
 
-    def __init__(self, patience_s: float) -> None:
+    def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._patience_s = patience_s
+        self._clock = clock
         self._longest_good_s = 0.0
         self._has_hung = False
-        self._since: float | None = None
+        self._waited_s = 0.0
+        self._looked_at_s = 0.0  # Of the clock.
         self._looks = 0
 
     def moved(self) -> None:
-        if self._since is not None:
-            self._longest_good_s = max(self._longest_good_s, time.monotonic() - self._since)
-        self._since, self._looks = None, 0
+        self._longest_good_s = max(self._longest_good_s, self._waited_s)
+        self._waited_s, self._looks = 0.0, 0
 
     def wait(self, engines: Sequence[KitEngine]) -> bool:
         self._looks += 1
         if self._looks <= FREE_LOOKS:
             return True
-        now = time.monotonic()
-        self._since = self._since if self._since is not None else now
+        now = self._clock()
+        if self._looks > FREE_LOOKS + 1:
+            self._waited_s += min(now - self._looked_at_s, LOOK_MAX_S)
+        self._looked_at_s = now
         limit_s = self._patience_s
         if self._has_hung:
             limit_s = min(limit_s, 0.05 + 4 * self._longest_good_s)
-        if now - self._since >= limit_s:
+        if self._waited_s >= limit_s:
             self._has_hung = True
-            self._since, self._looks = None, 0
+            self._waited_s, self._looks = 0.0, 0
             return False
         pause_s = min(LOOK_EVERY_S * (self._looks - FREE_LOOKS), LOOK_EVERY_MAX_S)
         woken = engines[0].woken
