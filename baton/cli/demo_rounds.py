@@ -164,7 +164,12 @@ def _offload() -> dict[str, Any]:
 
 
 def _storage(folder: Path, block_size: int | None) -> dict[str, Any]:
-    extra = {"path": str(folder.absolute()), "chunk_tokens": block_size}
+    # What is shown is that it comes out of the files, also on a machine that is slow to look them up.
+    extra = {
+        "path": str(folder.absolute()),
+        "chunk_tokens": block_size,
+        "lookup_timeout_s": STORE_TIMEOUT_S,
+    }
     return {"kv_connector": "BatonSharedStorageConnector", "kv_connector_extra_config": extra}
 
 

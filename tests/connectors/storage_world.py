@@ -31,12 +31,17 @@ SECRET = ClusterSecret(b"sixteen bytes or more")
 Start = Callable[..., LLM]
 
 
+def settings_in(folder: Path, **extra: Any) -> dict[str, Any]:
+    """Who looks a prompt up has time enough, however busy the machine."""
+    return {"path": str(folder), "chunk_tokens": CHUNK, "fsync": False, "lookup_timeout_s": WAIT_S, **extra}
+
+
 def storage(folder: Path, role: str = "kv_both", policy: str = "recompute", **extra: Any) -> KVTransferConfig:
     return KVTransferConfig(
         kv_connector="BatonSharedStorageConnector",
         kv_role=role,  # type: ignore[arg-type]
         kv_load_failure_policy=policy,  # type: ignore[arg-type]
-        kv_connector_extra_config={"path": str(folder), "chunk_tokens": CHUNK, "fsync": False, **extra},
+        kv_connector_extra_config=settings_in(folder, **extra),
     )
 
 

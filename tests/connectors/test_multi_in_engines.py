@@ -24,6 +24,7 @@ from tests.connectors.engine_world import (
     store_scheduler,
     windowed_model,
 )
+from tests.connectors.storage_world import settings_in
 
 PULL = {
     "kv_connector": "BatonPullConnector",
@@ -138,7 +139,7 @@ OFFLOAD = {"kv_connector": "BatonOffloadConnector", "kv_connector_extra_config":
 
 
 def storage(folder: Path) -> dict[str, Any]:
-    extra = {"path": str(folder), "chunk_tokens": 4}
+    extra = settings_in(folder, chunk_tokens=4)
     return {"kv_connector": "BatonSharedStorageConnector", "kv_connector_extra_config": extra}
 
 

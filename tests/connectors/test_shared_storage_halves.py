@@ -33,7 +33,7 @@ from baton.core.layout import ModelFingerprint
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.request import Request
 from baton.engine.step import CachedRequestData, NewRequestData, SchedulerOutput
-from tests.connectors.storage_world import BLOCK, CHUNK, WAIT_S, files_in, storage
+from tests.connectors.storage_world import BLOCK, CHUNK, WAIT_S, files_in, settings_in, storage
 
 NUM_BLOCKS = 16
 FINGERPRINT = ModelFingerprint("model", "weights", "float32", 1, 1, 2, "seed")
@@ -48,7 +48,7 @@ def identity_in(folder: Path, *, num_ranks: int = 1, rank: int = 0, **extra: Any
         saves=True,
         loads=True,
         secret=None,
-        settings=StorageSettings(path=str(folder), chunk_tokens=CHUNK, fsync=False, **extra),
+        settings=StorageSettings(**settings_in(folder, **extra)),
     )
 
 
