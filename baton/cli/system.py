@@ -25,7 +25,7 @@ from baton.core.errors import ConfigError
 CONNECTORS = {"pull": "BatonPullConnector", "push": "BatonPushConnector"}
 STREAMS = ("off", "chunk", "layer")
 LOOPBACK = "127.0.0.1"
-ROUTER_START_S = 30.0
+ROUTER_START_S = 120.0  # It takes a second; on a machine that is busy with engines, many.
 
 KVRole = Literal["kv_producer", "kv_consumer"]
 

@@ -19,7 +19,7 @@ def test_a_core_that_is_stopped_ends_its_server_with_a_clear_error(
     small_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     with Fleet(tmp_path_factory.mktemp("logs")) as fleet, closing(Engines(fleet)) as engines:
-        (engine,) = engines.start(("e", small_model, None), options={"e": ["--step-timeout-s", "3"]})
+        (engine,) = engines.start(("e", small_model, None), options={"e": ["--step-timeout-s", "6"]})
         tokens_of(engine.complete(make_prompt(1)))
         _, core = engine.processes()
         answers: list[httpx.Response] = []

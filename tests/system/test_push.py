@@ -19,7 +19,7 @@ from tests.system.engines import TIMERS, WAIT_S, Engine, Engines, make_prompt, t
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-QUICK = {**TIMERS, "grant_every_s": 0.5, "silence_s": 2.0, "hold_s": 4.0}
+QUICK = {**TIMERS, "grant_every_s": 0.5, "silence_s": 4.0, "hold_s": 8.0}
 
 
 def pushes(stream: str) -> dict[str, Any]:

@@ -143,7 +143,10 @@ def test_a_cancelled_read_that_does_not_end_costs_the_agent(
     assert rig.agent.happened == ["destroyed", "told"]
 
 
-def test_a_cancelled_read_that_ends_leaves_the_peer_connected(rig: Rig) -> None:
+def test_a_cancelled_read_that_ends_leaves_the_peer_connected(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_peer, "CANCEL_S", TIMEOUT_S)
     op = rig.post()
     assert rig.agent.posted.acquire(timeout=TIMEOUT_S)
     rig.peer.cancel(op)
