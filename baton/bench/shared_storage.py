@@ -13,12 +13,14 @@ through to the disk, ours and the plain ones.
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -35,15 +37,17 @@ from baton.bench.returns import (
 )
 from baton.connectors.shared_storage import files
 from baton.connectors.shared_storage.cache_blocks import CacheBlocks
+from baton.connectors.shared_storage.files import ChunkName
 from baton.connectors.shared_storage.layer_kinds import LayerKind
-from baton.connectors.shared_storage.settings import CHUNK_TOKENS
-from baton.connectors.whole_file import write_whole
+from baton.connectors.shared_storage.settings import CHUNK_TOKENS, StorageSettings
 from baton.core.config import KVTransferConfig
 from baton.engine.llm import LLM
 
 LAYERS, BLOCK_SHAPE = 12, (4, BLOCK_TOKENS, 128)  # As the model's: 32 KiB a block and layer.
 NUM_CHUNKS = 15  # Of 4,000 tokens: 90 MiB.
 TURNS = 5
+IO_THREADS = StorageSettings(path="/").io_threads
+PLAIN_WRITE, PLAIN_READ = "plain write", "plain read"
 PATIENCE_S = 120.0
 LOOK_S = 0.01
 KEY = b"a key of a length as any other"
@@ -58,21 +62,21 @@ class Files:
         caches = {f"layer {i}": layer for i, layer in enumerate(torch.rand(shape))}
         self._blocks = CacheBlocks(LayerKind(None, (0,), chunk_blocks, BLOCK_TOKENS), [caches])
         self._tables = torch.arange(shape[1]).view(num_chunks, chunk_blocks).tolist()
-        self._names = [files.ChunkName("bench", secrets.token_bytes(32), 0) for _ in self._tables]
+        self._names = [ChunkName("bench", secrets.token_bytes(32), 0) for _ in self._tables]
         self._folder, self._plain = folder, folder / "plain"
         self._plain.mkdir()
-        self.nbytes = self._blocks.nbytes * num_chunks
-        self._content = secrets.token_bytes(self._blocks.nbytes)
+        self._content = secrets.token_bytes(self._blocks.form.nbytes)
+        self.nbytes = len(self._content) * num_chunks
 
     def store(self) -> None:
         for name, table in zip(self._names, self._tables, strict=True):
-            content = files.encode(name, self._blocks.copy_out(table), KEY)
-            write_whole(content, name.path_in(self._folder), fsync=True)
+            body = self._blocks.copy_out(table)
+            files.write(name.path_in(self._folder), name, self._blocks.form, body, KEY, fsync=True)
 
-    def load(self) -> None:
-        for name, table in zip(self._names, self._tables, strict=True):
-            content = files.read(name.path_in(self._folder), self._blocks.shapes)
-            self._blocks.copy_in(files.decode(content, name, self._blocks.shapes, KEY), table)
+    def load(self, num_threads: int = 1) -> None:
+        """As the connector's threads do: one takes the next chunk when it is done with its own."""
+        with ThreadPoolExecutor(num_threads) as threads:
+            list(threads.map(self._load_chunk, self._names, self._tables))
 
     def write(self) -> None:
         for index in range(len(self._tables)):
@@ -84,18 +88,39 @@ class Files:
         for index in range(len(self._tables)):
             (self._plain / str(index)).read_bytes()
 
+    def prove(self) -> None:
+        """What the checksums take alone."""
+        for _ in self._tables:
+            hmac.digest(KEY, self._content, "sha256")
+
+    def _load_chunk(self, name: ChunkName, table: list[int]) -> None:
+        body = files.read(name.path_in(self._folder), name, self._blocks.form, KEY)
+        self._blocks.copy_in(body, table)
+
 
 def measure_files(folder: Path, num_chunks: int = NUM_CHUNKS, turns: int = TURNS) -> Measured:
     """GB/s, medians. Storing and loading have copies out of and into blocks, and checksums, in them."""
     kept = Files(folder, num_chunks)
-    ways = {"plain write": kept.write, "store": kept.store, "plain read": kept.read, "load": kept.load}
-    rates = median_rates(kept.nbytes, turns, ways)
-    plain = {"plain write": "plain write", "store": "plain write", "plain read": "plain read"}
+    rates = median_rates(
+        kept.nbytes,
+        turns,
+        {
+            PLAIN_WRITE: kept.write,
+            "store": kept.store,
+            PLAIN_READ: kept.read,
+            "checksum alone": kept.prove,
+            "load": kept.load,
+            f"load, {IO_THREADS} threads": lambda: kept.load(IO_THREADS),
+        },
+    )
     return {
         "mib": kept.nbytes / 2**20,
         "num_files": num_chunks,
         "gb_per_s": rates,
-        "of_plain": {name: rate / rates[plain.get(name, "plain read")] for name, rate in rates.items()},
+        "of_plain": {
+            name: rate / rates[PLAIN_WRITE if name.startswith(("store", PLAIN_WRITE)) else PLAIN_READ]
+            for name, rate in rates.items()
+        },
     }
 
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 TEMPORARY_PREFIX = ".writing-"
 
 
-def write_whole(content: bytes, path: Path, *, fsync: bool) -> None:
-    """Raises OSError; then nothing is left."""
+def write_whole(pieces: Sequence[bytes | memoryview], path: Path, *, fsync: bool) -> None:
+    """`pieces`: the content, one after the other. Raises OSError; then nothing is left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{secrets.token_hex(8)}")
     try:
         with open(aside, "xb", buffering=0) as file:
-            written = 0
-            view = memoryview(content)
-            while written < len(content):
-                written += file.write(view[written:])
+            for piece in pieces:
+                written = 0
+                while written < len(piece):
+                    written += file.write(memoryview(piece)[written:])
             if fsync:
                 os.fsync(file.fileno())
         os.replace(aside, path)

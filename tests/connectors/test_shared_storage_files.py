@@ -5,17 +5,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.connectors.shared_storage import files
-from baton.connectors.shared_storage.files import ChunkName, LayerShape, Unusable
+from baton.connectors.shared_storage.files import ChunkName, Unusable
+from baton.connectors.shared_storage.form import FileForm, LayerShape
 from baton.connectors.shared_storage.sweep import ABANDONED_S, LOW_WATER, sweep
 from baton.connectors.whole_file import TEMPORARY_PREFIX, write_whole
+from baton.core.errors import ConfigError
 
 KEY = b"k" * 32
 NAME = ChunkName("n" * 32, bytes(range(32)), 0)
@@ -30,15 +34,40 @@ def layers_of(seed: int = 0) -> dict[str, torch.Tensor]:
     return {name: torch.rand(shape.shape, generator=draw).to(shape.dtype) for name, shape in SHAPES.items()}
 
 
-WHOLE = files.encode(NAME, layers_of(), KEY)
+FORM = FileForm(SHAPES)
 
 
-def assert_right_or_unusable(content: bytes, name: ChunkName = NAME, key: bytes = KEY) -> bool:
+def body_of(layers: Mapping[str, torch.Tensor], form: FileForm = FORM) -> torch.Tensor:
+    body = form.new_body()
+    for name, layer in form.layers_of(body).items():
+        layer.copy_(layers[name])
+    return body
+
+
+def written(path: Path, name: ChunkName = NAME, key: bytes = KEY, seed: int = 0) -> bytes:
+    files.write(path, name, FORM, body_of(layers_of(seed)), key, fsync=False)
+    return path.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a file that each test writes anew."""
+    return tmp_path_factory.mktemp("kv") / "file"
+
+
+@pytest.fixture(scope="module")
+def whole(path: Path) -> bytes:
+    return written(path)
+
+
+def assert_right_or_unusable(path: Path, content: bytes) -> bool:
     """True: it was believed, and is right."""
+    path.write_bytes(content)
     try:
-        got = files.decode(content, name, SHAPES, key)
+        body = files.read(path, NAME, FORM, KEY)
     except Unusable:
         return False
+    got = FORM.layers_of(body)
     assert got.keys() == SHAPES.keys()
     for layer, tensor in layers_of().items():
         assert torch.equal(got[layer], tensor)
@@ -47,34 +76,64 @@ def assert_right_or_unusable(content: bytes, name: ChunkName = NAME, key: bytes 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = NAME.path_in(tmp_path)
-    write_whole(WHOLE, path, fsync=True)
-    assert assert_right_or_unusable(files.read(path, SHAPES))
+    files.write(path, NAME, FORM, body_of(layers_of()), KEY, fsync=True)
+    assert assert_right_or_unusable(path, path.read_bytes())
     assert [entry.name for entry in path.parent.iterdir()] == [path.name], "nothing is left beside it"
 
 
-def test_any_changed_byte_is_noticed_or_changes_nothing() -> None:
-    believed = 0
-    for position in range(len(WHOLE)):
-        for flip in (1, 0x80):
-            changed = bytearray(WHOLE)
-            changed[position] ^= flip
-            believed += assert_right_or_unusable(bytes(changed))
-    assert believed < 64, "only the header has bytes that mean nothing"
+def test_others_can_read_it_as_safetensors(whole: bytes) -> None:
+    read = safetensors.torch.load(whole)
+    assert read.keys() == SHAPES.keys()
+    assert all(torch.equal(read[layer], tensor) for layer, tensor in layers_of().items())
 
 
-@given(length=st.integers(0, len(WHOLE) - 1))
-def test_a_truncated_file_is_never_believed(length: int) -> None:
-    assert not assert_right_or_unusable(WHOLE[:length])
+def test_each_layer_is_aligned_whatever_stands_before_it() -> None:
+    shapes = {"a": LayerShape((3,), torch.uint8), "b": LayerShape((5,), torch.float32)}
+    form = FileForm(shapes)
+    body = form.new_body()
+    for name, layer in form.layers_of(body).items():
+        assert layer.dtype == shapes[name].dtype
+        layer.fill_(7)
+    assert form.nbytes == 23
+    assert body.tolist().count(7) == 3
 
 
-@given(junk=st.binary(max_size=400), position=st.integers(0, len(WHOLE)))
-def test_bytes_between_are_never_believed_wrongly(junk: bytes, position: int) -> None:
-    assert_right_or_unusable(WHOLE[:position] + junk + WHOLE[position:])
+def test_a_dtype_that_no_file_can_say_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match=r"kv_caches\.a: is of torch\.complex64"):
+        FileForm({"a": LayerShape((3,), torch.complex64)})
+
+
+@pytest.mark.slow
+def test_any_changed_byte_is_noticed(path: Path, whole: bytes) -> None:
+    for position in range(len(whole)):
+        changed = bytearray(whole)
+        changed[position] ^= 1 << position % 8
+        assert not assert_right_or_unusable(path, bytes(changed))
+
+
+# Of the file's length, which is not known yet.
+shares = st.floats(0, 1, exclude_max=True)
+
+
+@given(share=shares)
+def test_a_truncated_file_is_never_believed(path: Path, whole: bytes, share: float) -> None:
+    assert not assert_right_or_unusable(path, whole[: int(share * len(whole))])
+
+
+@given(junk=st.binary(max_size=400), share=shares)
+def test_bytes_between_are_never_believed(path: Path, whole: bytes, junk: bytes, share: float) -> None:
+    position = int(share * (len(whole) + 1))
+    assert assert_right_or_unusable(path, whole[:position] + junk + whole[position:]) == (not junk)
 
 
 @given(st.binary(max_size=600))
-def test_arbitrary_bytes_are_unusable(content: bytes) -> None:
-    assert not assert_right_or_unusable(content)
+def test_arbitrary_bytes_are_unusable(path: Path, content: bytes) -> None:
+    assert not assert_right_or_unusable(path, content)
+
+
+@given(st.binary(max_size=600))
+def test_arbitrary_bytes_before_a_body_are_unusable(path: Path, whole: bytes, header: bytes) -> None:
+    assert not assert_right_or_unusable(path, header + whole[-FORM.nbytes :])
 
 
 @pytest.mark.parametrize(
@@ -87,64 +146,67 @@ def test_arbitrary_bytes_are_unusable(content: bytes) -> None:
     ],
     ids=["another model's", "another prefix's", "another rank's", "another window's"],
 )
-def test_a_whole_file_under_another_name_is_foreign(other: ChunkName) -> None:
+def test_a_whole_file_under_another_name_is_foreign(path: Path, other: ChunkName) -> None:
+    written(path)
     with pytest.raises(Unusable, match="foreign"):
-        files.decode(WHOLE, other, SHAPES, KEY)
+        files.read(path, other, FORM, KEY)
 
 
-def test_a_name_that_is_forged_in_the_metadata_is_noticed() -> None:
+def test_a_name_that_is_forged_in_the_metadata_is_noticed(path: Path, whole: bytes) -> None:
     other = ChunkName(NAME.namespace, bytes(32), 0)
-    forged = WHOLE.replace(NAME.key.hex().encode(), other.key.hex().encode())
+    path.write_bytes(whole.replace(NAME.key.hex().encode(), other.key.hex().encode()))
     with pytest.raises(Unusable, match="checksum"):
-        files.decode(forged, other, SHAPES, KEY)
+        files.read(path, other, FORM, KEY)
 
 
-def test_without_the_secret_nobody_signs() -> None:
+def test_without_the_secret_nobody_signs(path: Path) -> None:
+    written(path, key=b"another key of thirty-two bytes!")
     with pytest.raises(Unusable, match="checksum"):
-        files.decode(files.encode(NAME, layers_of(), b"another key of thirty-two bytes!"), NAME, SHAPES, KEY)
+        files.read(path, NAME, FORM, KEY)
 
 
-def test_another_caches_shape_is_refused() -> None:
-    smaller = {name: tensor[:1].contiguous() for name, tensor in layers_of().items()}
+def test_another_caches_shape_is_refused(path: Path) -> None:
+    """Of as many bytes, and signed."""
+    turned = {name: LayerShape(shape.shape[::-1], shape.dtype) for name, shape in SHAPES.items()}
+    form = FileForm(turned)
+    files.write(path, NAME, form, form.new_body().zero_(), KEY, fsync=False)
     with pytest.raises(Unusable, match="not this cache's"):
-        files.decode(files.encode(NAME, smaller, KEY), NAME, SHAPES, KEY)
+        files.read(path, NAME, FORM, KEY)
 
 
-@pytest.mark.parametrize("num_bytes", [0, 7, len(WHOLE) + files.HEADER_BYTES_MAX + 1])
+@pytest.mark.parametrize("num_bytes", [0, 7, FORM.nbytes - 1, FORM.nbytes + files.HEADER_BYTES_MAX + 1])
 def test_a_file_of_an_impossible_size_is_not_even_read(tmp_path: Path, num_bytes: int) -> None:
     path = tmp_path / "file"
     with open(path, "wb") as file:
         file.truncate(num_bytes)
-    with pytest.raises(Unusable, match="corrupt"):
-        files.read(path, SHAPES)
+    with pytest.raises(Unusable, match=f"it has {num_bytes} bytes"):
+        files.read(path, NAME, FORM, KEY)
 
 
 def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
     with pytest.raises(Unusable, match="gone"):
-        files.read(tmp_path / "nothing", SHAPES)
+        files.read(tmp_path / "nothing", NAME, FORM, KEY)
     with pytest.raises(Unusable, match="io"):
-        files.read(tmp_path, SHAPES)
+        files.read(tmp_path, NAME, FORM, KEY)
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "taken"
     (path / "by a folder").mkdir(parents=True)
     with pytest.raises(OSError, match="taken"):
-        write_whole(WHOLE, path, fsync=False)
+        write_whole([b"content"], path, fsync=False)
     assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
 
 
 WRITER = """
 import sys
 from pathlib import Path
-from tests.connectors.test_shared_storage_files import NAME, KEY, layers_of
-from baton.connectors.shared_storage import files
+from tests.connectors.test_shared_storage_files import NAME, written
 from baton.connectors.shared_storage.files import ChunkName
-from baton.connectors.whole_file import write_whole
 print("writing", flush=True)
 for number in range(1_000_000):
     name = ChunkName(NAME.namespace, (number % 50).to_bytes(32, "big"), 0)
-    write_whole(files.encode(name, layers_of(number % 50), KEY), name.path_in(Path(sys.argv[1])), fsync=False)
+    written(name.path_in(Path(sys.argv[1])), name, seed=number % 50)
 """
 
 
@@ -166,7 +228,7 @@ def test_a_writer_that_is_killed_leaves_whole_files_only(tmp_path: Path) -> None
     found = list(tmp_path.glob("*/*/*.safetensors"))
     for path in found:
         key = bytes.fromhex(path.name.partition(".")[0])
-        got = files.decode(files.read(path, SHAPES), ChunkName(NAME.namespace, key, 0), SHAPES, KEY)
+        got = FORM.layers_of(files.read(path, ChunkName(NAME.namespace, key, 0), FORM, KEY))
         expected = layers_of(int.from_bytes(key, "big"))
         assert all(torch.equal(got[layer], expected[layer]) for layer in SHAPES)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,19 +49,20 @@ class TensorRanks(FakeRanks):
 
 
 class LateJobs:
-    """In the place of threads: jobs are done in some later step, in order."""
+    """In the place of threads: jobs are done in some later step, in order or, as by several, in any."""
 
     is_dead = False
 
-    def __init__(self) -> None:
-        self._jobs: deque[Callable[[], None]] = deque()
+    def __init__(self, rng: random.Random | None) -> None:
+        self._jobs: list[Callable[[], None]] = []
+        self._rng = rng
 
     def put(self, job: Callable[[], None]) -> None:
         self._jobs.append(job)
 
     def do(self, num_jobs: int) -> None:
         for _ in range(min(num_jobs, len(self._jobs))):
-            self._jobs.popleft()()
+            self._jobs.pop(self._rng.randrange(len(self._jobs)) if self._rng is not None else 0)()
 
     def raise_if_dead(self) -> None:
         return
@@ -105,7 +105,7 @@ class StorageWorld(StoreWorld):
         self.jobs = [self._make_late(self.half, "_lookups")]
         ranks = [TensorRanks(num_blocks, config.kv_cache_groups) for _ in identities]
         for worker, rank in zip(self.workers, ranks, strict=True):
-            self.jobs += [self._make_late(worker, "_readers"), self._make_late(worker, "_writer")]
+            self.jobs += [self._make_late(worker, "_readers", rng), self._make_late(worker, "_writer")]
             layers = range(config.model_config.num_hidden_layers)
             worker.register_kv_caches({f"layer {layer}": rank.cache for layer in layers})
         handshakes = [worker.get_handshake_metadata() for worker in self.workers]
@@ -115,9 +115,9 @@ class StorageWorld(StoreWorld):
         super().__init__(config, self.half, ranks, self.workers)
 
     @staticmethod
-    def _make_late(half: Any, name: str) -> LateJobs:
+    def _make_late(half: Any, name: str, rng: random.Random | None = None) -> LateJobs:
         getattr(half, name).close(10)
-        late = LateJobs()
+        late = LateJobs(rng)
         setattr(half, name, late)
         return late
 

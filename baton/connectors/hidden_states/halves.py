@@ -217,7 +217,7 @@ class HiddenStatesWorkerHalf(KVConnectorWorkerHalf):
             "final_norm": self.final_norm,
         }
         try:
-            write_whole(safetensors.torch.save(tensors, metadata), Path(save.path), fsync=False)
+            write_whole([safetensors.torch.save(tensors, metadata)], Path(save.path), fsync=False)
         except OSError as error:
             logger.warning("could not write %s: %s", save.path, error)
             counts = {"lost_files": 1}

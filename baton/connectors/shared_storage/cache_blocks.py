@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from baton.connectors.shared_storage.files import LayerShape
+from baton.connectors.shared_storage.form import FileForm, LayerShape
 from baton.connectors.shared_storage.identity import StorageIdentity
 from baton.connectors.shared_storage.layer_kinds import LayerKind
 
@@ -23,33 +23,36 @@ class CacheBlocks:
         self.kind = kind
         self._layers = layers
         self._device = next(iter(layers[0].values())).device
-        self.shapes = {
-            name: LayerShape((kind.num_stored, *cache.shape[1:]), cache.dtype)
-            for of_group in layers
-            for name, cache in of_group.items()
-        }
-        self.nbytes = sum(shape.nbytes for shape in self.shapes.values())
+        self.form = FileForm(
+            {
+                name: LayerShape((kind.num_stored, *cache.shape[1:]), cache.dtype)
+                for of_group in layers
+                for name, cache in of_group.items()
+            }
+        )
 
-    def copy_out(self, block_ids: Sequence[int]) -> dict[str, torch.Tensor]:
-        """On the CPU, none sharing memory with another."""
-        return {
-            name: cache.index_select(0, index.to(self._device)).to("cpu")
-            for of_group, index in self._by_group(block_ids)
-            for name, cache in of_group.items()
-        }
+    def copy_out(self, block_ids: Sequence[int]) -> torch.Tensor:
+        """A file's body, on the CPU."""
+        body = self.form.new_body(self._device)
+        stored = self.form.layers_of(body)
+        for of_group, index in self._by_group(block_ids):
+            for name, cache in of_group.items():
+                torch.index_select(cache, 0, index, out=stored[name])
+        return body.to("cpu")
 
-    def copy_in(self, stored: Mapping[str, torch.Tensor], block_ids: Sequence[int]) -> None:
-        """`stored`: a whole file's. `block_ids`: for its last blocks; those before are there already."""
+    def copy_in(self, body: torch.Tensor, block_ids: Sequence[int]) -> None:
+        """`body`: a whole file's. `block_ids`: for its last blocks; those before are there already."""
+        stored = self.form.layers_of(body.to(self._device))
         with torch.inference_mode():  # A host may have allocated its cache in that mode.
             for of_group, index in self._by_group(block_ids):
                 skipped = self.kind.num_stored - len(index)
                 for name, cache in of_group.items():
-                    cache.index_copy_(0, index.to(self._device), stored[name][skipped:].to(self._device))
+                    cache.index_copy_(0, index, stored[name][skipped:])
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # This thread's own copies.
 
     def _by_group(self, block_ids: Sequence[int]) -> list[tuple[Mapping[str, torch.Tensor], torch.Tensor]]:
-        indices = torch.tensor(block_ids).view(len(self._layers), -1)
+        indices = torch.tensor(block_ids, device=self._device).view(len(self._layers), -1)
         return list(zip(self._layers, indices, strict=True))
 
 

@@ -1,38 +1,38 @@
-"""One rank's KV of one chunk as a safetensors file, and the proof that it is whole.
+"""One rank's KV of one chunk as a file, and the proof that it is whole.
 
     <path>/<namespace>/<2 hex of key>/<key>.<rank>.safetensors        layers that see everything
     <path>/<namespace>/<2 hex of key>/<key>.<rank>.w<window>.safetensors  layers with a window, where they
                                                                       have block tables of their own
 
-    tensors      <layer name>   [blocks of the chunk (`layer_kinds`), (kv_heads,) block_tokens, content]
+    body         <layer name>   [blocks of the chunk (`layer_kinds`), (kv_heads,) block_tokens, content]
     metadata     format, namespace, key, rank, (window,) checksum
 
 `key` is the hash of *all* tokens up to the chunk's end, so a file says of which prefix it is. The checksum
-goes over all of this, tensors and what they are called; keyed with the cluster secret, it is a signature.
-It is an HMAC of SHA-256, since that is most of what storing and loading take, and many processors have
-instructions for it.
+goes over the header, in which it is empty then, and the body; keyed with the cluster secret, it is a
+signature. It is an HMAC of SHA-256, since that is most of what storing and loading take, and many processors
+have instructions for it.
 
 A file appears under its name whole or not at all (written aside, synchronised, renamed). It is still proved
-anew whenever it is read: whatever is not exactly what was asked for is `Unusable`. Files are read, never
-mapped: a file that somebody truncates while it is mapped kills the process.
+anew whenever it is read: it has exactly the header that we would have written, checksum included, or it is
+`Unusable`. Files are read, never mapped: a file that somebody truncates while it is mapped kills the process.
+
+Header and body go through each call whole: a thread gives the interpreter away for every one of them, and
+waits until it gets it back.
 """
 
 from __future__ import annotations
 
 import hmac
 import os
-import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import safetensors
-import safetensors.torch
 import torch
 
+from baton.connectors.shared_storage.form import LENGTH_BYTES, METADATA, FileForm, bytes_of
 from baton.connectors.shared_storage.identity import FORMAT
+from baton.connectors.whole_file import write_whole
 
 SUFFIX = ".safetensors"
 HEADER_BYTES_MAX = 1 << 20
@@ -59,81 +59,69 @@ class ChunkName:
         return folder / self.namespace / digits[:2] / f"{digits}.{self.rank}{kind}{SUFFIX}"
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
-
-
 class _Header(msgspec.Struct):
-    metadata: dict[str, str] = msgspec.field(name="__metadata__", default_factory=dict)
+    metadata: dict[str, str] = msgspec.field(name=METADATA, default_factory=dict)
 
 
-def encode(name: ChunkName, layers: Mapping[str, torch.Tensor], signing_key: bytes) -> bytes:
-    """`layers`: contiguous, on the CPU, none sharing memory with another."""
-    metadata = {**_claims(name), "checksum": _checksum(name, layers, signing_key)}
-    return safetensors.torch.save(dict(layers), metadata)
+def write(
+    path: Path, name: ChunkName, form: FileForm, body: torch.Tensor, signing_key: bytes, *, fsync: bool
+) -> None:
+    """`body`: the form's, on the CPU. Raises OSError; then nothing is left."""
+    header = _header(name, form, _checksum(name, form, body, signing_key))
+    write_whole((header, bytes_of(body)), path, fsync=fsync)
 
 
-def decode(
-    content: bytes, name: ChunkName, expected: Mapping[str, LayerShape], signing_key: bytes
-) -> dict[str, torch.Tensor]:
-    """Raises Unusable."""
-    claimed = _metadata(content)
-    checksum = claimed.pop("checksum", "")
-    if claimed != _claims(name):
-        raise Unusable("foreign", "it says that it is another chunk")
-    try:
-        layers = safetensors.torch.load(content)
-    except (safetensors.SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise Unusable("corrupt", str(error)) from error
-    shapes = {layer: LayerShape(tuple(t.shape), t.dtype) for layer, t in layers.items()}
-    if shapes != dict(expected):
-        raise Unusable("corrupt", "its tensors are not this cache's")
-    if not secrets.compare_digest(checksum, _checksum(name, layers, signing_key)):
-        raise Unusable("corrupt", "its checksum is wrong")
-    return layers
+def read(path: Path, name: ChunkName, form: FileForm, signing_key: bytes) -> torch.Tensor:
+    """The body. Raises Unusable for whatever is not exactly what was asked for."""
+    header, body = _read(path, form)
+    expected = _header(name, form, _checksum(name, form, body, signing_key))
+    if not hmac.compare_digest(header, expected):
+        raise _fault(header, name, form)
+    return body
 
 
-def read(path: Path, expected: Mapping[str, LayerShape]) -> bytes:
-    """Raises Unusable for a file that cannot be the right one, or that cannot be read."""
-    nbytes = sum(layer.nbytes for layer in expected.values())
+def _read(path: Path, form: FileForm) -> tuple[bytes, torch.Tensor]:
+    """Header and body. Raises Unusable for a file that cannot be the right one, or that cannot be read."""
     try:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
-            if not nbytes <= size <= nbytes + HEADER_BYTES_MAX:
-                raise Unusable("corrupt", f"it has {size} bytes, its tensors alone {nbytes}")
-            return _read_all(file.fileno(), size)
+            if not form.nbytes <= size <= form.nbytes + HEADER_BYTES_MAX:
+                raise Unusable("corrupt", f"it has {size} bytes, its tensors alone {form.nbytes}")
+            header, body = bytearray(size - form.nbytes), form.new_body()
+            _fill(memoryview(header), file.fileno())
+            _fill(bytes_of(body), file.fileno())
+            return bytes(header), body
     except FileNotFoundError as error:
         raise Unusable("gone") from error
     except OSError as error:
         raise Unusable("io", str(error)) from error
 
 
-def _read_all(fileno: int, size: int) -> bytes:
-    content = bytearray(size)
-    view = memoryview(content)
+def _fill(view: memoryview, fileno: int) -> None:
     done = 0
-    while done < size:
+    while done < len(view):
         count = os.readv(fileno, [view[done:]])
         if count == 0:
             raise Unusable("corrupt", "it became shorter while it was read")
         done += count
-    return bytes(content)
 
 
-def _metadata(content: bytes) -> dict[str, str]:
-    length = int.from_bytes(content[:8], "little")
-    if not 0 < length <= min(HEADER_BYTES_MAX, len(content) - 8):
-        raise Unusable("corrupt", "its header has no end")
+def _fault(header: bytes, name: ChunkName, form: FileForm) -> Unusable:
+    """What is wrong with a header that is not the expected one."""
     try:
-        return msgspec.json.decode(content[8 : 8 + length], type=_Header).metadata
+        claimed = msgspec.json.decode(header[LENGTH_BYTES:], type=_Header).metadata
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Unusable("corrupt", f"its header cannot be read: {error}") from error
+        return Unusable("corrupt", f"its header cannot be read: {error}")
+    checksum = claimed.pop("checksum", "")
+    if claimed != _claims(name):
+        return Unusable("foreign", "it says that it is another chunk")
+    if header != _header(name, form, checksum):
+        return Unusable("corrupt", "its tensors are not this cache's")
+    return Unusable("corrupt", "its checksum is wrong")
+
+
+def _header(name: ChunkName, form: FileForm, checksum: str) -> bytes:
+    return form.header({**_claims(name), "checksum": checksum})
 
 
 def _claims(name: ChunkName) -> dict[str, str]:
@@ -141,16 +129,7 @@ def _claims(name: ChunkName) -> dict[str, str]:
     return claims if name.window is None else {**claims, "window": str(name.window)}
 
 
-def _checksum(name: ChunkName, layers: Mapping[str, torch.Tensor], signing_key: bytes) -> str:
-    digest = hmac.new(signing_key, digestmod="sha256")
-    digest.update(msgspec.json.encode(_claims(name)))
-    for layer in sorted(layers):
-        tensor = layers[layer]
-        digest.update(msgspec.json.encode((layer, list(tensor.shape), str(tensor.dtype))))
-        digest.update(_bytes_of(tensor))
+def _checksum(name: ChunkName, form: FileForm, body: torch.Tensor, signing_key: bytes) -> str:
+    digest = hmac.new(signing_key, _header(name, form, ""), "sha256")
+    digest.update(bytes_of(body))
     return digest.hexdigest()
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-    return memoryview(flat)

@@ -28,7 +28,7 @@ from baton.core.layout import SLOT, ModelFingerprint
 if TYPE_CHECKING:
     import torch
 
-FORMAT = "baton-kv-2"
+FORMAT = "baton-kv-3"
 KEY_PURPOSE = "baton.storage.1"
 NAMESPACE_BYTES = 16
 

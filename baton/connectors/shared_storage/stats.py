@@ -24,7 +24,7 @@ from baton.connectors.counted import Count, CountedPromMetrics, CountedStats, La
 
 GAUGES = {
     "kept_chunks": Count("baton:storage_chunks", "Chunks in the folder, as of the last sweep."),
-    "kept_bytes": Count("baton:storage_bytes", "Bytes of them."),
+    "kept_bytes": Count("baton:storage_bytes", "Bytes of KV in them."),
 }
 
 
@@ -32,15 +32,15 @@ GAUGES = {
 class StorageStats(CountedStats):
     counts: ClassVar[Mapping[str, Count]] = {
         "saved_chunks": Count("baton:storage_saved_chunks", "Files written: of a chunk, by rank and window."),
-        "saved_bytes": Count("baton:storage_saved_bytes", "Bytes written."),
+        "saved_bytes": Count("baton:storage_saved_bytes", "Bytes of KV written."),
         "save_s": Count("baton:storage_save_seconds", "Time that writing took."),
         "loaded_chunks": Count("baton:storage_loaded_chunks", "Files of KV read and believed."),
-        "loaded_bytes": Count("baton:storage_loaded_bytes", "Bytes of them."),
+        "loaded_bytes": Count("baton:storage_loaded_bytes", "Bytes of KV in them."),
         "load_s": Count("baton:storage_load_seconds", "Time that reading and proving took."),
         "looked_up_chunks": Count("baton:storage_lookup_chunks", "Chunks of prompts that were looked up."),
         "found_chunks": Count("baton:storage_found_chunks", "Of them, those that were found."),
         "evicted_chunks": Count("baton:storage_evicted_chunks", "Chunks removed by age or size."),
-        "evicted_bytes": Count("baton:storage_evicted_bytes", "Bytes of them."),
+        "evicted_bytes": Count("baton:storage_evicted_bytes", "Bytes of KV in them."),
     }
     labelled: ClassVar[Mapping[str, LabelledCount]] = {
         "failures": LabelledCount(

@@ -2,7 +2,7 @@
 
     save   within the step: blocks -> a copy        (`wait_for_save`; the blocks may be reused at once)
            when the scheduler says that the step was right: copy -> file, on a thread
-    load   on a thread: file -> proved -> blocks    (the request waits; nobody else touches its blocks)
+    load   on threads: file -> proved -> blocks     (the request waits; nobody else touches its blocks)
 
 The step waits for no file. What hangs in the file system costs the requests that wait for it, for
 `load_timeout_s`, and what waits to be written is bounded by `backlog_max_mib`.
@@ -15,22 +15,21 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.connectors.jobs import Jobs
 from baton.connectors.shared_storage.identity import StorageIdentity, layout_digest
+from baton.connectors.shared_storage.loads import Load, LoadEnd
 from baton.connectors.shared_storage.metadata import (
     ChunkPart,
-    LoadChunks,
     StorageHandshake,
     StorageMetadata,
     StorageReport,
 )
 from baton.connectors.shared_storage.stats import StorageStats
-from baton.connectors.whole_file import write_whole
 from baton.contract import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     import torch
 
     from baton.connectors.shared_storage.cache_blocks import CacheBlocks
+    from baton.connectors.shared_storage.form import FileForm
 
 logger = logging.getLogger(__name__)
 
@@ -57,18 +57,8 @@ class _Copy:
 
     key: bytes
     window: int | None
-    layers: dict[str, torch.Tensor]
-    nbytes: int
-
-
-@dataclass(slots=True)
-class _Load:
-    """`lock` is held while blocks are written to: whoever ends the load knows that nobody writes any more."""
-
-    order: LoadChunks
-    deadline_s: float
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    is_over: bool = False
+    form: FileForm
+    body: torch.Tensor
 
 
 class StorageWorkerHalf(KVConnectorWorkerHalf):
@@ -84,7 +74,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         self._wake: Callable[[], None] = lambda: None
         self._staged: dict[int, list[_Copy]] = {}  # By step; not known yet to be right.
         self._copied: set[int] = set()  # Steps, for the next report.
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, Load] = {}
         self._readers = Jobs(f"kv-read-{identity.rank}", settings.io_threads)
         self._writer = Jobs(f"kv-write-{identity.rank}")
         self._lock = threading.Lock()  # Of all that the threads tell us, which follows.
@@ -133,12 +123,13 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
             for copy in copies:
                 self._writer.put(partial(self._write, copy))
         for order in connector_metadata.loads:
-            load = _Load(order, self._clock() + self._identity.settings.load_timeout_s)
+            load = Load(order, self._clock() + self._identity.settings.load_timeout_s)
             self._loads[order.request_id] = load
             if order.is_failed or self._readers.is_dead:
-                self._end_load(load, order.parts, "failed")
-            else:
-                self._readers.put(partial(self._run_load, load))
+                self._end_load(load.fail("failed"))
+                continue
+            for index in range(len(order.parts)):
+                self._readers.put(partial(self._run_part, load, index))
 
     def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
         return  # Under way since the metadata was bound.
@@ -161,17 +152,17 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         for save in metadata.saves:
             blocks = self._blocks[save.kind]
             with self._lock:
-                if self._backlog_bytes + blocks.nbytes > self._identity.settings.backlog_max_mib * MIB:
+                if self._backlog_bytes + blocks.form.nbytes > self._identity.settings.backlog_max_mib * MIB:
                     self._stats.add_for("not_saved", "backlog")
                     continue
-                self._backlog_bytes += blocks.nbytes
-            layers = blocks.copy_out(save.block_ids)
-            copies.append(_Copy(save.key, blocks.kind.window, layers, blocks.nbytes))
+                self._backlog_bytes += blocks.form.nbytes
+            body = blocks.copy_out(save.block_ids)
+            copies.append(_Copy(save.key, blocks.kind.window, blocks.form, body))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         now = self._clock()
         for load in [load for load in self._loads.values() if load.deadline_s <= now]:
-            self._end_load(load, load.order.parts, "timeout")
+            self._end_load(load.fail("timeout"))
         with self._lock:
             finished, self._finished = self._finished, set()
         for request_id in finished:
@@ -228,46 +219,45 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
             if path.exists():
                 self._drop([copy], None)  # Another request's, or another engine's.
                 return
-            content = files.encode(name, copy.layers, self._key)
-            write_whole(content, path, fsync=self._identity.settings.fsync)
+            fsync = self._identity.settings.fsync
+            files.write(path, name, copy.form, copy.body, self._key, fsync=fsync)
         except OSError as error:
             logger.warning("could not write %s: %s", path, error)
             self._drop([copy], "io")
             return
         self._drop([copy], None)
         with self._lock:
-            self._stats.add(saved_chunks=1, saved_bytes=len(content), save_s=self._clock() - started)
+            self._stats.add(saved_chunks=1, saved_bytes=copy.form.nbytes, save_s=self._clock() - started)
 
     def _drop(self, copies: list[_Copy], reason: str | None) -> None:
         """They take no memory any more. `reason`: why they were not saved, if they should have been."""
         with self._lock:
             for copy in copies:
-                self._backlog_bytes -= copy.nbytes
+                self._backlog_bytes -= copy.form.nbytes
                 if reason is not None:
                     self._stats.add_for("not_saved", reason)
 
     # --- Loading -------------------------------------------------------------------------------
 
-    def _run_load(self, load: _Load) -> None:
-        """On a reader's thread. Whatever is wrong with one chunk ends this load, and no other."""
+    def _run_part(self, load: Load, index: int) -> None:
+        """On a reader's thread. Whatever is wrong with one part ends this load, and no other."""
         from baton.connectors.shared_storage.files import Unusable
 
-        for index, part in enumerate(load.order.parts):
-            if load.is_over:
-                return
-            try:
-                self._load_part(load, part)
-            except Unusable as error:
-                logger.warning("request %s computes what it could not load: %s", load.order.request_id, error)
-                self._end_load(load, load.order.parts[index:], error.reason)
-                return
-            except Exception:  # The border of one request's load.
-                logger.exception("loading for request %s failed", load.order.request_id)
-                self._end_load(load, load.order.parts[index:], "failed")
-                return
-        self._end_load(load, (), None)
+        if not load.wants(index):
+            return
+        try:
+            self._load_part(load, load.order.parts[index])
+        except Unusable as error:
+            logger.warning("request %s computes what it could not load: %s", load.order.request_id, error)
+            end = load.part_failed(index, error.reason)
+        except Exception:  # The border of one request's load.
+            logger.exception("loading for request %s failed", load.order.request_id)
+            end = load.part_failed(index, "failed")
+        else:
+            end = load.part_loaded(index)
+        self._end_load(end)
 
-    def _load_part(self, load: _Load, part: ChunkPart) -> None:
+    def _load_part(self, load: Load, part: ChunkPart) -> None:
         """Raises Unusable; then no block of it was touched, and a file that is bad is gone."""
         from baton.connectors.shared_storage import files
 
@@ -277,8 +267,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         path = name.path_in(self._folder)
         started = self._clock()
         try:
-            content = files.read(path, blocks.shapes)
-            layers = files.decode(content, name, blocks.shapes, self._key)
+            body = files.read(path, name, blocks.form, self._key)
         except files.Unusable as error:
             if error.reason in ("corrupt", "foreign"):
                 _remove(path)
@@ -286,26 +275,24 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         with load.lock:
             if load.is_over:
                 return
-            blocks.copy_in(layers, part.block_ids)
+            blocks.copy_in(body, part.block_ids)
         _renew(path)
         with self._lock:
-            self._stats.add(loaded_chunks=1, loaded_bytes=len(content), load_s=self._clock() - started)
+            self._stats.add(loaded_chunks=1, loaded_bytes=blocks.form.nbytes, load_s=self._clock() - started)
 
-    def _end_load(self, load: _Load, not_loaded: tuple[ChunkPart, ...], reason: str | None) -> None:
-        """From any thread; the first one decides."""
-        with load.lock:
-            if load.is_over:
-                return
-            load.is_over = True
+    def _end_load(self, end: LoadEnd | None) -> None:
+        """From any thread. None: it goes on."""
+        if end is None:
+            return
         with self._lock:
-            self._finished.add(load.order.request_id)
-            if reason is not None:
-                self._failed.add(load.order.request_id)
+            self._finished.add(end.request_id)
+            if end.reason is not None:
+                self._failed.add(end.request_id)
                 if has_tables(self._identity.groups):
-                    self._failed_whole.add(load.order.request_id)  # A part is of no use: windows see its end.
+                    self._failed_whole.add(end.request_id)  # A part is of no use: windows see its end.
                 else:
-                    self._invalid_blocks.update(block for part in not_loaded for block in part.block_ids)
-                self._stats.add_for("failures", reason)
+                    self._invalid_blocks.update(block for part in end.not_loaded for block in part.block_ids)
+                self._stats.add_for("failures", end.reason)
         self._wake()
 
 

@@ -1,0 +1,91 @@
+"""What lies where in the files of one kind of layers: a header, then the layers' bytes in one piece.
+
+    8 bytes, little-endian   how long the header is
+    header                   JSON, padded with spaces: `__metadata__`, and of each layer dtype, shape, place
+    body                     every layer's blocks; the widest dtypes first, so that each is aligned
+
+This is safetensors' format, so that others can read a file. It is written and read here all the same: its
+library copies all bytes several times on the way; a body in one piece is read, proved and written at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from baton.core.errors import ConfigError
+
+ALIGNED_BYTES = 8
+LENGTH_BYTES = 8
+METADATA = "__metadata__"
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+class FileForm:
+    def __init__(self, layers: Mapping[str, LayerShape]) -> None:
+        """Raises ConfigError for a dtype that the format has no name for."""
+        self.nbytes = 0  # Of the body.
+        self._layers: list[tuple[str, LayerShape, slice]] = []
+        for name, layer in sorted(layers.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
+            if layer.dtype not in _DTYPES:
+                raise ConfigError(
+                    f"is of {layer.dtype}, for which there is no file", field=f"kv_caches.{name}"
+                )
+            end = self.nbytes + layer.nbytes
+            self._layers.append((name, layer, slice(self.nbytes, end)))
+            self.nbytes = end
+        self._said_of_layers = {
+            name: {
+                "dtype": _DTYPES[layer.dtype],
+                "shape": layer.shape,
+                "data_offsets": (place.start, place.stop),
+            }
+            for name, layer, place in self._layers
+        }
+
+    def header(self, metadata: Mapping[str, str]) -> bytes:
+        """All that comes before the body."""
+        said = msgspec.json.encode({METADATA: metadata, **self._said_of_layers})
+        said += b" " * (-len(said) % ALIGNED_BYTES)
+        return len(said).to_bytes(LENGTH_BYTES, "little") + said
+
+    def new_body(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """uint8 [nbytes], not initialised."""
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+
+    def layers_of(self, body: torch.Tensor) -> dict[str, torch.Tensor]:
+        """By name, each in its shape; they share the memory of `body`."""
+        return {name: body[place].view(layer.dtype).view(layer.shape) for name, layer, place in self._layers}
+
+
+def bytes_of(body: torch.Tensor) -> memoryview:
+    """The memory of a body on the CPU."""
+    return memoryview(body.numpy())  # type: ignore[arg-type]
