@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,6 +68,15 @@ def check(
     patience_s: Annotated[
         float, typer.Option(help="For work in the background, when no step moves anything.", min=0.0)
     ] = 5.0,
+    break_files: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder in which it alone keeps KV. Files in there are cut short and removed, and no "
+            "token may be wrong for it.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
     all_of_ours: Annotated[bool, typer.Option("--all", help="All of Baton's, over executors.")] = False,
 ) -> None:
     """Try worlds of requests, steps, aborts, preemptions and faults until one breaks a rule.
@@ -90,7 +100,7 @@ def check(
         elif connector is None:
             raise typer.BadParameter("name a connector, or give --all")
         else:
-            case = case_of(connector, config, pair, patience_s)
+            case = case_of(connector, config, pair, patience_s, break_files)
             with _progress(console, case.name) as show:
                 verdict = run_case(case, executor, examples=examples, seed=seed, on_example=show)
             print_verdict(verdict, console)
@@ -101,10 +111,14 @@ def check(
         raise typer.Exit(1)
 
 
-def case_of(connector: str, config: str, pair: str, patience_s: float) -> ConnectorCase:
+def case_of(
+    connector: str, config: str, pair: str, patience_s: float, break_files: Path | None = None
+) -> ConnectorCase:
     """Raises UserError, and BadParameter for what typer can point at."""
+    from baton.connectors.registry import connector_class
+    from baton.testing import cut_files
     from baton.testing.contract import ConnectorCase
-    from baton.testing.contract.case import find_class
+    from baton.testing.contract.case import transfer_config
 
     if pair not in ("none", "pull", "push"):
         raise typer.BadParameter("must be none, pull or push", param_hint="--pair")
@@ -114,13 +128,16 @@ def case_of(connector: str, config: str, pair: str, patience_s: float) -> Connec
         raise typer.BadParameter(f"is no JSON: {error}", param_hint="--config") from error
     if not isinstance(extra, dict):
         raise typer.BadParameter("must be a JSON object", param_hint="--config")
-    find_class(connector)
-    return ConnectorCase(
+    case = ConnectorCase(
         path=connector,
         extra_config=extra,
         pairing=pair,  # type: ignore[arg-type]
         patience_s=patience_s,
+        break_store=partial(cut_files, break_files) if break_files is not None else None,
     )
+    if not is_vllms(connector):
+        connector_class(transfer_config(case, "e", "kv_both", "recompute"))
+    return case
 
 
 def is_vllms(path: str) -> bool:

@@ -16,7 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Final
 
 from baton.contract import KVConnectorBase_V1, KVConnectorStats, TwoHalvesOfGroups, supports_hma
-from baton.core.errors import ConfigError
+from baton.core.errors import ConfigError, place_of
 
 if TYPE_CHECKING:
     from baton.contract.host import KVTransferConfigLike
@@ -41,7 +41,8 @@ def connector_class(config: KVTransferConfigLike) -> type[KVConnectorBase_V1]:
     name = config.kv_connector
     assert name is not None, "asked for the class of no connector"
     if config.kv_connector_module_path is not None:
-        found = _from_module(config.kv_connector_module_path, name)
+        field = "kv_transfer_config.kv_connector_module_path"
+        found = from_module(config.kv_connector_module_path, name, field)
     elif name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
         found = getattr(importlib.import_module(module), attribute)
@@ -84,12 +85,13 @@ def known_names() -> list[str]:
     return sorted({*BUILT_IN, *_entry_points()})
 
 
-def _from_module(path: str, name: str) -> Any:
-    field = "kv_transfer_config.kv_connector_module_path"
+def from_module(path: str, name: str, field: str) -> Any:
+    """Raises ConfigError about the `field` if there is no such thing, or the module cannot be run."""
     try:
         module = importlib.import_module(path)
-    except ImportError as error:
-        raise ConfigError(f"cannot import {path!r}: {error}", field=field) from error
+    except Exception as error:  # The border of somebody else's module, which may do anything.
+        why = f"{error}" if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"cannot import {path!r}: {why}{place_of(error)}", field=field) from error
     if not hasattr(module, name):
         raise ConfigError(f"{path!r} has no {name!r}", field=field)
     return getattr(module, name)

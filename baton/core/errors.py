@@ -10,6 +10,14 @@
 What *we* did wrong is an `assert`.
 """
 
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from collections.abc import Sequence
+
+_LIBRARIES = ("<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+
 
 class BatonError(Exception):
     """Root of every error that Baton raises on purpose."""
@@ -40,3 +48,19 @@ class PeerError(BatonError):
 
 class TransferError(BatonError):
     """Bytes could not be moved. The request is retried, recomputed or failed by its policy."""
+
+
+def place_of(error: BaseException) -> str:
+    """Where somebody else's code raised it, as " (store.py:27, in load)"; empty if Python does not know.
+
+    The frame that has caught it does not count.
+    """
+    return place_in(traceback.extract_tb(error.__traceback__)[1:])
+
+
+def place_in(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost, which comes last; libraries are left out if there is another. See `place_of`."""
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    for frame in reversed(own or frames):
+        return f" ({frame.filename.rpartition('/')[2]}:{frame.lineno}, in {frame.name})"
+    return ""

@@ -3,9 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from baton.testing.contract.damage import cut_files
     from baton.testing.contract.suite import connector_suite
 
-__all__ = ["connector_suite"]
+__all__ = ["connector_suite", "cut_files"]
 
 
 def __getattr__(name: str) -> Any:
@@ -14,4 +15,8 @@ def __getattr__(name: str) -> Any:
         from baton.testing.contract.suite import connector_suite
 
         return connector_suite
+    if name == "cut_files":
+        from baton.testing.contract.damage import cut_files
+
+        return cut_files
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,12 +44,66 @@ def test_a_broken_one_gets_its_story_and_status_1() -> None:
         ("BatonPullConnector", "--config", "[]"),
         ("BatonPullConnector", "--executor", "abacus"),
         (EXAMPLE, "--executor", "vllm"),  # No class of vLLM's, or no vLLM.
+        (EXAMPLE, "--break-files", "/no/such/folder"),
     ],
 )
 def test_what_cannot_be_checked_is_said(arguments: tuple[str, ...]) -> None:
     status, output = check(*arguments)
     assert status == 2
     assert "Invalid value" in output or "must" in output
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            "import nothing_that_is_installed",
+            "cannot import 'mine': No module named 'nothing_that_is_installed'",
+        ),
+        ("def broken(:", "cannot import 'mine': SyntaxError: "),
+        ("\ntypo = undefined\n", "NameError: name 'undefined' is not defined (mine.py:2, in <module>)"),
+        ("class Another: ...", "'mine' has no 'Mine'"),
+        ("Mine = 3", "is no class"),
+        ("class Mine: ...", "is no KVConnectorBase_V1"),
+        (
+            "from baton.contract import TwoHalves\nclass Mine(TwoHalves): ...",
+            "does not define make_scheduler_half",
+        ),
+    ],
+)
+def test_a_module_without_a_connector_is_said_and_no_rule_is_blamed(
+    source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    status, output = check("mine:Mine")
+    sys.modules.pop("mine", None)
+    assert status == 2
+    assert said in " ".join(output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("path", [":", "mine:", ":Mine", "Mine"])
+def test_a_name_that_is_none_is_told_the_known_ones(path: str) -> None:
+    status, output = check(path)
+    assert status == 2
+    assert "package.module:Class" in output
+    assert "BatonOffloadConnector" in output
+
+
+def test_a_constructor_that_needs_configuration_says_where_it_looked_for_it() -> None:
+    status, output = check(EXAMPLE, "--examples", "1")
+    assert status == 1
+    assert "starting raised KeyError: 'path' (prefix_store.py:" in output
+
+
+def test_files_that_break_are_a_store_that_breaks(tmp_path: Path) -> None:
+    options = ("--config", f'{{"path": "{tmp_path}"}}', "--break-files", str(tmp_path), "--examples", "30")
+    status, output = check(EXAMPLE, *options)
+    assert status == 0, output
+    assert re.search(r"failed-load-unreported +│ kept", output)
+    status, output = check("tests.testing.folder_stores:SaysNothingOfBadFiles", *options)
+    assert status == 1
+    assert "failed-load-unreported: What could not" in output
 
 
 def test_a_long_check_says_now_and_then_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

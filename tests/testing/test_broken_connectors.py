@@ -31,6 +31,7 @@ def case_of(kind: Any) -> ConnectorCase:
         extra_config=getattr(kind, "extra", {}),
         pairing=getattr(kind, "pairing", "none"),
         patience_s=0.0,
+        call_max_s=getattr(kind, "call_max_s", 60.0),
         break_store=lose_everything if getattr(kind, "breaks_store", False) else None,
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from baton.testing import connector_suite
@@ -53,3 +55,24 @@ def test_a_sound_connector_passes_whatever_breaks(loads_async: bool) -> None:
     results = {rule: result for rule, result, _ in verdict.rows()}
     assert results["wrong-bytes"] == results["lookup-has-side-effects"] == "kept"
     assert "BROKEN" not in results.values()
+
+
+def test_what_an_earlier_run_has_left_in_a_folder_is_not_this_ones_fault(tmp_path: Path) -> None:
+    """An author mends his connector, and runs the check again."""
+    config = {"path": str(tmp_path)}
+    faulty = ConnectorCase(path="tests.testing.folder_stores:SavesZeros", extra_config=config)
+    assert check_connector(faulty, examples=50, tries=5).broken_rule == "wrong-bytes"
+    assert any(tmp_path.iterdir())
+    mended = ConnectorCase(
+        path="examples.prefix_store.prefix_store:PrefixStoreConnector", extra_config=config
+    )
+    verdict = check_connector(mended, examples=15)
+    verdict.raise_if_broken()
+    assert verdict.seen["loads in a step"] > 3
+
+
+def test_a_fault_that_does_not_come_again_in_the_same_way_is_told_all_the_same(tmp_path: Path) -> None:
+    case = ConnectorCase(path="tests.testing.folder_stores:WearsOut", extra_config={"path": str(tmp_path)})
+    verdict = check_connector(case, examples=20, tries=20)
+    assert verdict.broken_rule in ("raised", "empty-step-raised"), verdict.broken
+    assert "OSError: worn out (folder_stores.py:" in str(verdict.broken)

@@ -10,6 +10,7 @@ hold is in `rules`; docs/connectors.md is for authors.
 
 from baton.testing.contract.case import ConnectorCase
 from baton.testing.contract.check import Verdict, check_connector
+from baton.testing.contract.damage import cut_files
 from baton.testing.contract.rules import RULES, Rule
 from baton.testing.contract.story import ContractBroken
 from baton.testing.contract.suite import connector_suite
@@ -22,4 +23,5 @@ __all__ = [
     "Verdict",
     "check_connector",
     "connector_suite",
+    "cut_files",
 ]

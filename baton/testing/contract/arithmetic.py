@@ -15,7 +15,8 @@ from functools import lru_cache
 
 import torch
 
-VOCAB = 50
+VOCAB = 50  # Of answers, and of prompts behind their first token.
+NUM_MARKS = 1 << 20  # Tokens above VOCAB; each example's prompts begin with one of its own.
 GARBAGE = VOCAB - 1  # Sampled whenever a rank has computed on something wrong; `next_token` never says it.
 POISON = -3.0  # What a rank writes where it would have computed on something wrong.
 _MODULUS = 2**23  # float32 tells all integers below 2**24 apart.

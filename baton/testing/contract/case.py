@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from baton.connectors.registry import BUILT_IN, connector_class, knows_several_groups
+from baton.connectors.registry import BUILT_IN, connector_class, from_module, knows_several_groups
 from baton.contract import KVConnectorRole
 from baton.core.config import (
     CacheConfig,
@@ -23,7 +22,7 @@ from baton.core.config import (
 )
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import group_layers, is_hybrid, one_group
-from baton.testing.contract.arithmetic import VOCAB
+from baton.testing.contract.arithmetic import NUM_MARKS, VOCAB
 
 BLOCK = 4  # Tokens.
 MAX_MODEL_LEN = 96
@@ -49,6 +48,7 @@ class ConnectorCase:
     # Further engines' configuration where it has to differ from the first's; both get `extra_config`.
     decode_extra_config: dict[str, Any] = field(default_factory=dict)
     patience_s: float = 5.0  # For work in the background, when no step moves anything. 0: count steps only.
+    call_max_s: float = 60.0  # Of one method, where it runs in this process: what takes longer never returns.
     tensor_parallel_sizes: tuple[int, ...] = (1, 2)
     # Breaks what the connector has stored: a file is cut, a server lost. Called between steps.
     break_store: Callable[[], None] | None = None
@@ -66,14 +66,12 @@ def find_class(path: str) -> type[Any]:
     if path in BUILT_IN:
         path = BUILT_IN[path]
     module, colon, name = path.partition(":")
-    if not colon:
-        raise ConfigError(f"must look like 'package.module:Class', is {path!r}", field="connector")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except ImportError as error:
-        raise ConfigError(f"cannot import {module!r}: {error}", field="connector") from error
-    except AttributeError as error:
-        raise ConfigError(f"{module!r} has no {name!r}", field="connector") from error
+    if not (module and colon and name):
+        known = ", ".join(BUILT_IN)
+        raise ConfigError(
+            f"must look like 'package.module:Class', or be one of {known}; is {path!r}", field="connector"
+        )
+    found = from_module(module, name, "connector")
     if not isinstance(found, type):
         raise ConfigError(f"{path!r} is no class", field="connector")
     return found
@@ -111,7 +109,7 @@ def toy_model(windows: Windows = (), head_dim: int = HEAD_DIM) -> ModelConfig:
         num_kv_heads=KV_HEADS,
         head_dim=head_dim,
         hidden_size=KV_HEADS * head_dim,
-        vocab_size=VOCAB,
+        vocab_size=VOCAB + NUM_MARKS,
         eos_token_ids=(VOCAB - 1,),
         bos_token_id=None,
         architecture_digest="kit",

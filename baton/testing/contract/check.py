@@ -7,18 +7,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import seed as with_seed
-from hypothesis.errors import FlakyFailure
+from hypothesis.errors import Flaky
 from hypothesis.stateful import run_state_machine_as_test
 
-from baton.testing.contract.case import ConnectorCase
+from baton.testing.contract import watched_scheduler, watched_worker
+from baton.testing.contract.case import ConnectorCase, make_half
 from baton.testing.contract.leaks import FILES_SLACK, open_files
 from baton.testing.contract.machine import Search, make_machine, tour
 from baton.testing.contract.rules import RULES
 from baton.testing.contract.site import Site, ToySite
 from baton.testing.contract.story import Breach, ContractBroken
+from baton.testing.contract.stuck import stuck_calls_interrupted
 
 EXAMPLES = 50
 TRIES = 300
@@ -94,11 +97,13 @@ def check_connector(
                 if site.keeps_files:
                     files, num_before = open_files(), search.num_examples
             if examples and search.best is None:
-                run_state_machine_as_test(machine, settings=chosen)
-    except (ContractBroken, FlakyFailure):
-        assert (
-            search.best is not None
-        )  # A search that is over lets the last replay pass, which is called flaky.
+                with stuck_calls_interrupted(_method_called, case.call_max_s):
+                    run_state_machine_as_test(machine, settings=chosen)
+    except (ContractBroken, Flaky):
+        # Flaky is what Hypothesis calls a connector that does not break twice in the same way, and a search
+        # that is over, which lets the last replay pass.
+        if search.best is None:
+            raise
     finally:
         left = open_files() - files
         site.close()
@@ -116,6 +121,15 @@ def _check_files(verdict: Verdict, left: Counter[str], num_examples: int) -> Non
         detail = f"after {num_examples} examples more are open than before: {names}"
         breach = Breach("files-left", detail)
         verdict.broken = ContractBroken(breach.rule, breach.detail, "(in all examples)")
+
+
+def _method_called(frame: FrameType) -> str | None:
+    """By the kit; None for any other frame."""
+    if frame.f_code is make_half.__code__:
+        return "the constructor"
+    if frame.f_code.co_filename not in (watched_scheduler.__file__, watched_worker.__file__):
+        return None
+    return str(frame.f_locals.get("method", frame.f_code.co_name))
 
 
 @contextmanager

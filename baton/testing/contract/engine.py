@@ -24,7 +24,7 @@ from baton.testing.contract.arithmetic import states_of
 from baton.testing.contract.last_words import read_last_words
 from baton.testing.contract.ledger import Ledger
 from baton.testing.contract.ranks import KitRanks
-from baton.testing.contract.story import Story
+from baton.testing.contract.story import Story, why
 from baton.testing.contract.watched_scheduler import WatchedScheduler, watch_scheduler
 
 MakeHalf = Callable[[EngineConfig], Any]
@@ -281,7 +281,7 @@ class KitEngine:
                 try:
                     end()
                 except Exception as error:  # A connector's, at the border of one call.
-                    detail = f"shutdown of {who}{number} raised {type(error).__name__}: {error}"
+                    detail = f"shutdown of {who}{number} raised {why(error)}"
                     story.check("shutdown-raised", False, detail)
                 story.check("shutdown-raised", True)
         self._take_last_words()

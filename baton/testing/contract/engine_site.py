@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 WINDOWS: Windows = (None, 6)  # Of the layers of the model that has several KV-cache groups.
 
+MODEL_VOCAB = 512
+
 ExecutorName = Literal["inprocess", "multiprocess", "ray"]
 
 
@@ -46,6 +48,7 @@ class EngineSite(ToySite):
     """Like a ToySite, over an executor of the engine's own."""
 
     is_dear = True
+    num_marks = MODEL_VOCAB - VOCAB
 
     def __init__(self, case: ConnectorCase, executor: ExecutorName) -> None:
         super().__init__(case)
@@ -71,11 +74,11 @@ class EngineSite(ToySite):
                 layers=2,
                 heads=KV_HEADS,
                 kv_heads=KV_HEADS,
-                vocab=512,
+                vocab=MODEL_VOCAB,
                 sliding_window=windows[-1] if windows else None,
             )
             model = load_model_config(folder, max_model_len=MAX_MODEL_LEN)
-            assert model.vocab_size >= VOCAB, "the kit's prompts are the model's tokens"
+            assert model.vocab_size == MODEL_VOCAB, "the kit's prompts are the model's tokens"
             assert model.windows in (windows, (None,) * len(model.windows)), model.windows
             self._models[windows] = model, Reference(engine_config(self.case, Shape(), model=model))
         return self._models[windows]

@@ -7,16 +7,17 @@ request may end in any state that it can be in.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.core.errors import UserError
 from baton.testing.contract.case import Shape, Windows
 from baton.testing.contract.site import Site
-from baton.testing.contract.story import ContractBroken, Story
+from baton.testing.contract.story import ContractBroken, Story, why
+from baton.testing.contract.stuck import Stuck
 from baton.testing.contract.world import World
 
 PROMPT_MAX = 22  # Tokens: five blocks and a half.
@@ -68,6 +69,10 @@ class Search:
     def is_over(self) -> bool:
         return self.best is not None and self._tries_left <= 0
 
+    def end(self) -> None:
+        """No further tries: each would take as long as this one."""
+        self._tries_left = 0
+
     def take(self, story: Story) -> None:
         """An example is over."""
         self.num_examples += 1
@@ -86,6 +91,30 @@ class Search:
             self._num_lines = num_lines
 
 
+@contextmanager
+def _blaming_the_connector(story: Story, search: Search) -> Iterator[None]:
+    """Raises ContractBroken if a rule was broken, whatever the host made of it when it went on."""
+    try:
+        yield
+    except Stuck as error:
+        story.check("never-returned", False, str(error))
+        search.end()
+    except Exception:
+        if story.breach is None:
+            raise
+    story.raise_if_broken()
+
+
+def _start(site: Site, shape: Shape, story: Story) -> World:
+    try:
+        return World(site, shape, story)
+    except ContractBroken:
+        raise
+    except Exception as error:  # Of a constructor, say, or in registering a cache.
+        story.check("raised", False, f"starting raised {why(error)}")
+        raise
+
+
 def tour(site: Site, search: Search) -> None:
     """Worlds in which everything happens once, for sites where each world is dear."""
     for windows in site.windows:
@@ -99,7 +128,7 @@ def _tour(site: Site, search: Search, windows: Windows) -> None:
     try:
         tp, in_flight = site.case.tensor_parallel_sizes[-1], site.steps_in_flight[-1]
         shape = Shape(tp=tp, num_blocks=12, budget=16, in_flight=in_flight, windows=windows)
-        world = World(site, shape, story)
+        world = _start(site, shape, story)
         try:
             world.dummy_run()
             world.ask_to_store(long, None)
@@ -124,10 +153,10 @@ def _tour(site: Site, search: Search, windows: Windows) -> None:
             world.shutdown()
             raise
         world.finish()
-    except ContractBroken:
-        pass  # The story says it.
-    except UserError as error:
-        story.check("raised", False, f"starting raised {type(error).__name__}: {error}")
+    except Exception:
+        if story.breach is None:
+            raise
+        # The story says it.
     search.take(story)
 
 
@@ -148,14 +177,11 @@ def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
             if site.case.new_example is not None:
                 site.case.new_example()
             try:
-                self.world = World(site, shape, self.story)
+                with _blaming_the_connector(self.story, search):
+                    self.world = _start(site, shape, self.story)
             except ContractBroken:
                 search.take(self.story)
                 raise
-            except Exception as error:
-                self.story.check("raised", False, f"starting raised {type(error).__name__}: {error}")
-                search.take(self.story)
-                self.story.raise_if_broken()
             self.dummy_run()
 
         def dummy_run(self) -> None:
@@ -165,8 +191,8 @@ def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
             if self.world is None:  # The search is over; Hypothesis does not know it yet.
                 return
             self.has_failed = True
-            act(self.world)
-            self.story.raise_if_broken()
+            with _blaming_the_connector(self.story, search):
+                act(self.world)
             self.has_failed = False
 
         @rule(prompt=prompts, max_tokens=answers, salt=salts)
@@ -246,10 +272,11 @@ def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
             if world is None:
                 return
             try:
-                if self.has_failed:
-                    world.shutdown()
-                else:
-                    world.finish()
+                with _blaming_the_connector(self.story, search):
+                    if self.has_failed:
+                        world.shutdown()
+                    else:
+                        world.finish()
             finally:
                 search.take(self.story)
 

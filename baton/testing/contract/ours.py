@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from baton.testing.contract.case import ConnectorCase
+from baton.testing.contract.damage import cut_files
 
 # Short enough for a loan that nobody fetches to end while the kit waits; long enough for a busy machine.
 TIMERS = {
@@ -39,7 +39,7 @@ def our_cases(folder: Path, *, transports: tuple[str, ...] = ("memory",)) -> dic
         "BatonSharedStorageConnector": ConnectorCase(
             path="BatonSharedStorageConnector",
             extra_config={"path": str(stored), "chunk_tokens": 4, "fsync": False},
-            break_store=lambda: cut_files(stored),
+            break_store=lambda: cut_files(stored, flips_bits=True),
         ),
         "BatonMultiConnector": ConnectorCase(path="BatonMultiConnector", extra_config=multi, pairing="pull"),
         "BatonDecodeBenchConnector": ConnectorCase(path="BatonDecodeBenchConnector", speaks_text=False),
@@ -53,22 +53,3 @@ def our_cases(folder: Path, *, transports: tuple[str, ...] = ("memory",)) -> dic
 def in_engines(case: ConnectorCase, *, tp: int) -> ConnectorCase:
     """The same for real executors."""
     return replace(case, tensor_parallel_sizes=(tp,))
-
-
-def cut_files(folder: Path) -> None:
-    """Files of a store end early, hold something else, or are gone: a third each."""
-    for path in sorted(folder.rglob("*")):
-        if not path.is_file():
-            continue
-        try:
-            match random.Random(path.name).randrange(3):
-                case 0:
-                    path.unlink()
-                case 1:
-                    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-                case _:
-                    whole = bytearray(path.read_bytes())
-                    whole[-1:] = bytes([whole[-1] ^ 0xFF]) if whole else b""
-                    path.write_bytes(whole)
-        except FileNotFoundError:
-            continue  # The connector has put another in its place.

@@ -20,6 +20,7 @@ class Rule:
 _RULES = (
     # --- Answers -------------------------------------------------------------------------------
     Rule("raised", "No method raises; about one request, a UserError says what its client did wrong."),
+    Rule("never-returned", "Every method returns: the whole engine waits for it."),
     Rule("wrong-type", "Every method answers with what the contract says it answers with."),
     Rule(
         "argument-modified", "Scheduler outputs, block lists and params are the host's: read, never changed."

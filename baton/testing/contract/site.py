@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 from baton.contract import KVConnectorRole
 from baton.core.config import ClusterSecret, EngineConfig
 from baton.engine.executor import Executor
-from baton.testing.contract.arithmetic import expected_tokens
+from baton.testing.contract.arithmetic import NUM_MARKS, VOCAB, expected_tokens
 from baton.testing.contract.case import (
     HEAD_DIM,
     WINDOWS,
@@ -42,9 +43,21 @@ class Site(ABC):
     steps_in_flight: tuple[int, ...] = (1, 2)  # What its engines can do.
     is_dear = False  # Starting engines takes seconds: every example has to be worth it.
 
+    num_marks = NUM_MARKS
+
     def __init__(self, case: ConnectorCase) -> None:
         self.case = case
         self.windows: tuple[Windows, ...] = WINDOWS if knows_groups(case) else ((),)
+        self._last_mark = secrets.randbelow(NUM_MARKS)
+
+    def new_mark(self) -> int:
+        """The token that the next example's prompts begin with.
+
+        What a connector keeps beyond an example, in a folder say, is of other prompts then: no story is about
+        what an earlier example has left, or a run before this one, of the same connector with a fault.
+        """
+        self._last_mark += 1
+        return VOCAB + self._last_mark % self.num_marks
 
     @abstractmethod
     def start(self, shape: Shape, story: Story, *, name: str, role: str) -> KitEngine:

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from baton.core.errors import place_of
 from baton.testing.contract.rules import RULES
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ def short(value: Any) -> str:
         return request_id
     text = " ".join(_short.repr(value).split())
     return text if len(text) <= 100 else text[:97] + "..."
+
+
+def why(error: BaseException) -> str:
+    """What a connector has raised, and where."""
+    return f"{type(error).__name__}: {error}{place_of(error)}"
 
 
 class ContractBroken(AssertionError):

@@ -22,7 +22,7 @@ from baton.core.errors import UserError
 from baton.core.kv_groups import NULL_BLOCK_ID, is_hybrid
 from baton.testing.contract.envelopes import WatchedMetadata, WatchedReport
 from baton.testing.contract.ledger import Ledger, OpenLoad
-from baton.testing.contract.story import short
+from baton.testing.contract.story import short, why
 from baton.testing.contract.watched_worker import WatchedWorker, is_plain, says_something, why_not_pickled
 
 if TYPE_CHECKING:
@@ -330,7 +330,7 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
             about = arguments[0].request_id if method.startswith("request_finished") else None
             is_unknown = about is not None and about not in self._allocated
             rule = "unknown-id-raised" if is_unknown else "raised"
-            self._story.check(rule, False, f"{method} raised {type(error).__name__}: {error}")
+            self._story.check(rule, False, f"{method} raised {why(error)}")
             raise
         self._story.checked["raised"] += 1
         if is_quiet is False or (is_quiet is None and says_something(answer)):

@@ -25,7 +25,7 @@ from baton.contract import (
 from baton.testing.contract.envelopes import RankNotes, WatchedMetadata, WatchedReport
 from baton.testing.contract.last_words import write_last_words
 from baton.testing.contract.leaks import RankLeaks
-from baton.testing.contract.story import short
+from baton.testing.contract.story import short, why
 
 if TYPE_CHECKING:
     import torch
@@ -239,7 +239,7 @@ class WatchedWorker(KVConnectorWorkerHalf):
             answer = getattr(self.inner, method)(*arguments)
         except Exception as error:
             rule = rule or self._rule_of_raising(method)
-            self._check(rule, False, f"rank {self.rank}: {method} raised {type(error).__name__}: {error}")
+            self._check(rule, False, f"rank {self.rank}: {method} raised {why(error)}")
             raise
         self._notes.checked["raised"] += 1
         if step is not None:

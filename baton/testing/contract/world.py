@@ -38,6 +38,7 @@ class World:
         self.site = site
         self.shape = shape
         self.story = story
+        self._mark = site.new_mark()
         self._num_asked = 0
         self._prompts: list[tuple[list[int], str | None]] = []  # That clients have asked, with their salts.
         self._legs: list[Leg] = []
@@ -66,6 +67,9 @@ class World:
         """The one that answers."""
         return self.engines[-1]
 
+    def _marked(self, prompt: Sequence[int]) -> list[int]:
+        return [self._mark, *prompt[1:]]
+
     # --- What may happen ---------------------------------------------------------------------------
 
     def dummy_run(self) -> None:
@@ -75,13 +79,14 @@ class World:
 
     def ask(self, prompt: Sequence[int], max_tokens: int, salt: str | None) -> None:
         """A client's request; with two engines, by the way of the pair."""
+        prompt = self._marked(prompt)
         self._num_asked += 1
         number = self._num_asked
-        self._prompts.append((list(prompt), salt))
+        self._prompts.append((prompt, salt))
         if self.pairing == "none":
             self.last.ask(f"r{number}", prompt, max_tokens=max_tokens, salt=salt)
             return
-        leg = Leg(number, list(prompt), max_tokens, salt)
+        leg = Leg(number, prompt, max_tokens, salt)
         self._legs.append(leg)
         transfer_id = f"t{number}"
         self.engines[0].ask(
@@ -124,7 +129,7 @@ class World:
     def ask_plain(self, prompt: Sequence[int], max_tokens: int) -> None:
         """Of one engine of a pair, which has nobody to hand it to or to get it from."""
         self._num_asked += 1
-        self.last.ask(f"r{self._num_asked}", prompt, max_tokens=max_tokens)
+        self.last.ask(f"r{self._num_asked}", self._marked(prompt), max_tokens=max_tokens)
 
     def replay(self, index: int, prompt: Sequence[int], max_tokens: int) -> None:
         """Params that P gave for one prompt come with another, or a second time with the same."""
@@ -132,6 +137,7 @@ class World:
         if not legs:
             return
         leg = legs[index % len(legs)]
+        prompt = self._marked(prompt)
         self._num_asked += 1
         self.last.ask(
             f"d{self._num_asked}",
@@ -139,7 +145,7 @@ class World:
             max_tokens=max_tokens,
             salt=leg.salt,
             params=dict(leg.params or {}),
-            made_for=leg.prompt if list(prompt) != leg.prompt else (),
+            made_for=leg.prompt if prompt != leg.prompt else (),
         )
 
     def lose_ticket(self, index: int) -> None:

@@ -91,6 +91,20 @@ class _Tidy(MemoryScheduler):
         return metadata
 
 
+class _Greedy(MemoryScheduler):
+    """Takes out what it has seen to; the host cannot even end the step."""
+
+    def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
+        metadata = super().build_connector_meta(scheduler_output)
+        scheduler_output.num_scheduled_tokens.clear()
+        return metadata
+
+
+class ClearsScheduledTokens(MemoryConnector):
+    rule = "argument-modified"
+    scheduler_kind = _Greedy
+
+
 class ClearsFinishedIds(MemoryConnector):
     rule = "argument-modified"
     scheduler_kind = _Tidy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,3 +137,18 @@ class KnowsEveryRequest(MemoryConnector):
     rule = "unknown-id-raised"
     scheduler_kind = _TellsWhoRuns
     worker_kind = _KnowsAll
+
+
+class _Waits(MemoryWorker):
+    """Waits for its loads as if somebody else would end them."""
+
+    def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        if self.metadata.loads:
+            threading.Event().wait()
+
+
+class WaitsForEver(MemoryConnector):
+    rule = "never-returned"
+    worker_kind = _Waits
+    call_max_s = 0.5

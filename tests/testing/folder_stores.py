@@ -1,0 +1,50 @@
+"""The example's connector with faults that outlive an example: they are in its folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from examples.prefix_store.prefix_store import PrefixStoreConnector, WorkerHalf
+
+
+class _Silent(WorkerHalf):
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        super().get_block_ids_with_load_errors()
+        return set()
+
+
+class SaysNothingOfBadFiles(PrefixStoreConnector):
+    make_worker_half = classmethod(lambda cls, config, kv_cache_config: _Silent(config))
+
+
+class _Zeros(WorkerHalf):
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        self._real = kv_caches
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        self._caches = {name: torch.zeros_like(cache) for name, cache in self._real.items()}
+        super().bind_connector_metadata(connector_metadata)
+        self._caches = self._real
+
+
+class SavesZeros(PrefixStoreConnector):
+    make_worker_half = classmethod(lambda cls, config, kv_cache_config: _Zeros(config))
+
+
+class WearsOut(PrefixStoreConnector):
+    """Whoever tries the same again finds it worse than before."""
+
+    num_loads = 0
+
+    make_worker_half = classmethod(lambda cls, config, kv_cache_config: _WearsOut(config))
+
+
+class _WearsOut(WorkerHalf):
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        WearsOut.num_loads += 1
+        if WearsOut.num_loads >= 30:
+            raise OSError("worn out")
+        super().start_load_kv(forward_context, **kwargs)
