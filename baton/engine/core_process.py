@@ -215,7 +215,8 @@ def _start(channel: Channel) -> tuple[EngineCore, Start] | None:
     except ChannelClosed:
         return None
     except Exception as error:
-        logger.exception("the engine core could not start")
+        if not isinstance(error, UserError):  # Whose text says what to mend: the front end shows it.
+            logger.exception("the engine core could not start")
         _say_last(channel, StartFailed(_text(error), isinstance(error, UserError)))
         sys.exit(1)
     # What exists now lives as long as the process; the collector need not look at it again.

@@ -164,12 +164,16 @@ def test_sigterm_ends_the_core_in_order(make_config) -> None:
     run(test)
 
 
-def test_a_core_that_cannot_start_says_why(make_config) -> None:
+def test_a_core_that_cannot_start_says_why(make_config, capfd: pytest.CaptureFixture[str]) -> None:
     async def test() -> None:
         with pytest.raises(ConfigError, match="no such wire"):
             await EngineClient.start(
-                make_config(kv_transfer_config=transfer(refuse="no such wire")), connector_factory=FACTORY
+                make_config(kv_transfer_config=transfer(refuse="no such wire"), parallel_config=TP2),
+                connector_factory=FACTORY,
             )
+        assert "Traceback" not in capfd.readouterr().err, (
+            "of three processes, for a word in the configuration"
+        )
         with pytest.raises(EngineDeadError, match="not ready within"):
             await EngineClient.start(make_config(), start_timeout_s=0.0)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -193,6 +194,8 @@ def worker_main(end: socket.socket) -> None:
     except Exception as error:
         _send(channel, failure_of(error))
         channel.flush(SEND_FAILURE_S)
+        if isinstance(error, UserError):
+            sys.exit(1)  # Its text is all that there is to say.
         raise
     finally:
         rank.close()
