@@ -214,8 +214,9 @@ class RemoteKV:
         if (load := self._loading.get(request.request_id)) is not None:
             if load.was_filled_at(num_valid_tokens):
                 self._fail_load(load, num_valid_tokens, failures)
-            else:
+            else:  # In its local hit, which others could find until the load has ended.
                 load.num_valid_tokens = min(load.num_valid_tokens, num_valid_tokens)
+                self._kv_cache.distrust(request, num_valid_tokens)
             return
         sync_load = loads.sync.get(request.request_id)
         is_own_load = sync_load is not None and sync_load.was_filled_at(num_valid_tokens)
@@ -287,8 +288,6 @@ class RemoteKV:
             return False
         request.status = RequestStatus.PREEMPTED if request.is_known_to_ranks else RequestStatus.WAITING
         request.num_computed_tokens = load.num_valid_tokens
-        if load.num_valid_tokens < load.num_local_tokens:
-            self._kv_cache.distrust(request, load.num_valid_tokens)
         self._kv_cache.cache_blocks(request, load.num_valid_tokens)
         if request.num_computed_tokens == request.num_tokens and not is_continued:
             request.num_computed_tokens -= 1  # The last token's logits are what we are after.

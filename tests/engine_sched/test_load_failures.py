@@ -194,6 +194,31 @@ def test_a_background_load_behind_a_shared_bad_block_computes_that_block_again()
     world.check_at_rest()
 
 
+def test_a_bad_block_is_found_by_nobody_while_a_load_waits_behind_it() -> None:
+    """Reported late: whoever loaded it has ended, and only the one that waits holds it."""
+    world = World()
+    world.half.verdict = lambda request, local: (
+        (16, False) if request.request_id == "a" else (len(request.all_token_ids) - local, True)
+    )
+    world.add("a", PROMPT, max_tokens=1)
+    world.run()
+    world.add("b", [*PROMPT[:16], *range(30, 38)])
+    world.step()
+    assert world.half.loads["b"].first_token == 16
+    bad = world.scheduler.kv_cache.get_block_ids("b")[0][2]
+    world.ranks.fill(world.half.loads["b"], {bad})
+    world.report.invalid_block_ids = {bad}
+    world.step()
+    assert world.status("b") == "WAITING_FOR_REMOTE_KVS"
+    assert cached_prefix(world) == 8
+    world.end_load("b")
+    world.step()
+    assert cached_prefix(world) == 8
+    world.run()
+    world.check_answer("b")
+    world.check_at_rest()
+
+
 def test_requests_that_share_nothing_with_a_failure_do_not_notice() -> None:
     world = loading_world(is_async=False)
     world.bad_sync_blocks = lambda load: set(load.block_ids[:4])
@@ -240,6 +265,17 @@ def test_policy_fail_keeps_the_blocks_until_nobody_writes_them_any_more() -> Non
     assert world.answers["a"].reason == "error", "the client hears at once"
     assert world.scheduler.remote.num_held == 1
     world.end_load("a")
+    world.run()
+    world.check_at_rest()
+
+
+def test_policy_fail_within_the_step_leaves_nothing_bad_to_be_found() -> None:
+    world = loading_world(is_async=False, on_failure="fail")
+    world.bad_sync_blocks = lambda load: {load.block_ids[1]}
+    world.add("a", PROMPT)
+    world.step()
+    assert world.answers["a"].reason == "error"
+    assert cached_prefix(world) == 4
     world.run()
     world.check_at_rest()
 
