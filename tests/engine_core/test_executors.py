@@ -361,6 +361,34 @@ def test_a_ray_that_was_imported_too_early_is_not_started_on_all_interfaces(make
     assert "call ray.init" in done.stdout
 
 
+@without_ray
+def test_the_end_of_rays_own_control_process_is_heard(make_config, tmp_path) -> None:
+    """Without it steps hang, and by Ray's own measure for a minute. Ray ends the process that waits."""
+    config = tmp_path / "config"
+    config.write_bytes(pickle.dumps(make_config(parallel_config=ParallelConfig(executor="ray"))))
+    program = (
+        "import pickle, psutil, sys\n"
+        "from baton.engine.executor import start_executor\n"
+        "from baton.engine.step import SchedulerOutput\n"
+        "executor = start_executor(pickle.load(open(sys.argv[1], 'rb')), None)\n"
+        "[gcs] = [p for p in psutil.Process().children(recursive=True) if p.name() == 'gcs_server']\n"
+        "gcs.kill()\n"
+        "print('killed', flush=True)\n"
+        "while True:\n"
+        "    executor.execute(SchedulerOutput())\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(config)], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "killed\n"
+            assert process.wait(timeout=4 * HEARD_S) != 0
+        finally:
+            process.kill()
+
+
 # --- Whole engines --------------------------------------------------------------------------------------
 
 

@@ -31,6 +31,9 @@ _ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray's own control process may die as well. It is on this host, and waits for nobody who starts it anew:
+    # within Ray's minute all that steps wait for would hang.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "3",
 }
 _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0", on any system: all that Ray binds is 127.0.0.1.
 
