@@ -28,7 +28,7 @@ from baton.transport.tcp import TcpTransport
 
 REGION_BYTES = 4 << 20
 NUM_REGIONS = 2
-ANSWER_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = 120.0  # For the first one the imports of the server that forks them, too.
 
 MakeTransport = Callable[[Address, int], Transport]
 """Of (address, port); port 0 for a free one. Importable by name: it is called in another process."""

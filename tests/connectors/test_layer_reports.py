@@ -10,7 +10,7 @@ import torch
 
 from baton.connectors.push.layer_reports import _REPORT, LayerReporter, LayerReportReceiver
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 LAYER = torch.empty(0)
 
 

@@ -17,7 +17,7 @@ from baton.protocol.messages import Envelope, Stranger, encode_envelope
 from baton.transport.control import ControlChannel
 from tests.connectors.pull_world import BLOCK, World, engine_config
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 TOKENS = list(range(9))
 
 

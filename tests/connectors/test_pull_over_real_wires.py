@@ -21,7 +21,7 @@ from tests.connectors.pull_world import (
     engine_config,
 )
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 TOKENS = list(range(30))
 
 

@@ -278,7 +278,7 @@ def test_a_lookup_that_hangs_is_waited_for_so_long_and_no_longer(tmp_path: Path)
     rank.register_kv_caches({"layer": torch.zeros(NUM_BLOCKS, 1, BLOCK, 4)})
     half.set_xfer_handshake_metadata_pp_aware({(0, 0): rank.get_handshake_metadata()})  # type: ignore[dict-item]
     hangs = threading.Event()
-    half._lookups.put(lambda: hangs.wait(30) and None)
+    half._lookups.put(lambda: hangs.wait(WAIT_S) and None)
     request = request_of("r", CHUNK)
     half.on_new_request(request)
     assert half.get_num_new_matched_tokens(request, 0) == (None, False)
@@ -306,7 +306,7 @@ def test_a_thread_that_died_is_heard_of() -> None:
         raise RuntimeError("a bug")
 
     jobs.put(die)
-    jobs._threads[0].join(10)
+    jobs._threads[0].join(WAIT_S)
     with pytest.raises(ConnectorDead, match="a bug"):
         jobs.raise_if_dead()
 

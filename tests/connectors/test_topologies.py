@@ -27,7 +27,7 @@ from baton.protocol.handshake import decode_ranks
 from tests.connectors.pull_world import engine_config, model_config
 from tests.connectors.topology_world import Engine, Memory, Reader, Shape, Wires
 
-PATIENCE_S = 20.0  # Only reached when something is wrong.
+PATIENCE_S = 60.0  # Only reached when something is wrong.
 
 NUM_LAYERS = 3
 stages = st.sampled_from([(), (3,), (1, 2), (2, 1), (1, 1, 1)])

@@ -11,7 +11,7 @@ from baton.core.config import EngineConfig
 from tests.connectors.pull_world import FakeBlocks, FakeRequest, engine_config
 from tests.connectors.test_pull_over_real_wires import Engine, lend
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 OURS = [1, 2, 3, 8, 7, 6, 5, 4]
 
 

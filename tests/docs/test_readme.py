@@ -60,6 +60,11 @@ def run_python(program: str, folder: Path) -> str:
     return done.stdout
 
 
+def skip_unless_free(port: int) -> None:
+    if not is_port_free("127.0.0.1", port):
+        pytest.skip(f"port {port}, which the README names, is in use on this machine")
+
+
 def test_the_two_commands_are_targets_of_the_makefile() -> None:
     typed = re.findall(r"^    make (\w+)$", README, re.MULTILINE)
     assert typed == ["demo", "test"]
@@ -82,8 +87,7 @@ def test_every_linked_document_exists() -> None:
 
 
 def test_a_system_comes_up_and_the_openai_client_talks_to_it(folder: Path, tmp_path: Path) -> None:
-    if not is_port_free("127.0.0.1", 8000):
-        pytest.skip("port 8000, which the README names, is in use on this machine")
+    skip_unless_free(8000)
     _, up = commands(block_with("sh", "baton model new"))
     with Fleet(tmp_path, env=environment()) as fleet:
         child = fleet.start("up", ["/usr/bin/env", "-C", str(folder), *up])
@@ -134,6 +138,7 @@ def test_the_kit_judges_it_as_shown(folder: Path) -> None:
 
 
 def test_an_engine_keeps_blocks_in_host_memory_as_shown(folder: Path, tmp_path: Path) -> None:
+    skip_unless_free(8300)
     [serve] = [shlex.split(block_with("sh", "BatonOffloadConnector"))]
     with Fleet(tmp_path, env=environment()) as fleet:
         child = fleet.start("serve", ["/usr/bin/env", "-C", str(folder), *serve])

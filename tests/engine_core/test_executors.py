@@ -29,6 +29,7 @@ from baton.engine.step import CachedRequestData, ModelRunnerOutput, NewRequestDa
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 HEARD_S = 5.0  # The promise: a rank's death is heard within so long. Measured, it takes milliseconds.
+ENDED_S = 120.0  # Only reached when something is wrong; the machine may be busy.
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = [list(range(20, 40)), [3, 4, 5], list(range(100, 131)), [7] * 9]
 
@@ -203,7 +204,7 @@ def test_a_life_of_an_executor(driver_of, kind: str) -> None:
     executor.shutdown()
     executor.shutdown()
     if kind != "inprocess":
-        _, alive = psutil.wait_procs(processes, timeout=4 * HEARD_S)
+        _, alive = psutil.wait_procs(processes, timeout=ENDED_S)
         assert not alive
 
 
@@ -235,7 +236,7 @@ def test_a_killed_rank_is_heard_by_an_idle_core_and_by_every_step_in_flight(driv
 
 def have_ended(pids: list[int]) -> bool:
     processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    return not psutil.wait_procs(processes, timeout=4 * HEARD_S)[1]
+    return not psutil.wait_procs(processes, timeout=ENDED_S)[1]
 
 
 @pytest.mark.parametrize("kind", APART)
@@ -265,7 +266,7 @@ def test_a_killed_rank_is_named_although_what_came_of_it_is_heard_first(driver_o
     future = executor.submit(driver.decode(1, "nobody"))  # The survivor fails of it, the other does nothing.
     if kind == "ray":
         [(_, tasks)] = executor._in_flight
-        assert import_ray().wait(tasks, timeout=4 * HEARD_S)[0] == [tasks[0]]
+        assert import_ray().wait(tasks, timeout=ENDED_S)[0] == [tasks[0]]
     else:
         assert have_ended([survivor])
     os.kill(killed, signal.SIGKILL)
@@ -333,7 +334,7 @@ def test_ray_ends_with_its_executor_and_binds_to_loopback_only(make_config) -> N
     second.check_alive()
     assert ray.is_initialized()
     second.shutdown()
-    _, alive = psutil.wait_procs(list(started), timeout=4 * HEARD_S)
+    _, alive = psutil.wait_procs(list(started), timeout=ENDED_S)
     assert not alive
     assert not ray.is_initialized()
 
@@ -355,7 +356,7 @@ def test_a_ray_that_was_imported_too_early_is_not_started_on_all_interfaces(make
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     done = subprocess.run(
         [sys.executable, "-c", program, str(config)],
-        env=environment, capture_output=True, text=True, timeout=60, check=False,
+        env=environment, capture_output=True, text=True, timeout=ENDED_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "call ray.init" in done.stdout

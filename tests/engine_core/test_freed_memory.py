@@ -23,7 +23,7 @@ print(sum(faults_of_a_step() for _ in range(8)))
 
 def test_a_step_touches_no_fresh_pages() -> None:
     answer = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False
     )
     if answer.returncode == 77:
         pytest.skip("this C library cannot be told to keep freed memory")

@@ -15,7 +15,7 @@ import httpx
 from baton.cli.processes import Fleet, free_ports
 from tests.proxies.upstream import StockProxies
 
-START_S = 60.0
+START_S = 120.0
 WAIT_S = 60.0
 
 Answer = Callable[[Sequence[int]], list[int]]  # A single engine's tokens for a prompt.

@@ -19,7 +19,7 @@ from baton.cli.processes import Child, Fleet, free_ports
 
 SECRET = "5ecret-of-the-fault-tests-0123456789"
 START_S = 120.0
-WAIT_S = 30.0  # Only reached when something is wrong.
+WAIT_S = 60.0  # Only reached when something is wrong.
 
 # Short, so that bounds are reached soon, and no shorter than a busy machine bears; the inequalities between
 # them are checked when they are read.

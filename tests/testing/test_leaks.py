@@ -29,7 +29,7 @@ def test_a_thread_that_python_has_not_started_is_the_hosts() -> None:
         end.wait()
 
     _thread.start_new_thread(run_a_method, ())
-    assert known.wait(10.0)
+    assert known.wait(60.0)
     try:
         assert running_threads() - before
         assert new_threads(before, 0.0) == []

@@ -19,7 +19,7 @@ from baton.transport import local
 from baton.transport.identity_page import explain
 from baton.transport.local import LocalEndpoint, LocalTransport
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0  # A process that starts on a busy machine takes its time.
 
 
 class Owner:

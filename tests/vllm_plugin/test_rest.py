@@ -126,5 +126,5 @@ def test_what_is_heard_ends_a_rest_also_before_it_has_begun() -> None:
     resting = threading.Thread(target=rest.take)
     resting.start()
     rest.end()
-    resting.join(10)
+    resting.join(60)
     assert not resting.is_alive()
