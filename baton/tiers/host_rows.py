@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.core.errors import ConfigError
+from baton.tiers.host_memory import take
 
 if TYPE_CHECKING:
     import torch
@@ -26,13 +27,17 @@ FIELD = "kv_caches"
 class HostRows:
     """Not for several threads on the same rows; different ones may be copied at the same time."""
 
-    def __init__(self, kv_caches: Mapping[str, torch.Tensor], num_rows: int) -> None:
-        """Raises ConfigError for caches that are not whole blocks one after the other."""
+    def __init__(
+        self, kv_caches: Mapping[str, torch.Tensor], num_rows: int, memory_field: str = "num_rows"
+    ) -> None:
+        """Raises ConfigError for caches that are not whole blocks one after the other.
+
+        And for too little memory; `memory_field` of the configuration says how much to take.
+        """
         self._caches: list[Bytes] = [block_rows(name, cache).numpy() for name, cache in kv_caches.items()]
         widths = [cache.shape[1] for cache in self._caches]
         self.row_bytes = sum(widths)
-        memory = np.empty(num_rows * self.row_bytes, np.uint8)
-        memory.fill(0)  # The first touch of a page costs ten copies.
+        memory = take(num_rows * self.row_bytes, memory_field)
         ends = np.cumsum(widths) * num_rows
         self._rows: list[Bytes] = [
             memory[end - width * num_rows : end].reshape(num_rows, width)

@@ -12,8 +12,6 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from baton.connectors.offload.copies import Copies, CopyEnd
 from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, OffloadReport, StoreBlocks
@@ -27,6 +25,7 @@ from baton.contract import (
 )
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import has_tables
+from baton.tiers.host_memory import available_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +59,7 @@ class OffloadWorkerHalf(KVConnectorWorkerHalf):
         """Raises ConfigError for caches that cannot be copied block by block, and for too little memory."""
         assert self._copies is None, "registered once"
         needed = self._identity.num_rows * self._identity.block_bytes
-        if needed > (available := psutil.virtual_memory().available):
+        if needed > (available := available_bytes()):
             raise ConfigError(
                 f"this rank's share is {needed / GIB:.2f} GiB, and {available / GIB:.2f} GiB are free",
                 field=f"{FIELD}.cpu_gib",
@@ -195,7 +194,7 @@ def copies_of(kv_caches: dict[str, torch.Tensor], identity: OffloadIdentity) -> 
     from baton.connectors.offload.cpu_copies import CpuCopies
     from baton.tiers.host_rows import HostRows
 
-    rows = HostRows(kv_caches, identity.num_rows)
+    rows = HostRows(kv_caches, identity.num_rows, f"{FIELD}.cpu_gib")
     if rows.row_bytes != identity.block_bytes:
         raise ConfigError(
             f"a block takes {rows.row_bytes} bytes on this rank, {identity.block_bytes} were expected",
