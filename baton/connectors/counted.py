@@ -33,6 +33,26 @@ class LabelledCount(NamedTuple):
     text: str
 
 
+class FewLabels:
+    """Values of a label: the first MOST by name, all further ones together, since each is a series for good.
+
+    Names of peers are as many as engines have ever been started.
+    """
+
+    MOST: ClassVar[int] = 200
+    OTHERS: ClassVar[str] = "(others)"
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def name_of(self, value: str) -> str:
+        if value not in self._known:
+            if len(self._known) >= self.MOST:
+                return self.OTHERS
+            self._known.add(value)
+        return value
+
+
 @dataclass
 class CountedStats(KVConnectorStats):
     """Of one step, until `take`n."""
@@ -102,10 +122,13 @@ class CountedPromMetrics(KVConnectorPromMetrics):
             key: counter(name=count.name, documentation=count.text, labelnames=[*labelnames, count.label])
             for key, count in self.kind.labelled.items()
         }
+        self._labels = {count.label: FewLabels() for count in self.kind.labelled.values()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for key, children in self._counts.items():
             children[engine_idx].inc(transfer_stats_data[key])
         for key, metric in self._labelled.items():
-            for label, count in transfer_stats_data[key].items():
-                metric.labels(*self._per_engine_labelvalues[engine_idx], label).inc(count)
+            labels = self._labels[self.kind.labelled[key].label]
+            for value, count in transfer_stats_data[key].items():
+                of_engine = self._per_engine_labelvalues[engine_idx]
+                metric.labels(*of_engine, labels.name_of(value)).inc(count)

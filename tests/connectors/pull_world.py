@@ -463,11 +463,11 @@ class Engine:
     # --- Ends ----------------------------------------------------------------------------------
 
     def counted(self, name: str) -> Any:
-        """Over all steps: a number, or {reason: number}, or all transfers."""
+        """Over all steps: a number, or {reason or peer: number}, or all transfers."""
         values = [stats[name] for stats in self.stats]
         if name == "transfers":
             return [record for value in values for record in value]
-        if name in ("failures", "refused"):
+        if name in ("failures", "refused", "peer_failures"):
             total: dict[str, int] = {}
             for value in values:
                 for reason, count in value.items():

@@ -33,6 +33,7 @@ def assert_failed(
         world.pass_time(31)
     world.assert_whole()
     assert [r for r in d.counted("failures") if reason in r], d.counted("failures")
+    assert set(d.counted("peer_failures")) == {"p"}
 
 
 # --- The producer dies -------------------------------------------------------------------------------

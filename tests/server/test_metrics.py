@@ -1,5 +1,6 @@
 """What `/metrics` shows, by the names that dashboards for vLLM know."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ from prometheus_client import Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.assemble import make_connector_metrics
+from baton.connectors.counted import FewLabels
+from baton.connectors.pull.stats import PullStats
 from baton.contract import KVConnectorPromMetrics
 from baton.engine.api import EngineRequest, SamplingParams, SchedulerStats
+from baton.server.connector_log import ConnectorLog
 from baton.server.metrics import BuildConnectorMetrics, ServerMetrics
 from tests.connectors.pull_world import engine_config
 from tests.server.fakes import LiveServer, ScriptedEngine
@@ -81,6 +85,7 @@ def test_the_connectors_names_are_frozen_too_and_documented() -> None:
         "baton:kv_peer_transfers",
         "baton:kv_peer_bytes",
         "baton:kv_peer_wire_seconds",
+        "baton:kv_peer_failures",
         "baton:kv_transfer_failures",
         "baton:kv_tickets_refused",
         "baton:kv_loans",
@@ -119,6 +124,7 @@ def test_steps_add_up_and_gauges_show_the_latest() -> None:
                         _record("p2", bytes=40, ms=1500.0, wire_ms=250.0, descriptors=1, early_tokens=0),
                     ],
                     "failures": {"lease lapsed": 1},
+                    "peer_failures": {"p2": 1},
                     "refused": {"another model": 1},
                     "num_loans": 3,
                     "num_expired_loans": 2,
@@ -140,11 +146,40 @@ def test_steps_add_up_and_gauges_show_the_latest() -> None:
     assert found["baton:kv_transfer_wire_seconds_sum"] == 1
     assert found["baton:kv_peer_transfers_total/p1"] == 2
     assert found["baton:kv_peer_bytes_total/p2"] == 80
+    assert found["baton:kv_peer_failures_total/p2"] == 2
     assert found["baton:kv_tickets_refused_total/another model"] == 2
     assert found["baton:kv_loans_total"] == 6
     assert found["baton:kv_bad_frames_total"] == 2
     assert found["baton:kv_transfer_failures_total/lease lapsed"] == 2
     assert found["baton:kv_loans_expired_total"] == 4
+
+
+def test_peers_are_only_so_many_series_however_often_engines_were_started_anew() -> None:
+    metrics = with_connector()
+    num_peers = FewLabels.MOST + 50
+    for number in range(num_peers):
+        stats = PullStats()
+        stats.record_transfer(
+            _record(f"p{number}", bytes=3, ms=1.0, wire_ms=1.0, descriptors=1, early_tokens=0)
+        )
+        stats.add_for("peer_failures", f"p{number}")
+        metrics.observe_stats(SchedulerStats(kv_connector_stats=stats.data))
+    found = values(metrics.exposition().decode())
+    for name, total in (("kv_peer_bytes_total", 3 * num_peers), ("kv_peer_failures_total", num_peers)):
+        of_peers = [value for key, value in found.items() if key.startswith(f"baton:{name}/")]
+        assert len(of_peers) == FewLabels.MOST + 1
+        assert sum(of_peers) == total, "nothing goes uncounted"
+
+
+def test_what_the_connector_counts_is_logged_too(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "baton.server.connector_log")
+    log = ConnectorLog(PullStats, later=lambda delay_s, call: None)
+    metrics = ServerMetrics("toy", connector_log=log)
+    stats = PullStats()
+    stats.add(num_loans=3)
+    metrics.observe_stats(SchedulerStats(kv_connector_stats=stats.data))
+    log.say()
+    assert "3 loans" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,8 @@ def test_what_it_has_lent_is_read_while_it_drains_and_then_it_goes_by_itself(
         assert tokens_of(answer) == tokens_of(d.complete(prompt, cache_salt="alone"))
     assert select.select([p.child], [], [], WAIT_S)[0], "it has nothing left to wait for"
     assert p.child.exit_status() == 0
+    assert "KV connector: " in (said := p.child.log_path.read_text())
+    assert " 2 loans" in said
     d.wait_at_rest()
 
 

@@ -398,6 +398,8 @@ class PullBorrower:
             return  # Our own wish, or the host's.
         # What stands before the first comma or colon is one of few; the rest is for the log.
         self._stats.add_for("failures", reason.partition(",")[0].partition(":")[0])
+        if incoming.offer is not None and not incoming.offer.producer.is_named_only:
+            self._stats.add_for("peer_failures", incoming.offer.producer.engine_id)
         logger.warning("fetch %d of request %s failed: %s", incoming.claim, incoming.request_id, reason)
 
     def _free_target(self, incoming: IncomingHandoff) -> None:

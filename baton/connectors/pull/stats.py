@@ -9,6 +9,7 @@ transfers               baton:kv_transfer_seconds, baton:kv_transfer_wire_second
                         by peer (the producer's engine id): baton:kv_peer_transfers_total,
                         baton:kv_peer_bytes_total, baton:kv_peer_wire_seconds_total
 failures {reason: n}    baton:kv_transfer_failures_total      fetches that failed
+peer_failures {peer: n} baton:kv_peer_failures_total          of them, those from a producer that is known
 refused {reason: n}     baton:kv_tickets_refused_total        tickets refused before anything was allocated
 num_loans               baton:kv_loans_total                  prompts lent to a consumer
 num_expired_loans       baton:kv_loans_expired_total          loans that nobody released
@@ -39,6 +40,7 @@ class PullStats(CountedStats):
     }
     labelled: ClassVar[Mapping[str, LabelledCount]] = {
         "failures": LabelledCount("baton:kv_transfer_failures", "reason", "Fetches that failed."),
+        "peer_failures": LabelledCount("baton:kv_peer_failures", "peer", "Fetches from it that failed."),
         "refused": LabelledCount("baton:kv_tickets_refused", "reason", "Tickets refused."),
     }
 
@@ -119,5 +121,5 @@ class PullPromMetrics(CountedPromMetrics):
                 children[engine_idx].inc(record[key])
             of_peer = {"transfers": 1, "bytes": record["bytes"], "wire_s": record["wire_ms"] / 1e3}
             for key, metric in self._by_peer.items():
-                labels = (*self._per_engine_labelvalues[engine_idx], record["producer"])
-                metric.labels(*labels).inc(of_peer[key])
+                peer = self._labels["peer"].name_of(record["producer"])
+                metric.labels(*self._per_engine_labelvalues[engine_idx], peer).inc(of_peer[key])
