@@ -17,6 +17,7 @@ import httpx
 from baton.router.errors import LegFailure
 from baton.router.fleet import Engine, Fleet
 from baton.router.metrics import RouterMetrics
+from baton.router.sending import send
 from baton.router.settings import RouterSettings
 
 # Below the 5 s after which uvicorn closes an idle connection, so that we never send into a closing one.
@@ -104,7 +105,7 @@ class Upstream:
             try:
                 try:
                     async with asyncio.timeout(wait_s):
-                        response = await self._client.send(request, stream=True)
+                        response = await send(self._client, request)
                         answer = await self._first_piece(engine, response, leg.deadline_s)
                 except (TimeoutError, httpx.HTTPError) as error:
                     raise _failure(engine, error, f"in {wait_s:.3g} s") from error
