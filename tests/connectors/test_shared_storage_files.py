@@ -290,3 +290,22 @@ def test_what_a_dead_writer_has_left_is_removed_and_strangers_files_are_not(tmp_
     sweep(tmp_path, max_bytes=10_000, max_age_s=None, now_s=1000.0)
     assert not left.exists()
     assert all(path.exists() for path in (kept, fresh, *strangers))
+
+
+def test_what_cannot_be_removed_does_not_keep_the_rest_from_leaving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's file in a shared folder, say; and it happens to be the oldest."""
+    paths = [put(tmp_path, number, used_s=100.0 + number)[0] for number in range(4)]
+    unlink = os.unlink
+
+    def refuse(path: str) -> None:
+        if path == str(paths[0]):
+            raise PermissionError(1, "Operation not permitted", path)
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    swept = sweep(tmp_path, max_bytes=300, max_age_s=None, now_s=1000.0)
+    assert [path.exists() for path in paths] == [True, False, False, True]
+    assert (swept.num_kept, swept.num_evicted, swept.kept_bytes) == (2, 2, 200)
+    assert "Operation not permitted" in swept.error

@@ -293,6 +293,8 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         except OSError as error:
             logger.warning("could not sweep %s: %s", self._folder, error)
             return
+        if swept.error:
+            logger.warning("could not evict everything from %s: %s", self._folder, swept.error)
         if swept.num_evicted:
             logger.info("evicted %d chunks, %d bytes", swept.num_evicted, swept.evicted_bytes)
         with self._lock:

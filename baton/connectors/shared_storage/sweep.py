@@ -31,6 +31,7 @@ class Swept:
     kept_bytes: int = 0
     num_evicted: int = 0
     evicted_bytes: int = 0
+    error: str = ""  # Why some chunk that should have left is still there.
 
 
 @dataclass(slots=True)
@@ -51,14 +52,15 @@ def sweep(folder: Path, *, max_bytes: int | None, max_age_s: float | None, now_s
     for chunk in chunks:
         is_too_old = max_age_s is not None and now_s - chunk.used_s > max_age_s
         if is_too_old or total > goal:
-            for path in chunk.paths:
-                _remove(path)
-            total -= chunk.nbytes
-            swept.num_evicted += 1
-            swept.evicted_bytes += chunk.nbytes
-        else:
-            swept.num_kept += 1
-            swept.kept_bytes += chunk.nbytes
+            # What cannot be removed, another user's perhaps, stays; younger ones leave in its place.
+            if not (error := _remove(*chunk.paths)):
+                total -= chunk.nbytes
+                swept.num_evicted += 1
+                swept.evicted_bytes += chunk.nbytes
+                continue
+            swept.error = error
+        swept.num_kept += 1
+        swept.kept_bytes += chunk.nbytes
     return swept
 
 
@@ -90,8 +92,14 @@ def _files(folder: str, depth: int) -> Iterator[os.DirEntry[str]]:
                 yield entry
 
 
-def _remove(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return
+def _remove(*paths: str) -> str:
+    """The first error, if there was one; that a file has gone already is none."""
+    errors = []
+    for path in paths:
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            errors.append(str(error))
+    return errors[0] if errors else ""
