@@ -48,6 +48,7 @@ class Site(ABC):
     def __init__(self, case: ConnectorCase) -> None:
         self.case = case
         self.windows: tuple[Windows, ...] = WINDOWS if knows_groups(case) else ((),)
+        self.thread_patience_s = case.patience_s  # For those that a connector has told to end.
         self._last_mark = secrets.randbelow(NUM_MARKS)
 
     def new_mark(self) -> int:

@@ -322,5 +322,7 @@ class World:
     def shutdown(self) -> None:
         for engine in reversed(self.engines):
             engine.shutdown()
-        left = new_threads(self._threads, self.site.case.patience_s)
+        left = new_threads(self._threads, self.site.thread_patience_s)
+        if left:
+            self.site.thread_patience_s = 0.0  # For a shorter story nobody waits as long as for the first.
         self.story.check("threads-left", not left, f"after shutdown these threads go on: {', '.join(left)}")
