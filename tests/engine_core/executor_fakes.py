@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,8 @@ class Order(KVConnectorMetadata):
     invalid: dict[int, set[int]] = field(default_factory=dict)
     expected: dict[int, int] = field(default_factory=dict)
     is_silent: bool = False  # No rank says anything else.
+    says_unsendable: bool = False  # Each rank does, beside what it is to report.
+    unsendable: Any = None
 
 
 @dataclass
@@ -51,6 +54,11 @@ class Seen(RankReport):
     num_clears: Sum[int] = 0
     finished: NotCombined[tuple[str, ...]] = ()
     pids: AllRanks[set[int]] = field(default_factory=set)
+
+
+@dataclass(kw_only=True)
+class Unsendable(RankReport):
+    lock: NotCombined[Any] = field(default_factory=threading.Lock)
 
 
 class ToldHalf(KVConnectorWorkerHalf):
@@ -108,6 +116,8 @@ class ToldHalf(KVConnectorWorkerHalf):
     def build_connector_worker_meta(self) -> Seen | None:
         if self._order is not None and self._order.is_silent:
             return None
+        if self._order is not None and self._order.says_unsendable:
+            return Unsendable(rank=self._tp_rank)
         return Seen(
             rank=self._tp_rank,
             steps=tuple(self._steps),

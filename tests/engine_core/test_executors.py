@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -187,6 +188,21 @@ def test_a_life_of_an_executor(driver_of, kind: str) -> None:
         output = executor.execute(driver.empty(received={1: {"gone", "held"}})).kv_connector_output
         assert output is not None
         assert output.finished_recving == {"held"}
+
+    # What the connector says and nobody can send is lost, either way, and nothing else is.
+    if kind != "inprocess":
+        step = driver.prefill("c", unsendable=threading.Lock())
+        result = executor.execute(step)
+        assert result.sampled_token_ids == [[tokens[0][0][0]]]
+        assert result.connector_error is not None
+        assert result.connector_error.startswith("build_connector_meta: TypeError")
+        assert step.kv_connector_metadata is None, "so the scheduler gives up what was to be loaded"
+        result = executor.execute(driver.empty(says_unsendable=True, received={0: {"v"}, 1: {"v"}}))
+        assert received(result) == {"v"}
+        assert result.connector_error == "its report cannot be sent"
+        result = executor.execute(driver.empty())
+        assert result.connector_error is None
+        assert len(seen(result.kv_connector_output)) == driver.num_ranks
 
     # A connector may wait for fewer reports than there are ranks.
     executor.expect_reports(1)

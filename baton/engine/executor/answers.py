@@ -9,6 +9,7 @@ come, which is before any of its requests is scheduled again.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 
@@ -42,12 +43,17 @@ class RankAnswers:
         self.aggregator = KVOutputAggregator(num_ranks)
         self._num_ranks = num_ranks
         self._untold: list[list[int]] = []
+        self._unsent: deque[str | None] = deque()  # Of each step in flight: why the ranks had no metadata.
 
     def expect(self, expected_count: int | None) -> None:
         self.aggregator = KVOutputAggregator(expected_count or self._num_ranks, self._num_ranks)
 
     def forget_all_but(self, request_ids: Container[str]) -> None:
         self.aggregator.forget_all_but(request_ids)
+
+    def note_sent(self, unsent: str | None) -> None:
+        """A step is on its way; `unsent`: why without the connector's metadata, if so."""
+        self._unsent.append(unsent)
 
     def take_untold(self) -> list[list[int]]:
         """The tokens of each step that has ended since the last call, for the ranks that did not sample."""
@@ -59,7 +65,7 @@ class RankAnswers:
         output = outputs[0]
         self._untold.append([token for tokens in output.sampled_token_ids for token in tokens])
         output.kv_connector_output = self.aggregator.aggregate([o.kv_connector_output for o in outputs])
-        errors = (*(o.connector_error for o in outputs), self.aggregator.error)
+        errors = (self._unsent.popleft(), *(o.connector_error for o in outputs), self.aggregator.error)
         output.connector_error = next((error for error in errors if error), None)
         output.loads_failed = any(o.loads_failed for o in outputs)
         return output

@@ -27,6 +27,7 @@ from baton.engine.child import Child
 from baton.engine.executor import Executor, ExecutorDied
 from baton.engine.executor.answers import RankAnswers, StepFuture
 from baton.engine.executor.last_words import LISTEN_S, LastWords
+from baton.engine.executor.packing import packed, packed_step
 from baton.engine.executor.worker import (
     RankAssignment,
     RankCapture,
@@ -66,7 +67,7 @@ class MultiprocessExecutor(Executor):
                     assignment = RankAssignment(
                         config, connector_factory, rank, os.path.join(folder, "store")
                     )
-                    self._channels[rank].send_nowait(pickle.dumps(assignment, pickle.HIGHEST_PROTOCOL))
+                    self._channels[rank].send_nowait(packed(assignment))
                 ready: list[RankReady] = self._gather(START_TIMEOUT_S)
         except BaseException:
             self._kill()
@@ -96,13 +97,15 @@ class MultiprocessExecutor(Executor):
         self._channels.append(Channel(child.socket))
 
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        self._send(RankStep(scheduler_output, self._answers.take_untold()))
+        step = RankStep(scheduler_output, self._answers.take_untold())
+        payload, unsent = packed_step(step, scheduler_output)
+        self._answers.note_sent(unsent)
+        self._send(payload)
         future = StepFuture(self._drive)
         self._in_flight.append(future)
         return future
 
-    def _send(self, message: Any) -> None:
-        payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    def _send(self, payload: bytes) -> None:
         for channel in self._channels:
             try:
                 channel.send_nowait(payload)
@@ -189,7 +192,7 @@ class MultiprocessExecutor(Executor):
         return self._any_awaits_capture
 
     def capture(self, metadata: KVConnectorMetadata) -> None:
-        self._send(RankCapture(metadata))
+        self._send(packed(RankCapture(metadata)))
         self._gather(START_TIMEOUT_S)
 
     def expect_reports(self, expected_count: int | None) -> None:
@@ -210,7 +213,7 @@ class MultiprocessExecutor(Executor):
 
     def shutdown(self) -> None:
         deadline = time.monotonic() + (BROKEN_STOP_TIMEOUT_S if self._is_broken else STOP_TIMEOUT_S)
-        stop = pickle.dumps(RankStop())
+        stop = packed(RankStop())
         for child, channel in zip(self._ranks, self._channels, strict=True):
             if child.is_alive:
                 try:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import tempfile
 import threading
 import time
@@ -28,6 +29,7 @@ from baton.core.errors import BatonError
 from baton.engine.executor import Executor, ExecutorDied
 from baton.engine.executor.answers import RankAnswers, StepFuture
 from baton.engine.executor.last_words import LISTEN_S, LastWords
+from baton.engine.executor.packing import packed, packed_step
 from baton.engine.executor.ray_actors import RankActors, RankProcess
 from baton.engine.executor.worker import (
     RankAssignment,
@@ -91,19 +93,22 @@ class RayExecutor(Executor):
             RankAssignment(config, connector_factory, rank, store_path) for rank in range(self._size)
         ]
         tasks = [
-            process.actor.answer.remote(assigned)
+            process.actor.answer.remote(packed(assigned))
             for process, assigned in zip(self._ranks, assignments, strict=True)
         ]
         return self._gather(tasks, START_TIMEOUT_S)
 
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        tasks = self._send(RankStep(scheduler_output, self._answers.take_untold()))
+        step = RankStep(scheduler_output, self._answers.take_untold())
+        payload, unsent = packed_step(step, scheduler_output)
+        self._answers.note_sent(unsent)
+        tasks = self._send(payload)
         future = StepFuture(self._drive)
         self._in_flight.append((future, tasks))
         return future
 
-    def _send(self, message: RankStep | RankCapture) -> list[Any]:
-        shared = self._ray.put(message)  # Serialised once for all ranks.
+    def _send(self, payload: bytes) -> list[Any]:
+        shared = self._ray.put(payload)  # Once for all ranks.
         return [process.actor.answer.remote(shared) for process in self._ranks]
 
     def _drive(self, future: StepFuture, is_waiting: bool) -> None:
@@ -141,7 +146,7 @@ class RayExecutor(Executor):
     def _hear(self, rank: int, task: Any) -> Any:
         """What a task that has ended says; of one that failed, for `_death`."""
         try:
-            answer = self._ray.get(task, timeout=READY_S)
+            answer = pickle.loads(self._ray.get(task, timeout=READY_S))
         except self._ray.exceptions.RayActorError as error:
             self._last_words.take_end(rank, _first_line(error))
             return None
@@ -173,7 +178,7 @@ class RayExecutor(Executor):
         return self._any_awaits_capture
 
     def capture(self, metadata: KVConnectorMetadata) -> None:
-        self._gather(self._send(RankCapture(metadata)), START_TIMEOUT_S)
+        self._gather(self._send(packed(RankCapture(metadata))), START_TIMEOUT_S)
 
     def expect_reports(self, expected_count: int | None) -> None:
         self._answers.expect(expected_count)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import secrets
 import sys
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from baton.core.errors import ConfigError
-from baton.engine.executor.worker import Rank, failure_of
+from baton.engine.executor.worker import Rank, failure_of, packed_answer
 
 if TYPE_CHECKING:
     from baton.core.config import EngineConfig
@@ -39,7 +40,7 @@ _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0", on any system: all 
 
 
 class RankActor:
-    """Runs in a process of Ray's. Answers what `worker.Rank` answers, or RankFailed."""
+    """Runs in a process of Ray's. Answers what `worker.Rank` answers, or RankFailed, packed by us."""
 
     def __init__(self, path: list[str], environment: dict[str, str], log_level: int) -> None:
         """`path`: where our process finds modules; Ray's finds this one."""
@@ -48,11 +49,11 @@ class RankActor:
         logging.basicConfig(level=log_level)
         self._rank = Rank()
 
-    def answer(self, message: Any) -> Any:
+    def answer(self, payload: bytes) -> bytes:
         try:
-            return self._rank.answer(message)
+            return packed_answer(self._rank.answer(pickle.loads(payload)))
         except Exception as error:  # Text, since not every exception can be pickled.
-            return failure_of(error)
+            return packed_answer(failure_of(error))
 
     def close(self) -> None:
         self._rank.close()

@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,16 +20,18 @@ from baton.core.errors import UserError
 from baton.engine.attention.cuda import require_cuda
 from baton.engine.cache_setup import allocate_for, register
 from baton.engine.channel import Channel
+from baton.engine.executor.packing import packed, packed_result
 from baton.engine.freed_memory import keep_freed_memory
 from baton.engine.graphs import GraphMode, choose_mode, graphs_of
 from baton.engine.model_runner import ModelRunner
 from baton.engine.models import build_model, load_weights
 from baton.engine.models.parallel import ProcessGroup, SingleRank, TensorParallelGroup
+from baton.engine.step import ModelRunnerOutput
 
 if TYPE_CHECKING:
     from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata
     from baton.core.config import EngineConfig
-    from baton.engine.step import ModelRunnerOutput, SchedulerOutput
+    from baton.engine.step import SchedulerOutput
 
 SEND_FAILURE_S = 5.0
 
@@ -188,11 +190,11 @@ def worker_main(end: socket.socket) -> None:
                 message = pickle.loads(payload)
                 if isinstance(message, RankStop):
                     return
-                _send(channel, rank.answer(message))
+                channel.send_nowait(packed_answer(rank.answer(message)))
     except ConnectionError:
         return  # Our parent is gone or has let go of us.
     except Exception as error:
-        _send(channel, failure_of(error))
+        channel.send_nowait(packed_answer(failure_of(error)))
         channel.flush(SEND_FAILURE_S)
         if isinstance(error, UserError):
             sys.exit(1)  # Its text is all that there is to say.
@@ -214,5 +216,5 @@ def _start(assignment: RankAssignment) -> Worker:
     return Worker(config, load_factory(assignment.connector_factory), group)
 
 
-def _send(channel: Channel, message: Any) -> None:
-    channel.send_nowait(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+def packed_answer(answer: RankReady | ModelRunnerOutput | RankFailed) -> bytes:
+    return packed_result(answer) if isinstance(answer, ModelRunnerOutput) else packed(answer)
