@@ -8,26 +8,25 @@ import pytest
 
 from baton.testing import connector_suite
 from baton.testing.contract import ConnectorCase, check_connector
+from tests.testing.enough import check_enough
 from tests.testing.sound import MemoryConnector, lose_everything
+
+EXAMPLES = 2000  # To find a fault in: many times what it takes.
 
 TestMemory = connector_suite(MemoryConnector, examples=10, patience_s=0.0)
 
 
 def test_a_sound_pair_passes() -> None:
     case = ConnectorCase(path="tests.testing.sound_pair:PairConnector", pairing="pull", patience_s=0.0)
-    verdict = check_connector(case, examples=15)
-    verdict.raise_if_broken()
-    assert verdict.seen["loads in the background"] > 5
+    check_enough(case, {"loads in the background": 5}, examples=15)
 
 
 def test_a_sound_connector_of_several_groups_passes() -> None:
     case = ConnectorCase(
         path="tests.testing.sound_groups:GroupsConnector", patience_s=0.0, break_store=lose_everything
     )
-    verdict = check_connector(case, examples=15)
-    verdict.raise_if_broken()
-    assert verdict.seen["engines with several KV-cache groups"] > 5
-    assert verdict.seen["loads in the background"] > 5
+    wanted = {"engines with several KV-cache groups": 5, "loads in the background": 5}
+    check_enough(case, wanted, examples=15)
 
 
 @pytest.mark.parametrize("loads_async", [True, False])
@@ -38,20 +37,17 @@ def test_a_sound_connector_passes_whatever_breaks(loads_async: bool) -> None:
         patience_s=0.0,
         break_store=lose_everything,
     )
-    verdict = check_connector(case, examples=50)
-    verdict.raise_if_broken()
-    kind_of_load = "loads in the background" if loads_async else "loads in a step"
+    wanted = {
+        "loads in the background" if loads_async else "loads in a step": 5,
+        "failed loads": 5,
+        "delayed frees": 5,
+        "preemptions": 5,
+        "steps without tokens": 5,
+        "steps behind one in flight": 5,
+    }
     if loads_async:
-        assert verdict.seen["aborts while loading"] > 3
-    for what in (
-        kind_of_load,
-        "failed loads",
-        "delayed frees",
-        "preemptions",
-        "steps without tokens",
-        "steps behind one in flight",
-    ):
-        assert verdict.seen[what] > 5, f"{what}: {verdict.seen}"
+        wanted["aborts while loading"] = 3
+    verdict = check_enough(case, wanted, examples=50)
     results = {rule: result for rule, result, _ in verdict.rows()}
     assert results["wrong-bytes"] == results["lookup-has-side-effects"] == "kept"
     assert "BROKEN" not in results.values()
@@ -61,18 +57,16 @@ def test_what_an_earlier_run_has_left_in_a_folder_is_not_this_ones_fault(tmp_pat
     """An author mends his connector, and runs the check again."""
     config = {"path": str(tmp_path)}
     faulty = ConnectorCase(path="tests.testing.folder_stores:SavesZeros", extra_config=config)
-    assert check_connector(faulty, examples=50, tries=5).broken_rule == "wrong-bytes"
+    assert check_connector(faulty, examples=EXAMPLES, tries=5).broken_rule == "wrong-bytes"
     assert any(tmp_path.iterdir())
     mended = ConnectorCase(
         path="examples.prefix_store.prefix_store:PrefixStoreConnector", extra_config=config
     )
-    verdict = check_connector(mended, examples=15)
-    verdict.raise_if_broken()
-    assert verdict.seen["loads in a step"] > 3
+    check_enough(mended, {"loads in a step": 3}, examples=15)
 
 
 def test_a_fault_that_does_not_come_again_in_the_same_way_is_told_all_the_same(tmp_path: Path) -> None:
     case = ConnectorCase(path="tests.testing.folder_stores:WearsOut", extra_config={"path": str(tmp_path)})
-    verdict = check_connector(case, examples=20, tries=20)
+    verdict = check_connector(case, examples=EXAMPLES, tries=20)
     assert verdict.broken_rule in ("raised", "empty-step-raised"), verdict.broken
     assert "OSError: worn out (folder_stores.py:" in str(verdict.broken)
