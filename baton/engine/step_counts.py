@@ -1,7 +1,8 @@
-"""What is counted while a step is made and taken, until it becomes that step's SchedulerStats."""
+"""What is counted while steps are made and taken, until it becomes the SchedulerStats of one of them."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ class StepCounts:
         self.external_prefix_cache_queries += request.num_tokens - num_local_tokens
         self.external_prefix_cache_hits += num_external_tokens
 
-    def to_stats(
+    def take_stats(
         self,
         *,
         num_running: int,
@@ -39,7 +40,8 @@ class StepCounts:
         kv_connector_retired: bool,
         kv_connector_stats: dict[str, Any] | None,
     ) -> SchedulerStats:
-        return SchedulerStats(
+        """What was counted since the last call, and how things stand."""
+        stats = SchedulerStats(
             num_running=num_running,
             num_waiting=num_waiting,
             num_waiting_for_remote_kvs=num_waiting_for_remote_kvs,
@@ -57,3 +59,9 @@ class StepCounts:
             kv_connector_retired=kv_connector_retired,
             kv_connector_stats=kv_connector_stats,
         )
+        for count in _COUNTS:
+            setattr(self, count, 0)
+        return stats
+
+
+_COUNTS = tuple(field.name for field in dataclasses.fields(StepCounts))

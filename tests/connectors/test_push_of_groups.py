@@ -104,7 +104,7 @@ class Handoffs:
     def compute(self, num_steps: int, *, all_is_read: bool = True) -> None:
         """P takes so many steps, or as many as there are to take."""
         for _ in range(num_steps):
-            if not self.p.scheduler.running and not self.p.scheduler.waiting:
+            if not self.p.scheduler.queues:
                 return
             self.only_p.step()
             deadline = time.monotonic() + PATIENCE_S

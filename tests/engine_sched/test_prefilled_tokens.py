@@ -150,8 +150,8 @@ def test_a_request_that_gives_its_blocks_up_keeps_its_token() -> None:
     world.end_load("r")
     world.step()
     request = world.scheduler.requests["r"]
-    world.scheduler.loaded.remove(request)
-    world.scheduler._send_back(request)
+    world.scheduler.queues.loaded.remove(request)
+    world.scheduler.queues.send_back(request)
     world.half.verdict = lambda request, local: (0, False)
     world.run()
     assert sum(computed_in(world)) >= 3
@@ -167,8 +167,8 @@ def test_a_preempted_prefill_that_is_loaded_later_takes_the_token_too() -> None:
     world.add("r", PROMPT)
     world.step()
     request = world.scheduler.requests["r"]
-    world.scheduler.running.remove(request)
-    world.scheduler._send_back(request)
+    world.scheduler.queues.running.remove(request)
+    world.scheduler.queues.send_back(request)
     world.half.verdict = lambda request, local: (len(PROMPT) - local, True)
     world.step()
     hand_over(world)

@@ -582,9 +582,7 @@ class World:
         assert not self.in_flight
         assert not scheduler.in_flight
         assert not scheduler.requests
-        assert not scheduler.running
-        assert not scheduler.waiting
-        assert not scheduler.loaded
+        assert not scheduler.queues
         assert scheduler.remote.num_loading == scheduler.remote.num_held == 0
         assert not self.half.loads
         scheduler.kv_cache.assert_empty()

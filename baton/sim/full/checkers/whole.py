@@ -26,8 +26,7 @@ def check_loans(engine: Engine) -> None:
 def check_rest(engine: Engine) -> None:
     scheduler, half = engine.scheduler, engine.half
     left = {
-        "a request": len(scheduler.requests) + len(scheduler.running) + len(scheduler.waiting),
-        "a loaded request": len(scheduler.loaded),
+        "a request": len(scheduler.requests) + len(scheduler.queues.running) + scheduler.queues.num_waiting,
         "an open load": scheduler.remote.num_loading,
         "a held block table": scheduler.remote.num_held,
         "a loan": half.num_open_loans,
