@@ -49,7 +49,7 @@ def test_a_fault_at_allocation_is_a_failed_load(world: World, monkeypatch: pytes
     request = d.submit("r", TOKENS, p.prefill("r", TOKENS))
     world.settle()
     with monkeypatch.context() as broken:
-        broken.setattr(d.half._borrower, "_start_if_ready", breaks)
+        broken.setattr(d.half._borrower._reads, "start_if_ready", breaks)
         assert d.admit(request)
     world.settle()
     assert d.read_out(request).valid_tokens == 0

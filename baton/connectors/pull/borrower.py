@@ -11,8 +11,8 @@
     FETCHING --Deliver--> ENDED, received
     FETCHING --Fail, then FreeTarget--> ENDED, a FailedLoad for the ranks (aborted before: received)
 
-A request fetches once in its life, however often the host asks. What a rank needs to know leaves through
-`take_orders`, in the next step's metadata.
+When its reads start is in `read_start`. A request fetches once in its life, however often the host asks. What
+a rank needs to know leaves through `take_orders`, in the next step's metadata.
 """
 
 from __future__ import annotations
@@ -23,27 +23,17 @@ from contextlib import suppress
 from typing import NoReturn, TypeAlias
 
 from baton.connectors.pull.agent import PullAgent
-from baton.connectors.pull.door import (
-    Borrow,
-    Follow,
-    Lend,
-    Resume,
-    Seek,
-    check_offer,
-    check_producer,
-    hash_of_prompt,
-    read_params,
-)
+from baton.connectors.pull.door import Borrow, Follow, Seek, check_offer, hash_of_prompt, judge
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.incoming_handoff import IncomingHandoff, Offer, State, blocks_from, record_of
 from baton.connectors.pull.metadata import Order, ReadEnd
 from baton.connectors.pull.rank_orders import RankOrders
-from baton.connectors.pull.read_planner import ReadPlanner
+from baton.connectors.pull.read_start import ReadStart
 from baton.connectors.pull.settings import TurnSettings
 from baton.connectors.pull.stats import PullStats
 from baton.contract import host
 from baton.core.errors import BadTransferParams
-from baton.core.ids import Address, Pair, TransferId
+from baton.core.ids import Address, TransferId
 from baton.core.layout import RankLayout
 from baton.core.prefilled import PrefilledTokens
 from baton.core.transfer_params import FIELD
@@ -60,9 +50,7 @@ from baton.protocol.effects import (
     ReadEarly,
     StartReads,
 )
-from baton.protocol.grouped_prompt import ONE_TABLE
-from baton.protocol.plan import PlanError
-from baton.protocol.ticket import TICKET_FIELD, Ticket, open_ticket
+from baton.protocol.ticket import TICKET_FIELD, Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -96,38 +84,28 @@ class PullBorrower:
         self._stats = stats
         self._incoming: dict[str, IncomingHandoff] = {}  # By request id, until the host has finished it.
         self._claims: dict[int, IncomingHandoff] = {}  # Until delivered, or free of running reads.
-        self._planner = ReadPlanner(identity, rotation=agent.address.epoch)
         self._orders = RankOrders()
+        self._reads = ReadStart(agent, identity, self._orders)
         self._received: set[str] = set()  # Not reported yet.
 
     # --- What the host says --------------------------------------------------------------------
 
     def registered(self, layouts: Sequence[RankLayout]) -> None:
         """Our own ranks' memory is known: from now on there is something to read into."""
-        self._planner.registered(layouts)
+        self._reads.registered(layouts)
 
     def verify(self, request: host.Request) -> Borrow | Follow | Seek | None:
-        """Raises BadTransferParams if what the request brings is refused. None: nothing, or seen before."""
+        """What to fetch for it, unclaimed. None: nothing, or seen before.
+
+        Raises BadTransferParams if what the request brings is refused.
+        """
         if request.request_id in self._incoming:
             return None
         try:
-            wish = read_params(request.kv_transfer_params, self._identity)
-            match wish:
-                case Lend(_, Resume() as resume):
-                    return resume  # Judged by `resume`.
-                case Borrow(ticket):
-                    check_offer(ticket, request, self._identity)
-                case Follow(introduction):
-                    check_producer(introduction, request, self._identity)
-                case Seek():
-                    if request.prompt_token_ids is None:
-                        raise BadTransferParams("is for a prompt of tokens, this one has none", field=FIELD)
-                case _:
-                    return None
+            return judge(request, self._identity)
         except BadTransferParams as error:
             self._refuse(request.request_id, error)
             raise
-        return wish
 
     def reserve(self, request: host.Request, ticket: Ticket, now: float) -> None:
         """Claim the loan of a verified ticket. Raises BadTransferParams if another request has it."""
@@ -220,7 +198,7 @@ class PullBorrower:
         assert incoming.state is State.RESERVED, "a request fetches once"
         incoming.state = State.FETCHING
         incoming.fetched_at = now
-        self._start_if_ready(incoming, now)
+        self._reads.start_if_ready(incoming, now)
 
     def give_up(self, request_id: str, block_ids: Sequence[Sequence[int]], now: float) -> None:
         """A fault of ours in `allocated`: let the host hear of a failed load rather than wait for ever."""
@@ -260,7 +238,7 @@ class PullBorrower:
             case PeerReady(address, _, ranks):
                 self._orders.peer_ready(address, ranks)
                 for incoming in list(self._claims.values()):
-                    self._start_if_ready(incoming, now)
+                    self._reads.start_if_ready(incoming, now)
             case PeerLost(address, _):
                 self._orders.peer_lost(address)
             case Found(claim, producer):
@@ -271,13 +249,13 @@ class PullBorrower:
             case ReadEarly(claim, pairs, part, block_ids):
                 self._orders.read_early(self._claims[claim], pairs, part, block_ids)
             case OpenTicket(claim, text):
-                self._open_ticket(self._claims[claim], text, now)
+                self._reads.open_ticket(self._claims[claim], text, now)
             case Lent(claim, ticket, unread):
                 incoming = self._claims[claim]
                 assert incoming.offer is not None
                 incoming.offer.ticket, incoming.unread = ticket, unread
                 incoming.covers_prompt = True
-                self._start_if_ready(incoming, now)
+                self._reads.start_if_ready(incoming, now)
             case StartReads(claim, pairs):
                 self._orders.read_lent(self._claims[claim], pairs)
             case CancelReads(claim):
@@ -327,60 +305,6 @@ class PullBorrower:
         self._incoming[request_id] = IncomingHandoff(request_id, State.REFUSED)
         self._stats.add_for("refused", str(getattr(error, "reason", "params")))
         logger.warning("refused the transfer of request %s: %s", request_id, error)
-
-    def _open_ticket(self, incoming: IncomingHandoff, text: str, now: float) -> None:
-        """A stream's; that it is for the blocks that were announced, the machine sees."""
-        assert incoming.request is not None, "a stream ends once"
-        request, incoming.request = incoming.request, None
-        try:
-            ticket = open_ticket(text, self._identity.ticket_key)
-            check_offer(ticket, request, self._identity)
-        except BadTransferParams as error:
-            self._agent.refuse(incoming.claim, str(error), now)
-        else:
-            self._agent.accept(incoming.claim, ticket, now)
-
-    def _start_if_ready(self, incoming: IncomingHandoff, now: float) -> None:
-        assert incoming.offer is not None
-        producer = incoming.offer.producer
-        ranks = self._orders.cards_of(producer)
-        if incoming.state is not State.FETCHING or ranks is None or incoming.is_started:
-            return
-        ticket = incoming.offer.ticket
-        if ticket is None and incoming.reads_early:
-            return
-        try:
-            pairs = self._planner.pairs(ranks)
-            incoming.passages = self._planner.passages(ranks)
-            if ticket is not None:
-                self._planner.check_windows(incoming.passages, ticket)
-        except PlanError as error:
-            self._agent.lose(producer, str(error), now)
-            return
-        if ticket is not None:
-            incoming.is_started = True
-            self._agent.start(incoming.claim, pairs, now)
-        else:
-            self._read_early(incoming, pairs, ranks[0].layout.block_tokens, now)
-
-    def _read_early(
-        self, incoming: IncomingHandoff, pairs: tuple[Pair, ...], block_tokens: int, now: float
-    ) -> None:
-        """`block_tokens`: the producer's."""
-        incoming.reads_early = True
-        ours = self._identity.block_tokens
-        if incoming.passages != ONE_TABLE and block_tokens != ours:
-            reason = f"blocks of another size, {block_tokens} tokens and not {ours}: groups need the same"
-            self._agent.refuse(incoming.claim, reason, now)  # As its ticket would be.
-            return
-        self._agent.read_early(
-            incoming.claim,
-            pairs,
-            incoming.first_token,
-            now,
-            block_tokens=block_tokens,
-            passages=incoming.passages,
-        )
 
     def _release_unused(self, incoming: IncomingHandoff, now: float) -> None:
         incoming.is_unused = True

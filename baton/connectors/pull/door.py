@@ -163,6 +163,27 @@ def check_at_door(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> No
         raise
 
 
+def judge(request: host.Request, identity: EngineIdentity) -> Borrow | Follow | Seek | None:
+    """What this request is to fetch, and from whom. An earlier turn (`Resume`) is not judged yet.
+
+    Raises BadTransferParams for what this engine, or this prompt, cannot use.
+    """
+    wish = read_params(request.kv_transfer_params, identity)
+    match wish:
+        case Lend(_, Resume() as resume):
+            return resume  # Whatever is wrong with it, the prompt can be computed.
+        case Borrow(ticket):
+            check_offer(ticket, request, identity)
+        case Follow(introduction):
+            check_producer(introduction, request, identity)
+        case Seek():
+            if request.prompt_token_ids is None:
+                raise BadTransferParams("is for a prompt of tokens, this one has none", field=FIELD)
+        case _:
+            return None
+    return wish
+
+
 def check_offer(ticket: Ticket, request: host.Request, identity: EngineIdentity) -> None:
     """Is the ticket for our model and exactly this request's prompt? Raises BadTicket."""
     if request.prompt_token_ids is None:

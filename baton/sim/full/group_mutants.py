@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,15 +11,12 @@ from baton.connectors.pull.door import Borrow, read_params
 from baton.connectors.pull.incoming_handoff import IncomingHandoff
 from baton.core.ids import BlockId, Pair
 from baton.core.kv_groups import KVCacheGroup
-from baton.protocol.effects import ReadEarly, StreamEffect
 from baton.protocol.grouped_prompt import Passages
 from baton.protocol.handshake import RankCard
-from baton.protocol.messages import Announced
-from baton.protocol.push_consumer import PushConsumer
-from baton.protocol.push_stream import PushStream
 from baton.protocol.ticket import BadTicket, Ticket, TicketFault, open_ticket
 from baton.sim.full.engine import Engine
 from baton.sim.full.parts import Parts
+from baton.sim.mutants import OneTable
 
 
 def _shorter(groups: tuple[KVCacheGroup, ...]) -> tuple[KVCacheGroup, ...]:
@@ -32,7 +28,7 @@ def _shorter(groups: tuple[KVCacheGroup, ...]) -> tuple[KVCacheGroup, ...]:
 
 def _read_less(engine: Engine) -> None:
     """D takes its windows for one token shorter than they are."""
-    planner = engine.half._borrower._planner
+    planner = engine.half._borrower._reads._planner
     plan_passages = planner.passages
 
     def plan_shorter(ranks: Sequence[RankCard]) -> Passages:
@@ -110,8 +106,8 @@ def _believe_windows(engine: Engine) -> None:
         borrower._agent.accept(incoming.claim, open_ticket(text, borrower._identity.ticket_key), now)
 
     borrower.verify = verify_all_but_layout  # type: ignore[method-assign]
-    borrower._open_ticket = accept_of_stream  # type: ignore[method-assign]
-    borrower._planner.check_windows = _check_nothing  # type: ignore[method-assign]
+    borrower._reads.open_ticket = accept_of_stream  # type: ignore[method-assign]
+    borrower._reads._planner.check_windows = _check_nothing  # type: ignore[method-assign]
 
 
 def _check_nothing(passages: Passages, ticket: Ticket) -> None:
@@ -161,20 +157,9 @@ def _believe_half(engine: Engine) -> None:
     remote.settle = settle_as_one_table  # type: ignore[method-assign]
 
 
-class _OneTableEarly(PushConsumer):
-    """D reads all that is announced early through the table of the first part, whatever its group."""
-
-    def _order(self, stream: PushStream, latest: Announced, pairs: tuple[Pair, ...]) -> list[StreamEffect]:
-        effects = super()._order(stream, latest, pairs)
-        tables = [effect.block_ids for effect in effects if isinstance(effect, ReadEarly)]
-        return [
-            replace(effect, block_ids=tables[0]) if isinstance(effect, ReadEarly) else effect
-            for effect in effects
-        ]
-
-
 def _read_early_through_one(engine: Engine) -> None:
-    engine.half._agent._streams.__class__ = _OneTableEarly
+    """D reads all that is announced early through the table of the first part, whatever its group."""
+    engine.half._agent._streams.__class__ = OneTable
 
 
 EARLY_GROUPS: dict[str, Parts] = {

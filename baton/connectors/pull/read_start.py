@@ -1,0 +1,94 @@
+"""When the reads of an incoming handoff begin: as soon as it is known from where, to where and through whom.
+
+    what is lent, or announced of a stream     its ticket, judged here if it is a stream's
+    where it goes                              allocated: FETCHING
+    through which pairs of ranks and tables    the peer is ready: `ReadPlanner`
+
+A plan that cannot be made costs the peer; a ticket that is refused, the claim. Both are told to the agent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.connectors.pull.agent import PullAgent
+from baton.connectors.pull.door import check_offer
+from baton.connectors.pull.identity import EngineIdentity
+from baton.connectors.pull.incoming_handoff import IncomingHandoff, State
+from baton.connectors.pull.rank_orders import RankOrders
+from baton.connectors.pull.read_planner import ReadPlanner
+from baton.core.errors import BadTransferParams
+from baton.core.ids import Pair
+from baton.core.layout import RankLayout
+from baton.protocol.grouped_prompt import ONE_TABLE
+from baton.protocol.plan import PlanError
+from baton.protocol.ticket import open_ticket
+
+
+class ReadStart:
+    """`orders`: knows which peers are ready."""
+
+    def __init__(self, agent: PullAgent, identity: EngineIdentity, orders: RankOrders) -> None:
+        self._agent = agent
+        self._identity = identity
+        self._orders = orders
+        self._planner = ReadPlanner(identity, rotation=agent.address.epoch)
+
+    def registered(self, layouts: Sequence[RankLayout]) -> None:
+        """Our own ranks' memory is known: from now on there is something to read into."""
+        self._planner.registered(layouts)
+
+    def open_ticket(self, incoming: IncomingHandoff, text: str, now: float) -> None:
+        """A stream's; that it is for the blocks that were announced, the machine sees."""
+        assert incoming.request is not None, "a stream ends once"
+        request, incoming.request = incoming.request, None
+        try:
+            ticket = open_ticket(text, self._identity.ticket_key)
+            check_offer(ticket, request, self._identity)
+        except BadTransferParams as error:
+            self._agent.refuse(incoming.claim, str(error), now)
+        else:
+            self._agent.accept(incoming.claim, ticket, now)
+
+    def start_if_ready(self, incoming: IncomingHandoff, now: float) -> None:
+        """Call it when any of the three has come; once all have, it starts once."""
+        assert incoming.offer is not None
+        producer = incoming.offer.producer
+        ranks = self._orders.cards_of(producer)
+        if incoming.state is not State.FETCHING or ranks is None or incoming.is_started:
+            return
+        ticket = incoming.offer.ticket
+        if ticket is None and incoming.reads_early:
+            return
+        try:
+            pairs = self._planner.pairs(ranks)
+            incoming.passages = self._planner.passages(ranks)
+            if ticket is not None:
+                self._planner.check_windows(incoming.passages, ticket)
+        except PlanError as error:
+            self._agent.lose(producer, str(error), now)
+            return
+        if ticket is not None:
+            incoming.is_started = True
+            self._agent.start(incoming.claim, pairs, now)
+        else:
+            self._read_early(incoming, pairs, ranks[0].layout.block_tokens, now)
+
+    def _read_early(
+        self, incoming: IncomingHandoff, pairs: tuple[Pair, ...], block_tokens: int, now: float
+    ) -> None:
+        """`block_tokens`: the producer's."""
+        incoming.reads_early = True
+        ours = self._identity.block_tokens
+        if incoming.passages != ONE_TABLE and block_tokens != ours:
+            reason = f"blocks of another size, {block_tokens} tokens and not {ours}: groups need the same"
+            self._agent.refuse(incoming.claim, reason, now)  # As its ticket would be.
+            return
+        self._agent.read_early(
+            incoming.claim,
+            pairs,
+            incoming.first_token,
+            now,
+            block_tokens=block_tokens,
+            passages=incoming.passages,
+        )
