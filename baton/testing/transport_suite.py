@@ -6,163 +6,35 @@
         def rig(cls) -> TransportRig:
             return MyRig()
 
-The rig makes readers (in this process) and producers (anywhere) and breaks the producers on demand. Producers
-offer two regions of `REGION_BYTES` filled by `pattern`, so that what has to arrive is known without asking.
+What a rig is, `transport_rig` says.
 """
 
-import os
 import threading
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.layout import CopySpan
-from baton.testing.transport_producers import NUM_REGIONS, REGION_BYTES, Placed, pattern, place_on_host
-from baton.transport.base import Completion, OpId, PeerHandle, Prepared, Transport
-
-BLOCK_BYTES = 4096
-NUM_BLOCKS = REGION_BYTES // BLOCK_BYTES
-BLOCK_SPAN = CopySpan(0, 0, BLOCK_BYTES, 0, 0, BLOCK_BYTES, BLOCK_BYTES)  # Whole blocks of region 0.
-END_TIMEOUT_S = 30.0  # Far above what any operation takes, also on a loaded machine.
-
-
-class Producer(Protocol):
-    """A peer with registered memory, to be read from and to be broken."""
-
-    address: Address
-    endpoint: bytes
-    seed: int
-
-    def kill(self) -> None:
-        """Gone without a word."""
-
-    def replace(self) -> None:
-        """Another incarnation takes its place: same engine id and, as far as there is one, same port."""
-
-    def withdraw(self) -> None:
-        """It closes its transport in good order, and lives on."""
-
-    def close(self) -> None: ...
-
-
-class TransportRig(ABC):
-    """How the suite gets at one transport."""
-
-    @abstractmethod
-    def reader(self, on_completion: Callable[[], None] | None = None) -> Transport:
-        """A new one, in this process."""
-
-    @abstractmethod
-    def producer(self, seed: int) -> Producer:
-        """A new one, whose memory is `pattern(seed)`."""
-
-    def place(self, content: NDArray[np.uint8]) -> Placed:
-        """These bytes where the reader's transport can put others: by default in the host's memory."""
-        return place_on_host(content)
-
-
-class Plan(msgspec.Struct, frozen=True):
-    """Spans and blocks of one read."""
-
-    spans: tuple[CopySpan, ...]
-    local_blocks: tuple[int, ...]
-    remote_blocks: tuple[int, ...]
-
-    def apply(self, local: NDArray[np.uint8], remote: NDArray[np.uint8]) -> None:
-        """What a read has to do, one block and span at a time."""
-        for span in self.spans:
-            for to, source in zip(self.local_blocks, self.remote_blocks, strict=True):
-                start = span.local_offset + to * span.local_stride
-                remote_start = span.remote_offset + source * span.remote_stride
-                local[span.local_region, start : start + span.nbytes] = remote[
-                    span.remote_region, remote_start : remote_start + span.nbytes
-                ]
-
-
-@st.composite
-def plans(draw: st.DrawFn) -> Plan:
-    """Layers of one to three heads each; on both sides they may lie anyhow, also back to back."""
-    num_blocks = draw(st.integers(1, 12))
-    spans: list[CopySpan] = []
-    used = [0] * NUM_REGIONS
-    for _ in range(draw(st.integers(1, 4))):
-        head_bytes = draw(st.integers(1, 300) | st.sampled_from((4096, 70_000)))
-        num_heads = draw(st.integers(1, 3))
-        local_region, remote_region = draw(st.integers(0, 1)), draw(st.integers(0, 1))
-        local_stride = head_bytes * num_heads + draw(st.integers(0, 1) | st.integers(0, 64))
-        remote_stride = head_bytes * num_heads + draw(st.integers(0, 1) | st.integers(0, 64))
-        if used[local_region] + local_stride * num_blocks > REGION_BYTES:
-            continue
-        remote_offset = draw(st.integers(0, REGION_BYTES - remote_stride * num_blocks))
-        heads = draw(st.permutations(range(num_heads)) | st.just(list(range(num_heads))))
-        spans += [
-            CopySpan(
-                local_region,
-                used[local_region] + to * head_bytes,
-                local_stride,
-                remote_region,
-                remote_offset + source * head_bytes,
-                remote_stride,
-                head_bytes,
-            )
-            for to, source in enumerate(heads)
-        ]
-        used[local_region] += local_stride * num_blocks
-    blocks = st.lists(st.integers(0, num_blocks - 1), max_size=num_blocks)
-    local_blocks = draw(blocks.map(lambda b: list(dict.fromkeys(b))) | st.just(list(range(num_blocks))))
-    remote_blocks = [draw(st.integers(0, num_blocks - 1) | st.just(block)) for block in local_blocks]
-    return Plan(tuple(spans), tuple(local_blocks), tuple(remote_blocks))
-
-
-class Connection:
-    """A reader with memory of its own, connected to a producer."""
-
-    def __init__(
-        self,
-        transport: Transport,
-        producer: Producer,
-        place: Callable[[NDArray[np.uint8]], Placed] = place_on_host,
-    ) -> None:
-        self.transport = transport
-        self.producer = producer
-        self.memory, regions = place(np.zeros((NUM_REGIONS, REGION_BYTES), dtype=np.uint8))
-        transport.register(regions)
-        self.peer: PeerHandle = transport.connect(producer.address, producer.endpoint)
-
-    def prepare(self, *spans: CopySpan) -> Prepared:
-        return self.transport.prepare(self.peer, spans or (BLOCK_SPAN,))
-
-    def read(self, prepared: Prepared, local: Sequence[int], remote: Sequence[int]) -> Completion:
-        op = self.transport.post_read(prepared, local, remote)
-        (completion,) = drain(self.transport, [op])
-        return completion
-
-
-def drain(transport: Transport, ops: Sequence[OpId]) -> list[Completion]:
-    """Wait until all `ops` have ended. Fails if one ends twice, never, or was not posted."""
-    waiting = set(ops)
-    ended: list[Completion] = []
-    deadline = time.monotonic() + END_TIMEOUT_S
-    while waiting:
-        assert transport.wait_completion(max(0.0, deadline - time.monotonic())), f"{len(waiting)} never ended"
-        for completion in transport.poll():
-            assert completion.op in waiting, f"operation {completion.op} ended twice, or was never posted"
-            assert (completion.error is None) == completion.ok
-            waiting.remove(completion.op)
-            ended.append(completion)
-    assert transport.poll() == []
-    return ended
+from baton.testing.transport_producers import NUM_REGIONS, REGION_BYTES, pattern
+from baton.testing.transport_rig import (
+    BLOCK_BYTES,
+    BLOCK_SPAN,
+    END_TIMEOUT_S,
+    NUM_BLOCKS,
+    Connection,
+    Plan,
+    Producer,
+    TransportRig,
+    assert_reads_fail,
+    drain,
+    nothing_left_behind,
+    plans,
+)
+from baton.transport.base import Completion, OpId, Transport
 
 
 class TransportSuite:
@@ -464,25 +336,3 @@ class TransportSuite:
             assert len(drain(transport, ops)) == 10
             with pytest.raises(TransferError):
                 transport.post_read(prepared, [0], [0])
-
-
-def assert_reads_fail(connection: Connection, prepared: Prepared) -> None:
-    """Refused at once or ended not ok; both within the time that `drain` gives."""
-    for _ in range(2):
-        try:
-            completion = connection.read(prepared, [0], [0])
-        except TransferError:
-            continue
-        assert not completion.ok
-
-
-@contextmanager
-def nothing_left_behind() -> Iterator[None]:
-    """Fails if a thread or a file descriptor of this process outlives the block."""
-    threads = set(threading.enumerate())
-    fds = set(os.listdir("/proc/self/fd"))
-    yield
-    left = [thread.name for thread in threading.enumerate() if thread not in threads]
-    assert not left, f"threads left behind: {left}"
-    # One more or less: the descriptor that lists the directory.
-    assert len(os.listdir("/proc/self/fd")) <= len(fds), "file descriptors left behind"

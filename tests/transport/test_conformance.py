@@ -23,7 +23,8 @@ from baton.testing.transport_producers import (
     place_on_cuda,
     place_on_host,
 )
-from baton.testing.transport_suite import Producer, TransportRig, TransportSuite
+from baton.testing.transport_rig import Producer, TransportRig
+from baton.testing.transport_suite import TransportSuite
 from baton.transport.base import Transport
 from baton.transport.cuda_ipc import CudaIpcTransport
 from baton.transport.local import LocalTransport

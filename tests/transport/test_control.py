@@ -14,7 +14,7 @@ from zmq.utils import z85
 
 from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError, PeerError, TransferError
-from baton.testing.transport_suite import nothing_left_behind
+from baton.testing.transport_rig import nothing_left_behind
 from baton.transport import control
 from baton.transport.control import ControlChannel, Received, Route
 

@@ -14,15 +14,15 @@ import pytest
 from baton.core.errors import TransferError
 from baton.core.layout import CopySpan, Region
 from baton.testing.transport_producers import REGION_BYTES, ProcessProducer, new_address, pattern
-from baton.testing.transport_suite import (
+from baton.testing.transport_rig import (
     BLOCK_BYTES,
     BLOCK_SPAN,
     Connection,
     Producer,
     TransportRig,
-    TransportSuite,
     drain,
 )
+from baton.testing.transport_suite import TransportSuite
 from baton.transport.base import Transport
 from baton.transport.cuda_driver import CudaDriver
 from tests.transport.fake_cuda import COMPILER, PAGE, FakeDevice, FakeDeviceMemory, build, make, place

@@ -22,7 +22,7 @@ from baton.testing.transport_producers import (
     pattern,
     regions_of,
 )
-from baton.testing.transport_suite import BLOCK_BYTES, BLOCK_SPAN, Connection, drain
+from baton.testing.transport_rig import BLOCK_BYTES, BLOCK_SPAN, Connection, drain
 from baton.transport import make_transport
 from baton.transport.cuda_ipc import CudaIpcEndpoint, CudaIpcTransport
 

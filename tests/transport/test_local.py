@@ -14,7 +14,7 @@ import pytest
 from baton.core.errors import BatonError, PeerError, TransferError
 from baton.core.ids import Address
 from baton.testing.transport_producers import new_address, pattern, regions_of
-from baton.testing.transport_suite import BLOCK_SPAN, drain
+from baton.testing.transport_rig import BLOCK_SPAN, drain
 from baton.transport import local
 from baton.transport.identity_page import explain
 from baton.transport.local import LocalEndpoint, LocalTransport

@@ -15,7 +15,7 @@ import pytest
 from baton.core.errors import ConfigError, PeerError, TransferError
 from baton.core.layout import Region
 from baton.testing.transport_producers import ProcessProducer, make_nixl, new_address, pattern, regions_of
-from baton.testing.transport_suite import BLOCK_SPAN, Connection, drain
+from baton.testing.transport_rig import BLOCK_SPAN, Connection, drain
 from baton.transport import nixl_agent, nixl_peer
 from baton.transport.completions import CompletionQueue
 from baton.transport.nixl import NixlEndpoint, NixlTransport

@@ -18,7 +18,7 @@ from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError, PeerError, TransferError
 from baton.core.layout import Region
 from baton.testing.transport_producers import new_address, pattern, regions_of
-from baton.testing.transport_suite import BLOCK_SPAN, NUM_BLOCKS, drain, nothing_left_behind
+from baton.testing.transport_rig import BLOCK_SPAN, NUM_BLOCKS, drain, nothing_left_behind
 from baton.transport import tcp_owner, tcp_reader
 from baton.transport.base import Completion, OpId
 from baton.transport.checksum import checksum_of

@@ -11,7 +11,8 @@ from baton.core.ids import EngineId
 from baton.core.kv_groups import group_layers
 from baton.sim.cluster import SIM_TIMERS
 from baton.sim.full.clockwork import Clockwork
-from baton.sim.full.engine import Engine, Machine
+from baton.sim.full.engine import Engine
+from baton.sim.full.machine import Machine
 from baton.sim.full.model import Model, WindowModel, Windows
 from baton.sim.full.parts import Parts
 from baton.sim.full.reads import ReadNetwork

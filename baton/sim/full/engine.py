@@ -11,8 +11,7 @@ nothing to compute sleeps until something happens to it, which is what polling i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -22,27 +21,21 @@ from baton.connectors.push.settings import PushSettings
 from baton.connectors.push.worker import PushWorkerHalf
 from baton.contract import KVConnectorOutput, KVOutputAggregator
 from baton.core.config import (
-    CacheConfig,
-    ClusterSecret,
     EngineConfig,
-    KVTransferConfig,
-    LoadFailurePolicy,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
 )
 from baton.core.errors import UserError
 from baton.core.ids import Address, EngineId, Epoch
-from baton.core.kv_groups import KVCacheGroup, is_hybrid
-from baton.engine.api import EngineOutput, EngineRequest, RequestError, SchedulerStats
+from baton.core.kv_groups import is_hybrid
+from baton.engine.api import EngineOutput, EngineRequest, RequestError
 from baton.engine.remote_kv import Load
 from baton.engine.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from baton.sim.full.checkers import bounded, contained, fenced, fresh, whole
 from baton.sim.full.clockwork import Clockwork
+from baton.sim.full.counts import count_stats
 from baton.sim.full.layers import reports_layers, stream_layers
+from baton.sim.full.machine import Machine, engine_config
 from baton.sim.full.memory import RankMemory
-from baton.sim.full.model import EOS_IDS, HEAD_DIM, VOCAB, Windows
 from baton.sim.full.pool import WatchedPool
 from baton.sim.full.ranks import Ranks
 from baton.sim.full.reads import Port
@@ -51,12 +44,9 @@ from baton.sim.full.wire import SOON_S, Station, Wire
 if TYPE_CHECKING:
     from baton.sim.full.cluster import Cluster
 
-SECRET = ClusterSecret(b"the cluster's own secret, of which nobody knows")
-MAX_MODEL_LEN = 96
 EMPTY_STEP_S = 0.0002
 NAP_S = 1.0  # Without anything happening; in production shorter, which would show nothing more.
 NEVER = float("inf")
-TURNS = {"ttl_s": 6.0, "min_tokens": 4, "pool_share_max": 0.5}
 
 
 class Listener(Protocol):
@@ -64,34 +54,6 @@ class Listener(Protocol):
 
     def say(self, output: EngineOutput) -> None: ...
     def break_off(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What a machine of the fleet keeps over restarts of its engine."""
-
-    name: str
-    url: str
-    is_producer: bool
-    is_consumer: bool
-    num_ranks: int
-    block_tokens: int
-    num_blocks: int
-    num_tokens_max: int  # Budget of a step.
-    num_seqs_max: int
-    chunk_max: int
-    policy: LoadFailurePolicy
-    order: str
-    step_mean_s: float
-    rate: float
-    skew_s: float
-    is_block_major: bool
-    is_slow: bool
-    caches_prefixes: bool
-    stream: str  # Of push: "off", "chunk", "layer".
-    keeps_turns: bool
-    knows_groups: bool = True  # Else all layers share one table, and windows are masks.
-    deals_layers_out: bool = False  # 0 3 | 1 4 where others have 0 1 | 3 4, as vLLM does.
 
 
 class Engine:
@@ -120,7 +82,7 @@ class Engine:
 
     def _build(self) -> None:
         machine, rng = self.machine, self.clockwork.rng
-        config = self._config()
+        config = engine_config(machine, self.cluster, self.engine_id)
         self.groups = config.kv_cache_groups
         epoch = Epoch(rng.getrandbits(64))
         self.address = Address(self.engine_id, epoch)
@@ -190,47 +152,6 @@ class Engine:
         if self.cluster.mode == "push":
             return EngineIdentity.of_engine(config, PushSettings, does_push=True)
         return EngineIdentity.of_engine(config)
-
-    def _config(self) -> EngineConfig:
-        machine, model = self.machine, self.cluster.model
-        if machine.is_producer and machine.is_consumer:
-            role = "kv_both"
-        else:
-            role = "kv_producer" if machine.is_producer else "kv_consumer"
-        extra: dict[str, Any] = {"transports": ["memory"], "timers": self.cluster.timers_as_told}
-        if self.cluster.mode == "push":
-            # Layers are streamed without the production code's thread: see `layers`.
-            extra["stream"] = "chunk" if machine.stream == "layer" else machine.stream
-        if machine.keeps_turns:
-            extra["turns"] = TURNS
-        kind = _DealtOut if machine.deals_layers_out else EngineConfig
-        return kind(
-            model_config=_model_config(model.num_kv_heads, model.windows),
-            cache_config=CacheConfig(
-                block_size=machine.block_tokens,
-                num_gpu_blocks=machine.num_blocks,
-                enable_prefix_caching=machine.caches_prefixes,
-                hybrid_kv_cache="auto" if machine.knows_groups else "off",
-            ),
-            scheduler_config=SchedulerConfig(
-                max_num_batched_tokens=machine.num_tokens_max,
-                max_num_seqs=machine.num_seqs_max,
-                long_prefill_token_threshold=machine.chunk_max,
-                policy=machine.order,  # type: ignore[arg-type]
-            ),
-            parallel_config=ParallelConfig(
-                tensor_parallel_size=machine.num_ranks,
-                executor="multiprocess" if machine.num_ranks > 1 else "inprocess",
-            ),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector=f"Baton{self.cluster.mode.title()}Connector",
-                kv_role=role,  # type: ignore[arg-type]
-                engine_id=self.engine_id,
-                kv_connector_extra_config=extra,
-                kv_load_failure_policy=machine.policy,
-            ),
-            cluster_secret=SECRET,
-        )
 
     # --- The process ------------------------------------------------------------------------------
 
@@ -417,7 +338,7 @@ class Engine:
         contained.check_step(self)
         whole.check_loans(self)
         if outputs.stats is not None:
-            self._count(outputs.stats)
+            count_stats(self.clockwork, outputs.stats, is_hybrid=is_hybrid(self.groups))
         self._hand_out(outputs.outputs)
         if output.num_scheduled_tokens or self._was_poked or self._commands:
             self.poke()
@@ -461,27 +382,6 @@ class Engine:
             if listener is not None:
                 listener.say(output)
 
-    def _count(self, stats: SchedulerStats) -> None:
-        clockwork = self.clockwork
-        clockwork.count("preempted", stats.num_preempted)
-        clockwork.count("prefix hits", bool(stats.prefix_cache_hits))
-        clockwork.count("load failures", stats.num_kv_load_failures)
-        connector = stats.kv_connector_stats
-        if connector is None:
-            return
-        clockwork.count("handoffs delivered", len(connector["transfers"]))
-        clockwork.count("handoffs of cache groups", is_hybrid(self.groups) * len(connector["transfers"]))
-        num_early = sum(bool(record["early_tokens"]) for record in connector["transfers"])
-        clockwork.count("read early", num_early)
-        clockwork.count("read early of cache groups", is_hybrid(self.groups) * num_early)
-        clockwork.count("loans expired", connector["num_expired_loans"])
-        clockwork.count("loans", connector["num_loans"])
-        for reason, count in connector["failures"].items():
-            clockwork.count(f"failed: {reason}", count)
-            contained.check_reason(reason)
-        for reason, count in connector["refused"].items():
-            clockwork.count(f"ticket refused: {reason}", count)
-
     # --- Blocks -----------------------------------------------------------------------------------
 
     def _taken(self, block_ids: list[int]) -> None:
@@ -491,38 +391,3 @@ class Engine:
 
     def _freed(self, block_ids: list[int]) -> None:
         fenced.check_free(self, block_ids)
-
-
-class _DealtOut(EngineConfig, frozen=True, kw_only=True):
-    @property
-    def kv_cache_groups(self) -> tuple[KVCacheGroup, ...]:
-        groups = super().kv_cache_groups
-        if not is_hybrid(groups):
-            return groups
-        dealt: list[KVCacheGroup] = []
-        for window in dict.fromkeys(group.window for group in groups):
-            alike = [group for group in groups if group.window == window]
-            layers = sorted(layer for group in alike for layer in group.layers)
-            dealt += [KVCacheGroup(tuple(layers[i :: len(alike)]), window) for i in range(len(alike))]
-        return tuple(dealt[::-1])
-
-
-def _model_config(num_kv_heads: int, windows: Windows) -> ModelConfig:
-    return ModelConfig(
-        model="folder",
-        served_model_name="toy",
-        dtype="float32",
-        max_model_len=MAX_MODEL_LEN,
-        num_hidden_layers=len(windows),
-        windows=windows,
-        num_attention_heads=4,
-        num_kv_heads=num_kv_heads,
-        head_dim=HEAD_DIM,
-        hidden_size=8,
-        vocab_size=VOCAB,
-        eos_token_ids=EOS_IDS,
-        bos_token_id=None,
-        architecture_digest="architecture",
-        weights_digest="weights",
-        hf_config={},
-    )

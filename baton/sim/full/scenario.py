@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from baton.engine.api import EngineOutput
-from baton.sim.full.checkers import bounded, contained, whole
+from baton.sim.checkers.contained import guarded
+from baton.sim.full.checkers import bounded, whole
 from baton.sim.full.clients import Ask, Clients
 from baton.sim.full.clockwork import Clockwork
 from baton.sim.full.cluster import Cluster
@@ -34,7 +35,7 @@ class Scenario:
 
     def run(self) -> None:
         """Raises Violation."""
-        with contained.guarded():
+        with guarded():
             self._run()
 
     def _run(self) -> None:

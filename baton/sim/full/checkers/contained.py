@@ -1,29 +1,18 @@
 """I6 contained: whatever a peer, a client or the network does, nothing raises where it could harm others.
 
-Every event runs inside `guarded`. What the engine contains by itself, in production, is a bug here all the
-same: nobody in this world gives a connector a reason to raise.
+Every event runs inside the guard of the small worlds (`baton.sim.checkers.contained`). What the engine
+contains by itself, in production, is a bug here all the same: nobody in this world gives a connector a reason
+to raise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from baton.sim.checkers.violation import Violation
 
 if TYPE_CHECKING:
     from baton.sim.full.engine import Engine
-
-
-@contextmanager
-def guarded() -> Iterator[None]:
-    try:
-        yield
-    except Violation:
-        raise
-    except Exception as crash:
-        raise Violation("I6", f"an engine died of {type(crash).__name__}", str(crash)) from crash
 
 
 def check_step(engine: Engine) -> None:
