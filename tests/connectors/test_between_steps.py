@@ -11,10 +11,8 @@ from baton.connectors.pull.metadata import EndReads, ReadBlocks
 from baton.connectors.pull.scheduler import boot_clock
 from baton.contract import KVConnectorMetadata
 from baton.core.config import EngineConfig
-from tests.connectors.pull_world import FakeBlocks, FakeRequest, Status, engine_config
-from tests.connectors.test_pull_over_real_wires import PATIENCE_S, Engine, lend
-
-OURS = [1, 2, 3, 8, 7, 6, 5, 4]
+from tests.connectors.pull_world import FakeRequest, Status, engine_config
+from tests.connectors.wired_world import OURS, PATIENCE_S, Engine, ask, engines_of, lend
 
 
 class Busy(Engine):
@@ -35,23 +33,8 @@ class Busy(Engine):
 
 @pytest.fixture
 def start() -> Iterator[Callable[[EngineConfig], Busy]]:
-    engines: list[Busy] = []
-
-    def start_engine(config: EngineConfig) -> Busy:
-        engines.append(Busy(config))
-        return engines[-1]
-
-    yield start_engine
-    for engine in engines:
-        engine.shutdown()
-
-
-def ask(d: Engine, params: dict[str, object], request_id: str = "r") -> FakeRequest:
-    request = FakeRequest(request_id, list(range(30)), params)
-    d.scheduler.on_new_request(request)
-    assert d.scheduler.get_num_new_matched_tokens(request, 0) == (30, True)
-    d.scheduler.update_state_after_alloc(request, FakeBlocks(OURS), 30)
-    return request
+    with engines_of(Busy) as start_engine:
+        yield start_engine
 
 
 @pytest.mark.parametrize("transport", ["local", "tcp"])

@@ -1,8 +1,5 @@
 """How much of a prompt is told to be ready, and when: never before every rank has computed it."""
 
-from dataclasses import dataclass, field
-from typing import Any
-
 import msgspec
 import pytest
 
@@ -10,44 +7,25 @@ from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.push.prefills import Prefills
 from baton.core.config import ParallelConfig
 from baton.core.ids import TransferId
-from baton.engine.step import NewRequestData, SchedulerOutput
+from baton.engine.step import SchedulerOutput
+from tests.connectors.prefills_world import FakeAgent, Progress, first_step, later_step
 from tests.connectors.pull_world import engine_config
 
 BLOCK = 4
 T = TransferId("t")
 
 
-@dataclass
-class FakeAgent:
-    """Writes down what it is told."""
-
-    told: list[Any] = field(default_factory=list)
-
-    def prefill_progress(
-        self,
-        transfer_id: TransferId,
-        num_tokens: int,
-        block_ids: tuple[tuple[int, ...], ...],
-        now: float,
-        *,
-        partial_tokens: int = 0,
-        partial_layers: int = 0,
-        first_blocks: tuple[int, ...] = (),
-    ) -> None:
-        assert not first_blocks
-        assert len(block_ids[0]) * BLOCK == max(num_tokens, partial_tokens)
-        self.told.append((num_tokens, partial_tokens, partial_layers) if partial_layers else num_tokens)
-
-    def prefill_preempted(self, transfer_id: TransferId, now: float) -> None:
-        self.told.append("preempted")
-
-    def prefill_failed(self, transfer_id: TransferId, reason: str, now: float) -> None:
-        self.told.append(reason)
+def noted(progress: Progress) -> object:
+    """Tokens that are ready; with layers ahead of the step: (of whole layers, of so many, how many)."""
+    assert not progress.first_blocks
+    num_tokens, num_partial = progress.num_tokens, progress.partial_tokens
+    assert len(progress.block_ids[0]) * BLOCK == max(num_tokens, num_partial)
+    return (num_tokens, num_partial, progress.partial_layers) if progress.partial_layers else num_tokens
 
 
 @pytest.fixture
 def agent() -> FakeAgent:
-    return FakeAgent()
+    return FakeAgent(noted)
 
 
 @pytest.fixture
@@ -58,19 +36,11 @@ def prefills(agent: FakeAgent) -> Prefills:
 
 
 def first(num_cached: int, chunk: int, blocks: int) -> SchedulerOutput:
-    new = NewRequestData("r", [], None, (list(range(blocks)),), num_cached)  # type: ignore[arg-type]
-    return SchedulerOutput(scheduled_new_reqs=[new], num_scheduled_tokens={"r": chunk})
+    return first_step("r", num_cached, chunk, range(blocks))
 
 
 def later(num_computed: int, chunk: int, *fresh: int, resumed: bool = False) -> SchedulerOutput:
-    output = SchedulerOutput(num_scheduled_tokens={"r": chunk})
-    cached = output.scheduled_cached_reqs
-    cached.req_ids.append("r")
-    cached.new_block_ids.append((list(fresh),) if fresh else None)
-    cached.num_computed_tokens.append(num_computed)
-    if resumed:
-        cached.resumed_req_ids.add("r")
-    return output
+    return later_step("r", num_computed, chunk, *([fresh] if fresh else []), resumed=resumed)
 
 
 def test_a_chunk_is_told_of_when_its_step_is_done(prefills: Prefills, agent: FakeAgent) -> None:
@@ -161,11 +131,6 @@ def test_others_requests_are_none_of_its_business(prefills: Prefills, agent: Fak
     assert agent.told == []
 
 
-def another(request_id: str, num_cached: int, chunk: int, *table: int) -> SchedulerOutput:
-    new = NewRequestData(request_id, [], None, (list(table),), num_cached)  # type: ignore[arg-type]
-    return SchedulerOutput(scheduled_new_reqs=[new], num_scheduled_tokens={request_id: chunk})
-
-
 @pytest.fixture
 def ahead(agent: FakeAgent) -> Prefills:
     """Of a host that puts the next step together while the last one computes."""
@@ -175,7 +140,7 @@ def ahead(agent: FakeAgent) -> Prefills:
 def test_a_prefix_that_an_earlier_step_in_flight_computes_is_not_told_of(
     ahead: Prefills, agent: FakeAgent
 ) -> None:
-    assert ahead.scheduled(1, another("nobody waits for it", 0, 8, 0, 1), 0.0)
+    assert ahead.scheduled(1, first_step("nobody waits for it", 0, 8, [0, 1]), 0.0)
     ahead.expect("r", T, 18)
     ahead.scheduled(2, first(8, 4, 3), 0.0)  # Shares blocks 0 and 1, which step 1 still writes.
     assert agent.told == []
@@ -188,7 +153,7 @@ def test_a_prefix_that_an_earlier_step_in_flight_computes_is_not_told_of(
 def test_a_prefix_that_earlier_steps_have_computed_is_told_of_at_once(
     ahead: Prefills, agent: FakeAgent
 ) -> None:
-    ahead.scheduled(1, another("nobody waits for it", 0, 8, 0, 1), 0.0)
+    ahead.scheduled(1, first_step("nobody waits for it", 0, 8, [0, 1]), 0.0)
     ahead.step_done(1, 0.0)
     ahead.expect("r", T, 18)
     ahead.scheduled(2, first(8, 4, 3), 0.0)
@@ -199,7 +164,7 @@ def test_steps_of_unknown_tables_hold_back_a_prefix_until_they_are_done(
     ahead: Prefills, agent: FakeAgent
 ) -> None:
     ahead.expect("r", T, 18)
-    assert ahead.scheduled(1, later_of("of before our time", 7), 0.0)
+    assert ahead.scheduled(1, later_step("of before our time", 7, 1), 0.0)
     ahead.scheduled(2, first(8, 4, 3), 0.0)
     assert agent.told == []
     ahead.step_done(2, 0.0)
@@ -208,14 +173,6 @@ def test_steps_of_unknown_tables_hold_back_a_prefix_until_they_are_done(
 
 def test_an_empty_step_is_not_waited_for(ahead: Prefills) -> None:
     assert not ahead.scheduled(1, SchedulerOutput(), 0.0)
-
-
-def later_of(request_id: str, num_computed: int) -> SchedulerOutput:
-    output = SchedulerOutput(num_scheduled_tokens={request_id: 1})
-    output.scheduled_cached_reqs.req_ids.append(request_id)
-    output.scheduled_cached_reqs.new_block_ids.append(None)
-    output.scheduled_cached_reqs.num_computed_tokens.append(num_computed)
-    return output
 
 
 def test_after_a_fault_whoever_waits_hears_of_it_and_nothing_more(

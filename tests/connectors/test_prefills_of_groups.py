@@ -1,6 +1,5 @@
 """Of layers with a window only what stays until the prompt is computed is told of; void if it does not."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -8,40 +7,21 @@ import pytest
 from baton.connectors.push.prefills import Prefills
 from baton.core.ids import TransferId
 from baton.core.kv_groups import KVCacheGroup
-from baton.engine.step import NewRequestData, SchedulerOutput
+from tests.connectors.prefills_world import FakeAgent, Progress, first_step, later_step
 
 BLOCK, WINDOW, PROMPT = 4, 6, 18
 GROUPS = (KVCacheGroup((1,)), KVCacheGroup((0,), WINDOW))
 FIRST_SEEN = (PROMPT - WINDOW) // BLOCK  # In the window behind the prompt: the fourth block.
 
 
-@dataclass
-class FakeAgent:
-    """Writes down what it is told."""
-
-    told: list[Any] = field(default_factory=list)
-
-    def prefill_progress(
-        self,
-        transfer_id: TransferId,
-        num_tokens: int,
-        block_ids: tuple[tuple[int, ...], ...],
-        now: float,
-        *,
-        partial_tokens: int = 0,
-        partial_layers: int = 0,
-        first_blocks: tuple[int, ...] = (),
-    ) -> None:
-        assert first_blocks == (0, FIRST_SEEN)
-        self.told.append((max(num_tokens, partial_tokens), *block_ids))
-
-    def prefill_preempted(self, transfer_id: TransferId, now: float) -> None:
-        self.told.append("preempted")
+def noted(progress: Progress) -> tuple[Any, ...]:
+    assert progress.first_blocks == (0, FIRST_SEEN)
+    return (max(progress.num_tokens, progress.partial_tokens), *progress.block_ids)
 
 
 @pytest.fixture
 def agent() -> FakeAgent:
-    return FakeAgent()
+    return FakeAgent(noted)
 
 
 @pytest.fixture
@@ -51,26 +31,10 @@ def prefills(agent: FakeAgent) -> Prefills:
     return prefills
 
 
-def first(request_id: str, num_cached: int, chunk: int, *tables: list[int]) -> SchedulerOutput:
-    new = NewRequestData(request_id, [], None, tables, num_cached)  # type: ignore[arg-type]
-    return SchedulerOutput(scheduled_new_reqs=[new], num_scheduled_tokens={request_id: chunk})
-
-
-def later(num_computed: int, chunk: int, *fresh: list[int], resumed: bool = False) -> SchedulerOutput:
-    output = SchedulerOutput(num_scheduled_tokens={"r": chunk})
-    cached = output.scheduled_cached_reqs
-    cached.req_ids.append("r")
-    cached.new_block_ids.append(fresh or None)
-    cached.num_computed_tokens.append(num_computed)
-    if resumed:
-        cached.resumed_req_ids.add("r")
-    return output
-
-
 def test_blocks_that_a_window_will_leave_are_not_told_of(prefills: Prefills, agent: FakeAgent) -> None:
-    prefills.scheduled(1, first("r", 0, 8, [1, 2], [11, 12]), 0.0)
+    prefills.scheduled(1, first_step("r", 0, 8, [1, 2], [11, 12]), 0.0)
     prefills.step_done(1, 0.0)
-    prefills.scheduled(2, later(8, 8, [3, 4], [13, 14]), 0.0)
+    prefills.scheduled(2, later_step("r", 8, 8, [3, 4], [13, 14]), 0.0)
     prefills.step_done(2, 0.0)
     assert agent.told == [(8, (1, 2), ()), (16, (1, 2, 3, 4), (14,))]
 
@@ -78,7 +42,7 @@ def test_blocks_that_a_window_will_leave_are_not_told_of(prefills: Prefills, age
 def test_what_was_cached_is_told_of_without_what_lies_behind_the_window(
     prefills: Prefills, agent: FakeAgent
 ) -> None:
-    prefills.scheduled(1, first("r", 16, 2, [1, 2, 3, 4, 5], [0, 0, 13, 14, 15]), 0.0)
+    prefills.scheduled(1, first_step("r", 16, 2, [1, 2, 3, 4, 5], [0, 0, 13, 14, 15]), 0.0)
     assert agent.told == [(16, (1, 2, 3, 4), (14,))]
 
 
@@ -88,23 +52,23 @@ def test_what_was_cached_is_told_of_without_what_lies_behind_the_window(
 def test_a_block_that_another_prompt_still_writes_holds_back_what_needs_it(
     prefills: Prefills, agent: FakeAgent, written: list[int], num_filled: int
 ) -> None:
-    prefills.scheduled(1, first("other", 0, BLOCK, written, [99]), 0.0)
-    prefills.scheduled(2, first("r", 16, 2, [1, 2, 3, 4, 5], [0, 0, 13, 14, 15]), 0.0)
+    prefills.scheduled(1, first_step("other", 0, BLOCK, written, [99]), 0.0)
+    prefills.scheduled(2, first_step("r", 16, 2, [1, 2, 3, 4, 5], [0, 0, 13, 14, 15]), 0.0)
     assert [told[0] for told in agent.told] == [num_filled]
 
 
 def test_when_the_request_decodes_on_and_the_window_leaves_a_block_all_is_void(
     prefills: Prefills, agent: FakeAgent
 ) -> None:
-    prefills.scheduled(1, first("r", 0, PROMPT, [1, 2, 3, 4, 5], [11, 12, 13, 14, 15]), 0.0)
+    prefills.scheduled(1, first_step("r", 0, PROMPT, [1, 2, 3, 4, 5], [11, 12, 13, 14, 15]), 0.0)
     prefills.step_done(1, 0.0)
     told = [(16, (1, 2, 3, 4), (14,))]
     last_seeing = (FIRST_SEEN + 1) * BLOCK + WINDOW - 2  # Computed tokens; a host may drop one token earlier.
     for num_computed in range(PROMPT, last_seeing + 1):
-        prefills.scheduled(num_computed, later(num_computed, 1), 0.0)
+        prefills.scheduled(num_computed, later_step("r", num_computed, 1), 0.0)
         prefills.step_done(num_computed, 0.0)
         assert agent.told == told
-    prefills.scheduled(50, later(last_seeing + 1, 1), 0.0)
+    prefills.scheduled(50, later_step("r", last_seeing + 1, 1), 0.0)
     prefills.step_done(50, 0.0)
     assert agent.told == [*told, "preempted"]
     assert prefills.ended("r") == "t"
@@ -113,8 +77,8 @@ def test_when_the_request_decodes_on_and_the_window_leaves_a_block_all_is_void(
 def test_a_step_in_flight_tells_nothing_of_what_the_window_has_left(
     prefills: Prefills, agent: FakeAgent
 ) -> None:
-    prefills.scheduled(1, first("r", 0, PROMPT, [1, 2, 3, 4, 5], [11, 12, 13, 14, 15]), 0.0)
-    prefills.scheduled(2, later(PROMPT + WINDOW, 1), 0.0)
+    prefills.scheduled(1, first_step("r", 0, PROMPT, [1, 2, 3, 4, 5], [11, 12, 13, 14, 15]), 0.0)
+    prefills.scheduled(2, later_step("r", PROMPT + WINDOW, 1), 0.0)
     prefills.step_done(1, 0.0)
     prefills.step_done(2, 0.0)
     assert agent.told == ["preempted"]
@@ -123,10 +87,10 @@ def test_a_step_in_flight_tells_nothing_of_what_the_window_has_left(
 def test_a_request_that_is_resumed_while_it_decodes_is_not_told_of(
     prefills: Prefills, agent: FakeAgent
 ) -> None:
-    prefills.scheduled(1, first("r", 0, PROMPT, [1, 2, 3, 4, 5], [11, 12, 13, 14, 15]), 0.0)
+    prefills.scheduled(1, first_step("r", 0, PROMPT, [1, 2, 3, 4, 5], [11, 12, 13, 14, 15]), 0.0)
     prefills.step_done(1, 0.0)
     tables = [1, 2, 3, 4, 5, 6, 7], [0, 0, 0, 0, 15, 16, 17]
-    prefills.scheduled(2, later(24, 2, *tables, resumed=True), 0.0)
+    prefills.scheduled(2, later_step("r", 24, 2, *tables, resumed=True), 0.0)
     prefills.layers_done(0, 2, 1, 0.0)
     prefills.step_done(2, 0.0)
     assert agent.told == [(16, (1, 2, 3, 4), (14,)), "preempted"]

@@ -1,95 +1,25 @@
 """The same halves over a real control channel, real transports and real threads, in one process."""
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from baton.assemble import connector_factory
-from baton.contract import KVConnectorOutput, KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.core.config import ClusterSecret, EngineConfig
 from tests.connectors.pull_world import (
     BLOCK,
     HEAD_DIM,
     HEADS,
     LAYERS,
-    FakeBlocks,
-    FakeRequest,
-    Status,
     engine_config,
 )
-
-PATIENCE_S = 60.0
-TOKENS = list(range(30))
-
-
-class Engine:
-    """One rank, with the halves that a real engine would get."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self.cache = torch.zeros(LAYERS, 16, HEADS, BLOCK, 2 * HEAD_DIM)
-        self.scheduler: KVConnectorSchedulerHalf = connector_factory.scheduler_half(config)
-        self.worker: KVConnectorWorkerHalf = connector_factory.worker_half(config, 0)
-        self.worker.register_kv_caches({f"layer.{i}": self.cache[i] for i in range(LAYERS)})
-        handshake = self.worker.get_handshake_metadata()
-        assert handshake is not None
-        self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
-
-    def step(self) -> KVConnectorOutput:
-        metadata = self.scheduler.build_connector_meta(None)  # type: ignore[arg-type]
-        self.worker.handle_preemptions(metadata)
-        self.worker.bind_connector_metadata(metadata)
-        self.worker.start_load_kv(None)  # type: ignore[arg-type]
-        self.worker.wait_for_save()
-        results = self.worker.get_transfer_results(set())
-        output = KVConnectorOutput(*results, invalid_block_ids=self.worker.get_block_ids_with_load_errors())
-        output.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
-        self.worker.clear_connector_metadata()
-        self.scheduler.update_connector_output(output)
-        return output
-
-    def step_until(self, done: Callable[[KVConnectorOutput], bool]) -> KVConnectorOutput:
-        deadline = time.monotonic() + PATIENCE_S
-        pause = threading.Event()
-        while time.monotonic() < deadline:
-            output = self.step()
-            if done(output):
-                return output
-            pause.wait(0.001)  # As an engine does between steps without tokens: others need the interpreter.
-        raise AssertionError("nothing was reported in time")
-
-    def shutdown(self) -> None:
-        self.scheduler.shutdown()
-        self.worker.shutdown()
+from tests.connectors.wired_world import OURS, Engine, ask, engines_of, lend
 
 
 @pytest.fixture
 def start() -> Iterator[Callable[[EngineConfig], Engine]]:
-    engines: list[Engine] = []
-
-    def start_engine(config: EngineConfig) -> Engine:
-        engines.append(Engine(config))
-        return engines[-1]
-
-    yield start_engine
-    for engine in engines:
-        engine.shutdown()
-        engine.shutdown()  # Twice is as good as once.
-    left = [t.name for t in threading.enumerate() if t.name.startswith("baton")]
-    assert not left
-
-
-def lend(p: Engine, request_id: str) -> tuple[dict[str, object], list[int]]:
-    request = FakeRequest(request_id, TOKENS, {"do_remote_decode": True})
-    request.num_computed_tokens, request.status = len(TOKENS), Status.FINISHED_LENGTH_CAPPED
-    blocks = [9, 3, 4, 5, 0, 11, 12, 7]
-    p.cache.copy_(torch.rand_like(p.cache))
-    lent, params = p.scheduler.request_finished(request, blocks)
-    assert lent
-    assert params is not None
-    return params, blocks
+    with engines_of(Engine) as start_engine:
+        yield start_engine
 
 
 @pytest.mark.parametrize("transport", ["local", "tcp"])
@@ -102,15 +32,11 @@ def test_a_handoff(
     extra = {"transports": [transport]}
     p, d = (start(engine_config(name, extra=extra, secret=secret)) for name in ("p", "d"))
     params, theirs = lend(p, "r")
-    request = FakeRequest("r", TOKENS, params)
-    d.scheduler.on_new_request(request)
-    assert d.scheduler.get_num_new_matched_tokens(request, 0) == (30, True)
-    ours = [1, 2, 3, 8, 7, 6, 5, 4]
-    d.scheduler.update_state_after_alloc(request, FakeBlocks(ours), 30)
+    ask(d, params)
     output = d.step_until(lambda output: bool(output.finished_recving))
     assert output.finished_recving == {"r"}
     assert output.invalid_block_ids == set()
-    assert torch.equal(d.cache[:, ours], p.cache[:, theirs])
+    assert torch.equal(d.cache[:, OURS], p.cache[:, theirs])
     assert p.step_until(lambda output: bool(output.finished_sending)).finished_sending == {"r"}
     stats = d.scheduler.get_kv_connector_stats()
     assert stats is not None
@@ -127,9 +53,6 @@ def test_a_producer_that_is_gone_fails_the_request_and_nothing_else(
     p, d = (start(engine_config(name, extra=extra)) for name in ("p", "d"))
     params, _ = lend(p, "r")
     p.shutdown()
-    request = FakeRequest("r", TOKENS, params)
-    d.scheduler.on_new_request(request)
-    d.scheduler.get_num_new_matched_tokens(request, 0)
-    d.scheduler.update_state_after_alloc(request, FakeBlocks(list(range(8))), 30)
+    ask(d, params)
     output = d.step_until(lambda output: bool(output.finished_recving))
-    assert output.invalid_block_ids == set(range(8))
+    assert output.invalid_block_ids == set(OURS)

@@ -8,11 +8,8 @@ import torch
 
 from baton.contract import KVConnectorOutput
 from baton.core.config import EngineConfig
-from tests.connectors.pull_world import FakeBlocks, FakeRequest, engine_config
-from tests.connectors.test_pull_over_real_wires import Engine, lend
-
-PATIENCE_S = 60.0
-OURS = [1, 2, 3, 8, 7, 6, 5, 4]
+from tests.connectors.pull_world import engine_config
+from tests.connectors.wired_world import OURS, PATIENCE_S, Engine, ask, engines_of, lend
 
 
 class Sleeper(Engine):
@@ -31,22 +28,8 @@ class Sleeper(Engine):
 
 @pytest.fixture
 def start() -> Iterator[Callable[[EngineConfig], Sleeper]]:
-    engines: list[Sleeper] = []
-
-    def start_engine(config: EngineConfig) -> Sleeper:
-        engines.append(Sleeper(config))
-        return engines[-1]
-
-    yield start_engine
-    for engine in engines:
-        engine.shutdown()
-
-
-def ask(d: Sleeper, params: dict[str, object]) -> None:
-    request = FakeRequest("r", list(range(30)), params)
-    d.scheduler.on_new_request(request)
-    assert d.scheduler.get_num_new_matched_tokens(request, 0) == (30, True)
-    d.scheduler.update_state_after_alloc(request, FakeBlocks(OURS), 30)
+    with engines_of(Sleeper) as start_engine:
+        yield start_engine
 
 
 def has_received(output: KVConnectorOutput) -> bool:

@@ -1,0 +1,68 @@
+"""What tests of `Prefills` have around it: steps as a scheduler puts them together, and who is told."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.core.ids import TransferId
+from baton.engine.step import NewRequestData, SchedulerOutput
+
+
+@dataclass(frozen=True)
+class Progress:
+    """As `PullAgent.prefill_progress` is told of it."""
+
+    num_tokens: int
+    block_ids: tuple[tuple[int, ...], ...]
+    partial_tokens: int
+    partial_layers: int
+    first_blocks: tuple[int, ...]
+
+
+@dataclass
+class FakeAgent:
+    """Writes down what it is told; of progress, what `noted` makes of it."""
+
+    noted: Callable[[Progress], Any]
+    told: list[Any] = field(default_factory=list)
+
+    def prefill_progress(
+        self,
+        transfer_id: TransferId,
+        num_tokens: int,
+        block_ids: tuple[tuple[int, ...], ...],
+        now: float,
+        *,
+        partial_tokens: int = 0,
+        partial_layers: int = 0,
+        first_blocks: tuple[int, ...] = (),
+    ) -> None:
+        progress = Progress(num_tokens, block_ids, partial_tokens, partial_layers, first_blocks)
+        self.told.append(self.noted(progress))
+
+    def prefill_preempted(self, transfer_id: TransferId, now: float) -> None:
+        self.told.append("preempted")
+
+    def prefill_failed(self, transfer_id: TransferId, reason: str, now: float) -> None:
+        self.told.append(reason)
+
+
+def first_step(request_id: str, num_cached: int, chunk: int, *tables: Sequence[int]) -> SchedulerOutput:
+    """`tables`: block ids of each KV-cache group."""
+    block_ids = tuple(list(table) for table in tables)
+    new = NewRequestData(request_id, [], None, block_ids, num_cached)  # type: ignore[arg-type]
+    return SchedulerOutput(scheduled_new_reqs=[new], num_scheduled_tokens={request_id: chunk})
+
+
+def later_step(
+    request_id: str, num_computed: int, chunk: int, *fresh: Sequence[int], resumed: bool = False
+) -> SchedulerOutput:
+    """`fresh`: blocks that are new in the tables, of each group; none given: no table has changed."""
+    output = SchedulerOutput(num_scheduled_tokens={request_id: chunk})
+    cached = output.scheduled_cached_reqs
+    cached.req_ids.append(request_id)
+    cached.new_block_ids.append(tuple(list(table) for table in fresh) if fresh else None)
+    cached.num_computed_tokens.append(num_computed)
+    if resumed:
+        cached.resumed_req_ids.add(request_id)
+    return output

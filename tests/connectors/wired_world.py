@@ -1,0 +1,98 @@
+"""Engines of halves, without a model, over a real control channel, real transports and real threads."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from baton.assemble import connector_factory
+from baton.contract import KVConnectorOutput, KVConnectorSchedulerHalf, KVConnectorWorkerHalf
+from baton.core.config import EngineConfig
+from tests.connectors.pull_world import BLOCK, HEAD_DIM, HEADS, LAYERS, FakeBlocks, FakeRequest, Status
+
+PATIENCE_S = 60.0
+TOKENS = list(range(30))
+OURS = [1, 2, 3, 8, 7, 6, 5, 4]  # Blocks of the consumer that a prompt of these goes to.
+
+
+class Engine:
+    """One rank, with the halves that a real engine would get."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.cache = torch.zeros(LAYERS, 16, HEADS, BLOCK, 2 * HEAD_DIM)
+        self.scheduler: KVConnectorSchedulerHalf = connector_factory.scheduler_half(config)
+        self.worker: KVConnectorWorkerHalf = connector_factory.worker_half(config, 0)
+        self.worker.register_kv_caches({f"layer.{i}": self.cache[i] for i in range(LAYERS)})
+        handshake = self.worker.get_handshake_metadata()
+        assert handshake is not None
+        self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
+
+    def step(self) -> KVConnectorOutput:
+        metadata = self.scheduler.build_connector_meta(None)  # type: ignore[arg-type]
+        self.worker.handle_preemptions(metadata)
+        self.worker.bind_connector_metadata(metadata)
+        self.worker.start_load_kv(None)  # type: ignore[arg-type]
+        self.worker.wait_for_save()
+        results = self.worker.get_transfer_results(set())
+        output = KVConnectorOutput(*results, invalid_block_ids=self.worker.get_block_ids_with_load_errors())
+        output.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
+        self.worker.clear_connector_metadata()
+        self.scheduler.update_connector_output(output)
+        return output
+
+    def step_until(self, done: Callable[[KVConnectorOutput], bool]) -> KVConnectorOutput:
+        deadline = time.monotonic() + PATIENCE_S
+        pause = threading.Event()
+        while time.monotonic() < deadline:
+            output = self.step()
+            if done(output):
+                return output
+            pause.wait(0.001)  # As an engine does between steps without tokens: others need the interpreter.
+        raise AssertionError("nothing was reported in time")
+
+    def shutdown(self) -> None:
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+
+E = TypeVar("E", bound=Engine)
+
+
+@contextmanager
+def engines_of(kind: Callable[[EngineConfig], E]) -> Iterator[Callable[[EngineConfig], E]]:
+    """Alive until the end; then no thread of theirs is left."""
+    engines: list[E] = []
+
+    def start_engine(config: EngineConfig) -> E:
+        engines.append(kind(config))
+        return engines[-1]
+
+    yield start_engine
+    for engine in engines:
+        engine.shutdown()
+        engine.shutdown()  # Twice is as good as once.
+    left = [t.name for t in threading.enumerate() if t.name.startswith("baton")]
+    assert not left
+
+
+def lend(p: Engine, request_id: str) -> tuple[dict[str, object], list[int]]:
+    request = FakeRequest(request_id, TOKENS, {"do_remote_decode": True})
+    request.num_computed_tokens, request.status = len(TOKENS), Status.FINISHED_LENGTH_CAPPED
+    blocks = [9, 3, 4, 5, 0, 11, 12, 7]
+    p.cache.copy_(torch.rand_like(p.cache))
+    lent, params = p.scheduler.request_finished(request, blocks)
+    assert lent
+    assert params is not None
+    return params, blocks
+
+
+def ask(d: Engine, params: dict[str, object], request_id: str = "r") -> FakeRequest:
+    """The request that `lend` was for: it waits for its blocks."""
+    request = FakeRequest(request_id, TOKENS, params)
+    d.scheduler.on_new_request(request)
+    assert d.scheduler.get_num_new_matched_tokens(request, 0) == (len(TOKENS), True)
+    d.scheduler.update_state_after_alloc(request, FakeBlocks(OURS), len(TOKENS))
+    return request
