@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.router.baton_fakes import Streamed, baton, introduced, speaker, stream
-from tests.router.fakes import FakeEngine, dies, responds, run, system
-from tests.router.vllm_fakes import PROMPT, TOKENS, VllmSpeaker, vllm, vllm_speaker
+from tests.router.fakes import FakeEngine, after, dies, responds, run, system
+from tests.router.vllm_fakes import PROMPT, TOKENS, VllmSpeaker, refuses_tickets, vllm, vllm_speaker
 
 MODES = ["pull", "push"]
 PATHS = ["/v1/completions", "/v1/chat/completions"]
@@ -310,24 +310,12 @@ def first_eligible(states: Any, request: Any) -> int | None:
 def test_a_decode_engine_that_fails_behind_the_first_token_is_replaced_unnoticed(mode: str) -> None:
     async def main() -> None:
         token_seen = asyncio.Event()
-
-        async def fails_later(call: Any) -> None:
-            await token_seen.wait()
-            await dies(call)
-
         p, bad, good, baton_d = vllm(introduces=True), vllm(), vllm(), baton("d")
-        bad.respond = fails_later
+        bad.respond = after(token_seen, dies)
         async with system([p], [bad, baton_d, good], mode=mode) as s:
             await introduced(s)
             s.router.fleet._policy = first_eligible
-            body = {"prompt": PROMPT, "stream": True, "max_tokens": 3}
-            async with s.client.stream("POST", "/v1/completions", json=body) as answer:
-                chunks = answer.aiter_text()
-                seen = await anext(chunks)
-                token_seen.set()
-                seen += "".join([chunk async for chunk in chunks])
-        assert "error" not in seen
-        assert [seen.count(f'"{c}"') for c in "Hi!"] == [1, 1, 1]
+            check_is_one_engines(await stream(s, shown=token_seen))
         assert not baton_d.calls, "it cannot go on behind a token"
         assert vllm_speaker(good).legs[0]["prompt"] == [*IDS, TOKENS[0]]
         ids = [leg["kv_transfer_params"]["transfer_id"] for leg in vllm_speaker(p).legs]
@@ -340,14 +328,7 @@ def test_a_decode_engine_that_fails_behind_the_first_token_is_replaced_unnoticed
 def test_a_ticket_that_d_refuses_costs_a_computation_and_no_token(mode: str) -> None:
     async def main() -> None:
         p, d = vllm(introduces=True), vllm()
-        refusal = {"error": {"message": "no", "param": "kv_transfer_params.baton_ticket"}}
-        speaking = d.respond
-
-        async def refuses(call: Any) -> None:
-            has_paper = bool(call.received.body.get("kv_transfer_params"))
-            await (responds(400, refusal) if has_paper else speaking)(call)
-
-        d.respond = refuses
+        d.respond = refuses_tickets(d.respond)
         async with system([p], [d], mode=mode) as s:
             await introduced(s)
             check_is_one_engines(await stream(s))

@@ -277,25 +277,13 @@ def test_a_decode_engine_that_fails_behind_the_first_token_is_replaced_unnoticed
 ) -> None:
     async def main() -> None:
         token_seen = asyncio.Event()
-
-        async def fails_later(call: Any) -> None:
-            await token_seen.wait()
-            await failure(call)
-
         p, bad, good = baton("p"), baton("d0"), baton("d1")
-        bad.respond = fails_later
+        bad.respond = after(token_seen, failure)
         timeouts = LegTimeouts(first_byte_s=LATER_S / 2, prefill_s=LATER_S / 2)  # In push D has both.
         async with system([p], [bad, good], mode=mode, timeouts=timeouts) as s:
             await introduced(s)
             s.router.fleet._policy = first_eligible
-            body = {"prompt": "a", "stream": True}
-            async with s.client.stream("POST", "/v1/completions", json=body) as answer:
-                chunks = answer.aiter_text()
-                seen = await anext(chunks)
-                token_seen.set()
-                seen += "".join([chunk async for chunk in chunks])
-        assert "error" not in seen
-        assert [seen.count(f'"{c}"') for c in "Hi!"] == [1, 1, 1]
+            check_is_one_engines(await stream(s, shown=token_seen))
         ids = [leg["transfer_id"] for leg in transfer_params(p)]
         assert len(set(ids)) == len(ids) == 2
         assert len(good.calls) == 1
@@ -308,23 +296,15 @@ def test_without_another_decode_engine_the_stream_ends_with_an_error(mode: str) 
     async def main() -> None:
         p, d = baton("p"), baton("d")
         token_seen = asyncio.Event()
-
-        async def refuses(call: Any) -> None:
-            await token_seen.wait()
-            await responds(400, {"error": {"message": "max_tokens", "param": "max_tokens"}})(call)
-
-        d.respond = refuses
+        d.respond = after(
+            token_seen, responds(400, {"error": {"message": "max_tokens", "param": "max_tokens"}})
+        )
         async with system([p], [d], mode=mode) as s:
             await introduced(s)
-            body = {"prompt": "a", "stream": True}
-            async with s.client.stream("POST", "/v1/completions", json=body) as answer:
-                chunks = answer.aiter_text()
-                seen = await anext(chunks)
-                token_seen.set()
-                seen += "".join([chunk async for chunk in chunks])
-        assert '"H"' in seen
-        assert "upstream_error" in seen
-        assert seen.endswith("data: [DONE]\n\n")
+            got = await stream(s, shown=token_seen)
+        assert got.text == "H"
+        assert "upstream_error" in str(got.events)
+        assert got.events[-1] == "[DONE]"
 
     run(main())
 
@@ -336,17 +316,12 @@ def test_engines_that_disagree_end_the_stream_with_an_error_and_no_further_token
         p, d = baton("p"), baton("d", tokens=(73, 105), gate=gate)
         async with system([p], [d], mode=mode) as s:
             await introduced(s)
-            body = {"prompt": "a", "stream": True}
-            async with s.client.stream("POST", "/v1/completions", json=body) as answer:
-                chunks = answer.aiter_text()
-                seen = await anext(chunks)
-                gate.set()
-                seen += "".join([chunk async for chunk in chunks])
+            got = await stream(s, shown=gate)
             metrics = (await s.client.get("/metrics")).text
-        assert '"H"' in seen
-        assert '"i"' not in seen
-        assert "disagree" in seen
-        assert seen.endswith("data: [DONE]\n\n")
+        assert got.text == "H"
+        assert got.error is not None
+        assert "disagree" in got.error
+        assert got.events[-1] == "[DONE]"
         assert 'baton:router_first_tokens_total{agreed="no"} 1.0' in metrics
 
     run(main())

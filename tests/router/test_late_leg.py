@@ -11,7 +11,7 @@ from baton.router.late_leg import LEAD_MIN_S, LEAD_SHARE, NUM_REMEMBERED, LateLe
 from tests.router.baton_fakes import baton, introduced, stream
 from tests.router.fakes import FakeEngine, System, dies, responds, run, system
 from tests.router.test_behind import IDS, check_is_one_engines
-from tests.router.vllm_fakes import TOKENS, vllm, vllm_speaker
+from tests.router.vllm_fakes import TOKENS, refuses_tickets, vllm, vllm_speaker
 
 P = Engine("http://10.0.0.1:8001", "prefill", kind="vllm")
 BESIDE = Engine("http://10.0.0.1:8002", "decode", kind="vllm")
@@ -222,14 +222,7 @@ def test_a_client_that_leaves_while_d_is_held_back_leaves_no_leg_behind() -> Non
 def test_what_p_has_lent_to_a_d_that_refuses_goes_back() -> None:
     async def main() -> None:
         p, d = vllm(introduces=True), vllm()
-        refusal = {"error": {"message": "no", "param": "kv_transfer_params.baton_ticket"}}
-        good = d.respond
-
-        async def refuses(call: Any) -> None:
-            has_paper = bool(call.received.body.get("kv_transfer_params"))
-            await (responds(400, refusal) if has_paper else good)(call)
-
-        d.respond = refuses
+        d.respond = refuses_tickets(d.respond)
         async with system([p], [d], mode="push", decode_leg="auto") as s:
             await introduced(s)
             check_is_one_engines(await stream(s))

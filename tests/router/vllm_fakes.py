@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.router.baton_fakes import event
-from tests.router.fakes import TICKET, Call, FakeEngine, opened
+from tests.router.fakes import TICKET, Call, FakeEngine, Respond, opened, responds
 
 PROMPT = "hello"
 TOKENS = (72, 105, 33)  # "Hi!", whoever is asked.
@@ -130,3 +130,14 @@ def vllm(*, max_model_len: int = 4096, **fields: Any) -> FakeEngine:
 def vllm_speaker(engine: FakeEngine) -> VllmSpeaker:
     assert isinstance(engine.respond, VllmSpeaker)
     return engine.respond
+
+
+def refuses_tickets(otherwise: Respond) -> Respond:
+    """As a D does to which P's paper is of no use."""
+    refusal = {"error": {"message": "no", "param": "kv_transfer_params.baton_ticket"}}
+
+    async def respond(call: Call) -> None:
+        has_paper = bool(call.received.body.get("kv_transfer_params"))
+        await (responds(400, refusal) if has_paper else otherwise)(call)
+
+    return respond
