@@ -185,7 +185,7 @@ class ConnectorStep:
         """A call without which this step's loads cannot be trusted."""
         try:
             call()
-        except Exception as error:
+        except Exception as error:  # The border to the connector, which may be anybody's.
             self._note(name, error)
             self.loads_failed = True
             return False
@@ -194,7 +194,7 @@ class ConnectorStep:
     def _contain(self, name: str, call: Callable[[], T], otherwise: T) -> T:
         try:
             return call()
-        except Exception as error:
+        except Exception as error:  # As above.
             self._note(name, error)
             return otherwise
 

@@ -214,7 +214,7 @@ def _start(channel: Channel) -> tuple[EngineCore, Start] | None:
         core = EngineCore(start.config, start.connector_factory)
     except ChannelClosed:
         return None
-    except Exception as error:
+    except Exception as error:  # This process ends: the front end has to hear why.
         if not isinstance(error, UserError):  # Whose text says what to mend: the front end shows it.
             logger.exception("the engine core could not start")
         _say_last(channel, StartFailed(_text(error), isinstance(error, UserError)))
@@ -242,7 +242,7 @@ def _restart(start: Start, channel: Channel) -> EngineCore:
     """All anew: ranks, cache, and both halves of the connector under an epoch that no old paper names."""
     try:
         return EngineCore(start.config, start.connector_factory)
-    except Exception as error:
+    except Exception as error:  # As above.
         logger.exception("the engine core could not start its ranks anew")
         _say_last(channel, Stopped(f"it could not start its ranks anew: {_text(error)}"))
         sys.exit(1)
@@ -285,7 +285,7 @@ def _run_until_a_rank_dies(
         _say_last(channel, Stopped(str(stopping)))
     except ChannelClosed:
         logger.warning("the front end is gone; ending")
-    except Exception as error:
+    except Exception as error:  # As above.
         logger.exception("the engine core cannot go on")
         _say_last(channel, Stopped(_text(error)))
         sys.exit(1)

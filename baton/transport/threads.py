@@ -34,7 +34,7 @@ def start_owned_thread(
         free_affinity(cpus)
         try:
             run()
-        except BaseException as error:
+        except BaseException as error:  # The thread's end, whatever it is: its owner has to hear of it.
             logger.exception("thread %s died", name)
             on_death(error)
 

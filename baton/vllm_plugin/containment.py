@@ -28,7 +28,7 @@ class Containment:
     def call(self, hook: str, ask: Callable[[], T], otherwise: U) -> T | U:
         try:
             return ask()
-        except Exception as error:
+        except Exception as error:  # The border to vLLM, whose engine dies of what a connector raises.
             self.note(hook, error)
             return otherwise
 

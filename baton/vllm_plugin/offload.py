@@ -17,12 +17,12 @@ from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.settings import OffloadSettings
 from baton.connectors.offload.stats import OffloadPromMetrics, OffloadStats
 from baton.connectors.offload.worker import OffloadWorkerHalf
-from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
+from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
 from baton.core.errors import ConfigError
 from baton.vllm_plugin.forwarding import ForwardingConnector
 from baton.vllm_plugin.groups import FIELD, WAY_OUT, groups_of, specs_of
 from baton.vllm_plugin.stats import BatonPromMetrics, BatonStats
-from baton.vllm_plugin.stores import LoadsContained, refuse_split_blocks
+from baton.vllm_plugin.stores import begin_load, refuse_split_blocks
 
 KVConnectorMetadata.register(OffloadMetadata)
 KVConnectorWorkerMetadata.register(OffloadReport)
@@ -36,8 +36,13 @@ class OffloadVllmPromMetrics(BatonPromMetrics):
     _ours = OffloadPromMetrics
 
 
-class VllmOffloadSchedulerHalf(LoadsContained, OffloadSchedulerHalf):
+class VllmOffloadSchedulerHalf(OffloadSchedulerHalf):
     """Whose failing loads vLLM hears of."""
+
+    def update_state_after_alloc(
+        self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        begin_load(super().update_state_after_alloc, self.fail_load, request, blocks, num_external_tokens)
 
 
 class BatonOffloadConnector(ForwardingConnector):

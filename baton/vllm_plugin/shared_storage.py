@@ -26,7 +26,7 @@ from baton.connectors.shared_storage import (
 )
 from baton.connectors.shared_storage.metadata import StorageHandshake, StorageMetadata, StorageReport
 from baton.connectors.shared_storage.stats import StoragePromMetrics, StorageStats
-from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
+from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
 from baton.core.hashing import HASH_SEED
 from baton.core.layout import ModelFingerprint
 from baton.vllm_plugin.fingerprint import fingerprint_of
@@ -36,7 +36,7 @@ from baton.vllm_plugin.identity import find_folder
 from baton.vllm_plugin.packing import find_packing
 from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_plugin.stats import BatonPromMetrics, BatonStats
-from baton.vllm_plugin.stores import LoadsContained, refuse_split_blocks
+from baton.vllm_plugin.stores import begin_load, refuse_split_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -54,8 +54,13 @@ class StorageVllmPromMetrics(BatonPromMetrics):
     _ours = StoragePromMetrics
 
 
-class VllmStorageSchedulerHalf(LoadsContained, StorageSchedulerHalf):
+class VllmStorageSchedulerHalf(StorageSchedulerHalf):
     """Whose failing loads vLLM hears of."""
+
+    def update_state_after_alloc(
+        self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        begin_load(super().update_state_after_alloc, self.fail_load, request, blocks, num_external_tokens)
 
 
 class VllmStorageWorkerHalf(StorageWorkerHalf):

@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from baton.contract import KVConnectorSchedulerHalf, host
+from baton.contract import host
 from baton.core.errors import ConfigError
-
-if TYPE_CHECKING:
-
-    class _Store(KVConnectorSchedulerHalf):
-        """What stands behind it."""
-
-        def update_state_after_alloc(
-            self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
-        ) -> None:
-            raise NotImplementedError
-
-        def fail_load(self, request_id: str, block_ids: tuple[int, ...]) -> None: ...
-else:
-    _Store = object
 
 logger = logging.getLogger(__name__)
 
 
-class LoadsContained(_Store):
-    """In front of a scheduler half that loads in the background and has `fail_load`."""
+def begin_load(
+    begin: Callable[[host.Request, host.KVCacheBlocks, int], None],
+    fail_load: Callable[[str, tuple[int, ...]], None],
+    request: host.Request,
+    blocks: host.KVCacheBlocks,
+    num_external_tokens: int,
+) -> None:
+    """`begin`, a scheduler half's `update_state_after_alloc`; what it raises ends the load as failed.
 
-    def update_state_after_alloc(
-        self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
-    ) -> None:
-        """vLLM has parked the request by now: whatever fails here, its end has to be reported."""
-        try:
-            super().update_state_after_alloc(request, blocks, num_external_tokens)
-        except Exception:
-            logger.exception("could not begin to load request %s; it is computed", request.request_id)
-            if num_external_tokens:
-                held = tuple(block_id for table in blocks.get_block_ids() for block_id in table)
-                self.fail_load(request.request_id, held)
+    vLLM has parked the request by now: it waits until a rank reports the end of the load.
+    """
+    try:
+        begin(request, blocks, num_external_tokens)
+    except Exception:  # The border of one request's load.
+        logger.exception("could not begin to load request %s; it is computed", request.request_id)
+        if num_external_tokens:
+            held = tuple(block_id for table in blocks.get_block_ids() for block_id in table)
+            fail_load(request.request_id, held)
 
 
 def refuse_split_blocks(parallel_config: Any, connector: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from baton.connectors.pull.identity import EngineIdentity
-from baton.connectors.pull.metadata import Order, ReadBlocks
+from baton.connectors.pull.metadata import Order
 from baton.connectors.pull.worker import PullWorkerHalf
 from baton.connectors.push.worker import PushWorkerHalf
 from baton.contract import host
@@ -62,10 +62,8 @@ class VllmPullWorkerHalf(PullWorkerHalf):
         """Whatever goes wrong, the scheduler half hears how each read that it ordered has ended."""
         try:
             super()._carry_out(order)
-        except Exception as error:
-            logger.exception("could not carry out %s", type(order).__name__)
-            if isinstance(order, ReadBlocks) and self._links is not None:
-                self._links.fail(order, f"{type(error).__name__}: {error}")
+        except Exception as error:  # The border of one order: the step's others are carried out.
+            self._fail(order, error)
 
 
 class VllmPushWorkerHalf(VllmPullWorkerHalf, PushWorkerHalf):

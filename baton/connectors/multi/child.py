@@ -49,7 +49,7 @@ class Child:
         """About a whole step."""
         try:
             return call(self.half)
-        except Exception as error:
+        except Exception as error:  # The border to a child, which may be anybody's: it loses this step.
             self._is_dead = self._is_dead or isinstance(error, ConnectorDead)
             logger.exception("the connector %s raised in %s; the others go on", self.name, method)
             self.note(f"{method}: {type(error).__name__}: {error}")
@@ -63,7 +63,7 @@ class Child:
             return call(self.half)
         except UserError:
             raise
-        except Exception:
+        except Exception:  # As above: it loses this request.
             logger.exception("the connector %s raised in %s for request %s", self.name, method, request_id)
             self.count_error()
             return otherwise

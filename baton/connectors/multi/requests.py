@@ -84,7 +84,7 @@ class RequestCalls:
                 return
             try:
                 half.update_state_after_alloc(request, blocks, num_external_tokens)
-            except Exception as error:
+            except Exception as error:  # Contained as any child's, and raised again: nobody else loads it.
                 failure = error
                 self._forget_load(request.request_id, child.position)
                 raise

@@ -218,7 +218,7 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         for child in self._children:
             try:
                 child.shutdown()
-            except Exception as error:
+            except Exception as error:  # Raised again when the others have been shut down.
                 logger.exception("the connector %s could not shut down", child.name)
                 if not child.is_retired:
                     failure = failure or error

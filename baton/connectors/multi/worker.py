@@ -88,7 +88,7 @@ class _Child:
         """A call without which this step's loads cannot be trusted."""
         try:
             call()
-        except Exception as error:
+        except Exception as error:  # The border to a child, which may be anybody's.
             self.note(method, error)
             self.loads_failed = True
             return False
@@ -97,7 +97,7 @@ class _Child:
     def call(self, method: str, call: Callable[[], T], otherwise: T) -> T:
         try:
             return call()
-        except Exception as error:
+        except Exception as error:  # As above.
             self.note(method, error)
             return otherwise
 
@@ -333,7 +333,7 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
         for child in self._children:
             try:
                 child.half.shutdown()
-            except Exception as error:
+            except Exception as error:  # Raised again when the others have been shut down.
                 logger.exception("the connector %s could not shut down", child.name)
                 failure = failure or error
         if failure is not None:

@@ -344,7 +344,7 @@ class PeerLinks:
         spans: list[Spans] = []
         try:
             spans = [ready.prepare(piece.shape, layers) for piece in pieces]
-        except Exception as error:
+        except Exception as error:  # The border of one read: whatever it is, its claim hears of it.
             read.fail(_explain(error, link))
         with self._changed:
             self._post(link, ready, read, pieces, spans)
@@ -366,7 +366,7 @@ class PeerLinks:
                 ),
                 LinkWire(ready, read, self._operations),
             )
-        except Exception as error:
+        except Exception as error:  # As above.
             read.fail(_explain(error, link))
         with self._changed:
             read.duration_s = time.monotonic() - started_at

@@ -139,10 +139,8 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         assert not isinstance(order, FailedLoad), "it is for a step to report"
         try:
             self._carry_out(order)
-        except Exception as error:
-            logger.exception("could not carry out %s", type(order).__name__)
-            if isinstance(order, ReadBlocks) and self._links is not None:
-                self._links.fail(order, f"{type(error).__name__}: {error}")
+        except Exception as error:  # The border of one order.
+            self._fail(order, error)
 
     # --- Step ----------------------------------------------------------------------------------
 
@@ -219,7 +217,7 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         try:
             if end.ok:
                 mirror.load(end.claim)
-        except Exception as error:
+        except Exception as error:  # The border of one read: it ends as failed, the rank goes on.
             logger.exception("could not copy to the device what was read")
             end = dataclasses.replace(end, ok=False, error=f"{type(error).__name__}: {error}")
         assert self._links is not None
@@ -263,6 +261,12 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
                     self._invalid_blocks.update(block_ids)
             case _:
                 assert_never(order)
+
+    def _fail(self, order: Order, error: Exception) -> None:
+        """It could not be carried out; the scheduler half hears how each read that it ordered has ended."""
+        logger.error("could not carry out %s", type(order).__name__, exc_info=error)
+        if isinstance(order, ReadBlocks) and self._links is not None:
+            self._links.fail(order, f"{type(error).__name__}: {error}")
 
     def _make_transports(self, names: Sequence[str], address: Address) -> Mapping[str, Transport]:
         settings = self._identity.settings

@@ -85,7 +85,7 @@ class PushSchedulerHalf(PullSchedulerHalf):
             return
         try:
             self._expect(request)
-        except Exception:
+        except Exception:  # A fault of ours costs this request its stream: its consumer computes.
             self._contain("on_new_request", request)
 
     def request_finished_all_groups(
@@ -178,7 +178,7 @@ class PushSchedulerHalf(PullSchedulerHalf):
         with self._lock:
             try:
                 yield
-            except Exception:
+            except Exception:  # Here, since loans and leases do not depend on what is streamed.
                 logger.exception("streaming failed; nothing more is told of the prompts that compute now")
                 self._stats.add_for("failures", "internal error")
                 self._prefills.fail_all("the producer lost count of what is ready", self._clock())

@@ -193,7 +193,7 @@ def worker_main(end: socket.socket) -> None:
                 channel.send_nowait(packed_answer(rank.answer(message)))
     except ConnectionError:
         return  # Our parent is gone or has let go of us.
-    except Exception as error:
+    except Exception as error:  # It ends this process: but first the core has to hear why.
         channel.send_nowait(packed_answer(failure_of(error)))
         channel.flush(SEND_FAILURE_S)
         if isinstance(error, UserError):

@@ -325,7 +325,7 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
             allowed = method in _ABOUT_A_REQUEST
             self._story.check("raised", allowed, f"{method} raised a UserError: {error}")
             raise
-        except Exception as error:
+        except Exception as error:  # That it raised is the finding.
             self._story.tell_call(self.name, method, arguments if told is None else told)
             about = arguments[0].request_id if method.startswith("request_finished") else None
             is_unknown = about is not None and about not in self._allocated

@@ -237,7 +237,7 @@ class WatchedWorker(KVConnectorWorkerHalf):
         step = self._step
         try:
             answer = getattr(self.inner, method)(*arguments)
-        except Exception as error:
+        except Exception as error:  # That it raised is the finding.
             rule = rule or self._rule_of_raising(method)
             self._check(rule, False, f"rank {self.rank}: {method} raised {why(error)}")
             raise

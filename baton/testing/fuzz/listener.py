@@ -277,7 +277,7 @@ def _wait_through(channel: ScriptedChannel, control: ControlThread) -> bool:
         waited_s += LOOK_EVERY_S
         try:
             control.raise_if_dead()
-        except Exception:
+        except Exception:  # What killed the thread: that it died is the finding.
             logging.getLogger(__name__).exception("the flood has killed it")
             return False
         if waited_s > PATIENCE_S:
