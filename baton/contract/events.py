@@ -17,7 +17,6 @@ import msgspec
 
 MEDIUM_GPU = "GPU"
 MEDIUM_CPU = "CPU"
-MEDIUM_STORAGE = "STORAGE"
 
 ExternalBlockHash: TypeAlias = bytes | int
 """As published: the whole digest, or 64 bits of it for consumers that want integers."""

@@ -22,7 +22,7 @@ engine that offloads its KV may not do for this request.
 """
 
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple, TypeAlias, assert_never
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -248,37 +248,3 @@ def _ranged(raw: Mapping[str, Any], key: str, low: int, high: int) -> int | None
     if not low <= value <= high:
         raise BadTransferParams(f"must be in [{low}, {high}], is {value}", field=f"{FIELD}.{key}")
     return value
-
-
-def to_wire(params: KVTransferParams) -> dict[str, Any]:
-    """The inverse of parsing, without vLLM's hints."""
-    match params:
-        case Compute(transfer_id, ticket):
-            leg = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
-            return leg if ticket is None else {**leg, "baton_ticket": ticket}
-        case Fetch(ticket, remote_engine_id):
-            return {
-                "do_remote_decode": False,
-                "do_remote_prefill": True,
-                "baton_ticket": ticket,
-                "remote_engine_id": remote_engine_id,
-            }
-        case Stream(transfer_id, introduction, remote_engine_id):
-            return {
-                "do_remote_decode": False,
-                "do_remote_prefill": True,
-                "transfer_id": transfer_id,
-                "baton_introduction": introduction,
-                "remote_engine_id": remote_engine_id,
-            }
-        case Named(transfer_id, remote_engine_id, remote_host, remote_port):
-            return {
-                "do_remote_decode": False,
-                "do_remote_prefill": True,
-                "transfer_id": transfer_id,
-                "remote_engine_id": remote_engine_id,
-                "remote_host": remote_host,
-                "remote_port": remote_port,
-            }
-        case _:
-            assert_never(params)

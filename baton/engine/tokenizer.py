@@ -71,10 +71,6 @@ class Tokenizer:
     def bos_token_id(self) -> int | None:
         return self._special_token_id("bos_token")
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._chat_template is not None
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens`: what the tokenizer puts around a text, such as a beginning-of-text token.
 

@@ -20,9 +20,6 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._members)
 
-    def __contains__(self, request: Request) -> bool:
-        return request.request_id in self._members
-
     def push(self, request: Request) -> None:
         assert request.request_id not in self._members, f"{request} is in the queue already"
         self._members[request.request_id] = request
@@ -35,13 +32,6 @@ class WaitingQueue:
                 return request
             heapq.heappop(self._heap)
         return None
-
-    def pop(self) -> Request:
-        request = self.peek()
-        assert request is not None
-        heapq.heappop(self._heap)
-        del self._members[request.request_id]
-        return request
 
     def remove(self, request: Request) -> bool:
         """False if it was not here. Its heap entry is dropped when it comes to the top."""

@@ -10,8 +10,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-CHECKSUM_BYTES = 8
-
 # All of the address space as one view: slicing it costs a third of making an array per piece. Whoever
 # slices answers for the addresses: they come from checked regions only.
 _memory = memoryview((ctypes.c_ubyte * (2**62)).from_address(0)).cast("B")

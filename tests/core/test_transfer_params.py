@@ -12,11 +12,9 @@ from baton.core.transfer_params import (
     MAX_TICKET_CHARS,
     Compute,
     Fetch,
-    KVTransferParams,
     Named,
     Stream,
     parse_transfer_params,
-    to_wire,
 )
 
 ANSWER: dict[str, Any] = {
@@ -159,19 +157,3 @@ def _field_refused(raw: dict[str, Any]) -> str | None:
     except BadTransferParams as refusal:
         return refusal.field or "unnamed"
     return None
-
-
-@given(
-    st.sampled_from(
-        [
-            Compute(None),
-            Compute("t"),
-            Compute("t", "x"),
-            Fetch("x", "P"),
-            Stream("t", "i", "P"),
-            Named(None, "P", "h", 1),
-        ]
-    )
-)  # type: ignore[arg-type]
-def test_what_we_write_we_read(params: KVTransferParams) -> None:
-    assert parse_transfer_params(to_wire(params)) == params

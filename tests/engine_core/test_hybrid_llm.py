@@ -1,6 +1,7 @@
 """Models with windows: the same tokens with a table per group of layers as with one that keeps everything."""
 
 import logging
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -13,9 +14,9 @@ from baton.core.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from baton.core.kv_groups import is_hybrid
+from baton.core.kv_groups import KVCacheGroup, is_hybrid
 from baton.engine.api import SamplingParams
-from baton.engine.attention.kv_memory import kv_cache_bytes
+from baton.engine.attention.kv_memory import allocate_kv_cache
 from baton.engine.checkpoint import load_model_config
 from baton.engine.llm import LLM
 from baton.engine.new_model import write_checkpoint
@@ -100,10 +101,14 @@ def test_tokens_are_the_same_with_steps_in_flight_on_two_ranks(
 
 
 def test_the_layers_share_memory(config: EngineConfig) -> None:
-    model, groups = config.model_config, config.kv_cache_groups
-    one = kv_cache_bytes(model, config.cache_config, 0, 1)
-    grouped = kv_cache_bytes(model, config.cache_config, 0, 1, groups)
-    assert grouped * len(groups) == one
+    groups = config.kv_cache_groups
+    assert num_bytes(config, groups) * len(groups) == num_bytes(config, None)
+
+
+def num_bytes(config: EngineConfig, groups: Sequence[KVCacheGroup] | None) -> int:
+    caches = allocate_kv_cache(config.model_config, config.cache_config, 0, 1, "cpu", groups=groups)
+    storages = {storage.data_ptr(): storage for storage in (c.untyped_storage() for c in caches.values())}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 class OneTableFactory:

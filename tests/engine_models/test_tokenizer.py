@@ -99,7 +99,6 @@ def test_templates_are_found_wherever_folders_keep_them(
     )
     assert Tokenizer.from_folder(folder).render_chat(CHAT) == '"Be brief."%'
     bare = Tokenizer.from_folder(written(tmp_path / "bare", source))
-    assert not bare.has_chat_template
     with pytest.raises(UserError, match="no chat template"):
         bare.render_chat(CHAT)
 

@@ -61,10 +61,6 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.advertise_host is None and self.host in ("0.0.0.0", "::"):
             raise ConfigError("is needed when host is a wildcard address", field=f"{FIELD}.advertise_host")
 
-    @property
-    def host_for_peers(self) -> str:
-        return self.advertise_host or self.host
-
     def url_of_peer(self, host: str, port: int) -> str | None:
         """The control url of a peer whom a client has named, if clients may: here they may not."""
         return None

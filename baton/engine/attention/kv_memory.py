@@ -31,20 +31,6 @@ def layer_name(layer: int) -> str:
     return f"model.layers.{layer}.self_attn.attn"
 
 
-def kv_cache_bytes(
-    model_config: ModelConfig,
-    cache_config: CacheConfig,
-    tp_rank: int,
-    tp_size: int,
-    groups: Sequence[KVCacheGroup] | None = None,
-) -> int:
-    """What `allocate_kv_cache` takes on one rank."""
-    heads = kv_heads_of(tp_rank, tp_size=tp_size, num_kv_heads=model_config.num_kv_heads)
-    slot_bytes = len(heads) * 2 * model_config.head_dim * torch_dtype(model_config.dtype).itemsize
-    num_slots = cache_config.num_gpu_blocks * cache_config.block_size
-    return num_places(groups or one_group(model_config.num_hidden_layers)) * num_slots * slot_bytes
-
-
 def allocate_kv_cache(
     model_config: ModelConfig,
     cache_config: CacheConfig,
