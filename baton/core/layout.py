@@ -130,6 +130,7 @@ def declared_loss(source: str, target: str) -> str:
 
 
 def can_convert(source: str, target: str) -> bool:
+    """Between these dtypes, whatever is lost."""
     return source in FORMATS and target in FORMATS
 
 

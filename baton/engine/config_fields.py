@@ -11,6 +11,7 @@ def config_error(message: str, key: str) -> UserError:
 
 
 def positive(config: Mapping[str, Any], key: str, *, default: int | None = None, minimum: int = 1) -> int:
+    """An integer of at least `minimum`. Raises UserError for anything else, and without value and default."""
     value = config.get(key)
     if value is None:
         value = default
@@ -24,6 +25,7 @@ def positive(config: Mapping[str, Any], key: str, *, default: int | None = None,
 def number(
     config: Mapping[str, Any], key: str, default: float | None = None, *, prefix: str | None = None
 ) -> float:
+    """A number above 0; errors name it `prefix.key`. Raises UserError as `positive` does."""
     field = f"{prefix}.{key}" if prefix else key
     value = config.get(key)
     if value is None:
@@ -36,6 +38,7 @@ def number(
 
 
 def flag(config: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
+    """Raises UserError for what is neither true nor false."""
     value = config.get(key)
     if value is None:
         return default

@@ -169,9 +169,8 @@ def _config_json(
         config["sliding_window"] = sliding_window
     if family in ("qwen2", "qwen3") and sliding_window is not None:
         config["use_sliding_window"] = True
-        config["max_window_layers"] = (
-            layers // 2
-        )  # The upper half slides, so that both kinds are in one model.
+        # The upper half slides, so that both kinds are in one model.
+        config["max_window_layers"] = layers // 2
     if family in ("llama", "qwen3", "gemma3"):
         config["attention_bias"] = False
     if family == "llama":

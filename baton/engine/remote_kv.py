@@ -124,12 +124,9 @@ class RemoteKV:
     def park(self, request: Request, num_local_tokens: int, num_external_tokens: int) -> None:
         """The load is agreed on and its blocks are allocated."""
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-        request.num_computed_tokens = (
-            num_local_tokens + num_external_tokens
-        )  # In advance; nobody else may use it.
-        self._loading[request.request_id] = Load(
-            request, num_local_tokens, num_external_tokens, request.num_computed_tokens
-        )
+        end = num_local_tokens + num_external_tokens
+        request.num_computed_tokens = end  # In advance; nobody else may use it.
+        self._loading[request.request_id] = Load(request, num_local_tokens, num_external_tokens, end)
         self._step_loads.parked.append(request)
 
     def note_sync_load(self, request: Request, num_local_tokens: int, num_external_tokens: int) -> None:

@@ -78,6 +78,7 @@ def make_hello(own_address: Address, fingerprint: ModelFingerprint) -> Hello:
 
 
 def answer_hello(hello: Hello, fingerprint: ModelFingerprint, payload: bytes) -> Welcome | Refused:
+    """`payload`: our ranks, as `encode_ranks` writes them."""
     reasons = incompatibilities(fingerprint, hello.protocol_version, hello.fingerprint)
     if reasons:
         return Refused(tuple(reason[:MAX_REASON_CHARS] for reason in reasons))

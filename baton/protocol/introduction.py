@@ -47,6 +47,7 @@ _SEAL = Seal(
 
 
 def sign_introduction(introduction: Introduction, key: bytes | None) -> str:
+    """`key`: as of a ticket."""
     return _SEAL.sign(introduction, key)
 
 

@@ -92,6 +92,7 @@ def check_tables(
     local_table: Sequence[int],
     remote_table: Sequence[int],
 ) -> None:
+    """Raises TransferError if the first `last_token` tokens need more blocks than a table has."""
     for whose, size, table in (
         ("local", local_block_tokens, local_table),
         ("remote", remote_block_tokens, remote_table),

@@ -116,6 +116,7 @@ class Seal(Generic[P]):
 
 
 def check_range(what: str, value: int, low: int, high: int) -> None:
+    """Raises ValueError outside of [low, high]."""
     if not low <= value <= high:
         raise ValueError(f"{what} is {value}, expected {low} to {high}")
 

@@ -133,5 +133,6 @@ def _follows(last: CopySpan, atom: CopySpan) -> bool:
 
 
 def check_equal(what: str, ours: object, theirs: object) -> None:
+    """Raises PlanError."""
     if ours != theirs:
         raise PlanError(f"{what}: ours {ours!r}, theirs {theirs!r}")

@@ -39,6 +39,7 @@ def check_layout(layout: RankLayout) -> None:
 
 
 def can_share(tp_size: int, num_kv_heads: int) -> bool:
+    """Whether ranks can have equally many heads, or each head equally many ranks."""
     return num_kv_heads % tp_size == 0 or tp_size % num_kv_heads == 0
 
 

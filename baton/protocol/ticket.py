@@ -97,6 +97,7 @@ _SEAL = Seal(Ticket, BadTicket, version=TICKET_VERSION, max_chars=MAX_TICKET_CHA
 
 
 def sign_ticket(ticket: Ticket, key: bytes | None) -> str:
+    """`key`: of the cluster; None: anybody could have made it."""
     return _SEAL.sign(ticket, key)
 
 

@@ -118,9 +118,8 @@ class ControlChannel:
             )
         self._keys = _Keys.of(self.secret) if self.secret is not None else None
         self._dialled: OrderedDict[str, _Dialled] = OrderedDict()
-        self._introducing: deque[float] = (
-            deque()
-        )  # When each was accepted that has not finished its handshake.
+        # When each was accepted that has not finished its handshake.
+        self._introducing: deque[float] = deque()
         self._closed = False
         self._wake_lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -36,9 +36,7 @@ from baton.protocol.messages import BlockTables
 class _Prefill:
     transfer_id: TransferId
     num_prompt_tokens: int
-    first_blocks: tuple[
-        int, ...
-    ]  # Of each KV-cache group, the first that stays until the prompt is computed.
+    first_blocks: tuple[int, ...]  # Of each KV-cache group: the first that stays till the prompt is computed.
     tables: list[list[int]] = field(default_factory=list)  # Of each KV-cache group, from token 0 on.
     num_ready: int = 0  # Tokens of this run, as told.
     is_computing: bool = False

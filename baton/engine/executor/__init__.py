@@ -90,6 +90,8 @@ class Executor(ABC):
 
 
 def start_executor(config: EngineConfig, connector_factory: str | None) -> Executor:
+    """The configured one, its ranks ready. Raises UserError for what its user can mend; of ranks in processes
+    of their own, else, ExecutorDied."""
     if config.parallel_config.executor == "multiprocess":
         from baton.engine.executor.multiprocess import MultiprocessExecutor
 

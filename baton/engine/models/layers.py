@@ -41,6 +41,7 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x` [..., size], `weight` [size]; the result is as `x`, computed in float32 (arXiv 1910.07467)."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
     if weight.dtype != x.dtype:

@@ -259,9 +259,8 @@ class KitRanks(Executor):
     def _slots(self, row: _Row, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(blocks, offsets) of the tokens in [first, last)."""
         positions = torch.arange(first, last)
-        return torch.tensor(row.tables[self._group_of[layer]])[
-            positions // self._block
-        ], positions % self._block
+        table = torch.tensor(row.tables[self._group_of[layer]])
+        return table[positions // self._block], positions % self._block
 
     def _write(
         self,
