@@ -26,6 +26,7 @@ from tests.system.test_topologies import pulled, pushed
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.slow,
+    pytest.mark.timeout(2 * START_S),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
 

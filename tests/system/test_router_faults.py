@@ -15,7 +15,7 @@ from baton.cli.system import EngineArguments, HandoffArguments, plan_system, sta
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-START_S = 120.0
+START_S = 240.0
 ANSWER_S = 60.0
 PROMPT = list(range(300, 500))
 
