@@ -32,6 +32,7 @@ ROUTER_MODES = {
     "push late": ("--mode", "push"),
 }
 MAX_MODEL_LEN = 4096
+IN_USE_MAX = 0.001  # Of 2,048 blocks: two, of whoever asks.
 MODEL = "tiny"
 
 # Bounds are to be reached within a test, and to leave room for a machine that is busy with 16 requests.
@@ -132,6 +133,13 @@ class Server:
         while not is_reached(value := self.metric(name, **labels)):
             assert time.monotonic() < deadline_s, f"{self.name}: {name} is still {value}"
         return value
+
+    def wait_all_returned(self, prompt: Sequence[int]) -> None:
+        """What was lent to nobody, or to the dead, comes back by itself, and is seen in the next step."""
+        deadline_s = time.monotonic() + ANSWER_S
+        while self.metric("vllm:kv_cache_usage_perc") > IN_USE_MAX:
+            assert time.monotonic() < deadline_s, f"{self.name}: blocks are still held"
+            self.tokens(prompt, cache_salt="steps")
 
     def log(self) -> str:
         return self.child.log_path.read_text(errors="replace")
