@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,11 +19,11 @@ collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 # Last: each ends the engines that the others share.
 OTHER_CASTS = frozenset(
     {
+        "test_gpt_oss",
         "test_hidden_states",
         "test_hybrid",
         "test_multi",
         "test_offload",
-        "test_ranks",
         "test_readme",
         "test_refused",
         "test_shared_storage",
@@ -45,8 +45,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of 4,096 positions, made by the command that users have."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    command = [sys.executable, "-m", "baton.cli", "model", "new", str(folder)]
+    return new_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def new_model(folder: Path, *options: str) -> Path:
+    command = [sys.executable, "-m", "baton.cli", "model", "new", str(folder), *options]
     subprocess.run(command, check=True, timeout=300, stdout=subprocess.DEVNULL)
     return folder
 
@@ -57,6 +60,21 @@ def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site
         site = Site(fleet, model)
         yield site
         site.dismiss()  # Their clients too: an open socket at the end is an error.
+
+
+@pytest.fixture(scope="module")
+def site_of(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Site]]:
+    """Engines of another model, by the options of `baton model new`; those of the others have ended."""
+    site.dismiss()
+    made: list[Site] = []
+
+    def make(*options: str) -> Site:
+        made.append(Site(site.fleet, new_model(tmp_path_factory.mktemp("model") / "other", *options)))
+        return made[-1]
+
+    yield make
+    for other in made:
+        other.dismiss()
 
 
 @pytest.fixture(scope="session")

@@ -172,6 +172,20 @@ def transfer(connector: str, role: str, engine_id: str, **fields: Any) -> dict[s
     }
 
 
+def in_company(first: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
+    """A `--kv-transfer-config` of vLLM's MultiConnector, which gives its name, `first`'s, to each of them."""
+    named = {key: value for key, value in first.items() if key != "engine_id"}
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": first["kv_role"],
+        "engine_id": first["engine_id"],
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "connectors": [named, *({"kv_role": "kv_both", **other} for other in others)]
+        },
+    }
+
+
 @dataclass(frozen=True)
 class VllmPlan:
     name: str

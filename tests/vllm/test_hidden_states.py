@@ -1,7 +1,7 @@
 """Hidden states that vLLM showed, in files, beside those that transformers computes for the same tokens."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,33 +26,44 @@ def saving(folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def theirs(model: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def layers(theirs: Any) -> tuple[int, ...]:
-    """The embeddings, one from within, and the end."""
-    last = theirs.config.num_hidden_layers
-    return (0, last // 2, last)
+def speculating(layers: Sequence[int]) -> tuple[str, str]:
+    """The option by which vLLM shows these layers' states."""
+    config = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}},
+    }
+    return "--speculative-config", json.dumps(config)
 
 
-@pytest.fixture(scope="module")
-def expected(theirs: Any, layers: tuple[int, ...]) -> Callable[[Sequence[int]], torch.Tensor]:
-    """[tokens, layers, hidden size]; the last layer's before the final norm."""
+class States:
+    """Those that transformers computes of a checkpoint; the last layer's before the final norm."""
 
-    def compute(token_ids: Sequence[int]) -> torch.Tensor:
+    def __init__(self, model: Path, layers: Sequence[int]) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self._layers = layers
+        assert layers[-1] == self._model.config.num_hidden_layers
+
+    def __call__(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[tokens, layers, hidden size]."""
         before_norm: list[torch.Tensor] = []
-        hook = theirs.model.norm.register_forward_pre_hook(lambda _, given: before_norm.append(given[0][0]))
+        hook = self._model.model.norm.register_forward_pre_hook(
+            lambda _, given: before_norm.append(given[0][0])
+        )
         with torch.inference_mode():
-            states = theirs(torch.tensor([list(token_ids)]), output_hidden_states=True).hidden_states
+            states = self._model(torch.tensor([list(token_ids)]), output_hidden_states=True).hidden_states
         hook.remove()
-        return torch.stack([*(states[layer][0] for layer in layers[:-1]), before_norm[0]], dim=1)
+        return torch.stack([*(states[layer][0] for layer in self._layers[:-1]), before_norm[0]], dim=1)
 
-    return compute
+
+LAYERS = (0, 2, 4)  # The embeddings, one from within, and the end.
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> States:
+    return States(model, LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +72,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(site: Site, folder: Path, layers: tuple[int, ...]) -> Server:
-    speculative = {
-        "method": "extract_hidden_states",
-        "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}},
-    }
-    plan = VllmPlan("states", saving(folder), extra=("--speculative-config", json.dumps(speculative)))
+def engine(site: Site, folder: Path) -> Server:
+    plan = VllmPlan("states", saving(folder), extra=speculating(LAYERS))
     return site.cast("states", plan)[plan.name]
 
 
@@ -83,14 +89,14 @@ def assert_equal(saved: dict[str, Any], token_ids: Sequence[int], expected: torc
     torch.testing.assert_close(saved["hidden_states"], expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_they_are_transformers_states_of_prompts_asked_at_once(engine: Server, expected: Any) -> None:
+def test_they_are_transformers_states_of_prompts_asked_at_once(engine: Server, expected: States) -> None:
     with ThreadPoolExecutor(len(ASKED)) as asking:
         saved = list(asking.map(lambda prompt: states_of(engine, prompt)[0], ASKED))
     for prompt, states in zip(ASKED, saved, strict=True):
         assert_equal(states, prompt, expected(prompt))
 
 
-def test_what_the_prefix_cache_had_has_its_states(engine: Server, expected: Any) -> None:
+def test_what_the_prefix_cache_had_has_its_states(engine: Server, expected: States) -> None:
     longer = [*ASKED[-2], *ASKED[0]]
     states_of(engine, ASKED[-2])
     before = engine.metric("vllm:prefix_cache_hits_total")
@@ -99,7 +105,7 @@ def test_what_the_prefix_cache_had_has_its_states(engine: Server, expected: Any)
     assert_equal(saved, longer, expected(longer))
 
 
-def test_output_tokens_too_if_asked_for(engine: Server, expected: Any) -> None:
+def test_output_tokens_too_if_asked_for(engine: Server, expected: States) -> None:
     saved, answered = states_of(engine, ASKED[2], {"include_output_tokens": True})
     tokens = [*ASKED[2], *answered[:-1]]
     assert_equal(saved, tokens, expected(tokens))

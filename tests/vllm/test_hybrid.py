@@ -5,16 +5,12 @@ A small Gemma 3 of six layers: vLLM deals them out as 0 3 | 1 4 | 2 5, Baton's e
 
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+import time
+from collections.abc import Callable
 
 import pytest
 
-from baton.cli.processes import Fleet
-from tests.vllm.conftest import ENVIRONMENT
-from tests.vllm.engines import BatonPlan, Server, Site, VllmPlan, transfer
+from tests.vllm.engines import ANSWER_S, BatonPlan, Server, Site, VllmPlan, in_company, transfer
 from tests.vllm.prompts import Prompt, prompts
 
 BLOCK, WINDOW = 32, 100
@@ -22,14 +18,10 @@ GROUPS = "hybrid"
 SIZES = ("--block-size", str(BLOCK))
 SINGLE = VllmPlan("single", None, cores="1", extra=SIZES)
 # The longer prompts in several steps, so that a push has something to announce between them.
-P = VllmPlan(
-    "p",
-    transfer("BatonPushConnector", "kv_producer", "p"),
-    cores="0",
-    extra=(*SIZES, "--max-num-batched-tokens", "256"),
-)
+IN_STEPS = (*SIZES, "--max-num-batched-tokens", "256")
+P = VllmPlan("p", transfer("BatonPushConnector", "kv_producer", "p"), cores="0", extra=IN_STEPS)
 D = VllmPlan("d", transfer("BatonPushConnector", "kv_consumer", "d"), cores="1", extra=SIZES)
-BATON_P = BatonPlan("baton-p", transfer("BatonPushConnector", "kv_producer", "baton-p"), SIZES)
+BATON_P = BatonPlan("baton-p", transfer("BatonPushConnector", "kv_producer", "baton-p"), IN_STEPS)
 BATON_D = BatonPlan("baton-d", transfer("BatonPushConnector", "kv_consumer", "baton-d"), SIZES)
 ONE_TABLE = BatonPlan(
     "one-table",
@@ -37,31 +29,26 @@ ONE_TABLE = BatonPlan(
     (*SIZES, "--hybrid-kv-cache", "off"),
 )
 TRANSFERS = "baton:kv_transfer_seconds_count"
+EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
+PAIRS = [("p", "d"), ("p", "baton-d"), ("baton-p", "d")]
 
 _LONG = next(prompt for prompt in prompts() if len(prompt) == 1500)
 # What the last token of 131 and of 1,027 sees begins with the last token of a block, which whoever looks at
 # the next token only has given away.
 ASKED = [_LONG[:length] for length in (8, 32, 100, 131, 132, 300, 513, 1027, 1500)]
+_LONGEST = next(prompt for prompt in prompts() if len(prompt) == 3900)  # Sixteen steps of P.
 
 
 @pytest.fixture(scope="module")
-def windows(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    site.dismiss()
-    folder = tmp_path_factory.mktemp("model") / "windows"
-    command = [sys.executable, "-m", "baton.cli", "model", "new", str(folder), "--family", "gemma3"]
-    command += ["--layers", "6", "--sliding-window", str(WINDOW)]
-    subprocess.run(command, check=True, timeout=300, stdout=subprocess.DEVNULL)
-    with Fleet(tmp_path_factory.mktemp("logs"), env={**os.environ, **ENVIRONMENT}) as fleet:
-        of_windows = Site(fleet, folder)
-        yield of_windows
-        of_windows.dismiss()
+def windows(site_of: Callable[..., Site]) -> Site:
+    return site_of("--family", "gemma3", "--layers", "6", "--sliding-window", str(WINDOW))
 
 
 @pytest.fixture(scope="module")
 def expected(windows: Site) -> dict[Prompt, list[int]]:
     """What a single vLLM says, which keeps no more than its groups need."""
     engine = windows.cast("single", SINGLE)["single"]
-    answers = {prompt: engine.tokens(prompt) for prompt in ASKED}
+    answers = {prompt: engine.tokens(prompt) for prompt in (*ASKED, _LONGEST)}
     windows.dismiss()
     return answers
 
@@ -72,7 +59,7 @@ def engines(windows: Site, expected: dict[Prompt, list[int]]) -> dict[str, Serve
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
-@pytest.mark.parametrize("names", [("p", "d"), ("p", "baton-d"), ("baton-p", "d")], ids=" to ".join)
+@pytest.mark.parametrize("names", PAIRS, ids=" to ".join)
 def test_tokens_are_a_single_vllms(
     windows: Site,
     engines: dict[str, Server],
@@ -88,6 +75,22 @@ def test_tokens_are_a_single_vllms(
         assert router.metric("baton:router_prefills_total", where="remote") == len(ASKED)
     # Each prompt begins as the one before it, so D has the beginning already, and never all of it.
     d.wait_metric(TRANSFERS, lambda num: num >= num_before + len(ASKED))
+
+
+@pytest.mark.parametrize("names", PAIRS, ids=" to ".join)
+def test_a_push_is_read_while_its_prompt_is_computed(
+    windows: Site, engines: dict[str, Server], expected: dict[Prompt, list[int]], names: tuple[str, str]
+) -> None:
+    """Before there is a ticket. On a busy machine D may come too late for one prompt, not for all of them."""
+    p, d = (engines[name] for name in names)
+    before = d.metric("baton:kv_early_tokens_total")
+    deadline_s = time.monotonic() + ANSWER_S
+    with windows.router(p, d, "push") as router:
+        while d.metric("baton:kv_early_tokens_total") == before:
+            assert time.monotonic() < deadline_s, "D has read nothing before P's answer"
+            salt = f"{router.name} {time.monotonic()}"
+            assert router.tokens(_LONGEST, cache_salt=salt) == expected[_LONGEST]
+        assert router.metric("baton:router_prefills_total", where="local") == 0
 
 
 def test_only_what_windows_see_is_moved(
@@ -133,26 +136,67 @@ def test_a_load_that_fails_is_computed_and_the_engine_lives(
     windows.dismiss("baton-p")
 
 
+@pytest.fixture(scope="module")
+def company(
+    windows: Site, expected: dict[Prompt, list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Server, Server]:
+    """A producer of two ranks that keeps KV in memory, a consumer of one that keeps it in files.
+
+    Without a prefix cache of their own, so that whatever returns is loaded, from the first token on.
+    """
+    offload = {"kv_connector": "BatonOffloadConnector", "kv_connector_extra_config": {"cpu_gib": 0.25}}
+    files = {
+        "kv_connector": "BatonSharedStorageConnector",
+        "kv_connector_extra_config": {"path": str(tmp_path_factory.mktemp("kv"))},
+    }
+    no_cache = "--no-enable-prefix-caching"
+    of_p = in_company(transfer("BatonPushConnector", "kv_producer", "p-two"), offload)
+    of_d = in_company(transfer("BatonPushConnector", "kv_consumer", "d-files"), files)
+    p = VllmPlan("p-two", of_p, cores="0|1", extra=(*IN_STEPS, no_cache))
+    d = VllmPlan("d-files", of_d, cores="1", extra=(*SIZES, no_cache))
+    servers = windows.cast("company", p, d)
+    return servers[p.name], servers[d.name]
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_two_ranks_hand_over_to_one_beside_stores(
+    windows: Site, company: tuple[Server, Server], expected: dict[Prompt, list[int]], mode: str
+) -> None:
+    p, d = company
+    before = d.metric(TRANSFERS)
+    with windows.router(p, d, mode) as router:
+        for prompt in ASKED:
+            assert router.tokens(prompt, cache_salt=router.name) == expected[prompt], len(prompt)
+        assert router.metric("baton:router_prefills_total", where="remote") == len(ASKED)
+    d.wait_metric(TRANSFERS, lambda num: num >= before + len(ASKED))
+    assert p.prefill(_LONG, cache_salt=f"{mode} ticket")["tp_size"] == 2
+
+
 @pytest.mark.parametrize(
-    ("connector", "failures"),
-    [
-        ("BatonOffloadConnector", "baton:kv_offload_failures_total"),
-        ("BatonSharedStorageConnector", "baton:storage_unusable_files_total"),
-    ],
+    ("index", "failures"), [(0, "baton:kv_offload_failures_total"), (1, "baton:storage_unusable_files_total")]
 )
 def test_what_a_store_keeps_is_loaded_by_groups(
-    windows: Site, expected: dict[Prompt, list[int]], tmp_path: Path, connector: str, failures: str
+    company: tuple[Server, Server], expected: dict[Prompt, list[int]], index: int, failures: str
 ) -> None:
-    config = transfer(connector, "kv_both", connector)
-    in_memory = connector == "BatonOffloadConnector"
-    config["kv_connector_extra_config"] = {"cpu_gib": 0.25} if in_memory else {"path": str(tmp_path)}
-    # Without a prefix cache of its own, so that whatever returns is loaded, from the first token on.
-    plan = VllmPlan("store", config, extra=(*SIZES, "--no-enable-prefix-caching"))
-    engine = windows.cast(connector, plan)["store"]
+    engine = company[index]
+    before = engine.metric(EXTERNAL_HITS)
     for _ in range(2):
         for prompt in ASKED:
             assert engine.tokens(prompt) == expected[prompt], len(prompt)
-    engine.wait_metric(
-        "vllm:external_prefix_cache_hits_total", lambda count: count > sum(map(len, ASKED)) / 2
-    )
+    engine.wait_metric(EXTERNAL_HITS, lambda count: count > before + sum(map(len, ASKED)) / 2)
     assert engine.metric(failures) == 0
+
+
+def test_made_up_kv_fills_what_every_group_sees(windows: Site) -> None:
+    """All of it is one number, so both engines answer alike, whatever their blocks look like."""
+    made_up = {"kv_connector": "BatonDecodeBenchConnector", "kv_role": "kv_both", "engine_id": "bench"}
+    plans = VllmPlan("bench", made_up, extra=SIZES), BatonPlan("baton-bench", made_up, SIZES)
+    servers = windows.cast("bench", *plans)
+    bench, baton = (servers[plan.name] for plan in plans)
+    for prompt in ASKED:
+        salt = f"prompt {len(prompt)}"
+        assert bench.tokens(prompt, cache_salt=salt) == baton.tokens(prompt, cache_salt=salt), len(prompt)
+    bench.tokens(ASKED[0][:1])  # Counts come with a later step.
+    num_tokens = sum(len(prompt) - 1 for prompt in ASKED)
+    bench.wait_metric("baton:synthetic_tokens_total", lambda count: count == num_tokens)
+    assert "SYNTHETIC" in bench.log()

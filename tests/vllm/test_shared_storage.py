@@ -1,4 +1,4 @@
-"""vLLM engines that share a folder share prompts; damage to it costs time and no token. And made-up KV."""
+"""vLLM engines that share a folder share prompts; damage to it costs time and no token."""
 
 import time
 from pathlib import Path
@@ -56,8 +56,7 @@ def test_one_computes_and_the_other_reads(pair: tuple[Server, Server], single: S
     wait_files(a, folder, num_chunks)
     for prompt in ASKED:
         assert b.tokens(prompt) == single.tokens(prompt), len(prompt)
-    loaded = b.wait_metric("baton:storage_loaded_chunks_total", lambda count: count > 0)
-    assert loaded >= len(ASKED)
+    b.wait_metric("baton:storage_loaded_chunks_total", lambda count: count >= len(ASKED))
     assert b.metric("baton:storage_unusable_files_total") == 0
 
 
@@ -73,12 +72,3 @@ def test_damage_is_computed(pair: tuple[Server, Server], single: Single, folder:
     assert b.tokens(prompt) == single.tokens(prompt)
     assert b.tokens(prompt, cache_salt="mine") == single.tokens(prompt), "under other keys"
     b.wait_metric("baton:storage_unusable_files_total", lambda count: count == 1, reason="corrupt")
-
-
-def test_a_prompt_behind_made_up_kv_is_not_computed(site: Site, pair: tuple[Server, Server]) -> None:
-    transfer = {"kv_connector": "BatonDecodeBenchConnector", "kv_role": "kv_both", "engine_id": "bench"}
-    bench = site.cast("decode-bench", VllmPlan("bench", transfer))["bench"]
-    assert len(bench.tokens(ASKED[-1])) == 12
-    assert len(bench.tokens(ASKED[0][:1])) == 12  # Counts come with a later step.
-    bench.wait_metric("baton:synthetic_tokens_total", lambda count: count == len(ASKED[-1]) - 1)
-    assert "SYNTHETIC" in bench.log()

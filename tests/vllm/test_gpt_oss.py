@@ -1,0 +1,75 @@
+"""A small GPT-OSS in a real vLLM: attention sinks, experts, and every other layer with a window.
+
+Of hidden states too, whose layer has a group of KV caches of its own here, with blocks of another size.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.vllm.engines import Server, Site, VllmPlan, transfer
+from tests.vllm.prompts import Prompt, prompts
+from tests.vllm.test_hidden_states import States, saving, speculating, states_of
+
+BLOCK, WINDOW, LAYERS = 32, 100, (0, 2, 4)
+SIZES = ("--block-size", str(BLOCK))
+P = VllmPlan("p", transfer("BatonPushConnector", "kv_producer", "p"), cores="0", extra=SIZES)
+D = VllmPlan("d", transfer("BatonPushConnector", "kv_consumer", "d"), cores="1", extra=SIZES)
+ASKED = [prompt for prompt in prompts() if len(prompt) in (8, 129, 300, 777)]
+
+
+@pytest.fixture(scope="module")
+def sinks(site_of: Callable[..., Site]) -> Site:
+    shape = ("--layers", str(LAYERS[-1]), "--sliding-window", str(WINDOW))
+    return site_of("--family", "gpt_oss", *shape, "--rope-scaling", "yarn")  # vLLM knows no other GPT-OSS.
+
+
+@pytest.fixture(scope="module")
+def alone(sinks: Site, tmp_path_factory: pytest.TempPathFactory) -> dict[Prompt, tuple[Any, list[int]]]:
+    """What one vLLM has saved of each prompt, and answered; it is gone by now."""
+    plan = VllmPlan(
+        "states",
+        saving(tmp_path_factory.mktemp("states")),
+        extra=(*SIZES, *speculating(LAYERS)),
+    )
+    engine = sinks.cast("states", plan)[plan.name]
+    answered = {prompt: states_of(engine, prompt) for prompt in ASKED}
+    sinks.dismiss()
+    return answered
+
+
+@pytest.fixture(scope="module")
+def pair(sinks: Site, alone: object) -> tuple[Server, Server]:
+    servers = sinks.cast("sinks", P, D)
+    return servers["p"], servers["d"]
+
+
+def test_hidden_states_of_a_group_of_their_own_are_where_they_belong(
+    sinks: Site, alone: dict[Prompt, tuple[Any, list[int]]]
+) -> None:
+    """Embeddings tell tokens apart. Behind them vLLM 0.32 on a CPU parts from transformers with the length
+    of a prompt, so that of a short one only all can be compared.
+    """
+    expected = States(sinks.model, LAYERS)
+    for prompt, (saved, _) in alone.items():
+        states, right = saved["hidden_states"], expected(prompt)
+        assert saved["token_ids"].tolist() == list(prompt)
+        assert states.shape == right.shape
+        torch.testing.assert_close(states[:, 0], right[:, 0])
+        if len(prompt) == 8:
+            torch.testing.assert_close(states, right, atol=0.05, rtol=0.0)  # They are about 10.
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_tokens_are_a_single_vllms(
+    sinks: Site, pair: tuple[Server, Server], alone: dict[Prompt, tuple[Any, list[int]]], mode: str
+) -> None:
+    _, d = pair
+    before = d.metric("baton:kv_transfer_seconds_count")
+    with sinks.router(*pair, mode) as router:
+        for prompt, (_, tokens) in alone.items():
+            assert router.tokens(prompt, cache_salt=router.name) == tokens, len(prompt)
+        assert router.metric("baton:router_prefills_total", where="remote") == len(ASKED)
+    d.wait_metric("baton:kv_transfer_seconds_count", lambda num: num >= before + len(ASKED))
