@@ -1,6 +1,7 @@
 """One chunk's file: whatever has happened to it, it gives the KV that was asked for, or none."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -196,6 +197,19 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="taken"):
         write_whole([b"content"], path, fsync=False)
     assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_disk_that_is_full_leaves_nothing(tmp_path: Path) -> None:
+    """Some of it was written, and then there was no room; here it is this process that may have no more."""
+    path = NAME.path_in(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_whole((bytes(150), bytes(150)), path, fsync=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(path.parent.iterdir()) == []
 
 
 WRITER = """

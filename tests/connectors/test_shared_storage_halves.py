@@ -271,6 +271,33 @@ def test_copies_that_wait_to_be_written_are_bounded(tmp_path: Path) -> None:
     halves.close()
 
 
+def test_what_cannot_be_written_is_counted_and_told_now_and_then(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk fails every chunk of every prompt, for hours."""
+    now = [100.0]
+    half = StorageWorkerHalf(identity_in(tmp_path), clock=lambda: now[0])
+    half.register_kv_caches({"layer": torch.rand(NUM_BLOCKS, 1, BLOCK, 4)})
+    (tmp_path / "n").write_text("a file where the folder should be")
+    for step in range(1, 12):
+        half.bind_connector_metadata(
+            StorageMetadata(step=step, namespace="n", saves=(SaveChunk(bytes([step]), (0, 1)),))
+        )
+        half.wait_for_save()
+        half.bind_connector_metadata(StorageMetadata(step=20 + step, namespace="n", write=(step,)))
+        wait_for(lambda: half._backlog_bytes == 0)
+        now[0] += 5.0
+    stats = half.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["not_saved"] == {"io": 11}
+    told = [record.getMessage() for record in caplog.records if "could not write" in record.getMessage()]
+    assert [message.partition(",")[0] for message in told] == [
+        "could not write 1 chunks",
+        "could not write 6 chunks",
+    ]
+    half.shutdown()
+
+
 def test_a_lookup_that_hangs_is_waited_for_so_long_and_no_longer(tmp_path: Path) -> None:
     now = [100.0]
     half = StorageSchedulerHalf(identity_in(tmp_path, lookup_timeout_s=2.0), clock=lambda: now[0])

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
+TELL_UNWRITTEN_EVERY_S = 30.0
 
 
 @dataclass(slots=True)
@@ -79,6 +80,8 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         self._writer = Jobs(f"kv-write-{identity.rank}")
         self._lock = threading.Lock()  # Of all that the threads tell us, which follows.
         self._backlog_bytes = 0
+        self._num_unwritten = 0  # Since it was told; of the writer's thread.
+        self._told_unwritten_s: float | None = None
         self._finished: set[str] = set()
         self._invalid_blocks: set[int] = set()
         self._failed: set[str] = set()  # For our scheduler half.
@@ -222,12 +225,20 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
             fsync = self._identity.settings.fsync
             files.write(path, name, copy.form, copy.body, self._key, fsync=fsync)
         except OSError as error:
-            logger.warning("could not write %s: %s", path, error)
+            self._tell_unwritten(path, error)
             self._drop([copy], "io")
             return
         self._drop([copy], None)
         with self._lock:
             self._stats.add(saved_chunks=1, saved_bytes=copy.form.nbytes, save_s=self._clock() - started)
+
+    def _tell_unwritten(self, path: Path, error: OSError) -> None:
+        """Now and then: where a disk is full, every chunk of every prompt fails."""
+        self._num_unwritten += 1
+        now = self._clock()
+        if self._told_unwritten_s is None or now - self._told_unwritten_s >= TELL_UNWRITTEN_EVERY_S:
+            logger.warning("could not write %d chunks, the last one %s: %s", self._num_unwritten, path, error)
+            self._num_unwritten, self._told_unwritten_s = 0, now
 
     def _drop(self, copies: list[_Copy], reason: str | None) -> None:
         """They take no memory any more. `reason`: why they were not saved, if they should have been."""
