@@ -152,3 +152,37 @@ def test_each_call_reaches_every_worker_half(name: str) -> None:
     assert [child for child, _ in calls] == ["a", "b"]
     if extra:
         assert all(args[-1] == ("later", "addition") for _, args in calls)
+
+
+AT_START = {  # What a child raises here, nobody can start with; `shutdown` see test_multi_rules.
+    "bind_kv_cache_manager",
+    "bind_gpu_block_pool",
+    "get_finished_count",
+    "set_xfer_handshake_metadata",
+    "set_xfer_handshake_metadata_pp_aware",
+    "bind_wake",
+    "bind_only_rank",
+    "requires_kv_delivery",
+    "supports_divergent_local_hybrid_hits",
+    "shutdown",
+}
+
+
+@pytest.mark.parametrize("who", ["a", "b"])
+@pytest.mark.parametrize("name", sorted(members(KVConnectorSchedulerHalf) - ONLY_THE_LOADER - AT_START))
+def test_what_one_scheduler_half_raises_is_heard_by_nobody_else(name: str, who: str) -> None:
+    log: list[tuple[str, str, tuple[Any, ...]]] = []
+
+    def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("broken")
+
+    raising: Any = type("Raising", (NullSchedulerHalf,), {name: fail})
+    sibling = recording(NullSchedulerHalf, "sibling", log)
+    halves = {"a": sibling, "b": sibling} | {who: raising()}
+    multi = MultiSchedulerHalf(list(halves.items()), block_tokens=4)
+    method = getattr(multi, name)
+    method(*arguments_of(method))
+    assert [method_name for _, method_name, _ in log].count(name) == 1
+    stats = multi.get_kv_connector_stats()
+    if name != "get_kv_connector_stats":
+        assert stats is not None, "an error is counted"
