@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,24 @@ def test_a_file_system_that_hangs_costs_its_bound_and_no_token(start: Start, tmp
     b.close()
     with open(os.open(hanging, os.O_RDWR), "wb"):
         pass  # The thread that was left behind may go.
+
+
+def test_what_was_loaded_stays_longest_and_its_beginning_longest_of_all(start: Start, tmp_path: Path) -> None:
+    a, b = start(storage(tmp_path)), start(storage(tmp_path))
+    prompt = prompt_of(43)
+    fill(a, tmp_path, prompt, num_files=6)
+    paths = by_position(tmp_path, prompt)
+    other = prompt_of(43, step=3)
+    fill(a, tmp_path, other, num_files=12)
+    for path in files_in(tmp_path):
+        os.utime(path, (1000.0, 1000.0))
+    (by_b,) = b.generate([prompt], GREEDY)
+    assert by_b.num_transferred_tokens == 5 * CHUNK
+    b.close()  # Its threads have ended.
+    used = [path.stat().st_mtime for path in paths]
+    assert len(used) == 5
+    assert all(earlier > later > 1000.0 for earlier, later in pairwise(used))
+    assert all(path.stat().st_mtime == 1000.0 for path in by_position(tmp_path, other))
 
 
 def test_one_evicts_while_the_other_loads(start: Start, tmp_path: Path) -> None:

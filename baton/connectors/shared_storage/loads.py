@@ -10,6 +10,7 @@ A thread holds `lock` while it writes to blocks: whoever ends the load knows tha
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 
 from baton.connectors.shared_storage.metadata import ChunkPart, LoadChunks
@@ -31,6 +32,7 @@ class Load:
         assert order.parts, "nobody would end it"
         self.order = order
         self.deadline_s = deadline_s
+        self.used_ns = time.time_ns()  # Since the epoch, as files have it.
         self.lock = threading.Lock()
         self.is_over = False
         self._missing = set(range(len(order.parts)))

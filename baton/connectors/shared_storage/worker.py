@@ -24,7 +24,6 @@ from baton.connectors.jobs import Jobs
 from baton.connectors.shared_storage.identity import StorageIdentity, layout_digest
 from baton.connectors.shared_storage.loads import Load, LoadEnd
 from baton.connectors.shared_storage.metadata import (
-    ChunkPart,
     StorageHandshake,
     StorageMetadata,
     StorageReport,
@@ -50,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
 TELL_UNWRITTEN_EVERY_S = 30.0
+# Than the part before it: of a prompt the end is to leave before the beginning, which is useful without it.
+OLDER_BY_NS = 1_000_000
 
 
 @dataclass(slots=True)
@@ -257,7 +258,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         if not load.wants(index):
             return
         try:
-            self._load_part(load, load.order.parts[index])
+            self._load_part(load, index)
         except Unusable as error:
             logger.warning("request %s computes what it could not load: %s", load.order.request_id, error)
             end = load.part_failed(index, error.reason)
@@ -268,11 +269,12 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
             end = load.part_loaded(index)
         self._end_load(end)
 
-    def _load_part(self, load: Load, part: ChunkPart) -> None:
+    def _load_part(self, load: Load, index: int) -> None:
         """Raises Unusable; then no block of it was touched, and a file that is bad is gone."""
         from baton.connectors.shared_storage import files
 
         assert self._namespace is not None
+        part = load.order.parts[index]
         blocks = self._blocks[part.kind]
         name = files.ChunkName(self._namespace, part.key, self._identity.rank, blocks.kind.window)
         path = name.path_in(self._folder)
@@ -287,7 +289,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
             if load.is_over:
                 return
             blocks.copy_in(body, part.block_ids)
-        _renew(path)
+        _renew(path, load.used_ns - index * OLDER_BY_NS)
         with self._lock:
             self._stats.add(loaded_chunks=1, loaded_bytes=blocks.form.nbytes, load_s=self._clock() - started)
 
@@ -307,10 +309,10 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         self._wake()
 
 
-def _renew(path: Path) -> None:
-    """It was used now. Somebody may have removed it meanwhile, or the folder is not ours to write."""
+def _renew(path: Path, used_ns: int) -> None:
+    """Somebody may have removed it meanwhile, or the folder is not ours to write."""
     try:
-        os.utime(path)
+        os.utime(path, ns=(used_ns, used_ns))
     except OSError as error:
         logger.debug("could not renew %s: %s", path, error)
 
