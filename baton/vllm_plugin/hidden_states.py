@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from baton.connectors.extra_config import FIELD
 from baton.connectors.hidden_states.halves import (
     HiddenStatesMetadata,
     HiddenStatesSchedulerHalf,
     HiddenStatesWorkerHalf,
 )
-from baton.connectors.hidden_states.settings import FIELD, HiddenStatesSettings
+from baton.connectors.hidden_states.settings import HiddenStatesSettings
 from baton.connectors.hidden_states.stats import HiddenStatesPromMetrics, HiddenStatesStats
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
 from baton.core.errors import BadTransferParams, ConfigError

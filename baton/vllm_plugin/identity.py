@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from baton.connectors.extra_config import FIELD
 from baton.connectors.pull.identity import EngineIdentity
-from baton.connectors.pull.settings import FIELD, PullSettings
+from baton.connectors.pull.settings import PullSettings
 from baton.core.errors import ConfigError
 from baton.core.hashing import HASH_SEED
 from baton.core.ids import EngineId

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import msgspec
 
-from baton.connectors.pull.settings import FIELD
+from baton.connectors.extra_config import FIELD
 from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError
 from baton.core.limited_file import read_limited

@@ -158,7 +158,7 @@ def test_a_cache_of_packed_bytes_is_refused() -> None:
         ({"fill_man": 1}, r"fill_man: is not known; known are fill_mean"),
         ({"fill_std": -1.0}, r"fill_std: must be finite, and not negative"),
         ({"fill_mean": float("inf")}, r"fill_mean: must be finite"),
-        ({"startup_fill": "yes"}, r"\$\.startup_fill"),
+        ({"startup_fill": "yes"}, r"kv_connector_extra_config\.startup_fill: Expected"),
     ],
 )
 def test_a_bad_setting_is_named(extra: dict[str, Any], message: str) -> None:

@@ -85,7 +85,7 @@ def test_an_unfinished_connector_is_told_what_it_lacks(foreign: ModuleType) -> N
     ("extra", "message"),
     [
         ({"hsot": "x"}, r"kv_connector_extra_config\.hsot: is not known; known are host"),
-        ({"port": "x"}, r"\$\.port"),
+        ({"port": "x"}, r"kv_connector_extra_config\.port: Expected"),
         ({"port": 70000}, r"kv_connector_extra_config\.port"),
         ({"timers": {"ttl": 3}}, r"unknown field `ttl`"),
         ({"timers": {"ttl_s": 1}}, r"timers\.ttl_s: must be longer"),

@@ -349,7 +349,7 @@ def test_a_thread_that_died_is_heard_of() -> None:
         ({"path": "/x", "max_gb": 3}, r"max_gb: is not known; known are path"),
         ({"path": "/x", "max_gib": 0}, r"max_gib: must be positive"),
         ({"path": "/x", "io_threads": 0}, r"io_threads: must be at least 1"),
-        ({"path": "/x", "max_age_s": "old"}, r"\$\.max_age_s"),
+        ({"path": "/x", "max_age_s": "old"}, r"kv_connector_extra_config\.max_age_s: Expected"),
     ],
 )
 def test_a_bad_setting_is_named(extra: dict[str, object], message: str) -> None:

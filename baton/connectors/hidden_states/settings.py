@@ -12,9 +12,9 @@ from typing import Any, Self
 
 import msgspec
 
+from baton.connectors.extra_config import FIELD, parse_extra
 from baton.core.errors import BadTransferParams, ConfigError
 
-FIELD = "kv_transfer_config.kv_connector_extra_config"
 PARAMS = "kv_transfer_params"
 PATH_KEY = "hidden_states_path"
 OUTPUT_KEY = "include_output_tokens"
@@ -74,14 +74,7 @@ class HiddenStatesSettings(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> Self:
         """Raises ConfigError naming the key."""
-        for key in extra:
-            if key not in cls.__struct_fields__:
-                known = ", ".join(cls.__struct_fields__)
-                raise ConfigError(f"is not known; known are {known}", field=f"{FIELD}.{key}")
-        try:
-            return msgspec.convert(dict(extra), cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError(str(error), field=FIELD) from error
+        return parse_extra(cls, extra)
 
 
 def includes_output(params: Mapping[str, Any] | None) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from baton.connectors.offload.settings import FIELD, GIB, OffloadSettings
+from baton.connectors.extra_config import FIELD
+from baton.connectors.offload.settings import GIB, OffloadSettings
 from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
 from baton.core.hashing import HASH_SEED

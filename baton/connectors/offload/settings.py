@@ -10,10 +10,10 @@ from typing import Any, Self
 
 import msgspec
 
+from baton.connectors.extra_config import FIELD, parse_extra, refuse_unknown
 from baton.core.errors import ConfigError
 from baton.tiers.eviction import Eviction
 
-FIELD = "kv_transfer_config.kv_connector_extra_config"
 GIB = 1 << 30
 
 
@@ -35,13 +35,7 @@ class OffloadSettings(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> Self:
         """Raises ConfigError naming the key."""
-        known = cls.__struct_fields__
-        for key in extra:
-            if key not in known:
-                raise ConfigError(f"is not known; known are {', '.join(known)}", field=f"{FIELD}.{key}")
+        refuse_unknown(cls, extra)
         if "cpu_gib" not in extra:
             raise ConfigError("is required: how much host memory to use", field=f"{FIELD}.cpu_gib")
-        try:
-            return msgspec.convert(dict(extra), cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError(str(error), field=FIELD) from error
+        return parse_extra(cls, extra)

@@ -12,10 +12,11 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from baton.connectors.extra_config import FIELD
 from baton.connectors.offload.copies import Copies, CopyEnd
 from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, OffloadReport, StoreBlocks
-from baton.connectors.offload.settings import FIELD, GIB
+from baton.connectors.offload.settings import GIB
 from baton.connectors.offload.stats import OffloadStats
 from baton.contract import (
     KVConnectorMetadata,

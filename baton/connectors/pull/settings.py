@@ -12,10 +12,10 @@ from typing import Any, Self
 
 import msgspec
 
+from baton.connectors.extra_config import FIELD, parse_extra
 from baton.core.errors import ConfigError
 from baton.core.timers import Timers
 
-FIELD = "kv_transfer_config.kv_connector_extra_config"
 LOOPBACK = "127.0.0.1"
 
 
@@ -68,14 +68,7 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def parse(cls, extra: Mapping[str, Any], *, has_secret: bool) -> Self:
         """Raises ConfigError naming the key."""
-        known = cls.__struct_fields__
-        for key in extra:
-            if key not in known:
-                raise ConfigError(f"is not known; known are {', '.join(known)}", field=f"{FIELD}.{key}")
-        try:
-            settings = msgspec.convert(dict(extra), cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError(str(error), field=FIELD) from error
+        settings = parse_extra(cls, extra)
         if not has_secret and not _is_loopback(settings.host):
             raise ConfigError(
                 f"{settings.host!r} is reachable from outside, which needs a cluster secret (BATON_SECRET)",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from baton.connectors.pull.settings import FIELD, PullSettings
+from baton.connectors.extra_config import FIELD
+from baton.connectors.pull.settings import PullSettings
 from baton.core.errors import ConfigError, PeerError
 from baton.transport.control import check_url
 from baton.transport.loopback import bracketed

@@ -11,9 +11,9 @@ from typing import Any, Self
 
 import msgspec
 
+from baton.connectors.extra_config import FIELD, parse_extra
 from baton.core.errors import ConfigError
 
-FIELD = "kv_transfer_config.kv_connector_extra_config"
 CHUNK_TOKENS = 256
 
 
@@ -61,11 +61,4 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> Self:
         """Raises ConfigError naming the key."""
-        for key in extra:
-            if key not in cls.__struct_fields__:
-                known = ", ".join(cls.__struct_fields__)
-                raise ConfigError(f"is not known; known are {known}", field=f"{FIELD}.{key}")
-        try:
-            return msgspec.convert(dict(extra), cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError(str(error), field=FIELD) from error
+        return parse_extra(cls, extra)

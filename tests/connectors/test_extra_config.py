@@ -1,0 +1,29 @@
+"""A mistake in `kv_connector_extra_config` is told with the key that it is in, and what may stand there."""
+
+from typing import Any
+
+import pytest
+
+from baton.connectors.offload.settings import OffloadSettings
+from baton.connectors.shared_storage.settings import StorageSettings
+from baton.core.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra", "message"),
+    [
+        (OffloadSettings, {"cpu_gb": 1}, r"\.cpu_gb: is not known; known are cpu_gib, eviction, "),
+        (OffloadSettings, {}, r"\.cpu_gib: is required"),
+        (OffloadSettings, {"cpu_gib": "1"}, r"\.cpu_gib: Expected `float`, got `str`$"),
+        (
+            OffloadSettings,
+            {"cpu_gib": 1, "eviction": "mru"},
+            r"\.eviction: Invalid enum value 'mru'; one of lru, arc, s3fifo$",
+        ),
+        (StorageSettings, {}, r"kv_connector_extra_config: Object missing required field `path`$"),
+    ],
+)
+def test_the_key_is_named(kind: Any, extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=r"^kv_transfer_config\.kv_connector_extra_config") as caught:
+        kind.parse(extra)
+    caught.match(message)
