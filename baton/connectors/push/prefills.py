@@ -47,6 +47,7 @@ class _Step:
     """A step in flight: how far it takes each prompt."""
 
     reaches: list[tuple[str, _Prefill, int]] = field(default_factory=list)  # Tokens, once it is done.
+    begun: list[tuple[_Prefill, int]] = field(default_factory=list)  # In it; what the host calls computed.
     written: set[int] = field(default_factory=set)  # Blocks whose content it computes, or a part of it,
     writes_others: bool = False  # and blocks of requests whose tables we do not know.
     layers_by_rank: dict[int, int] = field(default_factory=dict)
@@ -98,41 +99,23 @@ class Prefills:
             return False  # It is done before the next prompt comes.
         for request_id in output.preempted_req_ids or ():
             self._pause(request_id, now)
-        work = _Step()
-        begun: list[tuple[_Prefill, int]] = []  # With what the host calls computed.
+        work, num_new = _Step(), output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
-            self._write(work, new.req_id, new.block_ids, new.num_computed_tokens, output)
-            if (prefill := self._prefills.get(new.req_id)) is not None:
-                self._begin(prefill, new.block_ids)
-                begun.append((prefill, new.num_computed_tokens))
-                self._reach(work, new.req_id, prefill, new.num_computed_tokens, output)
+            end = new.num_computed_tokens + num_new.get(new.req_id, 0)
+            self._start(work, new.req_id, new.block_ids, new.num_computed_tokens, end, now)
         cached = output.scheduled_cached_reqs
-        for index, request_id in enumerate(cached.req_ids):
-            prefill = self._prefills.get(request_id)
-            fresh = cached.new_block_ids[index]
-            num_computed = cached.num_computed_tokens[index]
+        for request_id, fresh, num_computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            end = num_computed + num_new.get(request_id, 0)
             if request_id in cached.resumed_req_ids:
-                tables = fresh if fresh is not None else ()
-                self._write(work, request_id, tables, num_computed, output)
-                if prefill is None:
-                    continue
-                self._pause(request_id, now)
-                self._begin(prefill, tables)
-                begun.append((prefill, num_computed))
-            elif prefill is None:
-                work.writes_others = True
-                continue
+                self._start(work, request_id, fresh or (), num_computed, end, now)
             else:
-                for table, blocks in zip(prefill.tables, fresh or (), strict=False):
-                    table.extend(blocks)
-                self._write(work, request_id, prefill.tables, num_computed, output)
-                if self._leaves(prefill, num_computed):
-                    self._make_void(prefill, now)
-            self._reach(work, request_id, prefill, num_computed, output)
+                self._go_on(work, request_id, fresh or (), num_computed, end, now)
         if not work.reaches and not (self._host_schedules_ahead and (work.written or work.writes_others)):
             return False
         self._steps[step] = work
-        for prefill, num_computed in begun:
+        for prefill, num_computed in work.begun:
             self._tell(prefill, self._num_filled(prefill, num_computed), now)
         return True
 
@@ -163,23 +146,50 @@ class Prefills:
 
     # --- Parts ---------------------------------------------------------------------------------
 
-    def _begin(self, prefill: _Prefill, tables: Sequence[Sequence[int]]) -> None:
-        prefill.is_computing = True
-        prefill.tables = [list(table) for table in tables]
-        prefill.num_ready = 0
-
-    def _write(
+    def _start(
         self,
         work: _Step,
         request_id: str,
-        tables: Iterable[Sequence[int]],
+        tables: Sequence[Sequence[int]],
         num_computed: int,
-        output: host.SchedulerOutput,
+        end: int,
+        now: float,
     ) -> None:
-        last = num_computed + output.num_scheduled_tokens.get(request_id, 0)
+        """The request begins, or begins again, in this step, which computes its tokens up to `end`."""
+        self._write(work, tables, num_computed, end)
+        if (prefill := self._prefills.get(request_id)) is None:
+            return
+        self._pause(request_id, now)
+        prefill.is_computing = True
+        prefill.tables = [list(table) for table in tables]
+        prefill.num_ready = 0
+        work.begun.append((prefill, num_computed))
+        work.reaches.append((request_id, prefill, end))
+
+    def _go_on(
+        self,
+        work: _Step,
+        request_id: str,
+        fresh: Sequence[Sequence[int]],
+        num_computed: int,
+        end: int,
+        now: float,
+    ) -> None:
+        """The same, of one that was in a step before. `fresh`: what is new in its tables."""
+        if (prefill := self._prefills.get(request_id)) is None:
+            work.writes_others = True
+            return
+        for table, blocks in zip(prefill.tables, fresh, strict=False):
+            table.extend(blocks)
+        self._write(work, prefill.tables, num_computed, end)
+        if self._leaves(prefill, num_computed):
+            self._make_void(prefill, now)
+        work.reaches.append((request_id, prefill, end))
+
+    def _write(self, work: _Step, tables: Iterable[Sequence[int]], num_computed: int, end: int) -> None:
         size = self._block_tokens
         for table in tables:
-            work.written.update(table[num_computed // size : -(-last // size)])
+            work.written.update(table[num_computed // size : -(-end // size)])
 
     def _num_filled(self, prefill: _Prefill, num_computed: int) -> int:
         """Of what the host calls computed, how much no step in flight has still to compute."""
@@ -214,12 +224,6 @@ class Prefills:
         self._agent.prefill_preempted(prefill.transfer_id, now)
         for work in self._steps.values():
             work.reaches = [reach for reach in work.reaches if reach[1] is not prefill]
-
-    def _reach(
-        self, work: _Step, request_id: str, prefill: _Prefill, num_computed: int, output: host.SchedulerOutput
-    ) -> None:
-        num_tokens = num_computed + output.num_scheduled_tokens.get(request_id, 0)
-        work.reaches.append((request_id, prefill, num_tokens))
 
     def _whole(self, prefill: _Prefill, num_tokens: int) -> int:
         num_tokens = min(num_tokens, prefill.num_prompt_tokens)
