@@ -99,7 +99,7 @@ def _blaming_the_connector(story: Story, search: Search) -> Iterator[None]:
     except Stuck as error:
         story.check("never-returned", False, str(error))
         search.end()
-    except Exception:
+    except Exception:  # What came of a broken rule; of none, it is raised again.
         if story.breach is None:
             raise
     story.raise_if_broken()
@@ -153,10 +153,9 @@ def _tour(site: Site, search: Search, windows: Windows) -> None:
             world.shutdown()
             raise
         world.finish()
-    except Exception:
+    except Exception:  # As above; the story says it.
         if story.breach is None:
             raise
-        # The story says it.
     search.take(story)
 
 
