@@ -265,11 +265,13 @@ def test_blocks_are_not_overwritten_while_a_late_store_reads_them(is_preempted: 
     world.step()
     world.add(engine_request("b", STEMS[1], max_tokens=num_tokens))
     world.run()
-    world.add(engine_request("again", STEMS[0], max_tokens=4))
-    world.run()
-    last = world.answers["again"].last
-    assert last is not None
-    assert last.num_transferred_tokens > 0
+    # Whoever lost his blocks first: what was stored of him is true.
+    for name, prompt in {"again": STEMS[0], "before again": STEMS[2][:12]}.items():
+        world.add(engine_request(name, prompt, max_tokens=4))
+        world.run()
+        last = world.answers[name].last
+        assert last is not None
+        assert last.num_transferred_tokens > 0 or not (is_preempted or name == "again")
     world.check()
 
 

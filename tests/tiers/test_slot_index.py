@@ -62,6 +62,14 @@ class Story(RuleBasedStateMachine):
         self.memory[entry.slot] = entry.key if ok else -1
         assert self.index.end_store(entry, ok=ok) == (ok and not entry.is_doomed)
 
+    @precondition(lambda self: any(self.index.is_ready(key) for key in range(15)))
+    @rule(data=st.data())
+    def load_what_is_there(self, data: Any) -> None:
+        ready = [key for key in range(15) if self.index.is_ready(key)]
+        entries = self.index.pin(data.draw(st.lists(st.sampled_from(ready), min_size=1, unique=True)))
+        assert entries is not None
+        self.loads.append(entries)
+
     @rule(keys=st.lists(KEYS, min_size=1, max_size=4, unique=True))
     def load(self, keys: list[int]) -> None:
         entries = self.index.pin(keys)
@@ -122,3 +130,30 @@ class Story(RuleBasedStateMachine):
 def test_no_story_loses_a_slot_or_shows_what_was_not_stored(eviction: Eviction) -> None:
     kind = type(f"Story_{eviction}", (Story,), {"eviction": eviction})
     run_state_machine_as_test(kind, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("eviction", ["lru", "arc", "s3fifo"])
+def test_what_is_read_makes_no_room(eviction: Eviction) -> None:
+    index: SlotIndex[int] = SlotIndex(NUM_SLOTS, make_policy(eviction, NUM_SLOTS))
+    for key in range(NUM_SLOTS):
+        reserved = index.reserve(key)
+        assert reserved is not None
+        index.end_store(reserved.entry, ok=True)
+    read = index.pin([0, 1, 2, 4, 5])
+    twice = index.pin([1])
+    assert read is not None
+    assert twice is not None
+    reserved = index.reserve(100)
+    assert reserved is not None
+    assert reserved.left == 3
+    assert index.reserve(101) is None, "the rest is read, or being filled"
+    index.unpin(read)
+    for key in range(101, 105):
+        reserved = index.reserve(key)
+        assert reserved is not None
+        assert reserved.left not in (1, 100, *range(101, key))
+    assert index.reserve(105) is None, "one is read still"
+    index.unpin(twice)
+    reserved = index.reserve(105)
+    assert reserved is not None
+    assert reserved.left == 1
