@@ -275,6 +275,21 @@ def test_blocks_are_not_overwritten_while_a_late_store_reads_them(is_preempted: 
     world.check()
 
 
+def test_of_a_prompt_the_end_makes_room_first() -> None:
+    """Without its beginning, nothing of it could be found."""
+    world = OffloadWorld(random.Random(1), num_slots=12, num_blocks=60)
+    for name, prompt in {"a": STEMS[0], "b": STEMS[1][:16]}.items():  # Ten chunks, and four.
+        world.add(engine_request(name, prompt, max_tokens=1))
+        world.run()
+    assert world.scheduler.reset_prefix_cache()
+    world.add(engine_request("again", STEMS[0], max_tokens=3))
+    world.run()
+    last = world.answers["again"].last
+    assert last is not None
+    assert last.num_transferred_tokens == 8 * BLOCK
+    world.check()
+
+
 def test_a_chunk_of_which_a_part_has_left_a_window_is_not_stored() -> None:
     """The engine's own cache still has the prompt, and host memory has forgotten it."""
     world = OffloadWorld(random.Random(1), num_slots=60, num_blocks=60, windows=(None, 9))
