@@ -17,7 +17,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from baton.testing.contract import watched_scheduler, watched_worker
 from baton.testing.contract.case import ConnectorCase, make_half
 from baton.testing.contract.leaks import FILES_SLACK, open_files
-from baton.testing.contract.machine import Search, make_machine, tour
+from baton.testing.contract.machine import Search, SearchIsOver, make_machine, tour
 from baton.testing.contract.rules import RULES
 from baton.testing.contract.site import Site, ToySite
 from baton.testing.contract.story import Breach, ContractBroken
@@ -99,9 +99,9 @@ def check_connector(
             if examples and search.best is None:
                 with stuck_calls_interrupted(_method_called, case.call_max_s):
                     run_state_machine_as_test(machine, settings=chosen)
-    except (ContractBroken, Flaky):
-        # Flaky is what Hypothesis calls a connector that does not break twice in the same way, and a search
-        # that is over, which lets the last replay pass.
+    except (ContractBroken, SearchIsOver, Flaky):
+        # Flaky is what Hypothesis calls a connector that does not break twice in the same way, and an example
+        # that the end of the search has cut short.
         if search.best is None:
             raise
     finally:

@@ -14,13 +14,14 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.testing.contract.case import Shape, Windows
+from baton.testing.contract.case import BLOCK, Shape, Windows
 from baton.testing.contract.site import Site
 from baton.testing.contract.story import ContractBroken, Story, why
 from baton.testing.contract.stuck import Stuck
 from baton.testing.contract.world import World
 
 PROMPT_MAX = 22  # Tokens: five blocks and a half.
+_CROWD = ((0, None), (1, None), (0, 1), (1, 1))  # Trunk and twist.
 _TRUNKS = ((3, 1, 4, 1, 5, 9, 2, 6), (2, 7, 1, 8, 2, 8, 1, 8))  # Cycled; requests of one share prefixes.
 
 
@@ -30,6 +31,12 @@ def prompt_of(trunk: int, length: int, twist: int | None) -> list[int]:
     if twist is not None and twist < length:
         tokens[twist] += 10
     return tokens
+
+
+def crowd_of(shape: Shape) -> list[list[int]]:
+    """Prompts of whole blocks, none with another's beginning, that take all blocks there are."""
+    each = shape.num_blocks // len(_CROWD) * BLOCK
+    return [prompt_of(trunk, each, twist) for trunk, twist in _CROWD]
 
 
 # Lengths around block borders, where they matter, and prompts that differ in one early or late token only.
@@ -50,6 +57,10 @@ def shapes_of(site: Site) -> st.SearchStrategy[Shape]:
         in_flight=st.sampled_from(site.steps_in_flight),
         windows=st.sampled_from(site.windows),
     )
+
+
+class SearchIsOver(BaseException):
+    """Ends Hypothesis's run at once, as Ctrl-C does. An Exception would be one more example that fails."""
 
 
 class Search:
@@ -172,7 +183,7 @@ def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
             self.story = Story()
             self.has_failed = True  # Until it is known that it has not.
             if search.is_over:
-                return
+                raise SearchIsOver
             if site.case.new_example is not None:
                 site.case.new_example()
             try:
@@ -187,8 +198,7 @@ def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
             self.then(lambda world: world.dummy_run())
 
         def then(self, act: Callable[[World], Any]) -> None:
-            if self.world is None:  # The search is over; Hypothesis does not know it yet.
-                return
+            assert self.world is not None, "an example starts with its engines"
             self.has_failed = True
             with _blaming_the_connector(self.story, search):
                 act(self.world)
@@ -202,6 +212,11 @@ def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
         def ask_several(self, several: list[list[int]], max_tokens: int) -> None:
             """At once: they share blocks, and a small pool has not enough for all of them."""
             self.then(lambda world: world.ask_all(several, max_tokens))
+
+        @rule(max_tokens=answers)
+        def fill_the_pool(self, max_tokens: int) -> None:
+            """To its last block, by prompts that end with one: the next token's block is somebody else's."""
+            self.then(lambda world: world.ask_all(crowd_of(world.shape), max_tokens))
 
         @rule(index=st.integers(0, 7), max_tokens=answers)
         def ask_again(self, index: int, max_tokens: int) -> None:
