@@ -107,8 +107,7 @@ def test_of_a_prompt_whose_beginning_is_here(start: Start, alone: LLM) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("group", [EVERYTHING, WINDOW])
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize(("group", "policy"), [(EVERYTHING, "recompute"), (WINDOW, "fail")])
 def test_on_one_rank_of_two(start: Start, alone: LLM, group: int, policy: str) -> None:
     """Its no is the engine's; what the other rank has read of every group is not used."""
     p = producer(start, "tcp", tp_size=2)

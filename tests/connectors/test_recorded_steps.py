@@ -36,7 +36,6 @@ pytestmark = [
         [
             ("inprocess", "piecewise"),
             ("inprocess", "full"),
-            ("multiprocess", "piecewise"),
             ("multiprocess", "full"),
             ("ray", "piecewise"),  # What it adds is how ranks are reached, and that is slow to start.
         ],
