@@ -12,7 +12,7 @@ from baton.sim.full.mutants import MUTANTS
 from baton.sim.full.runs import MODES, find_broken, replay, run_seeds, run_worlds
 from baton.sim.full.seeds import FAILED
 
-NUM_WORLDS = 500  # Of both modes; `baton sim full` plays more of them.
+NUM_WORLDS = 1_000
 TRIES = 60
 
 # Where a world that misses the guard is found; when a change of the world moves it,
@@ -83,7 +83,7 @@ def test_no_seed_that_ever_failed_fails_again(mode: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_no_invariant_breaks_in_five_hundred_full_worlds(mode: str) -> None:
+def test_no_invariant_breaks_in_a_thousand_full_worlds(mode: str) -> None:
     report = run_worlds(mode, 0, NUM_WORLDS // len(MODES))
     assert [f"{broken.command}: {broken.kind}" for broken in report.broken] == []
     assert report.counts["handoffs delivered"] > 3 * report.num_worlds
