@@ -37,7 +37,7 @@ from baton.bench.returns import (
 )
 from baton.connectors.shared_storage import files
 from baton.connectors.shared_storage.cache_blocks import CacheBlocks
-from baton.connectors.shared_storage.files import ChunkName
+from baton.connectors.shared_storage.chunk_name import SUFFIX, ChunkName
 from baton.connectors.shared_storage.layer_kinds import LayerKind
 from baton.connectors.shared_storage.settings import CHUNK_TOKENS, StorageSettings
 from baton.core.config import KVTransferConfig
@@ -137,7 +137,7 @@ class Written:
         self._num_expected += self._files_per_prompt
         engine.settle(PATIENCE_S)  # Ranks have to hear that they may write.
         deadline_s = time.monotonic() + PATIENCE_S
-        while (num_written := len(list(self._folder.glob(f"*/*/*{files.SUFFIX}")))) < self._num_expected:
+        while (num_written := len(list(self._folder.glob(f"*/*/*{SUFFIX}")))) < self._num_expected:
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"{num_written} of {self._num_expected} files in {self._folder}")
             time.sleep(LOOK_S)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from baton.connectors.shared_storage.files import SUFFIX
+from baton.connectors.shared_storage.chunk_name import SUFFIX
 from baton.core.config import (
     CacheConfig,
     ClusterSecret,

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.connectors.shared_storage import files
-from baton.connectors.shared_storage.files import ChunkName, Unusable
+from baton.connectors.shared_storage.chunk_name import ChunkName
+from baton.connectors.shared_storage.files import Unusable
 from baton.connectors.shared_storage.form import FileForm, LayerShape
 from baton.connectors.shared_storage.sweep import ABANDONED_S, LOW_WATER, sweep
 from baton.connectors.whole_file import TEMPORARY_PREFIX, write_whole
@@ -216,7 +217,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from tests.connectors.test_shared_storage_files import NAME, written
-from baton.connectors.shared_storage.files import ChunkName
+from baton.connectors.shared_storage.chunk_name import ChunkName
 print("writing", flush=True)
 for number in range(1_000_000):
     name = ChunkName(NAME.namespace, (number % 50).to_bytes(32, "big"), 0)

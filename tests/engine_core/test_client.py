@@ -185,6 +185,8 @@ def test_two_ranks_give_the_tokens_of_one(make_config, reference: list[int]) -> 
         config = make_config(parallel_config=TP2, kv_transfer_config=transfer())
         async with engine(config, FACTORY) as client:
             assert tokens_of(await collect(client, request())) == reference
+            maps = [mapped.path for mapped in psutil.Process(client.pid).memory_maps()]
+            assert not [path for path in maps if "torch" in path], "ranks compute, and the core does not"
 
             # One rank dies while the engine is idle.
             ranks = psutil.Process(client.pid).children()

@@ -1,4 +1,7 @@
-"""The scheduler runs in the simulator as it is: loading it loads no tensors, and none of it reads a clock."""
+"""The scheduler runs in the simulator as it is: loading it loads no tensors, and none of it reads a clock.
+
+Nor does a core whose ranks are other processes load any, whatever its connector.
+"""
 
 import subprocess
 import sys
@@ -7,26 +10,45 @@ from pathlib import Path
 import pytest
 
 import baton.engine
+from baton.connectors.registry import BUILT_IN
 
 MODULES = [
-    "door",
-    "request",
-    "waiting",
-    "free_queue",
+    "admission",
     "block_pool",
-    "kv_cache",
     "connector_calls",
+    "door",
+    "event_log",
+    "free_queue",
+    "in_flight",
+    "kv_cache",
+    "outcomes",
+    "queues",
     "remote_kv",
+    "request",
+    "rollback",
+    "scheduler",
     "step_builder",
     "step_counts",
-    "scheduler",
+    "transfers",
+    "waiting",
+]
+OF_A_CORE = [
+    "baton.engine.core_process",
+    "baton.engine.executor.multiprocess",
+    "baton.engine.executor.ray",
+    *sorted(place.partition(":")[0] for place in BUILT_IN.values()),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_the_scheduler_loads_no_tensors() -> None:
-    program = "import sys, baton.engine.scheduler; print({'torch', 'numpy', 'zmq'} & set(sys.modules))"
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [(["baton.engine.scheduler"], {"torch", "numpy", "zmq"}), (OF_A_CORE, {"torch", "ray"})],
+    ids=["scheduler", "core"],
+)
+def test_it_loads_no_tensors(modules: list[str], heavy: set[str]) -> None:
+    program = f"import sys, {', '.join(modules)}; print({heavy} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
     )

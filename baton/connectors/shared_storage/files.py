@@ -24,17 +24,16 @@ from __future__ import annotations
 
 import hmac
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
 
+from baton.connectors.shared_storage.chunk_name import ChunkName
 from baton.connectors.shared_storage.form import LENGTH_BYTES, METADATA, FileForm, bytes_of
 from baton.connectors.shared_storage.identity import FORMAT
 from baton.connectors.whole_file import write_whole
 
-SUFFIX = ".safetensors"
 HEADER_BYTES_MAX = 1 << 20
 
 
@@ -44,19 +43,6 @@ class Unusable(Exception):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkName:
-    namespace: str
-    key: bytes  # Of the prefix up to the chunk's end.
-    rank: int
-    window: int | None = None  # Of the layers whose blocks these are.
-
-    def path_in(self, folder: Path) -> Path:
-        digits = self.key.hex()
-        kind = "" if self.window is None else f".w{self.window}"
-        return folder / self.namespace / digits[:2] / f"{digits}.{self.rank}{kind}{SUFFIX}"
 
 
 class _Header(msgspec.Struct):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from baton.connectors.block_tables import follow_tables
 from baton.connectors.jobs import Jobs, Repeated
+from baton.connectors.shared_storage.chunk_name import ChunkName
 from baton.connectors.shared_storage.identity import StorageIdentity
 from baton.connectors.shared_storage.layer_kinds import LayerKind, num_served
 from baton.connectors.shared_storage.metadata import (
@@ -263,7 +264,6 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
 
     def _find_stored(self, lookup: Lookup, namespace: str, keys: list[BlockHash]) -> None:
         """On the lookup's thread. A file that is there is whole; whether it is right, the load finds out."""
-        from baton.connectors.shared_storage.files import ChunkName
 
         @cache
         def is_stored(kind: LayerKind, chunk: int) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.connectors.shared_storage.files import SUFFIX
+from baton.connectors.shared_storage.chunk_name import SUFFIX
 from baton.connectors.whole_file import TEMPORARY_PREFIX
 
 LOW_WATER = 0.9

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.connectors.jobs import Jobs
+from baton.connectors.shared_storage.chunk_name import ChunkName
 from baton.connectors.shared_storage.identity import StorageIdentity, layout_digest
 from baton.connectors.shared_storage.loads import Load, LoadEnd
 from baton.connectors.shared_storage.metadata import (
@@ -216,7 +217,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         from baton.connectors.shared_storage import files
 
         assert self._namespace is not None, "the scheduler orders nothing before it knows"
-        name = files.ChunkName(self._namespace, copy.key, self._identity.rank, copy.window)
+        name = ChunkName(self._namespace, copy.key, self._identity.rank, copy.window)
         path = name.path_in(self._folder)
         started = self._clock()
         try:
@@ -276,7 +277,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         assert self._namespace is not None
         part = load.order.parts[index]
         blocks = self._blocks[part.kind]
-        name = files.ChunkName(self._namespace, part.key, self._identity.rank, blocks.kind.window)
+        name = ChunkName(self._namespace, part.key, self._identity.rank, blocks.kind.window)
         path = name.path_in(self._folder)
         started = self._clock()
         try:

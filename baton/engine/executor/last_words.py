@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from baton.core.errors import BatonError, ConfigError
 from baton.engine.executor import ExecutorDied
-from baton.engine.executor.worker import RankFailed
+from baton.engine.executor.rank_messages import RankFailed
 
 LISTEN_S = 2.0  # For the others' last words. Ends come within milliseconds, on a busy machine a second.
 

@@ -28,7 +28,7 @@ from baton.engine.executor import Executor, ExecutorDied
 from baton.engine.executor.answers import RankAnswers, StepFuture
 from baton.engine.executor.last_words import LISTEN_S, LastWords
 from baton.engine.executor.packing import packed, packed_step
-from baton.engine.executor.worker import (
+from baton.engine.executor.rank_messages import (
     RankAssignment,
     RankCapture,
     RankFailed,

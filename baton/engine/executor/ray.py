@@ -30,8 +30,7 @@ from baton.engine.executor import Executor, ExecutorDied
 from baton.engine.executor.answers import RankAnswers, StepFuture
 from baton.engine.executor.last_words import LISTEN_S, LastWords
 from baton.engine.executor.packing import packed, packed_step
-from baton.engine.executor.ray_actors import RankActors, RankProcess
-from baton.engine.executor.worker import (
+from baton.engine.executor.rank_messages import (
     RankAssignment,
     RankCapture,
     RankFailed,
@@ -39,6 +38,7 @@ from baton.engine.executor.worker import (
     RankStep,
     failure_of,
 )
+from baton.engine.executor.ray_actors import RankActors, RankProcess
 
 if TYPE_CHECKING:
     from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata

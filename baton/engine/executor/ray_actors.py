@@ -19,7 +19,7 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from baton.core.errors import ConfigError
-from baton.engine.executor.worker import Rank, failure_of, packed_answer
+from baton.engine.executor.rank_messages import failure_of, packed_answer
 
 if TYPE_CHECKING:
     from baton.core.config import EngineConfig
@@ -47,6 +47,8 @@ class RankActor:
         sys.path += [entry for entry in path if entry not in sys.path]
         os.environ.update(environment)
         logging.basicConfig(level=log_level)
+        from baton.engine.executor.worker import Rank  # Here alone: it imports torch.
+
         self._rank = Rank()
 
     def answer(self, payload: bytes) -> bytes:

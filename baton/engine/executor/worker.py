@@ -9,7 +9,6 @@ import pickle
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +19,15 @@ from baton.core.errors import UserError
 from baton.engine.attention.cuda import require_cuda
 from baton.engine.cache_setup import allocate_for, register
 from baton.engine.channel import Channel
-from baton.engine.executor.packing import packed, packed_result
+from baton.engine.executor.rank_messages import (
+    RankAssignment,
+    RankCapture,
+    RankReady,
+    RankStep,
+    RankStop,
+    failure_of,
+    packed_answer,
+)
 from baton.engine.freed_memory import keep_freed_memory
 from baton.engine.graphs import GraphMode, choose_mode, graphs_of
 from baton.engine.model_runner import ModelRunner
@@ -101,47 +108,6 @@ def device_of(config: EngineConfig, group: TensorParallelGroup) -> torch.device:
 # --- In a process of its own ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class RankAssignment:
-    """The parent's first message to a rank."""
-
-    config: EngineConfig
-    connector_factory: str | None
-    rank: int
-    store_path: str  # A file in a private folder, where the ranks find each other.
-
-
-@dataclass(frozen=True, slots=True)
-class RankReady:
-    handshake_metadata: KVConnectorHandshakeMetadata | None
-    awaits_capture: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RankCapture:
-    """Record the decode graphs with the connector's layer hooks; the answer is a RankReady."""
-
-    metadata: KVConnectorMetadata
-
-
-@dataclass(frozen=True, slots=True)
-class RankFailed:
-    """At start or in a step; the rank ends after it. Text, since not every exception can be pickled."""
-
-    message: str
-    is_users: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RankStep:
-    scheduler_output: SchedulerOutput
-    told_token_ids: list[list[int]]
-
-
-class RankStop:
-    """Shut down the worker half and end."""
-
-
 class Rank:
     """One rank's worker, message by message. Lives in a process of its own, whose process group it owns."""
 
@@ -173,10 +139,6 @@ class Rank:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-
-
-def failure_of(error: Exception) -> RankFailed:
-    return RankFailed(f"{type(error).__name__}: {error}", isinstance(error, UserError))
 
 
 def worker_main(end: socket.socket) -> None:
@@ -214,7 +176,3 @@ def _start(assignment: RankAssignment) -> Worker:
         dist.init_process_group(backend, store=store, rank=assignment.rank, world_size=size)
         group = ProcessGroup()
     return Worker(config, load_factory(assignment.connector_factory), group)
-
-
-def packed_answer(answer: RankReady | ModelRunnerOutput | RankFailed) -> bytes:
-    return packed_result(answer) if isinstance(answer, ModelRunnerOutput) else packed(answer)
