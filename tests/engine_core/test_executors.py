@@ -141,6 +141,7 @@ def test_a_life_of_an_executor(driver_of, kind: str) -> None:
     processes = [psutil.Process(pid) for pid in driver.pids]
     assert len({p.pid for p in processes}) == driver.num_ranks
     assert (processes[0].pid == os.getpid()) == (kind == "inprocess")
+    assert {p.nice() for p in processes} == {psutil.Process().nice()}, "ranks do not give way to the host"
 
     # Each step, with tokens and without: metadata to each rank, bound and cleared, and a report from each.
     first = executor.execute(driver.empty()).kv_connector_output

@@ -35,6 +35,8 @@ _ENVIRONMENT = {
     # Ray's own control process may die as well. It is on this host, and waits for nobody who starts it anew:
     # within Ray's minute all that steps wait for would hang.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3",
+    # Ray's default is 15: ranks, which are the engine, would get what the rest of a busy host leaves.
+    "RAY_worker_niceness": "0",
 }
 _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0", on any system: all that Ray binds is 127.0.0.1.
 
