@@ -4,6 +4,8 @@ Attribute names follow vLLM's `VllmConfig`, so that a connector reads the same n
 `config.cache_config.block_size`, `config.kv_transfer_config.engine_id`, ...
 """
 
+import functools
+import hashlib
 import hmac
 import uuid
 from typing import Any, Literal
@@ -17,6 +19,9 @@ from baton.core.layout import ModelFingerprint
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 LoadFailurePolicy = Literal["recompute", "fail"]
+
+MIN_SECRET_BYTES = 16
+_SCRYPT_N, _SCRYPT_R = 1 << 14, 8  # 16 MiB (128 * n * r bytes), the largest that hashlib allows unasked.
 
 
 class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -215,13 +220,18 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterSecret(msgspec.Struct, frozen=True):
-    """What the engines of one cluster share: signs tickets, keys the control channel. Never printed."""
+    """Secret that all engines of one cluster share. It signs tickets and keys every wire. Never printed.
+
+    While a secret is replaced, `previous` is the old one: Baton signs with `key` and accepts both.
+    """
 
     key: bytes
+    previous: bytes | None = None
 
     def __post_init__(self) -> None:
-        if len(self.key) < 16:
-            raise ConfigError("must have at least 16 bytes", field="secret")
+        for key in self._keys():
+            if len(key) < MIN_SECRET_BYTES:
+                raise ConfigError(f"must have at least {MIN_SECRET_BYTES} bytes", field="secret")
 
     def __repr__(self) -> str:
         return "ClusterSecret(***)"
@@ -229,8 +239,28 @@ class ClusterSecret(msgspec.Struct, frozen=True):
     __str__ = __repr__
 
     def derive(self, purpose: str) -> bytes:
-        """32 bytes for one purpose, so that no two uses share a key."""
-        return hmac.digest(self.key, purpose.encode(), "sha256")
+        """32 bytes for one purpose, from the current secret. No two purposes share a key."""
+        return _derive(self.key, purpose)
+
+    def derive_all(self, purpose: str) -> tuple[bytes, ...]:
+        """Keys that are accepted for `purpose`: from the current secret, then from the previous one."""
+        return tuple(_derive(key, purpose) for key in self._keys())
+
+    def _keys(self) -> tuple[bytes, ...]:
+        return (self.key,) if self.previous is None else (self.key, self.previous)
+
+
+def _derive(key: bytes, purpose: str) -> bytes:
+    return hmac.digest(_stretch(key), purpose.encode(), "sha256")
+
+
+@functools.lru_cache(maxsize=16)
+def _stretch(key: bytes) -> bytes:
+    """Make each guess of a weak secret cost 16 MiB and tens of milliseconds. Computed once per process.
+
+    The salt is fixed, because the secret is the only thing that the engines of a cluster share.
+    """
+    return hashlib.scrypt(key, salt=b"baton.secret.1", n=_SCRYPT_N, r=_SCRYPT_R, p=1, dklen=32)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,9 +272,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     parallel_config: ParallelConfig = ParallelConfig()
     device_config: DeviceConfig = DeviceConfig()
     kv_transfer_config: KVTransferConfig | None = None
-    cluster_secret: ClusterSecret | None = (
-        None  # None: loopback only, unsigned peers on this host are trusted.
-    )
+    # None: this engine stays on the loopback, and trusts every process of this host.
+    cluster_secret: ClusterSecret | None = None
     seed: int = 0
     step_timeout_s: float = 300.0  # Far above any step: what takes longer hangs, and the engine ends.
     kv_events_config: KVEventsConfig | None = None

@@ -1,5 +1,7 @@
 """Hashes, timers, topology, configuration: pure values and the inequalities between them."""
 
+import hmac
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -144,3 +146,20 @@ def test_the_secret_is_never_printed_and_never_short() -> None:
     assert secret.derive("a") != secret.derive("b")
     with pytest.raises(ConfigError):
         ClusterSecret(b"short")
+
+
+def test_a_previous_secret_is_accepted_and_never_signs() -> None:
+    old, new = b"the old secret of the cluster", b"the new secret of the cluster"
+    both = ClusterSecret(new, old)
+    assert both.derive("a") == ClusterSecret(new).derive("a")
+    assert both.derive_all("a") == (ClusterSecret(new).derive("a"), ClusterSecret(old).derive("a"))
+    assert len(ClusterSecret(new).derive_all("a")) == 1
+    assert "old" not in f"{both} {both!r}"
+    with pytest.raises(ConfigError):
+        ClusterSecret(new, b"short")
+
+
+def test_a_guess_of_the_secret_costs_more_than_one_hash() -> None:
+    """A weak secret must not be found by hashing a dictionary and comparing signatures."""
+    key = b"a weak secret of sixteen bytes"
+    assert ClusterSecret(key).derive("a") != hmac.digest(key, b"a", "sha256")
