@@ -1,4 +1,8 @@
-"""Files that appear under their name whole or not at all, whoever is killed meanwhile."""
+"""Files that appear under their name whole or not at all, even if the writer is killed.
+
+What they hold is computed from prompts, so only the owner can read them. `for_group` lets the owner's group
+read and write them too.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,27 @@ from pathlib import Path
 TEMPORARY_PREFIX = ".writing-"
 
 
-def write_whole(pieces: Sequence[bytes | memoryview], path: Path, *, fsync: bool) -> None:
-    """`pieces`: the content, one after the other. Raises OSError; then nothing is left."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def make_folder(folder: Path, *, for_group: bool = False) -> None:
+    """Make `folder` and its missing parents, each with mode 0700, or 0770. Raises OSError."""
+    if folder.is_dir():
+        return
+    if folder.parent != folder:
+        make_folder(folder.parent, for_group=for_group)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if for_group:
+        folder.chmod(0o770)  # Of `mkdir` the process's umask takes the group's bits away.
+
+
+def write_whole(
+    pieces: Sequence[bytes | memoryview], path: Path, *, fsync: bool, for_group: bool = False
+) -> None:
+    """Write `pieces`, one after the other, with mode 0600, or 0660. Raises OSError; then nothing is left."""
+    make_folder(path.parent, for_group=for_group)
     aside = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{secrets.token_hex(8)}")
     try:
-        with open(aside, "xb", buffering=0) as file:
+        with open(aside, "xb", buffering=0, opener=_open_private) as file:
+            if for_group:
+                os.fchmod(file.fileno(), 0o660)
             for piece in pieces:
                 written = 0
                 while written < len(piece):
@@ -30,6 +49,10 @@ def write_whole(pieces: Sequence[bytes | memoryview], path: Path, *, fsync: bool
         raise
     if fsync:
         _sync_folder(path.parent)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, mode=0o600)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -78,7 +78,21 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("damage", [corrupt, truncate], ids=["corrupted", "half-written"])
+def replace_by_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)  # A plain open of it waits for a writer.
+
+
+def replace_by_link(path: Path) -> None:
+    aside = path.rename(path.with_suffix(".aside"))
+    path.symlink_to(aside)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [corrupt, truncate, replace_by_fifo, replace_by_link],
+    ids=["corrupted", "half-written", "fifo", "symbolic-link"],
+)
 def test_a_bad_file_is_computed_removed_and_stored_again(
     start: Start, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
@@ -176,23 +190,6 @@ def test_roles_say_who_writes_and_who_reads(start: Start, tmp_path: Path) -> Non
     assert other.generate([prompt], GREEDY)[0].num_transferred_tokens == 0
     (read,) = start(storage(tmp_path, "kv_consumer")).generate([prompt], GREEDY)
     assert read.num_transferred_tokens == 16
-
-
-def test_a_file_system_that_hangs_costs_its_bound_and_no_token(start: Start, tmp_path: Path) -> None:
-    a, alone = start(storage(tmp_path)), start()
-    prompt = prompt_of(43)
-    fill(a, tmp_path, prompt, num_files=6)
-    hanging = by_position(tmp_path, prompt)[1]
-    hanging.unlink()
-    os.mkfifo(hanging)  # Whoever opens it waits for a writer, for ever.
-    b = start(storage(tmp_path, load_timeout_s=0.2, shutdown_timeout_s=0.1, io_threads=1))
-    (by_b,) = b.generate([prompt], GREEDY)
-    (expected,) = alone.generate([prompt], GREEDY)
-    assert by_b.token_ids == expected.token_ids
-    assert by_b.num_transferred_tokens == 0
-    b.close()
-    with open(os.open(hanging, os.O_RDWR), "wb"):
-        pass  # The thread that was left behind may go.
 
 
 def test_what_was_loaded_stays_longest_and_its_beginning_longest_of_all(start: Start, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -198,6 +199,18 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="taken"):
         write_whole([b"content"], path, fsync=False)
     assert [entry.name for entry in tmp_path.iterdir()] == ["taken"]
+
+
+@pytest.mark.parametrize(
+    ("for_group", "file_mode", "folder_mode"), [(False, 0o600, 0o700), (True, 0o660, 0o770)]
+)
+def test_only_the_owner_or_its_group_can_read(
+    tmp_path: Path, for_group: bool, file_mode: int, folder_mode: int
+) -> None:
+    path = tmp_path / "new" / "folder" / "file"
+    write_whole([b"content"], path, fsync=False, for_group=for_group)
+    assert stat.S_IMODE(path.stat().st_mode) == file_mode
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in path.parents[:2]] == [folder_mode] * 2
 
 
 def test_a_disk_that_is_full_leaves_nothing(tmp_path: Path) -> None:

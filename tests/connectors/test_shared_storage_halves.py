@@ -22,8 +22,16 @@ from baton.connectors.shared_storage import (
     StorageSettings,
     StorageWorkerHalf,
 )
+from baton.connectors.shared_storage.files import Unusable
 from baton.connectors.shared_storage.layer_kinds import kinds_of
-from baton.connectors.shared_storage.metadata import SaveChunk, StorageMetadata, StorageReport
+from baton.connectors.shared_storage.loads import Load
+from baton.connectors.shared_storage.metadata import (
+    ChunkPart,
+    LoadChunks,
+    SaveChunk,
+    StorageMetadata,
+    StorageReport,
+)
 from baton.connectors.shared_storage.prompts import Prompt
 from baton.connectors.shared_storage.stats import StoragePromMetrics, StorageStats
 from baton.contract import ConnectorDead, KVConnectorOutput
@@ -324,6 +332,55 @@ def test_a_lookup_that_hangs_is_waited_for_so_long_and_no_longer(tmp_path: Path)
         assert time.monotonic() < deadline_s
     half.shutdown()
     rank.shutdown()
+
+
+class HangingWorkerHalf(StorageWorkerHalf):
+    """Reads of the chunks in `hanging` end when `healed` is set, as on a network file system."""
+
+    def __init__(self, identity: StorageIdentity, hanging: set[bytes], clock: Callable[[], float]) -> None:
+        self.healed = threading.Event()
+        self._hanging = hanging
+        super().__init__(identity, clock=clock)
+
+    def _load_part(self, load: Load, index: int) -> None:
+        if load.order.parts[index].key in self._hanging:
+            assert self.healed.wait(WAIT_S)
+        raise Unusable("gone")
+
+
+def test_a_read_that_hangs_costs_its_own_load_and_while_all_hang_no_load_waits(tmp_path: Path) -> None:
+    now = [100.0]
+    identity = identity_in(tmp_path, io_threads=2, read_timeout_s=2.0)
+    half = HangingWorkerHalf(identity, {b"hangs"}, lambda: now[0])
+    half.register_kv_caches({"layer": torch.zeros(NUM_BLOCKS, 1, BLOCK, 4)})
+
+    def finished() -> set[str]:
+        return half.get_finished(set())[1] or set()
+
+    def load(step: int, **keys: bytes) -> None:
+        loads = tuple(LoadChunks(name, (ChunkPart(key, (1,)),)) for name, key in keys.items())
+        half.bind_connector_metadata(StorageMetadata(step=step, namespace="n", loads=loads))
+
+    load(1, stuck=b"hangs", free=b"free")
+    wait_for(lambda: "free" in finished())
+    assert half._stuck_loads() == []
+    now[0] += 2.0
+    assert finished() == {"stuck"}
+
+    load(2, also=b"hangs")
+    wait_for(lambda: len(half._reading) == 2)
+    load(3, queued=b"free")
+    assert finished() == set()
+    now[0] += 2.0
+    assert finished() == {"also", "queued"}, "every reader hangs, so nothing else is read"
+    load(4, late=b"free")
+    assert finished() == {"late"}
+
+    half.healed.set()
+    wait_for(lambda: not half._reading)
+    load(5, healthy=b"free")
+    wait_for(lambda: "healthy" in finished())
+    half.shutdown()
 
 
 def test_a_thread_that_died_is_heard_of() -> None:

@@ -22,8 +22,10 @@ waits until it gets it back.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
+import stat
 from pathlib import Path
 
 import msgspec
@@ -50,11 +52,18 @@ class _Header(msgspec.Struct):
 
 
 def write(
-    path: Path, name: ChunkName, form: FileForm, body: torch.Tensor, signing_key: bytes, *, fsync: bool
+    path: Path,
+    name: ChunkName,
+    form: FileForm,
+    body: torch.Tensor,
+    signing_key: bytes,
+    *,
+    fsync: bool,
+    for_group: bool = False,
 ) -> None:
     """`body`: the form's, on the CPU. Raises OSError; then nothing is left."""
     header = _header(name, form, _checksum(name, form, body, signing_key))
-    write_whole((header, bytes_of(body)), path, fsync=fsync)
+    write_whole((header, bytes_of(body)), path, fsync=fsync, for_group=for_group)
 
 
 def read(path: Path, name: ChunkName, form: FileForm, signing_key: bytes) -> torch.Tensor:
@@ -69,8 +78,11 @@ def read(path: Path, name: ChunkName, form: FileForm, signing_key: bytes) -> tor
 def _read(path: Path, form: FileForm) -> tuple[bytes, torch.Tensor]:
     """Header and body. Raises Unusable for a file that cannot be the right one, or that cannot be read."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
+        with open(path, "rb", buffering=0, opener=_open_without_waiting) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise Unusable("foreign", "it is no regular file")
+            size = status.st_size
             if not form.nbytes <= size <= form.nbytes + HEADER_BYTES_MAX:
                 raise Unusable("corrupt", f"it has {size} bytes, its tensors alone {form.nbytes}")
             header, body = bytearray(size - form.nbytes), form.new_body()
@@ -80,7 +92,14 @@ def _read(path: Path, form: FileForm) -> tuple[bytes, torch.Tensor]:
     except FileNotFoundError as error:
         raise Unusable("gone") from error
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise Unusable("foreign", "it is a symbolic link") from error
         raise Unusable("io", str(error)) from error
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """The open of a FIFO returns at once, and the open of a symbolic link fails."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
 def _fill(view: memoryview, fileno: int) -> None:

@@ -36,6 +36,7 @@ from baton.connectors.shared_storage.metadata import (
 from baton.connectors.shared_storage.prompts import Lookup, Prompt
 from baton.connectors.shared_storage.stats import StorageStats
 from baton.connectors.shared_storage.sweep import sweep
+from baton.connectors.whole_file import make_folder
 from baton.contract import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -61,7 +62,7 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._kinds = identity.layer_kinds
         self._clock = clock
         self._folder = Path(settings.path)
-        _make(self._folder)
+        _make(self._folder, for_group=settings.group_access)
         self._wake: Callable[[], None] = lambda: None
         self._layouts: dict[int, str] = {}  # By rank.
         self._namespace: str | None = None
@@ -302,9 +303,9 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             self._stats.set_kept(swept.num_kept, swept.kept_bytes)
 
 
-def _make(folder: Path) -> None:
+def _make(folder: Path, *, for_group: bool) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, for_group=for_group)
     except OSError as error:
         raise ConfigError(
             f"cannot be made or used: {error}", field="kv_transfer_config.kv_connector_extra_config.path"

@@ -29,13 +29,25 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
     fsync: bool = True  # Survive the machine's crash too, not only the process's.
     lookup_timeout_s: float = 1.0  # How long a prompt waits to hear what is stored; then it is computed.
     load_timeout_s: float = 60.0  # Of one prompt; then it is computed.
+    # Of one file. A read that takes longer hangs: its prompt is computed. While every reader hangs, no prompt
+    # waits for a file.
+    read_timeout_s: float = 5.0
+    # Files and folders are made for their owner only (0600, 0700), or for the owner's group too (0660, 0770).
+    group_access: bool = False
     sweep_every_s: float = 30.0  # How often too much and too old files are looked for.
     shutdown_timeout_s: float = 5.0  # For what is still being written.
 
     def __post_init__(self) -> None:
         if not Path(self.path).is_absolute():
             raise ConfigError("must be an absolute path", field=f"{FIELD}.path")
-        for name in ("max_gib", "max_age_s", "lookup_timeout_s", "load_timeout_s", "sweep_every_s"):
+        for name in (
+            "max_gib",
+            "max_age_s",
+            "lookup_timeout_s",
+            "load_timeout_s",
+            "read_timeout_s",
+            "sweep_every_s",
+        ):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ConfigError("must be positive", field=f"{FIELD}.{name}")
         for name in ("io_threads", "backlog_max_mib", "chunk_tokens"):

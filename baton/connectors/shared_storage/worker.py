@@ -4,8 +4,8 @@
            when the scheduler says that the step was right: copy -> file, on a thread
     load   on threads: file -> proved -> blocks     (the request waits; nobody else touches its blocks)
 
-The step waits for no file. What hangs in the file system costs the requests that wait for it, for
-`load_timeout_s`, and what waits to be written is bounded by `backlog_max_mib`.
+The step waits for no file. A read that hangs costs its own request `read_timeout_s`. While all readers hang,
+no request waits for them. What waits to be written is bounded by `backlog_max_mib`.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         self._copied: set[int] = set()  # Steps, for the next report.
         self._loads: dict[str, Load] = {}
         self._readers = Jobs(f"kv-read-{identity.rank}", settings.io_threads)
+        self._reading: dict[int, tuple[Load, float]] = {}  # By thread: what it reads, and since when.
         self._writer = Jobs(f"kv-write-{identity.rank}")
         self._lock = threading.Lock()  # Of all that the threads tell us, which follows.
         self._backlog_bytes = 0
@@ -133,6 +134,9 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
             if order.is_failed or self._readers.is_dead:
                 self._end_load(load.fail("failed"))
                 continue
+            if self._are_all_readers_stuck():
+                self._end_load(load.fail("timeout"))
+                continue
             for index in range(len(order.parts)):
                 self._readers.put(partial(self._run_part, load, index))
 
@@ -166,7 +170,9 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         now = self._clock()
-        for load in [load for load in self._loads.values() if load.deadline_s <= now]:
+        overdue = [load for load in self._loads.values() if load.deadline_s <= now]
+        overdue += self._loads.values() if self._are_all_readers_stuck() else self._stuck_loads()
+        for load in overdue:
             self._end_load(load.fail("timeout"))
         with self._lock:
             finished, self._finished = self._finished, set()
@@ -225,7 +231,8 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
                 self._drop([copy], None)  # Another request's, or another engine's.
                 return
             fsync = self._identity.settings.fsync
-            files.write(path, name, copy.form, copy.body, self._key, fsync=fsync)
+            group = self._identity.settings.group_access
+            files.write(path, name, copy.form, copy.body, self._key, fsync=fsync, for_group=group)
         except OSError as error:
             self._tell_unwritten(path, error)
             self._drop([copy], "io")
@@ -258,6 +265,9 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
 
         if not load.wants(index):
             return
+        thread = threading.get_ident()
+        with self._lock:
+            self._reading[thread] = load, self._clock()
         try:
             self._load_part(load, index)
         except Unusable as error:
@@ -268,7 +278,18 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
             end = load.part_failed(index, "failed")
         else:
             end = load.part_loaded(index)
+        with self._lock:
+            del self._reading[thread]
         self._end_load(end)
+
+    def _stuck_loads(self) -> list[Load]:
+        """The loads of which a file is being read for longer than `read_timeout_s`."""
+        begun_before_s = self._clock() - self._identity.settings.read_timeout_s
+        with self._lock:
+            return [load for load, begun_s in self._reading.values() if begun_s <= begun_before_s]
+
+    def _are_all_readers_stuck(self) -> bool:
+        return len(self._stuck_loads()) == self._identity.settings.io_threads
 
     def _load_part(self, load: Load, index: int) -> None:
         """Raises Unusable; then no block of it was touched, and a file that is bad is gone."""
