@@ -32,7 +32,7 @@ from baton.core.layout import CopySpan, Region
 from baton.transport.base import Transport
 from baton.transport.local import LocalTransport
 from baton.transport.nixl import NixlTransport
-from baton.transport.tcp import TcpTransport
+from baton.transport.tcp import TcpOptions, TcpTransport
 
 TOTAL_BYTES = 64 << 20
 BLOCK_SIZES = (2 << 10, 16 << 10, 256 << 10, 1 << 20)
@@ -164,7 +164,7 @@ def make(name: str, address: Address, cpu: int) -> Transport:
         case "nixl":
             return NixlTransport(address)
         case _:
-            return TcpTransport(address, thread_cpus={cpu}, checksum=name == "tcp")
+            return TcpTransport(address, TcpOptions(checksum=name == "tcp"), thread_cpus={cpu})
 
 
 def _way(name: str) -> str:

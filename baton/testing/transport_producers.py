@@ -24,7 +24,7 @@ from baton.transport.iovec import IOV_MAX, iovec_array, read_process_memory
 from baton.transport.local import LocalTransport
 from baton.transport.memory import MemoryNetwork, MemoryTransport
 from baton.transport.spans import Copies, Int64s
-from baton.transport.tcp import TcpTransport
+from baton.transport.tcp import TcpOptions, TcpTransport
 
 REGION_BYTES = 4 << 20
 NUM_REGIONS = 2
@@ -109,7 +109,7 @@ def make_nixl(address: Address, port: int) -> Transport:
 
 
 def make_tcp(address: Address, port: int, secret: ClusterSecret | None = None) -> Transport:
-    return TcpTransport(address, port=port, secret=secret)
+    return TcpTransport(address, TcpOptions(port=port), secret=secret)
 
 
 class TorchMemory:

@@ -105,6 +105,7 @@ class ControlChannel:
     port: int = 0  # 0: a free one.
     secret: ClusterSecret | None = None
     advertise_host: str | None = None  # What peers dial; needed when `host` is a wildcard.
+    advertise_port: int = 0  # 0: the port that it listens on. Another one if a proxy or NAT stands between.
     max_frame_bytes: int = MAX_FRAME_BYTES
     counters: ControlCounters = field(default_factory=ControlCounters, init=False)
     url: str = field(default="", init=False)
@@ -160,7 +161,7 @@ class ControlChannel:
         bound = self._router.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound, bytes)
         self.port = int(bound.rstrip(b"\0").rpartition(b":")[2])
-        self.url = f"tcp://{bracketed(self.advertise_host or self.host)}:{self.port}"
+        self.url = f"tcp://{bracketed(self.advertise_host or self.host)}:{self.advertise_port or self.port}"
 
     def send(self, to: Destination, frame: bytes) -> bool:
         """Queue one frame; never blocks. False: dropped (and counted), as a network may drop it.

@@ -24,7 +24,7 @@ from baton.transport.local import LocalTransport
 from baton.transport.memory import MemoryTransport
 from baton.transport.nixl import NixlTransport, has_rdma
 from baton.transport.nixl_agent import is_installed
-from baton.transport.tcp import TcpTransport
+from baton.transport.tcp import TcpOptions, TcpTransport
 
 logger = logging.getLogger(__name__)
 
@@ -55,25 +55,15 @@ def make_transport(
     *,
     address: Address,
     secret: ClusterSecret | None = None,
-    host: str = "127.0.0.1",
-    advertise_host: str | None = None,
-    checksum: bool = True,
+    tcp: TcpOptions = TcpOptions(),  # noqa: B008  Frozen.
     on_completion: Callable[[], None] | None = None,
 ) -> Transport:
-    """One rank's transport. `host`: where it listens, if it does; `advertise_host`: what peers dial;
-    `checksum`: whether what crosses a wire through this process is verified."""
+    """One rank's transport. Raises ConfigError if it cannot be used here. Only tcp reads `tcp`."""
     match name:
         case "local":
             return LocalTransport(address, on_completion=on_completion)
         case "tcp":
-            return TcpTransport(
-                address,
-                host=host,
-                advertise_host=advertise_host,
-                secret=secret,
-                checksum=checksum,
-                on_completion=on_completion,
-            )
+            return TcpTransport(address, tcp, secret=secret, on_completion=on_completion)
         case "cuda_ipc":
             try:
                 return CudaIpcTransport(address, on_completion=on_completion)
@@ -94,9 +84,7 @@ def make_transports(
     *,
     address: Address,
     secret: ClusterSecret | None = None,
-    host: str = "127.0.0.1",
-    advertise_host: str | None = None,
-    checksum: bool = True,
+    tcp: TcpOptions = TcpOptions(),  # noqa: B008  Frozen.
     on_completion: Callable[[], None] | None = None,
 ) -> dict[str, Transport]:
     """Several of them for one rank. Raises with none left open."""
@@ -104,13 +92,7 @@ def make_transports(
     try:
         for name in names:
             made[name] = make_transport(
-                name,
-                address=address,
-                secret=secret,
-                host=host,
-                advertise_host=advertise_host,
-                checksum=checksum,
-                on_completion=on_completion,
+                name, address=address, secret=secret, tcp=tcp, on_completion=on_completion
             )
     except BaseException:
         for transport in made.values():

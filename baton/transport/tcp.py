@@ -38,6 +38,27 @@ from baton.transport.tcp_wire import (
 LANES = 2
 
 
+@dataclass(frozen=True, slots=True)
+class TcpOptions:
+    """Where a rank's owner listens, and what its peers dial."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: the kernel chooses a free port.
+    advertise_host: str | None = None  # None: `host`. Required when `host` is a wildcard address.
+    advertise_port: int = 0  # 0: the port that the owner listens on.
+    checksum: bool = True  # Of what it reads; see tcp_reader.
+
+    def __post_init__(self) -> None:
+        if self.advertise_host is None and is_wildcard(self.host):
+            raise ConfigError(
+                f"is needed when binding to {self.host}: peers cannot dial a wildcard",
+                field="tcp.advertise_host",
+            )
+        for name in ("port", "advertise_port"):
+            if not 0 <= getattr(self, name) < 2**16:
+                raise ConfigError(f"must be in [0, 65535]; is {getattr(self, name)}", field=f"tcp.{name}")
+
+
 @dataclass(frozen=True)
 class TcpPrepared(Prepared):
     peer: TcpPeer
@@ -52,28 +73,18 @@ class TcpTransport(Transport):
     def __init__(
         self,
         address: Address,
+        options: TcpOptions = TcpOptions(),
         *,
-        host: str = "127.0.0.1",
-        port: int = 0,  # 0: a free one.
-        advertise_host: str | None = None,  # What peers dial; needed when `host` is a wildcard.
         secret: ClusterSecret | None = None,
         num_lanes: int = LANES,
-        checksum: bool = True,  # Of what it reads; see tcp_reader.
         thread_cpus: Collection[int] | None = None,
         on_completion: Callable[[], None] | None = None,
     ) -> None:
-        check_bind_host(host, secret, field="tcp.host")
-        if advertise_host is None and is_wildcard(host):
-            raise ConfigError(
-                f"is needed when binding to {host}: peers cannot dial a wildcard", field="tcp.advertise_host"
-            )
+        check_bind_host(options.host, secret, field="tcp.host")
         self._address = address
-        self._host = host
-        self._port = port
-        self._advertise_host = advertise_host or host
+        self._options = options
         self._secret = secret
         self._num_lanes = num_lanes
-        self._checksum = checksum
         self._thread_cpus = thread_cpus
         self._completions = CompletionQueue(on_completion)
         self._regions: tuple[Region, ...] = ()
@@ -86,7 +97,7 @@ class TcpTransport(Transport):
     @property
     def port(self) -> int:
         """Of the listener, once registered."""
-        return self._owner.port if self._owner is not None else self._port
+        return self._owner.port if self._owner is not None else self._options.port
 
     @property
     def capabilities(self) -> Capabilities:
@@ -99,8 +110,8 @@ class TcpTransport(Transport):
         self._owner = TcpOwner(
             self._address,
             self._regions,
-            self._host,
-            self._port,
+            self._options.host,
+            self._options.port,
             self._secret,
             self._thread_cpus,
             self.counters,
@@ -110,8 +121,8 @@ class TcpTransport(Transport):
                 version=VERSION,
                 engine_id=self._address.engine_id,
                 epoch=self._address.epoch,
-                host=self._advertise_host,
-                port=self._owner.port,
+                host=self._options.advertise_host or self._options.host,
+                port=self._options.advertise_port or self._owner.port,
                 token=self._owner.token,
                 regions=self._regions,
             )
@@ -137,7 +148,7 @@ class TcpTransport(Transport):
                     self._completions,
                     self._thread_cpus,
                     self.counters,
-                    self._checksum,
+                    self._options.checksum,
                 )
                 self._peers.add(peer)
                 return peer

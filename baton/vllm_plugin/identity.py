@@ -104,11 +104,21 @@ def _fingerprint_of_worker(model: Any, cache_dtype: str) -> ModelFingerprint:
 
 
 def _with_port_of_rank(extra: Mapping[str, Any], parallel: Any) -> dict[str, Any]:
-    """Each data-parallel engine has a control channel of its own, behind the first one's port."""
-    port = extra.get("port", 0)
-    if not isinstance(port, int) or port == 0:
-        return dict(extra)
-    return {**extra, "port": port + int(parallel.data_parallel_index)}
+    """Data-parallel engine i has control port + i, and its ranks have the i-th range of data ports."""
+    index = int(parallel.data_parallel_index)
+    num_ranks = int(parallel.tensor_parallel_size) * int(parallel.pipeline_parallel_size)
+    strides = {
+        "port": 1,
+        "advertise_port": 1,
+        "data_port": num_ranks,
+        "data_advertise_port": num_ranks,
+    }
+    moved = {
+        key: port + index * stride
+        for key, stride in strides.items()
+        if isinstance(port := extra.get(key, 0), int) and port
+    }
+    return {**extra, **moved}
 
 
 def _refuse_unsupported(vllm_config: Any) -> None:

@@ -87,6 +87,8 @@ def test_an_unfinished_connector_is_told_what_it_lacks(foreign: ModuleType) -> N
         ({"hsot": "x"}, r"kv_connector_extra_config\.hsot: is not known; known are host"),
         ({"port": "x"}, r"kv_connector_extra_config\.port: Expected"),
         ({"port": 70000}, r"kv_connector_extra_config\.port"),
+        ({"data_port": -1}, r"kv_connector_extra_config\.data_port"),
+        ({"data_advertise_port": 70000}, r"kv_connector_extra_config\.data_advertise_port"),
         ({"timers": {"ttl": 3}}, r"unknown field `ttl`"),
         ({"timers": {"ttl_s": 1}}, r"timers\.ttl_s: must be longer"),
         ({"transports": []}, r"transports: must name at least one"),
@@ -97,6 +99,14 @@ def test_an_unfinished_connector_is_told_what_it_lacks(foreign: ModuleType) -> N
 def test_a_bad_setting_is_named(extra: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PullSettings.parse(extra, has_secret=False)
+
+
+def test_each_rank_has_a_data_port_of_its_own() -> None:
+    extra = {"data_port": 14700, "data_advertise_port": 15700, "data_advertise_host": "10.0.0.9"}
+    options = PullSettings.parse(extra, has_secret=False).tcp_options(rank=3)
+    assert (options.host, options.port) == ("127.0.0.1", 14703)
+    assert (options.advertise_host, options.advertise_port) == ("10.0.0.9", 15703)
+    assert PullSettings.parse({}, has_secret=False).tcp_options(rank=3).port == 0
 
 
 def test_timers_may_be_overridden() -> None:

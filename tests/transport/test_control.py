@@ -256,6 +256,12 @@ def test_a_wildcard_needs_an_address_that_peers_can_dial() -> None:
         assert channel.url == f"tcp://engine-7.cluster:{channel.port}"
 
 
+def test_peers_are_told_the_advertised_port(open_channel: OpenChannel) -> None:
+    channel = open_channel(advertise_port=4711)
+    assert channel.url == "tcp://127.0.0.1:4711"
+    assert channel.port != 4711
+
+
 def test_a_port_that_is_taken_is_named_and_leaves_nothing_behind(open_channel: OpenChannel) -> None:
     taken = open_channel()
     with nothing_left_behind(), pytest.raises(ConfigError, match=str(taken.port)):

@@ -22,7 +22,7 @@ from baton.testing.transport_rig import BLOCK_SPAN, NUM_BLOCKS, drain, nothing_l
 from baton.transport import tcp_owner, tcp_reader
 from baton.transport.base import Completion, OpId
 from baton.transport.checksum import checksum_of
-from baton.transport.tcp import TcpTransport
+from baton.transport.tcp import TcpOptions, TcpTransport
 from baton.transport.tcp_wire import (
     ANSWER,
     COPIES_MAX,
@@ -291,7 +291,7 @@ def test_connections_above_the_cap_are_turned_away(monkeypatch: pytest.MonkeyPat
 
 def test_without_a_secret_nothing_is_bound_or_dialled_beyond_this_host(owner: Owner) -> None:
     with pytest.raises(ConfigError, match="BATON_SECRET"):
-        TcpTransport(new_address("owner"), host="0.0.0.0")
+        TcpTransport(new_address("owner"), TcpOptions(host="0.0.0.0", advertise_host="10.0.0.7"))
     elsewhere = msgspec.msgpack.encode(msgspec.structs.replace(owner.named, host="192.0.2.1"))
     with (
         closing(TcpTransport(new_address("reader"))) as reader,
@@ -302,11 +302,19 @@ def test_without_a_secret_nothing_is_bound_or_dialled_beyond_this_host(owner: Ow
 
 def test_a_wildcard_needs_an_address_that_peers_can_dial() -> None:
     with pytest.raises(ConfigError, match=r"tcp\.advertise_host"):
-        TcpTransport(new_address("owner"), host="0.0.0.0", secret=SECRET)
+        TcpOptions(host="0.0.0.0")
+
+
+def test_peers_are_told_the_advertised_address() -> None:
+    options = TcpOptions(advertise_host="10.0.0.7", advertise_port=4711)
+    with closing(TcpTransport(new_address("owner"), options, secret=SECRET)) as transport:
+        named = msgspec.msgpack.decode(transport.register([Region(4096, 4096)]), type=TcpEndpoint)
+        assert (named.host, named.port) == ("10.0.0.7", 4711)
+        assert transport.port not in (0, 4711)
 
 
 def test_a_port_that_is_taken_is_named(owner: Owner) -> None:
-    second = TcpTransport(new_address("owner"), port=owner.named.port)
+    second = TcpTransport(new_address("owner"), TcpOptions(port=owner.named.port))
     with closing(second), pytest.raises(ConfigError, match=str(owner.named.port)):
         second.register(regions_of(owner.memory))
 
@@ -367,7 +375,9 @@ class Corruption:
 class Reader:
     def __init__(self, owner: Owner, **options: Any) -> None:
         self.memory = np.zeros_like(owner.memory)
-        self.transport = TcpTransport(new_address("reader"), secret=SECRET, num_lanes=1, **options)
+        self.transport = TcpTransport(
+            new_address("reader"), TcpOptions(**options), secret=SECRET, num_lanes=1
+        )
         self.transport.register(regions_of(self.memory))
         peer = self.transport.connect(owner.address, owner.endpoint)
         self.prepared = self.transport.prepare(peer, [BLOCK_SPAN])

@@ -92,9 +92,9 @@ def test_a_checkpoint_is_to_vllm_what_it_is_to_the_embedded_engine(folder: Path)
 
 
 def test_who_an_engine_is(folder: Path) -> None:
-    identity = identify(vllm_config(folder, {"port": 14600, "stream": "layer"}))
+    identity = identify(vllm_config(folder, {"port": 14600, "data_port": 14700, "stream": "layer"}))
     assert (identity.engine_id, identity.tp_size, identity.pp_size) == ("e", 2, 2)
-    assert (identity.block_tokens, identity.settings.port) == (128, 14601)
+    assert (identity.block_tokens, identity.settings.port, identity.settings.data_port) == (128, 14601, 14704)
     assert identity.is_producer
     assert not identity.is_consumer
     assert identity.recomputes_failed_loads

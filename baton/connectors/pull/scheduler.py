@@ -309,6 +309,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             port=settings.port,
             secret=self._identity.secret,
             advertise_host=settings.advertise_host,
+            advertise_port=settings.advertise_port,
         )
         return ControlThread(agent, lock, channel, self._clock, on_effects=self._heard)
 

@@ -15,6 +15,7 @@ import msgspec
 from baton.connectors.extra_config import FIELD, parse_extra
 from baton.core.errors import ConfigError
 from baton.core.timers import Timers
+from baton.transport.tcp import TcpOptions
 
 LOOPBACK = "127.0.0.1"
 
@@ -39,6 +40,12 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = LOOPBACK  # Where the control channel and the data servers listen.
     port: int = 0  # Of the control channel; 0: any free one. Peers learn it from tickets.
     advertise_host: str | None = None  # What peers connect to, if not `host`: behind NAT, or host 0.0.0.0.
+    advertise_port: int = 0  # What peers dial for the control channel; 0: the port that it listens on.
+    # Of the tcp transport: rank r listens on data_port + r. 0: each rank takes any free port.
+    data_port: int = 0
+    # What peers dial for it, if a proxy or NAT stands between: rank r is reached at data_advertise_port + r.
+    data_advertise_host: str | None = None  # None: advertise_host, or host.
+    data_advertise_port: int = 0  # 0: the port that the rank listens on.
     # Those that this engine offers; as a reader it prefers the first. None: what works here, best first.
     transports: tuple[str, ...] | None = None
     checksum: bool = True  # Verify what crosses a wire through our own processes (tcp).
@@ -51,8 +58,9 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
     raises_user_errors: bool | None = None  # None: as the host can bear (see PullSchedulerHalf).
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError("must be in [0, 65535]", field=f"{FIELD}.port")
+        for name in ("port", "advertise_port", "data_port", "data_advertise_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ConfigError("must be in [0, 65535]", field=f"{FIELD}.{name}")
         names = self.transports
         if names is not None and (not names or len(set(names)) < len(names)):
             raise ConfigError("must name at least one transport, each once", field=f"{FIELD}.transports")
@@ -64,6 +72,16 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
     def url_of_peer(self, host: str, port: int) -> str | None:
         """The control url of a peer whom a client has named, if clients may: here they may not."""
         return None
+
+    def tcp_options(self, rank: int) -> TcpOptions:
+        """Of this rank. Raises ConfigError if its port is above 65535."""
+        return TcpOptions(
+            host=self.host,
+            port=self.data_port + rank if self.data_port else 0,
+            advertise_host=self.data_advertise_host or self.advertise_host,
+            advertise_port=self.data_advertise_port + rank if self.data_advertise_port else 0,
+            checksum=self.checksum,
+        )
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], *, has_secret: bool) -> Self:

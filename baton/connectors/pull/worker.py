@@ -269,14 +269,11 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
             self._links.fail(order, f"{type(error).__name__}: {error}")
 
     def _make_transports(self, names: Sequence[str], address: Address) -> Mapping[str, Transport]:
-        settings = self._identity.settings
         return make_transports(
             names,
             address=address,
             secret=self._identity.secret,
-            host=settings.host,
-            advertise_host=settings.advertise_host,
-            checksum=settings.checksum,
+            tcp=self._identity.settings.tcp_options(self._identity.rank),
             on_completion=self._wake_host,
         )
 
