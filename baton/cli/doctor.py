@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,16 +41,17 @@ def doctor(
         int | None,
         typer.Option(help="Also: may the memory of this process, an engine's, be read?"),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Look at the machine and read 32 MiB over each transport, between two processes. Takes a few seconds.
 
-    Exit status 1 if no transport works.
+    The exit status is 1 if any line says no.
     """
     from rich.console import Console
 
     from baton.transport.self_test import self_test
 
-    console = Console()
+    console = Console(stderr=as_json)
     names = ["local", "tcp"]
     if importlib.util.find_spec("nixl") is not None:
         names.append("nixl")
@@ -61,8 +63,11 @@ def doctor(
         *look_at_optional(has_nixl="nixl" in names),
         *([look_at_peer(peer_pid)] if peer_pid is not None else []),
     ]
-    print_findings(findings, console)
-    if not any(outcome.error is None for outcome in outcomes):
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        print_findings(findings, console)
+    if any(finding.is_good is False for finding in findings):
         raise typer.Exit(1)
 
 
@@ -151,13 +156,15 @@ def look_at_peer(pid: int) -> Finding:
 
 def print_findings(findings: list[Finding], console: Console) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(show_edge=False, pad_edge=False)
     for heading in ("", "what", "found", "what to change"):
         table.add_column(heading, overflow="fold")
     marks = {True: "[green]ok[/]", False: "[red]no[/]", None: ""}
     for finding in findings:
-        table.add_row(marks[finding.is_good], finding.subject, finding.found, finding.mend)
+        # Findings are text, not markup: `kv-baton[nixl]` has brackets of its own.
+        table.add_row(marks[finding.is_good], *map(Text, (finding.subject, finding.found, finding.mend)))
     console.print(table)
 
 

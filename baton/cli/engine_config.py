@@ -51,7 +51,7 @@ def engine_config(resolved: Resolved) -> EngineConfig:
         ),
         parallel_config=ParallelConfig(
             tensor_parallel_size=tp,
-            executor=settings.executor or ("multiprocess" if tp > 1 else "inprocess"),
+            executor=settings.ranks_executor,
             max_concurrent_batches=settings.max_concurrent_batches,
             on_rank_death=settings.on_rank_death,
         ),

@@ -11,6 +11,7 @@ The cluster secret is no setting: it comes from BATON_SECRET or from the file th
 nowhere else, and is never shown. What is in the environment is read here and nowhere below.
 """
 
+import difflib
 import ipaddress
 import re
 import tomllib
@@ -28,6 +29,8 @@ from baton.core.limited_file import read_limited
 ENV_PREFIX = "BATON_"
 SECRET_ENV = "BATON_SECRET"
 CONFIG_ENV = "BATON_CONFIG"
+OTHER_VARIABLES = frozenset({SECRET_ENV, CONFIG_ENV})
+OTHER_PREFIXES = ("BATON_ROUTE_", "BATON_BENCH_")  # Of other commands; one environment may serve several.
 MAX_CONFIG_BYTES = 1 << 20
 MAX_SECRET_BYTES = 1 << 16
 DRAIN_S = 30.0  # The default lease: what is lent is returned or has run out by then.
@@ -111,6 +114,10 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return DRAIN_S if transfer is not None and transfer.is_kv_producer else 0.0
 
     @property
+    def ranks_executor(self) -> Executor:
+        return self.executor or ("multiprocess" if self.tensor_parallel_size > 1 else "inprocess")
+
+    @property
     def moves_kv(self) -> bool:
         return self.kv_transfer_config is not None and self.kv_transfer_config.is_kv_transfer_instance
 
@@ -166,6 +173,7 @@ def resolve(
     for layer, origin in layers:
         values.update(layer)
         origins.update({name: origin(name) for name in layer})
+    _refuse_unknown_variables(environment)
     settings = _typed(values, origins)
     secret, secret_origin = _find_secret(settings, origins, environment)
     _check_exposure(settings, secret)
@@ -175,6 +183,20 @@ def resolve(
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     named = {name: environment.get(ENV_PREFIX + name.upper(), "") for name in ServeSettings.__struct_fields__}
     return {name: value for name, value in named.items() if value != ""}
+
+
+def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
+    """A misspelt variable would leave a default in force without a word. Raises ConfigError naming it."""
+    settings = {ENV_PREFIX + name.upper() for name in ServeSettings.__struct_fields__}
+    for name in environment:
+        if (
+            name.startswith(ENV_PREFIX)
+            and name not in settings | OTHER_VARIABLES
+            and not name.startswith(OTHER_PREFIXES)
+        ):
+            close = difflib.get_close_matches(name, sorted(settings | OTHER_VARIABLES), n=1, cutoff=0.8)
+            mend = f"; did you mean {close[0]}?" if close else "; unset it"
+            raise ConfigError(f"is set in the environment and is no setting{mend}", field=name)
 
 
 def _from_file(path: Path) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from typing import Any
 
 import msgspec
 
-from baton.cli.settings import SECTIONS, Resolved
+from baton.cli.settings import SECTIONS, Resolved, ServeSettings
+from baton.core.config import CacheConfig
 
 
 def show_config(resolved: Resolved) -> str:
@@ -20,8 +21,27 @@ def show_config(resolved: Resolved) -> str:
 def _line(name: str, resolved: Resolved) -> str:
     value = getattr(resolved.settings, name)
     if value is None:
-        return f"# {name} is not set"
+        return f"# {name}: {_unset(name, resolved.settings)}"
     return f"{name} = {_toml(value)}  # {resolved.origins.get(name, 'default')}"
+
+
+def _unset(name: str, settings: ServeSettings) -> str:
+    """What holds for a setting that has no value of its own."""
+    match name:
+        case "num_blocks" if settings.kv_cache_memory is None:
+            return f"{CacheConfig().num_gpu_blocks} (default)"
+        case "num_blocks":
+            return "as many as kv_cache_memory holds"
+        case "drain_timeout_s":
+            return f"{settings.drains_for_s:g} (default of this role)"
+        case "executor":
+            return f"{settings.ranks_executor} (default for {settings.tensor_parallel_size} ranks)"
+        case "served_model_name":
+            return "the name of the model's folder"
+        case "max_model_len":
+            return "what the model's config.json says"
+        case _:
+            return "not set"
 
 
 def _toml(value: Any) -> str:

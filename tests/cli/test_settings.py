@@ -114,6 +114,38 @@ def test_text_from_the_environment_becomes_what_the_setting_is() -> None:
     assert (settings.enable_prefix_caching, settings.shutdown_timeout_s, settings.seed) == (False, 1.5, 7)
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("BATON_MAX_NUM_SEQ", "BATON_MAX_NUM_SEQS"),
+        ("BATON_SECRETS", "BATON_SECRET"),
+        ("BATON_FROBNICATE", "unset it"),
+    ],
+)
+def test_a_misspelt_variable_is_refused_with_the_name_that_was_meant(name: str, hint: str) -> None:
+    message = refusal(environment={name: "1"})
+    assert name in message
+    assert hint in message
+
+
+def test_variables_of_other_commands_are_left_alone() -> None:
+    resolve({}, environment={"BATON_ROUTE_MODE": "push", "BATON_BENCH_VLLM_PYTHON": "python", "HOME": "/"})
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({}, "# num_blocks: 2048 (default)"),
+        ({"kv_cache_memory": "1GiB"}, "# num_blocks: as many as kv_cache_memory holds"),
+        ({}, "# drain_timeout_s: 0 (default of this role)"),
+        ({"kv_transfer_config": CONNECTOR}, "# drain_timeout_s: 30 (default of this role)"),
+        ({"tensor_parallel_size": 2}, "# executor: multiprocess (default for 2 ranks)"),
+    ],
+)
+def test_what_holds_without_a_value_is_shown(given: dict[str, Any], line: str) -> None:
+    assert line in show_config(resolve(given, environment={})).splitlines()
+
+
 def test_an_empty_variable_is_as_good_as_none() -> None:
     assert resolve({}, environment={"BATON_PORT": ""}).settings.port == 8000
 

@@ -1,15 +1,17 @@
 """The doctor tries the ways for real, and says what to change."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from baton.cli import doctor
-from baton.cli.doctor import Finding, look_at_machine, look_at_outcome, look_at_peer
+from baton.cli.doctor import Finding, look_at_machine, look_at_outcome, look_at_peer, print_findings
 from baton.transport import self_test as module
 from baton.transport.self_test import Outcome, self_test
 
@@ -27,15 +29,23 @@ def test_each_way_is_tried_and_a_way_that_fails_gives_its_reason(monkeypatch: py
     assert "no transport" in (pigeon.error or "")
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *outcomes: Outcome) -> tuple[int, str]:
+def run(
+    monkeypatch: pytest.MonkeyPatch, *outcomes: Outcome, options: tuple[str, ...] = ()
+) -> tuple[int, str]:
     monkeypatch.setattr(module, "self_test", lambda names: list(outcomes))
-    result = CliRunner().invoke(doctor.app, [], env={"BATON_SECRET": "", "COLUMNS": "160"})
-    return result.exit_code, result.output
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(doctor, "PTRACE_SCOPE", Path("/nonexistent"))
+    result = CliRunner().invoke(doctor.app, options, env={"BATON_SECRET": "", "COLUMNS": "160"})
+    return result.exit_code, result.stdout
 
 
-def test_a_machine_on_which_something_works_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_on_which_everything_works_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch, Outcome("local", 3.0), Outcome("tcp", 1.5))[0] == 0
+
+
+def test_what_does_not_work_is_named_and_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     status, output = run(monkeypatch, Outcome("local", None, "the kernel forbids it"), Outcome("tcp", 1.5))
-    assert status == 0
+    assert status == 1
     for words in ("the kernel forbids it", "1.50 GB/s", "BATON_SECRET", "CUDA", "RDMA"):
         assert words in output
 
@@ -43,6 +53,19 @@ def test_a_machine_on_which_something_works_passes(monkeypatch: pytest.MonkeyPat
 def test_a_machine_on_which_nothing_works_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     status, _ = run(monkeypatch, Outcome("local", None, "no"), Outcome("tcp", None, "no"))
     assert status == 1
+
+
+def test_the_findings_can_be_read_by_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    status, output = run(monkeypatch, Outcome("local", None, "no"), Outcome("tcp", 1.5), options=("--json",))
+    findings = {finding["subject"]: finding for finding in json.loads(output)}
+    assert status == 1
+    assert findings["local"] == {"subject": "local", "is_good": False, "found": "does not work", "mend": "no"}
+    assert findings["tcp"]["is_good"] is True
+
+
+def test_brackets_in_a_mend_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    print_findings([Finding("x", None, "not installed", "pip install 'kv-baton[nixl]'")], Console(width=160))
+    assert "pip install 'kv-baton[nixl]'" in capsys.readouterr().out
 
 
 def test_a_strict_ptrace_scope_is_named_with_its_mend(
