@@ -10,7 +10,7 @@ prefix lies needs no more than `CacheView.blocks`.
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import msgspec
 import zmq
@@ -97,8 +97,14 @@ class Subscriber:
 
 
 def main() -> None:
-    endpoint, *replay = sys.argv[1:]
-    subscriber = Subscriber(endpoint, replay[0] if replay else None)
+    parser = argparse.ArgumentParser(description="Print how many blocks an engine's prefix cache has.")
+    parser.add_argument("endpoint", help="of the events, such as tcp://127.0.0.1:5557")
+    parser.add_argument("replay_endpoint", nargs="?", help="of the replay; without it a gap clears the view")
+    arguments = parser.parse_args()
+    try:
+        subscriber = Subscriber(arguments.endpoint, arguments.replay_endpoint)
+    except zmq.ZMQError as error:
+        parser.error(f"{arguments.endpoint}: {error}")
     try:
         while subscriber.receive():
             view = subscriber.view

@@ -5,6 +5,7 @@ what it does between hosts without RDMA. With its defaults each agent has a prog
 a pause; on a machine with few cores the reader does better without (`reader_thread=False`).
 """
 
+import importlib.util
 import os
 import statistics
 import time
@@ -50,6 +51,8 @@ def measure_with_cost(
 
     Raises TransferError if NIXL does not work here.
     """
+    if importlib.util.find_spec("nixl") is None:
+        raise TransferError("NIXL is not installed: pip install nixl")
     spawn = get_context("spawn")
     owner_end, owner_pipe = spawn.Pipe()
     reader_end, reader_pipe = spawn.Pipe()

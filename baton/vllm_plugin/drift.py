@@ -140,6 +140,9 @@ def main(arguments: list[str]) -> int:
     if folder is None:
         print("no vllm is installed; name its folder")
         return 2
+    if not (folder / "__init__.py").is_file():
+        print(f"{folder} has no __init__.py: name the folder of the package vllm")
+        return 2
     found = describe(folder)
     if arguments[1:2] == ["--record"]:
         RECORDS.mkdir(exist_ok=True)

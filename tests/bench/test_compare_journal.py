@@ -25,6 +25,11 @@ def test_it_is_read_back(tmp_path: Path) -> None:
     assert findings.rounds("c", "64 tokens", "vllm", "itl_s") == {}
 
 
+def test_a_part_without_a_figure_is_named(tmp_path: Path) -> None:
+    write_some(tmp_path / "a.jsonl")
+    assert read_journal(tmp_path / "a.jsonl").not_measured(["c", "raw", "d"]) == ["raw", "d"]
+
+
 def test_a_second_session_has_rounds_of_its_own(tmp_path: Path) -> None:
     write_some(tmp_path / "a.jsonl")
     write_some(tmp_path / "a.jsonl")

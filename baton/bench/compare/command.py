@@ -66,6 +66,7 @@ def compare(
     """Compare Baton with vLLM's own connectors, and with raw transports, in one session on this machine."""
     from rich.console import Console
 
+    from baton.bench.compare.journal import read_journal
     from baton.bench.compare.report import write_report
 
     console = Console(highlight=False, soft_wrap=True)
@@ -93,6 +94,9 @@ def compare(
         console.print(f"wrote {path}")
     if not report:
         console.print(where.read_text(encoding="utf-8"), markup=False)
+        if missing := read_journal(out).not_measured(chosen):
+            console.print(f"nothing was measured of: {', '.join(missing)}", style="red")
+            raise typer.Exit(1)
 
 
 def _run(

@@ -57,6 +57,11 @@ class Findings:
     def settings(self, part: str) -> list[str]:
         return list(dict.fromkeys(one.setting for one in self.samples if one.part == part))
 
+    def not_measured(self, parts: Sequence[str]) -> list[str]:
+        """Those of `parts` that have no figure of any system."""
+        measured = {one.part for one in self.samples}
+        return [part for part in parts if part not in measured]
+
     def systems(self, part: str, setting: str | None = None) -> list[str]:
         return list(
             dict.fromkeys(
