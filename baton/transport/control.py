@@ -9,19 +9,31 @@
 One thread owns the channel; only `wake` may be called from others. Nothing blocks but `poll`. Delivery is
 best effort: frames may be lost or late, are never altered, and the protocol above expects no more.
 
-Every engine of a cluster derives the same CURVE key pairs from the secret. Who does not know it cannot
-finish the handshake in either direction; without a secret the channel speaks only to this host. What a
-stranger sends (another protocol, frames too long or too many) is dropped and counted, and costs nobody
-else anything.
+Every engine of a cluster derives the same CURVE key pairs from the secret. A process that does not know it
+cannot finish the handshake in either direction; without a secret the channel speaks only to this host. CURVE
+proves membership of the cluster; the frame itself proves which member wrote it (protocol/signed_frame.py).
+
+While a secret is replaced, the channel accepts clients with either secret, and dials with both.
+
+What a stranger sends (another protocol, frames too long or too many) is dropped and counted. Connections that
+have not finished their handshake are bounded far below the limit of file descriptors: at the bound the port
+ignores connection requests until some of them end. No error of a socket leaves `send` or `poll`.
 """
 
+import ctypes
+import errno
+import logging
 import math
 import os
 import re
+import resource
+import socket as sockets
+import struct
 import sys
 import threading
 import time
 from collections import OrderedDict, deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NewType, TypeAlias
 
@@ -31,6 +43,8 @@ from zmq.utils import z85
 from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError, PeerError, TransferError
 from baton.transport.loopback import bracketed, check_bind_host, is_host, is_loopback, is_wildcard
+
+logger = logging.getLogger(__name__)
 
 Route = NewType("Route", bytes)  # Of one incoming connection; dies with it.
 Destination: TypeAlias = Route | str  # str: a url.
@@ -46,6 +60,14 @@ HEARTBEAT_TIMEOUT_MS = 15_000
 RECONNECT_FIRST_MS = 100
 RECONNECT_MAX_MS = 2_000
 
+# Accepted connections that have not finished their handshake, and their share of the process's descriptors.
+WAITING_MAX = 128
+WAITING_SHARE_MAX = 1 / 8
+NUM_SPARE_DESCRIPTORS = 8  # Given up when none are left, so that a peer can still be dialled.
+_BACKLOG = 128
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
+_BPF_DROP_ALL = bytes((0x06, 0, 0, 0, 0, 0, 0, 0))  # One instruction: return 0.
+
 _CURVE_OVERHEAD_BYTES = 64  # Nonce, authenticator and flags around an encrypted frame.
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"  # RFC 27: where a context asks who may come in.
 _ZAP_DOMAIN = b"baton"
@@ -55,7 +77,7 @@ _FAILED_HANDSHAKE = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _FAILED_HANDSHAKE
+_WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILED_HANDSHAKE
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +96,13 @@ class ControlCounters:
     malformed: int = 0  # Wrong number of parts, or too long.
     unroutable: int = 0  # To a connection that is gone.
     overflowed: int = 0  # To a peer whose queue is full.
+    failed: int = 0  # Errors of a socket, such as too few file descriptors.
+    pauses: int = 0  # Times at which too many strangers stopped the port from accepting connections.
 
 
 @dataclass(eq=False)
 class _Dialled:
-    socket: "zmq.Socket[bytes]"
+    sockets: "tuple[zmq.Socket[bytes], ...]"  # One for each secret; the peer answers one of them.
     used_at: float
 
 
@@ -92,9 +116,17 @@ class _Keys:
     client_secret: bytes
 
     @classmethod
-    def of(cls, secret: ClusterSecret) -> "_Keys":
-        server, client = (z85.encode(secret.derive(f"control-curve-{role}")) for role in ("server", "client"))
-        return cls(zmq.curve_public(server), server, zmq.curve_public(client), client)
+    def of(cls, secret: ClusterSecret | None) -> "tuple[_Keys, ...]":
+        """Those of the current secret, then those of the previous one. Empty without a secret."""
+        if secret is None:
+            return ()
+        pairs = zip(
+            *(secret.derive_all(f"control-curve-{role}") for role in ("server", "client")), strict=True
+        )
+        return tuple(
+            cls(zmq.curve_public(server), server, zmq.curve_public(client), client)
+            for server, client in ((z85.encode(server), z85.encode(client)) for server, client in pairs)
+        )
 
 
 @dataclass(eq=False)
@@ -117,10 +149,15 @@ class ControlChannel:
                 f"is needed when binding to {self.host}: peers cannot dial a wildcard",
                 field="control.advertise_host",
             )
-        self._keys = _Keys.of(self.secret) if self.secret is not None else None
+        self._keys = _Keys.of(self.secret)
         self._dialled: OrderedDict[str, _Dialled] = OrderedDict()
         # When each was accepted that has not finished its handshake.
         self._introducing: deque[float] = deque()
+        self._accepted: set[int] = set()  # Descriptors of open connections that came in.
+        self._is_paused = False
+        self._waiting_max = _waiting_max()
+        self._listener: sockets.socket | None = None
+        self._spare_fds: list[int] = []
         self._closed = False
         self._wake_lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -145,23 +182,24 @@ class ControlChannel:
         self._router = self._context.socket(zmq.ROUTER)
         self._tune(self._router)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if self._keys is not None:
+        if self._keys:
             self._router.curve_server = True
-            self._router.curve_secretkey = self._keys.server_secret
+            self._router.curve_secretkey = self._keys[0].server_secret
             self._router.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
         self._monitor = self._router.get_monitor_socket(_WATCHED)
         self._poller.register(self._monitor, zmq.POLLIN)
         try:
-            self._router.bind(f"tcp://{bracketed(self.host)}:{self.port or '*'}")
-        except zmq.ZMQError as error:
+            self._listener = _listen(self.host, self.port)
+            self._router.setsockopt(zmq.USE_FD, os.dup(self._listener.fileno()))  # ZeroMQ closes the copy.
+            self.port = self._listener.getsockname()[1]
+            self._router.bind(f"tcp://{bracketed(self.host)}:{self.port}")
+        except (OSError, zmq.ZMQError) as error:
             raise ConfigError(
                 f"cannot bind {self.host}:{self.port}: {error}", field="control.port"
             ) from error
         self._poller.register(self._router, zmq.POLLIN)
-        bound = self._router.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(bound, bytes)
-        self.port = int(bound.rstrip(b"\0").rpartition(b":")[2])
         self.url = f"tcp://{bracketed(self.advertise_host or self.host)}:{self.advertise_port or self.port}"
+        self._reserve_descriptors()
 
     def send(self, to: Destination, frame: bytes) -> bool:
         """Queue one frame; never blocks. False: dropped (and counted), as a network may drop it.
@@ -171,17 +209,28 @@ class ControlChannel:
         assert len(frame) <= self.max_frame_bytes, f"a control frame of {len(frame)} bytes"
         try:
             if isinstance(to, str):
-                self._dial(to).send(frame, zmq.NOBLOCK)
-            else:
-                self._router.send_multipart([to, frame], zmq.NOBLOCK)
+                return self._send_each(self._dial(to), frame)
+            self._router.send_multipart([to, frame], zmq.NOBLOCK)
         except zmq.Again:
             self.counters.overflowed += 1
             return False
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            self.counters.unroutable += 1
+            if error.errno == zmq.EHOSTUNREACH:
+                self.counters.unroutable += 1
+            else:
+                self._note_failure("send", error)
             return False
+        return True
+
+    def _send_each(self, dialled: _Dialled, frame: bytes) -> bool:
+        """On every socket of a peer: at most one of them has a connection, the others drop what is queued."""
+        num_queued = 0
+        for socket in dialled.sockets:
+            with suppress(zmq.Again):
+                socket.send(frame, zmq.NOBLOCK)
+                num_queued += 1
+        if not num_queued:
+            raise zmq.Again
         return True
 
     def poll(self, timeout_s: float) -> list[Received]:
@@ -190,7 +239,11 @@ class ControlChannel:
         deadline = time.monotonic() + timeout_s
         while True:
             rest_s = deadline - time.monotonic()
-            ready = {key for key, _ in self._poller.poll(max(0, math.ceil(rest_s * 1000)))}
+            try:
+                ready = {key for key, _ in self._poller.poll(max(0, math.ceil(rest_s * 1000)))}
+            except zmq.ZMQError as error:
+                self._note_failure("poll", error)
+                return received
             woken = self._wake_fd in ready
             if woken:
                 os.eventfd_read(self._wake_fd)
@@ -198,11 +251,13 @@ class ControlChannel:
             self._count_strangers()
             self._receive(self._router, None, received)
             for url, dialled in list(self._dialled.items()):
-                if dialled.socket in ready:
-                    self._receive(dialled.socket, url, received)
+                for socket in dialled.sockets:
+                    if socket in ready:
+                        self._receive(socket, url, received)
             # Handshakes and strangers are no news for the caller.
             if received or woken or time.monotonic() >= deadline:
                 self._hang_up_idle()
+                self._reserve_descriptors()
                 return received
 
     def wake(self) -> None:
@@ -228,38 +283,74 @@ class ControlChannel:
             self._router.disable_monitor()
         # Linger 0 everywhere: term() would otherwise wait for peers that are gone.
         self._context.destroy(linger=0)
+        if self._listener is not None:
+            self._listener.close()
+        self._release_descriptors()
         os.close(self._wake_fd)
 
-    def _dial(self, url: str) -> "zmq.Socket[bytes]":
+    def _dial(self, url: str) -> _Dialled:
         if dialled := self._dialled.get(url):
             dialled.used_at = time.monotonic()
             self._dialled.move_to_end(url)
-            return dialled.socket
+            return dialled
         host = check_url(url)
-        if self._keys is None and not is_loopback(host):
+        if not self._keys and not is_loopback(host):
             raise TransferError(f"without a cluster secret only this host is spoken to, not {url}")
         while len(self._dialled) >= PEERS_MAX:
             self._hang_up(self._dialled.popitem(last=False)[1])
-        socket = self._context.socket(zmq.DEALER)
+        opened: list[zmq.Socket[bytes]] = []
         try:
-            self._tune(socket)
-            socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_FIRST_MS)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
-            if self._keys is not None:
-                socket.curve_serverkey = self._keys.server_public
-                socket.curve_publickey = self._keys.client_public
-                socket.curve_secretkey = self._keys.client_secret
-            socket.connect(url)
+            for keys in self._keys or (None,):
+                opened.append(self._new_dealer())
+                self._connect(opened[-1], url, keys)
+        except zmq.ZMQError:
+            for socket in opened:
+                socket.close(linger=0)
+            raise
+        for socket in opened:
+            self._poller.register(socket, zmq.POLLIN)
+        self._dialled[url] = dialled = _Dialled(tuple(opened), time.monotonic())
+        return dialled
+
+    def _new_dealer(self) -> "zmq.Socket[bytes]":
+        try:
+            return self._context.socket(zmq.DEALER)
         except zmq.ZMQError as error:
-            socket.close(linger=0)
-            raise PeerError(f"{url!r} cannot be dialled: {error}") from error
-        self._poller.register(socket, zmq.POLLIN)
-        self._dialled[url] = _Dialled(socket, time.monotonic())
-        return socket
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._spare_fds:
+                raise
+            self._release_descriptors()
+            return self._context.socket(zmq.DEALER)
+
+    def _connect(self, socket: "zmq.Socket[bytes]", url: str, keys: _Keys | None) -> None:
+        self._tune(socket)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_FIRST_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        if keys is not None:
+            socket.curve_serverkey = keys.server_public
+            socket.curve_publickey = keys.client_public
+            socket.curve_secretkey = keys.client_secret
+        socket.connect(url)
 
     def _hang_up(self, dialled: _Dialled) -> None:
-        self._poller.unregister(dialled.socket)
-        dialled.socket.close(linger=0)
+        for socket in dialled.sockets:
+            self._poller.unregister(socket)
+            socket.close(linger=0)
+
+    def _reserve_descriptors(self) -> None:
+        with suppress(OSError):  # There are none: the reserve is filled later.
+            while len(self._spare_fds) < NUM_SPARE_DESCRIPTORS:
+                self._spare_fds.append(os.dup(self._wake_fd))
+
+    def _release_descriptors(self) -> None:
+        while self._spare_fds:
+            os.close(self._spare_fds.pop())
+
+    def _note_failure(self, what: str, error: zmq.ZMQError) -> None:
+        """Log the first, second, fourth, ... failure: a network may drop a frame, and the peer asks again."""
+        self.counters.failed += 1
+        is_news = self.counters.failed & (self.counters.failed - 1) == 0
+        level = logging.WARNING if is_news else logging.DEBUG
+        logger.log(level, "control channel: %s failed, number %d: %s", what, self.counters.failed, error)
 
     def _hang_up_idle(self) -> None:
         now = time.monotonic()
@@ -285,6 +376,9 @@ class ControlChannel:
                 parts = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            except zmq.ZMQError as error:
+                self._note_failure("receive", error)
+                return
             # A ROUTER puts the route in front of what came; a DEALER's connection is its own route.
             expected = 2 if url is None else 1
             if len(parts) != expected or len(parts[-1]) > self.max_frame_bytes:
@@ -296,31 +390,44 @@ class ControlChannel:
             received.append(Received(url if url is not None else Route(parts[0]), parts[-1]))
 
     def _answer_zap(self) -> None:
-        """RFC 27: say whether a client that proved to own a key may come in. Ours is the only key."""
+        """RFC 27: say whether a client that proved to own a key may come in. Ours are the only keys."""
+        known = {z85.decode(keys.client_public) for keys in self._keys}
         while True:
             try:
                 route, *request = self._zap.recv_multipart(zmq.NOBLOCK)
+                _, version, request_id, domain, _, _, mechanism, *credentials = request
+                assert (version, domain) == (b"1.0", _ZAP_DOMAIN), "only our own context asks here"
+                ours = mechanism == b"CURVE" and len(credentials) == 1 and credentials[0] in known
+                status = (b"200", b"OK") if ours else (b"400", b"not of this cluster")
+                self._zap.send_multipart([route, b"", b"1.0", request_id, *status, b"", b""])
             except zmq.Again:
                 return
-            _, version, request_id, domain, _, _, mechanism, *credentials = request
-            assert (version, domain) == (b"1.0", _ZAP_DOMAIN), "only our own context asks here"
-            assert self._keys is not None
-            ours = mechanism == b"CURVE" and credentials == [z85.decode(self._keys.client_public)]
-            status = (b"200", b"OK") if ours else (b"400", b"not of this cluster")
-            self._zap.send_multipart([route, b"", b"1.0", request_id, *status, b"", b""])
+            except zmq.ZMQError as error:
+                self._note_failure("authentication", error)
+                return
 
     def _count_strangers(self) -> None:
-        """Who came in and did not finish the handshake. libzmq reports only some of them as failed: one that
-        speaks HTTP, say, it hangs up on, or keeps waiting, in silence. Those count when their time is up.
+        """Clients that came in and did not finish the handshake. libzmq reports only some of them as failed:
+        on one that speaks HTTP, say, it hangs up, or keeps waiting, in silence. Those count when their time
+        is up.
         """
         now = time.monotonic()
         while True:
             try:
-                event = int.from_bytes(self._monitor.recv_multipart(zmq.NOBLOCK)[0][:2], sys.byteorder)
+                message = self._monitor.recv_multipart(zmq.NOBLOCK)[0]
             except zmq.Again:
                 break
+            except zmq.ZMQError as error:
+                self._note_failure("watching connections", error)
+                break
+            event = int.from_bytes(message[:2], sys.byteorder)
+            descriptor = int.from_bytes(message[2:6], sys.byteorder)
             if event == zmq.EVENT_ACCEPTED:
                 self._introducing.append(now)
+                self._accepted.add(descriptor)
+                continue
+            if event == zmq.EVENT_DISCONNECTED:
+                self._accepted.discard(descriptor)
                 continue
             # Not by name, since a success does not say whose it is: only their number matters.
             if self._introducing:
@@ -330,6 +437,64 @@ class ControlChannel:
         while self._introducing and now - self._introducing[0] > 2 * HANDSHAKE_TIMEOUT_MS / 1000:
             self._introducing.popleft()
             self.counters.strangers += 1
+        self._bound_strangers()
+
+    def _bound_strangers(self) -> None:
+        """Stop accepting at the bound, go on at half of it. Connections that are open are not touched."""
+        # Those that left at once are still in `_introducing`; those with a finished handshake in `_accepted`.
+        num_waiting = min(len(self._introducing), len(self._accepted))
+        assert self._listener is not None
+        if not self._is_paused and num_waiting >= self._waiting_max:
+            self._is_paused = _drop_connection_requests(self._listener)
+            self.counters.pauses += self._is_paused
+            if self._is_paused and self.counters.pauses & (self.counters.pauses - 1) == 0:
+                logger.warning(
+                    "%d connections to the control port %d wait for their handshake; "
+                    "connection requests are ignored until some end",
+                    num_waiting,
+                    self.port,
+                )
+        elif self._is_paused and num_waiting <= self._waiting_max // 2:
+            self._listener.setsockopt(sockets.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+            self._is_paused = False
+
+
+def _waiting_max() -> int:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return WAITING_MAX if limit < 0 else max(2, min(WAITING_MAX, int(limit * WAITING_SHARE_MAX)))
+
+
+def _listen(host: str, port: int) -> sockets.socket:
+    """A listening socket that stays ours, so that it can be told to ignore connection requests."""
+    family, kind, protocol, _, address = sockets.getaddrinfo(
+        host.strip("[]"), port, type=sockets.SOCK_STREAM, flags=sockets.AI_PASSIVE
+    )[0]
+    listener = sockets.socket(family, kind, protocol)
+    try:
+        listener.setblocking(False)  # ZeroMQ shares this flag.
+        listener.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)  # As ZeroMQ itself does.
+        if family == sockets.AF_INET6:
+            listener.setsockopt(sockets.IPPROTO_IPV6, sockets.IPV6_V6ONLY, 0)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _drop_connection_requests(listener: sockets.socket) -> bool:
+    """Let the kernel drop what reaches this socket, which is what asks for new connections. False: it cannot.
+
+    The connections that came in before have sockets of their own.
+    """
+    code = ctypes.create_string_buffer(_BPF_DROP_ALL, len(_BPF_DROP_ALL))
+    program = struct.pack("@HP", 1, ctypes.addressof(code))  # struct sock_fprog
+    try:
+        listener.setsockopt(sockets.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+    except OSError:
+        return False
+    return True
 
 
 def check_url(url: str) -> str:

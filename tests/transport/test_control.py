@@ -1,10 +1,12 @@
 """The control channel: frames between engines of one cluster, and nobody else's business."""
 
+import os
+import resource
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 import zmq
@@ -230,6 +232,85 @@ def test_a_wake_before_the_poll_is_not_lost(open_channel: OpenChannel) -> None:
     assert channel.poll(TIMEOUT_S) == []
     assert time.monotonic() - start < TIMEOUT_S
     assert channel.poll(0) == []
+
+
+@contextmanager
+def no_descriptors_left() -> Iterator[None]:
+    """Every new file descriptor of this process is refused with EMFILE."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.dup(0)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held[0] + 1, hard))
+    try:
+        with suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in held:
+            os.close(descriptor)
+
+
+def test_without_descriptors_frames_are_dropped_and_the_channel_lives(open_channel: OpenChannel) -> None:
+    here, there = open_channel(), open_channel()
+    here.send(there.url, b"before")
+    assert receive(there, here).frame == b"before"
+    with no_descriptors_left():
+        while here.send(f"tcp://127.0.0.1:{1 + len(here._dialled)}", b"to a new peer"):
+            pass  # The first ones use the descriptors in reserve.
+        assert len(here._dialled) > 1
+        assert here.send(there.url, b"during")
+        assert receive(there, here).frame == b"during"
+    assert here.counters.failed > 0
+    assert here.send("tcp://127.0.0.1:999", b"after")
+
+
+def test_strangers_do_not_take_the_descriptors_of_peers(
+    open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "WAITING_MAX", 10)
+    here, there = open_channel(), open_channel()
+    here.send(there.url, b"connected before the flood")
+    receive(there, here)
+    with ExitStack() as flood:
+
+        def is_paused() -> bool:
+            stranger = flood.enter_context(socket.socket())
+            stranger.setblocking(False)
+            stranger.connect_ex(("127.0.0.1", there.port))
+            assert there.poll(0.01) == []
+            return bool(there.counters.pauses)
+
+        wait_until(is_paused, here)
+        num_accepted = len(there._accepted)
+        for _ in range(20):
+            stranger = flood.enter_context(socket.socket())
+            stranger.setblocking(False)
+            stranger.connect_ex(("127.0.0.1", there.port))
+            assert there.poll(0.01) == []
+        assert len(there._accepted) <= num_accepted + 1
+        here.send(there.url, b"during the flood")
+        assert receive(there, here).frame == b"during the flood"
+    newcomer = open_channel()
+    newcomer.send(there.url, b"after the flood")
+    assert receive(there, newcomer).frame == b"after the flood"
+
+
+def test_while_a_secret_is_replaced_both_are_spoken(open_channel: OpenChannel) -> None:
+    """First every engine accepts the new one, then every engine signs with it."""
+    old, new = SECRET.key, b"the new secret of the cluster"
+    signs_old = open_channel(secret=ClusterSecret(old, new))
+    signs_new = open_channel(secret=ClusterSecret(new, old))
+    for number, (here, there) in enumerate([(signs_old, signs_new), (signs_new, signs_old)]):
+        question = b"question %d" % number
+        assert here.send(there.url, question)
+        asked = receive(there, here)
+        assert asked.frame == question
+        assert there.send(asked.route, b"answer")
+        assert receive(here, there) == Received(there.url, b"answer")
+    only_new = open_channel(secret=ClusterSecret(new))
+    only_new.send(signs_new.url, b"the last step")
+    assert receive(signs_new, only_new).frame == b"the last step"
 
 
 @pytest.mark.parametrize(
