@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.router.said_token import SaidToken
-from baton.router.sse import END, choice_of, chunk_of, sse_event
+from baton.router.sse import choice_of, chunk_of, data_of, sse_event
 from baton.router.turns import TurnSieve
 
 _USAGE = b'"usage"'
@@ -21,14 +21,10 @@ class BehindSieve(TurnSieve):
         super().__init__()
         self._is_at_start = True
 
-    def events(self, piece: bytes) -> bytes:
-        """`piece` ends where an event ends."""
-        piece = super().events(piece)
-        if not self._is_at_start and _USAGE not in piece:
-            return piece
-        return b"".join(self._rest_of(event + END) for event in piece.removesuffix(END).split(END))
-
-    def _rest_of(self, event: bytes) -> bytes:
+    def event(self, event: bytes) -> bytes:
+        event = super().event(event)
+        if not self._is_at_start and _USAGE not in event:
+            return event
         chunk = chunk_of(event)
         if chunk is None:
             return event
@@ -38,41 +34,29 @@ class BehindSieve(TurnSieve):
             self._is_at_start = False
             if (choice := choice_of(chunk)) is not None:
                 choice.pop("prompt_token_ids", None)  # The client has them, and without the first token.
-        elif _USAGE not in event:
-            return event
         if isinstance(usage := chunk.get("usage"), dict):
             chunk["usage"] = _of_one_answer(usage)
         return sse_event(chunk)
 
 
 class OverlapReader:
-    """D's whole answer to a client that has been shown the first token: push until D has said it too.
+    """D's whole answer to a client that has been shown the first token: look at events until D has said it.
 
-    `rest` is then what the client has not been shown. Compared is what can be seen: D's text begins with P's.
+    `left_over` is then the event that the client is still to be shown, if D has said more than the token.
+    Compared is what can be seen: D's text begins with P's.
     """
 
     def __init__(self, said: SaidToken) -> None:
         assert not said.is_last
         self._said = said
         self._left = said.text
-        self._pending = b""
+        self.left_over = b""
 
-    @property
-    def rest(self) -> bytes:
-        return self._pending
-
-    def push(self, piece: bytes) -> bool | None:
+    def look_at(self, event: bytes) -> bool | None:
         """Whether D says the same; None: not known yet."""
-        self._pending += piece
-        while (end := self._pending.find(END)) >= 0:
-            event, self._pending = self._pending[: end + len(END)], self._pending[end + len(END) :]
-            if event.startswith(b":"):
-                continue  # A comment.
-            if (agrees := self._look_at(chunk_of(event))) is not None:
-                return agrees
-        return None
+        return self._compare(chunk_of(event)) if data_of(event) else None  # A comment says nothing.
 
-    def _look_at(self, chunk: dict[str, Any] | None) -> bool | None:
+    def _compare(self, chunk: dict[str, Any] | None) -> bool | None:
         choice = choice_of(chunk)
         if chunk is None or choice is None:
             return False  # An end, or an error.
@@ -97,7 +81,7 @@ class OverlapReader:
             choice.pop("prompt_token_ids", None)
             if ids:
                 choice["token_ids"] = ids[1:]
-            self._pending = sse_event(chunk) + self._pending
+            self.left_over = sse_event(chunk)
         return True
 
 

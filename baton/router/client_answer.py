@@ -70,10 +70,10 @@ class ClientAnswer:
     async def end(self) -> None:
         await self._say({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def fail(self, message: str, *, separator: bytes = b"") -> None:
-        """An error event in place of the rest. `separator` ends an event that was cut."""
+    async def fail(self, message: str) -> None:
+        """An error event in place of the rest."""
         self._metrics.broken_streams.inc()
-        await self.piece(separator + error_event(message))
+        await self.piece(error_event(message))
         await self.end()
 
     async def _say(self, message: dict[str, Any]) -> None:

@@ -286,7 +286,7 @@ class Handoff:
             self._dispatch.turns.put(self._session, turn.params)
             return await self._client.whole(answer, {"x-baton-prefill": where}, body=body)
         try:
-            begun, sieve = await self._telling.take_stream(engine, answer, where)
+            events, sieve = await self._telling.take_stream(engine, answer, where)
         except Disagreement:
             self._set_prefilled(Prefilled("local", "engines_disagree"))
             self._tried.remove(engine)  # It computes as it should, and can go on behind the other's token.
@@ -297,10 +297,11 @@ class Handoff:
             self._prefilled = None
             return None
         try:
-            await relay(self._client, begun, answer.chunks, request_id=self._incoming.request_id, sieve=sieve)
+            await relay(
+                self._client, events, answer.chunks, request_id=self._incoming.request_id, sieve=sieve
+            )
         finally:  # Also when the client has what it wants and goes.
-            if isinstance(sieve, TurnSieve):
-                self._dispatch.turns.put(self._session, sieve.params)
+            self._dispatch.turns.put(self._session, sieve.params)
         return answer.status
 
     # --- Parts -------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import TypeVar
 import httpx
 import msgspec
 
+from baton.core.json_text import NotJson, decode_json
 from baton.router.fleet import Engine, Introduction
 from baton.router.legs import PARAMS
 
@@ -110,7 +111,7 @@ Decoded = TypeVar("Decoded", bound=msgspec.Struct)
 def _decode(response: httpx.Response, kind: type[Decoded]) -> Decoded | None:
     """None: it is something else."""
     try:
-        return msgspec.json.decode(response.content, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return decode_json(response.content, kind)
+    except NotJson as error:
         logger.warning("%s: no %s: %s", response.url, kind.__name__, error)
         return None

@@ -1,7 +1,7 @@
 """The bodies of the two legs, made from the client's: pure functions of JSON.
 
     pull    client's body --prefill_body--> P   one token, not streamed, do_remote_decode, a transfer id
-            P's answer    --ticket_of-----> params
+            P's answer    --read_prefill--> params
             client's body + params -decode_body-> D   otherwise as the client sent it
 
     push    both at once, with one transfer id; D's params are `push_params`, which name P
@@ -17,9 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from baton.core.errors import PeerError, UserError
+from baton.core.errors import UserError
+from baton.core.json_text import NotJson, decode_json
 
 PARAMS = "kv_transfer_params"
 FIRST_TOKEN = "baton_first_token"
@@ -56,8 +55,8 @@ class Shape:
 def parse_body(raw: bytes) -> dict[str, Any]:
     """Raises UserError naming the field."""
     try:
-        body = msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        body = decode_json(raw)
+    except NotJson as error:
         raise UserError(f"is not JSON: {error}", field="body") from error
     if not isinstance(body, dict):
         raise UserError(f"must be a JSON object, not {type(body).__name__}", field="body")
@@ -119,22 +118,6 @@ def decode_body(body: Mapping[str, Any], ticket: Mapping[str, Any] | None) -> di
     if ticket is not None:
         leg[PARAMS] = ticket
     return leg
-
-
-def ticket_of(answer: bytes) -> dict[str, Any] | None:
-    """P's `kv_transfer_params`, unchanged; None if it lent nothing (a prompt below one block, say)."""
-    try:
-        parsed = msgspec.json.decode(answer)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise PeerError(f"the prefill engine's answer is not JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise PeerError(f"the prefill engine's answer is a {type(parsed).__name__}, not an object")
-    ticket = parsed.get(PARAMS)
-    if ticket is not None and not isinstance(ticket, dict):
-        raise PeerError(
-            f"{PARAMS} in the prefill engine's answer is a {type(ticket).__name__}, not an object"
-        )
-    return ticket or None
 
 
 def shape_of(body: Mapping[str, Any]) -> Shape:

@@ -11,6 +11,7 @@ result like any other, and a leg that nobody waits for any more leaves no compla
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
 from typing import Any, Protocol, TypeVar
 
 from baton.core.errors import PeerError
@@ -18,6 +19,7 @@ from baton.router.errors import LegFailure
 from baton.router.first_token import FirstTokenReader
 from baton.router.fleet import Engine
 from baton.router.judge import FirstSaid, PrefillOutcome, read_prefill
+from baton.router.sse import EventSplitter
 from baton.router.upstream import LegAnswer, LegRequest, Upstream
 
 logger = logging.getLogger(__name__)
@@ -109,16 +111,29 @@ class PrefillLeg(_Leg):
             )
         else:
             reader = FirstTokenReader(shows_token_ids=self._shows_token_ids)
-            first = await read_beginning(self.engine, answer, reader)
+            first, events = await read_beginning(self.engine, answer, reader)
             _settle(self.outcome, FirstSaid(answer, first))
-            rest = bytearray(reader.rest)
-            async for chunk in answer.chunks:
-                rest += chunk
+            _settle(self.rest, await self._read_rest(events, answer.chunks))
+
+    async def _read_rest(self, events: EventSplitter, chunks: AsyncIterator[bytes]) -> bytes:
+        rest = bytearray()
+
+        def take() -> None:
+            while (event := events.next()) is not None:
+                rest.extend(event)
                 if len(rest) > MAX_REST_BYTES:
-                    raise LegFailure(
-                        "broken", self.engine.url, "does not stop after one token", was_sent=True
-                    )
-            _settle(self.rest, bytes(rest))
+                    raise PeerError("does not stop after one token")
+
+        try:
+            take()
+            async for chunk in chunks:
+                events.push(chunk)
+                take()
+            events.finish()
+            take()
+        except PeerError as error:
+            raise LegFailure("broken", self.engine.url, str(error), was_sent=True) from error
+        return bytes(rest)
 
     def _hear(self, task: asyncio.Task[Any]) -> None:
         end = _end_of(task, self.engine)
@@ -127,22 +142,30 @@ class PrefillLeg(_Leg):
 
 
 class _Reader(Protocol[Read]):
-    def push(self, chunk: bytes, /) -> Read | None: ...
+    def look_at(self, event: bytes, /) -> Read | None: ...
 
 
-async def read_beginning(engine: Engine, answer: LegAnswer, reader: _Reader[Read]) -> Read:
-    """From a stream's first piece until the reader has found what it looks for. Raises LegFailure."""
+async def read_beginning(
+    engine: Engine, answer: LegAnswer, reader: _Reader[Read]
+) -> tuple[Read, EventSplitter]:
+    """Reads a stream until the reader has found what it looks for; the splitter has what follows.
+
+    Raises LegFailure.
+    """
     assert answer.chunks is not None
+    events = EventSplitter()
+    events.push(answer.body)
     try:
-        found = reader.push(answer.body)
-        while found is None:
+        while True:
+            while (event := events.next()) is not None:
+                if (found := reader.look_at(event)) is not None:
+                    return found, events
             chunk = await anext(answer.chunks, None)
             if chunk is None:
                 raise PeerError("the stream ended without a first token")
-            found = reader.push(chunk)
+            events.push(chunk)
     except PeerError as error:
         raise LegFailure("broken", engine.url, str(error), was_sent=True) from error
-    return found
 
 
 def _settle(future: asyncio.Future[Any], result: Any) -> None:

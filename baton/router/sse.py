@@ -1,7 +1,12 @@
-"""Where a stream of server-sent events may be cut: only between events.
+"""Server-sent events: the one parser of engines' streams, and the encoding of our own events.
 
-`push` returns the bytes that may be sent on, which end at the end of an event; what is left waits for its
-rest. A stream that breaks inside an event thus never shows its client half a JSON object.
+    EventSplitter    bytes, cut anywhere --push--> next: one whole event at a time
+    data_of          the data of an event: its `data:` lines
+    sse_event        an event of one JSON value
+
+Lines end with CRLF, LF or CR, and a blank line ends an event (WHATWG HTML, 9.2.5). The splitter returns every
+event with LF line ends, whatever the engine sent, so that its users look for LF only. A stream that breaks
+inside an event never shows its client half a JSON object.
 """
 
 from collections.abc import Mapping
@@ -9,21 +14,77 @@ from typing import Any
 
 import msgspec
 
+from baton.core.errors import PeerError
+from baton.core.json_text import NotJson, decode_json
+
 END = b"\n\n"  # Of an event.
-MAX_EVENT_BYTES = 1 << 20  # A longer event is passed on in pieces rather than held.
+DONE = b"[DONE]"  # The data of OpenAI's last event.
+MAX_EVENT_BYTES = 32 << 20  # The longest body that a client may send, echoed as one event.
+
+RawObject = dict[str, msgspec.Raw]  # An object whose members are decoded only where they are looked at.
+
+
+class EventSplitter:
+    """Not thread-safe. Raises PeerError for an event of more than `max_event_bytes`."""
+
+    def __init__(self, *, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
+        self._max_event_bytes = max_event_bytes
+        self._pending = bytearray()
+        self._num_searched = 0  # Bytes of `_pending` that hold no end of an event.
+        self._ended_in_cr = False  # A LF that follows belongs to that line end.
+
+    def push(self, chunk: bytes) -> None:
+        if not chunk:
+            return
+        if self._ended_in_cr and chunk.startswith(b"\n"):
+            chunk = chunk[1:]
+        self._ended_in_cr = chunk.endswith(b"\r")
+        if b"\r" in chunk:
+            chunk = chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        self._pending += chunk
+
+    def next(self) -> bytes | None:
+        """The next whole event with its blank line; None: it has not arrived yet."""
+        if self._pending.startswith(b"\n"):  # More blank lines than one are no events.
+            self._pending = self._pending.lstrip(b"\n")
+            self._num_searched = 0
+        found = self._pending.find(END, self._num_searched)
+        if found >= 0 and found + len(END) <= self._max_event_bytes:
+            event = bytes(self._pending[: found + len(END)])
+            del self._pending[: len(event)]
+            self._num_searched = 0
+            return event
+        if found >= 0 or len(self._pending) > self._max_event_bytes:
+            raise PeerError(f"an event of over {self._max_event_bytes} bytes")
+        self._num_searched = max(0, len(self._pending) - 1)
+        return None
+
+    def finish(self) -> None:
+        """The stream has ended in order: what is left is its last event, which lacks the blank line."""
+        if self._pending.strip(b"\n"):
+            self._pending += END
+
+
+def data_of(event: bytes) -> bytes:
+    """Of a whole event; empty for a comment."""
+    lines = (line.removeprefix(b"data:") for line in event.split(b"\n") if line.startswith(b"data:"))
+    return b"\n".join(line.removeprefix(b" ") for line in lines)
+
+
+def is_done(event: bytes) -> bool:
+    return DONE in event and data_of(event).strip() == DONE
 
 
 def sse_event(value: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+    return b"data: " + msgspec.json.encode(value) + END
 
 
 def chunk_of(event: bytes) -> dict[str, Any] | None:
-    """None: a comment, or [DONE]."""
+    """None: a comment, [DONE], or no JSON object."""
     try:
-        chunk = msgspec.json.decode(event.strip().removeprefix(b"data:"))
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return decode_json(data_of(event), dict[str, Any])
+    except NotJson:
         return None
-    return chunk if isinstance(chunk, dict) else None
 
 
 def choice_of(chunk: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -31,46 +92,3 @@ def choice_of(chunk: Mapping[str, Any] | None) -> dict[str, Any] | None:
     choices = (chunk or {}).get("choices")
     choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
     return choice if isinstance(choice, dict) else None
-
-
-class EventCutter:
-    def __init__(self) -> None:
-        self._pending = bytearray()
-        self._is_inside_event = False  # Part of an oversized event has been sent on.
-        self.is_done = False  # `data: [DONE]` has been seen.
-
-    def push(self, chunk: bytes) -> bytes:
-        self._pending += chunk
-        end = max(_end_of_last(self._pending, b"\n\n"), _end_of_last(self._pending, b"\r\n\r\n"))
-        if end == 0:
-            if len(self._pending) <= MAX_EVENT_BYTES:
-                return b""
-            end = len(self._pending)
-            self._is_inside_event = True
-        else:
-            self._is_inside_event = False
-        ready = bytes(self._pending[:end])
-        del self._pending[:end]
-        self.is_done = self.is_done or _is_done_mark(ready)
-        return ready
-
-    def finish(self) -> bytes:
-        """The stream ended in order: what is left, a last event without its blank line."""
-        ready = bytes(self._pending)
-        self._pending.clear()
-        self.is_done = self.is_done or _is_done_mark(ready)
-        return ready
-
-    def separator(self) -> bytes:
-        """To be sent before an event of our own, after which the pending rest is dropped."""
-        return b"\n\n" if self._is_inside_event else b""
-
-
-def _end_of_last(buffer: bytearray, mark: bytes) -> int:
-    start = buffer.rfind(mark)
-    return 0 if start < 0 else start + len(mark)
-
-
-def _is_done_mark(events: bytes) -> bool:
-    last_line = events.rstrip().rpartition(b"\n")[2]
-    return last_line.startswith(b"data:") and last_line.removeprefix(b"data:").strip() == b"[DONE]"

@@ -27,9 +27,9 @@ from baton.router.legs import (
     with_seed,
 )
 from baton.router.metrics import RouterMetrics
-from baton.router.relay import Sieve
 from baton.router.running_legs import read_beginning
 from baton.router.said_token import SaidToken, behind_body, ending, opening, read_said, said_body
+from baton.router.sse import EventSplitter
 from baton.router.turns import TurnSieve
 from baton.router.upstream import LegAnswer
 from baton.router.ways import Way, can_go_on, choose_way
@@ -174,26 +174,33 @@ class Telling:
 
     # --- What D says -------------------------------------------------------------------------------
 
-    async def take_stream(self, engine: Engine, answer: LegAnswer, where: str) -> tuple[bytes, Sieve]:
-        """What has arrived that the client is still to be told, and through what the rest has to go.
+    async def take_stream(
+        self, engine: Engine, answer: LegAnswer, where: str
+    ) -> tuple[EventSplitter, TurnSieve]:
+        """What of D's stream the client is still to be told, and through what it has to go.
 
         Raises LegFailure, RouterError, Disagreement.
         """
         match self._way:
             case Way.AGREE if self.is_stream:
                 reader = FirstTokenReader(shows_token_ids=self.shows_token_ids)
-                await self.tell(answer, await read_beginning(engine, answer, reader), where)
-                return reader.rest, TurnSieve()
-            case Way.BEHIND if self._said is not None:
-                self._metrics.first_tokens.labels("unasked").inc()
-                return answer.body, BehindSieve()
+                first, events = await read_beginning(engine, answer, reader)
+                await self.tell(answer, first, where)
+                return events, TurnSieve()
             case Way.OVERLAP if self._said is not None:
                 overlap = OverlapReader(self._said)
-                agrees = await read_beginning(engine, answer, overlap)
+                agrees, events = await read_beginning(engine, answer, overlap)
                 self._metrics.first_tokens.labels("yes" if agrees else "no").inc()
                 if not agrees:
                     raise Disagreement
-                return overlap.rest, TurnSieve()
+                sieve = TurnSieve()
+                await self._client.piece(sieve.event(overlap.left_over))
+                return events, sieve
             case _:
+                events = EventSplitter()
+                events.push(answer.body)
+                if self._way is Way.BEHIND and self._said is not None:
+                    self._metrics.first_tokens.labels("unasked").inc()
+                    return events, BehindSieve()
                 await self._client.start(answer, {"x-baton-prefill": where})
-                return answer.body, TurnSieve()
+                return events, TurnSieve()

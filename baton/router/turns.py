@@ -16,8 +16,9 @@ from typing import Any
 
 import msgspec
 
+from baton.core.json_text import NotJson, decode_json
 from baton.router.legs import PARAMS
-from baton.router.sse import sse_event
+from baton.router.sse import RawObject, data_of, sse_event
 
 SESSION_HEADER = "x-session-id"
 TURNS_MAX = 4096  # Sessions; the one that was heard of longest ago goes first.
@@ -25,7 +26,6 @@ KEPT_S = 480.0  # Engines keep blocks for so long by default; what has gone mean
 SESSION_CHARS_MAX = 256
 
 _MARK = f'"{PARAMS}"'.encode()
-_END = b"\n\n"
 
 
 class TurnTable:
@@ -57,27 +57,25 @@ class TurnSieve:
         found = self._sift(body)
         return body if found is None else msgspec.json.encode(found)
 
-    def events(self, piece: bytes) -> bytes:
-        """`piece` ends where an event ends."""
-        if _MARK not in piece:
-            return piece
-        return b"".join(self._event(event + _END) for event in piece.removesuffix(_END).split(_END))
-
-    def _event(self, event: bytes) -> bytes:
-        found = self._sift(event.strip().removeprefix(b"data:"))
+    def event(self, event: bytes) -> bytes:
+        """A whole event."""
+        found = self._sift(data_of(event)) if _MARK in event else None
         return event if found is None else sse_event(found)
 
-    def _sift(self, text: bytes) -> dict[str, Any] | None:
-        """The same without what is the router's; None if there is nothing in it."""
+    def _sift(self, text: bytes) -> RawObject | None:
+        """The same without what is the router's; None if there is nothing in it.
+
+        Only the params are decoded: an answer may have many megabytes, and all clients wait meanwhile.
+        """
         if _MARK not in text:
             return None
         try:
-            said = msgspec.json.decode(text)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+            said = decode_json(text, RawObject)
+            if PARAMS not in said:
+                return None  # Somebody writes about them.
+            params = decode_json(said.pop(PARAMS))
+        except NotJson:
             return None  # For the client to make sense of, as without a router.
-        if not isinstance(said, dict) or PARAMS not in said:
-            return None  # Somebody writes about them.
-        params = said.pop(PARAMS)
         if isinstance(params, Mapping) and params.get("do_remote_decode") is True:
             self.params = dict(params)
         return said

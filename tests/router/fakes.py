@@ -173,6 +173,7 @@ class FakeEngine:
     was_called: asyncio.Event = field(default_factory=asyncio.Event)
     taken_back: list[Any] = field(default_factory=list)
     heard_of_loan: asyncio.Event = field(default_factory=asyncio.Event)
+    page: Any = None  # An ASGI application that answers the router's own questions instead.
     url: str = ""
     # By transfer id: its prefill leg has come. Of all engines of a system.
     prefills: defaultdict[str, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
@@ -188,6 +189,9 @@ class FakeEngine:
                 break
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
         call = Call(Received(scope["path"], headers, body), receive, send, self)
+        if self.page is not None and "x-request-id" not in headers:
+            await self.page(scope, receive, send)
+            return
         if scope["path"] == "/health":
             await call.answer(self.health_status, {})
             return

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import PeerError
 from baton.router.first_token import MAX_OPENING_BYTES, FirstToken, FirstTokenReader
+from baton.router.sse import EventSplitter
 from tests.router.baton_fakes import event
 
 OPENING = event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
@@ -20,14 +21,17 @@ def token(**fields: Any) -> dict[str, Any]:
 
 
 def read(stream: bytes, *, shows: bool = False, cut: int = 0) -> tuple[FirstToken, bytes]:
-    reader = FirstTokenReader(shows_token_ids=shows)
-    pieces = [stream[:cut], stream[cut:]] if cut else [stream]
-    found = None
-    for number, piece in enumerate(pieces):
-        found = reader.push(piece)
-        if found is not None:
-            return found, reader.rest + b"".join(pieces[number + 1 :])
-    raise AssertionError("no first token")
+    reader, events = FirstTokenReader(shows_token_ids=shows), EventSplitter()
+    found, rest = None, b""
+    for piece in (stream[:cut], stream[cut:]):
+        events.push(piece)
+        while (one := events.next()) is not None:
+            if found is None:
+                found = reader.look_at(one)
+            else:
+                rest += one
+    assert found is not None
+    return found, rest
 
 
 @given(cut=st.integers(1, 300))
@@ -77,6 +81,8 @@ def test_a_token_without_text_is_shown_for_what_comes_with_it(something: dict[st
         b"data: {\n\n",
         b"data: \xff\n\n",
         b"data: []\n\n",
+        b"data: " + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"\n\n",
+        b'data: {"choices": 5}\n\n',
         b'data: {"error": {"message": "no"}}\n\n',
         b'data: {"error": "no"}\n\n',
         event(token(token_ids=["72"])),
@@ -90,6 +96,7 @@ def test_a_stream_without_one_is_its_engines_fault(stream: bytes) -> None:
 
 def test_a_stream_that_never_says_one_is_given_up() -> None:
     reader = FirstTokenReader(shows_token_ids=False)
-    reader.push(b"x" * MAX_OPENING_BYTES)
+    comment = b":" + b"x" * (MAX_OPENING_BYTES // 2) + b"\n\n"
+    reader.look_at(comment)
     with pytest.raises(PeerError, match="without a first token"):
-        reader.push(b"x")
+        reader.look_at(comment)

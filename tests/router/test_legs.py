@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import PeerError, UserError
+from baton.router.judge import MAX_KEPT, Prefilled, PrefillOutcome, read_prefill
 from baton.router.legs import (
     PARAMS,
     PREFIX_CHARS,
@@ -16,8 +17,8 @@ from baton.router.legs import (
     parse_body,
     prefill_body,
     shape_of,
-    ticket_of,
 )
+from baton.router.upstream import LegAnswer
 
 values = st.recursive(
     st.none()
@@ -90,15 +91,35 @@ def test_transfer_ids_have_128_bits_and_never_repeat() -> None:
     assert {len(one) for one in ids} == {32}
 
 
-@pytest.mark.parametrize("answer", [b"", b"[1]", b"null", b'{"kv_transfer_params": [1]}', b"\xff"])
-def test_a_malformed_prefill_answer_is_the_engines_fault(answer: bytes) -> None:
+def read(answer: bytes, *, may_be_complete: bool = False) -> PrefillOutcome:
+    return read_prefill(LegAnswer(200, {}, answer, None), may_be_complete=may_be_complete, is_kept=True)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"[1]", b"null", b'{"kv_transfer_params": [1]}', b"\xff", b'{"a":' * 5000 + b"1" + b"}" * 5000],
+)
+@pytest.mark.parametrize("may_be_complete", [False, True])
+def test_a_malformed_prefill_answer_is_the_engines_fault(answer: bytes, may_be_complete: bool) -> None:
     with pytest.raises(PeerError):
-        ticket_of(answer)
+        read(answer, may_be_complete=may_be_complete)
 
 
 @pytest.mark.parametrize("answer", [b"{}", b'{"kv_transfer_params": null}', b'{"kv_transfer_params": {}}'])
 def test_an_answer_without_params_lends_nothing(answer: bytes) -> None:
-    assert ticket_of(answer) is None
+    outcome = read(answer)
+    assert isinstance(outcome, Prefilled)
+    assert (outcome.ticket, outcome.where) == (None, "local")
+
+
+def test_of_a_long_prefill_answer_only_the_ticket_is_decoded() -> None:
+    ticket = b'{"kv_transfer_params": {"baton_ticket": "signed"}, "choices": ['
+    long = read(ticket + b"0," * MAX_KEPT + b"0]}")
+    assert isinstance(long, Prefilled)
+    assert (long.ticket, long.answer) == ({"baton_ticket": "signed"}, None)
+    short = read(ticket + b"]}")
+    assert isinstance(short, Prefilled)
+    assert short.answer is not None
 
 
 def test_token_ids_are_counted_and_text_is_guessed() -> None:

@@ -1,4 +1,4 @@
-"""Cutting a stream between events loses nothing, adds nothing, and never shows half an event."""
+"""The one parser of engines' streams: the events of the standard, however the bytes are cut."""
 
 import itertools
 
@@ -6,15 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router import sse
-from baton.router.sse import EventCutter
+from baton.core.errors import PeerError
+from baton.router.sse import DONE, EventSplitter, data_of, is_done, sse_event
 
-events = st.lists(
-    st.sampled_from(
-        [b"data: {}\n\n", b": note\n\n", b"event: a\r\ndata: 1\r\n\r\n", b"data: a\ndata: b\n\n"]
-    ),
-    max_size=8,
-)
+LINES = (b"data: {}", b"data:[1]", b": note", b"event: a", b"data: [DONE]", b"")
+streams = st.lists(
+    st.tuples(st.sampled_from(LINES), st.sampled_from([b"\n", b"\r\n", b"\r"])), max_size=24
+).map(lambda lines: b"".join(line + end for line, end in lines))
+cuts = st.lists(st.integers(0, 240), max_size=8)
 
 
 def pieces_of(stream: bytes, cuts: list[int]) -> list[bytes]:
@@ -22,56 +21,100 @@ def pieces_of(stream: bytes, cuts: list[int]) -> list[bytes]:
     return [stream[a:b] for a, b in itertools.pairwise(places)]
 
 
-@given(events=events, cuts=st.lists(st.integers(0, 120)))
-def test_however_the_bytes_arrive_whole_events_come_out_and_nothing_is_lost(
-    events: list[bytes], cuts: list[int]
+def events_of(pieces: list[bytes], *, ends: bool) -> list[bytes]:
+    splitter, found = EventSplitter(), []
+    for piece in pieces:
+        splitter.push(piece)
+        while (event := splitter.next()) is not None:
+            found.append(event)
+    if ends:
+        splitter.finish()
+        while (event := splitter.next()) is not None:
+            found.append(event)
+    return found
+
+
+def twin(stream: bytes) -> list[bytes]:
+    """The whole stream at once, line by line, as the standard describes it."""
+    lines, line, at = [], b"", 0
+    while at < len(stream):
+        if stream[at : at + 2] == b"\r\n":
+            lines, line, at = [*lines, line], b"", at + 2
+        elif stream[at : at + 1] in (b"\n", b"\r"):
+            lines, line, at = [*lines, line], b"", at + 1
+        else:
+            line, at = line + stream[at : at + 1], at + 1
+    events, event = [], b""
+    for one in [*lines, *([line] if line else [])]:
+        if one:
+            event += one + b"\n"
+        elif event:
+            events, event = [*events, event + b"\n"], b""
+    return [*events, *([event + b"\n"] if event else [])]
+
+
+@given(stream=streams, cuts=cuts)
+def test_the_events_are_those_of_the_standard_wherever_the_stream_is_cut(
+    stream: bytes, cuts: list[int]
 ) -> None:
-    stream = b"".join(events) + b"data: [DONE]\n\n"
-    cutter, sent = EventCutter(), b""
-    for piece in pieces_of(stream, cuts):
-        ready = cutter.push(piece)
-        assert not ready or ready.endswith((b"\n\n", b"\r\n\r\n"))
-        sent += ready
-    assert sent == stream
-    assert cutter.is_done
-    assert cutter.finish() == b""
+    assert events_of(pieces_of(stream, cuts), ends=True) == twin(stream)
 
 
-@given(events=events, cut=st.integers(0, 120))
-def test_what_is_sent_before_a_break_are_the_whole_events_that_had_arrived(
-    events: list[bytes], cut: int
-) -> None:
-    stream = b"".join(events)[:cut]
-    cutter = EventCutter()
-    sent = cutter.push(stream)
-    whole = b""
-    for event in events:
-        if len(whole + event) > cut:
-            break
-        whole += event
-    assert sent == whole
-    assert not cutter.is_done
-    assert cutter.separator() == b""
+@given(stream=streams, cut=st.integers(0, 240), cuts=cuts)
+def test_a_stream_that_breaks_shows_whole_events_only(stream: bytes, cut: int, cuts: list[int]) -> None:
+    whole = twin(stream)
+    found = events_of(pieces_of(stream[:cut], cuts), ends=False)
+    assert found == whole[: len(found)]
+    assert len(found) >= len(twin(stream[:cut])) - 1
 
 
-@pytest.mark.parametrize("end", [b"data: [DONE]", b"data:[DONE]\n", b"data: [DONE] \r\n"])
-def test_a_last_event_without_its_blank_line_is_sent_at_the_end_of_the_stream(end: bytes) -> None:
-    cutter = EventCutter()
-    assert cutter.push(end) == b""
-    assert cutter.finish() == end
-    assert cutter.is_done
+def test_an_event_comes_out_with_its_last_byte() -> None:
+    splitter = EventSplitter()
+    for end in (b"\n\n", b"\r\n\r\n", b"\r\r"):
+        splitter.push(b"data: 1" + end[:-1])
+        held = splitter.next()
+        splitter.push(end[-1:])
+        # After CR LF CR the event is over, whatever follows: the last LF belongs to that CR.
+        assert (held or splitter.next()) == b"data: 1\n\n"
+        assert splitter.next() is None
+
+
+def test_an_event_without_end_is_refused_and_one_of_the_longest_size_is_not() -> None:
+    splitter = EventSplitter(max_event_bytes=32)
+    splitter.push(b"x" * 30 + b"\n\n")
+    assert splitter.next() == b"x" * 30 + b"\n\n"
+    splitter.push(b"x" * 32)
+    assert splitter.next() is None
+    splitter.push(b"x")
+    with pytest.raises(PeerError, match="over 32 bytes"):
+        splitter.next()
+
+
+def test_a_long_event_in_small_pieces_is_not_searched_from_its_start_again() -> None:
+    """Measured by what is looked at: every search begins where the last one ended."""
+    splitter = EventSplitter()
+    for _ in range(100):
+        splitter.push(b"x" * 100)
+        assert splitter.next() is None
+        assert splitter._num_searched == len(splitter._pending) - 1
+
+
+@pytest.mark.parametrize(
+    ("event", "data"),
+    [
+        (b"data: 1\n\n", b"1"),
+        (b"data:1\n\n", b"1"),
+        (b"data:  1\n\n", b" 1"),
+        (b"event: a\ndata: 1\nid: 7\ndata: 2\n\n", b"1\n2"),
+        (b": comment\n\n", b""),
+        (sse_event({"a": 1}), b'{"a":1}'),
+    ],
+)
+def test_the_data_of_an_event(event: bytes, data: bytes) -> None:
+    assert data_of(event) == data
 
 
 def test_done_inside_a_text_is_not_the_end() -> None:
-    cutter = EventCutter()
-    cutter.push(b'data: {"text": "data: [DONE]"}\n\n')
-    assert not cutter.is_done
-
-
-def test_an_oversized_event_is_passed_on_in_pieces_and_closed_before_ours() -> None:
-    cutter = EventCutter()
-    large = b"data: " + b"x" * sse.MAX_EVENT_BYTES
-    assert cutter.push(large) == large
-    assert cutter.separator() == b"\n\n"
-    assert cutter.push(b"y\n\n") == b"y\n\n"
-    assert cutter.separator() == b""
+    assert is_done(b"data: " + DONE + b"\n\n")
+    assert is_done(b"event: end\ndata:[DONE] \n\n")
+    assert not is_done(b'data: {"text": "data: [DONE]"}\n\n')

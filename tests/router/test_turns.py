@@ -56,6 +56,30 @@ def test_the_next_prefill_leg_of_a_session_brings_it_once_and_the_client_never_s
     run(main())
 
 
+@pytest.mark.parametrize("end", ["\r\n", "\r", "\n"])
+def test_events_with_any_line_end_hide_the_params_also_when_two_arrive_at_once(end: str) -> None:
+    """Two CRLF events in one chunk once showed the client the addresses of engines, and lost the turn."""
+
+    async def main() -> None:
+        async def keeps_in_one_chunk(call: Call) -> None:
+            chunks = [{"choices": [{"text": "a"}]}, {"choices": [], "kv_transfer_params": KEPT}]
+            said = [json.dumps(chunk) for chunk in chunks] + ["[DONE]"]
+            await call.stream("".join(f"data: {text}{end}{end}" for text in said).encode())
+
+        prefill, decode = FakeEngine(lends), FakeEngine(keeps_in_one_chunk)
+        async with system([prefill], [decode], first_token=False) as s:
+            body = {"prompt": [1, 2, 3], "stream": True}
+            for _ in range(2):
+                answer = await s.client.post("/v1/completions", json=body, headers=SESSION)
+                assert "kv_transfer_params" not in answer.text
+                assert "[DONE]" in answer.text
+                assert "error" not in answer.text
+        legs = [call.body["kv_transfer_params"] for call in prefill.calls]
+        assert [leg.get("baton_ticket") for leg in legs] == [None, "of D"]
+
+    run(main())
+
+
 async def answers_without(call: Call) -> None:
     if call.received.body.get("stream"):
         await call.stream(b'data: {"n": 1}\n\n', b"data: [DONE]\n\n")
@@ -98,7 +122,7 @@ def test_without_a_session_nothing_is_remembered(session: str | None) -> None:
 def test_an_answer_without_it_is_passed_on_byte_by_byte(body: bytes) -> None:
     sieve = TurnSieve()
     assert sieve.whole(body) == body
-    assert sieve.events(b"data: " + body + b"\n\n") == b"data: " + body + b"\n\n"
+    assert sieve.event(b"data: " + body + b"\n\n") == b"data: " + body + b"\n\n"
     assert sieve.params is None
 
 

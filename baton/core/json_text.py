@@ -1,0 +1,26 @@
+"""Decoding of JSON from outside: every way in which the text can be wrong is one error."""
+
+from typing import Any, TypeVar, overload
+
+import msgspec
+
+Decoded = TypeVar("Decoded")
+
+# The decoder raises RecursionError where arrays or objects are nested deeper than the interpreter allows.
+_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+class NotJson(ValueError):
+    """The text is not JSON, is nested too deep, or is not of the wanted type."""
+
+
+@overload
+def decode_json(text: bytes | bytearray | msgspec.Raw) -> Any: ...
+@overload
+def decode_json(text: bytes | bytearray | msgspec.Raw, kind: type[Decoded]) -> Decoded: ...
+def decode_json(text: bytes | bytearray | msgspec.Raw, kind: Any = Any) -> Any:
+    """Raises NotJson."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except _MALFORMED as error:
+        raise NotJson(str(error)) from error
