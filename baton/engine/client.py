@@ -155,6 +155,8 @@ class EngineClient:
             if self._answers.get(request.request_id) is answers:
                 self._answers[request.request_id] = None
                 self._send(Abort(request.request_id))
+            while not answers.empty():
+                self._drop(answers.get_nowait())
 
     async def abort(self, request_id: str) -> None:
         """Its `generate` ends with finish reason "abort", unless it ends otherwise first."""
@@ -257,6 +259,13 @@ class EngineClient:
                 answers = self._answers.get(output.request_id)
             if answers is not None:
                 answers.put_nowait(output)
+            else:
+                self._drop(output)
+
+    def _drop(self, answer: _Answer) -> None:
+        """No request waits for it any more. Its ticket reaches no consumer, so the loan ends now."""
+        if isinstance(answer, EngineOutput) and answer.kv_transfer_params is not None:
+            self.take_back(answer.kv_transfer_params)
 
     def _hangs(self) -> None:
         how = f"the engine core hangs: no step has ended for {self._step_timeout_s:g} s (step_timeout_s)"

@@ -7,6 +7,7 @@ GET  /baton/introduction                        for routers that start both legs
 POST /baton/take_back                           ... and for those whose client has gone before the second leg
 """
 
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,8 +19,8 @@ from starlette.exceptions import HTTPException
 import baton
 from baton.core.errors import UserError
 from baton.engine.client import EngineDeadError
-from baton.server.chat import admit_chat
-from baton.server.completions import admit_completion
+from baton.server.chat import ChatWork, admit_chat
+from baton.server.completions import CompletionWork, admit_completion
 from baton.server.errors import ApiError
 from baton.server.http import (
     CLIENT_GONE,
@@ -31,8 +32,8 @@ from baton.server.http import (
     request_id_of,
     until_client_leaves,
 )
-from baton.server.protocol.chat import ChatRequest, plain_messages
-from baton.server.protocol.completion import CompletionRequest
+from baton.server.protocol.chat import ChatCompletion, ChatRequest, plain_messages
+from baton.server.protocol.completion import Completion, CompletionRequest
 from baton.server.protocol.lent import Lent
 from baton.server.protocol.parse import parse_body
 from baton.server.protocol.sampling import check_token_ids
@@ -43,6 +44,8 @@ from baton.server.protocol.tokenize import (
     TokenizeResponse,
 )
 from baton.server.service import Service
+
+logger = logging.getLogger(__name__)
 
 
 def build_app(service: Service) -> FastAPI:
@@ -66,6 +69,11 @@ def _add_error_handlers(app: FastAPI) -> None:
             ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
         )
 
+    async def handle_gone(request: Request, error: Exception) -> Response:
+        logger.debug("%s %s: the client has gone", request.method, request.url.path)
+        return Response(status_code=CLIENT_GONE)
+
+    app.add_exception_handler(ClientGone, handle_gone)
     for kind in (UserError, ApiError, EngineDeadError):
         app.add_exception_handler(kind, handle)
     app.add_exception_handler(HTTPException, handle_http)
@@ -79,9 +87,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             work = await admit_completion(service, request, request_id)
             if request.stream:
                 return EventStream(work.chunks(), request_id=request_id)
-            return json_response(
-                await until_client_leaves(http.receive, work.answer()), request_id=request_id
-            )
+            return json_response(await _whole(service, http, work), request_id=request_id)
 
         return await _answer(service, http, answer)
 
@@ -92,11 +98,21 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             work = await admit_chat(service, request, request_id)
             if request.stream:
                 return EventStream(work.chunks(), request_id=request_id)
-            return json_response(
-                await until_client_leaves(http.receive, work.answer()), request_id=request_id
-            )
+            return json_response(await _whole(service, http, work), request_id=request_id)
 
         return await _answer(service, http, answer)
+
+
+async def _whole(
+    service: Service, http: Request, work: CompletionWork | ChatWork
+) -> Completion | ChatCompletion:
+    """An answer that no client is left to read takes back what it lent."""
+
+    def take_back(answer: Completion | ChatCompletion) -> None:
+        if isinstance(answer.kv_transfer_params, dict):
+            service.engine.take_back(answer.kv_transfer_params)
+
+    return await until_client_leaves(http.receive, work.answer(), drop=take_back)
 
 
 async def _answer(
@@ -108,6 +124,7 @@ async def _answer(
         service.check_open()
         return await answer(await read_body(http), request_id)
     except ClientGone:
+        logger.debug("request %s: the client has gone", request_id)
         return Response(status_code=CLIENT_GONE)
     except Exception as error:  # Told to the client; unexpected ones are logged.
         return error_response(error, request_id)

@@ -8,12 +8,13 @@ import asyncio
 import logging
 import re
 import uuid
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request, Response
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from baton.core.errors import UserError
@@ -48,14 +49,17 @@ def request_id_of(request: Request) -> str:
 
 
 async def read_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """Raises ApiError 413 as soon as it is too long, without reading the rest."""
+    """Raises ApiError 413 as soon as it is too long, without reading the rest; ClientGone."""
     chunks: list[bytes] = []
     length = 0
-    async for chunk in request.stream():
-        length += len(chunk)
-        if length > max_bytes:
-            raise ApiError(413, f"the body has more than {max_bytes} bytes", code="body_too_large")
-        chunks.append(chunk)
+    try:
+        async for chunk in request.stream():
+            length += len(chunk)
+            if length > max_bytes:
+                raise ApiError(413, f"the body has more than {max_bytes} bytes", code="body_too_large")
+            chunks.append(chunk)
+    except ClientDisconnect as error:
+        raise ClientGone from error
     return b"".join(chunks)
 
 
@@ -64,15 +68,25 @@ def json_response(value: Any, *, status: int = 200, request_id: str | None = Non
     return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
-async def until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Raises ClientGone, with the work cancelled and ended, when the client leaves first."""
+async def until_client_leaves(
+    receive: Receive, work: Coroutine[Any, Any, T], *, drop: Callable[[T], None] | None = None
+) -> T:
+    """Raises ClientGone, with the work cancelled and ended, when the client leaves first.
+
+    `drop` takes a result that was ready at the moment at which the client left. Without it such a result is
+    returned.
+    """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_wait_disconnect(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientGone
-        return working.result()
+        result = working.result()
+        if drop is not None and leaving.done():
+            drop(result)
+            raise ClientGone
+        return result
     finally:
         for task in (working, leaving):
             task.cancel()

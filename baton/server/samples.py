@@ -5,7 +5,8 @@
     ...                                      +
 
 Leaving the context ends every sample that still runs: its task is cancelled, which closes the engine's
-iterator, which aborts the engine request. The first error ends all of them.
+iterator, which aborts the engine request. It also takes back the loan of a piece that the consumer has not
+finished with. The first error ends all samples.
 """
 
 import asyncio
@@ -93,6 +94,7 @@ class RunningSamples:
         self._queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
         self._has_first_token = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._lent: dict[int, dict[str, Any]] = {}  # By sample: a ticket that the client has not been sent.
 
     async def __aenter__(self) -> Self:
         self._tasks = [asyncio.create_task(self._run(sample)) for sample in self._samples]
@@ -101,12 +103,19 @@ class RunningSamples:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # After the last piece no task runs. This must not suspend then: a cancellation would lose the answer.
+        if running := [task for task in self._tasks if not task.done()]:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        for params in self._lent.values():
+            self._engine.take_back(params)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Until all samples have ended. Raises what the first failing one raised."""
+        """Until all samples have ended. Raises what the first failing one raised.
+
+        A piece counts as delivered when the consumer asks for the next one.
+        """
         num_running = len(self._samples)
         while num_running:
             item = await self._queue.get()
@@ -116,6 +125,8 @@ class RunningSamples:
                 raise item
             else:
                 yield item
+                if item.finish is not None:
+                    self._lent.pop(item.sample.index, None)
 
     async def _run(self, sample: Sample) -> None:
         try:
@@ -123,6 +134,8 @@ class RunningSamples:
                 await self._has_first_token.wait()
             async with aclosing(_pieces_of(sample, self._engine, self._metrics)) as pieces:
                 async for piece in pieces:
+                    if piece.finish is not None and piece.finish.kv_transfer_params is not None:
+                        self._lent[sample.index] = piece.finish.kv_transfer_params
                     self._queue.put_nowait(piece)
                     self._has_first_token.set()
         except Exception as error:  # `pieces` raises it, in the task that answers this request.
@@ -136,6 +149,8 @@ async def _pieces_of(sample: Sample, engine: Engine, metrics: ServerMetrics) -> 
     try:
         async with aclosing(engine.generate(sample.request)) as outputs:
             async for output in outputs:
+                if output.finish_reason in ("error", "abort") and output.kv_transfer_params is not None:
+                    engine.take_back(output.kv_transfer_params)
                 _raise_if_failed(output)
                 observer.tokens(len(output.new_token_ids))
                 piece = _piece(sample, output)

@@ -1,12 +1,14 @@
 """A client that goes away ends its engine requests, whatever they are doing."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 import pytest
 
+from baton.engine.api import EngineOutput
 from baton.server.app import build_app
 from tests.server.fakes import WAIT_S, ScriptedEngine, service_around
 
@@ -14,11 +16,15 @@ Message = dict[str, Any]
 
 
 async def leave_during(
-    engine: ScriptedEngine, path: str, body: Message, is_time: asyncio.Event
+    engine: ScriptedEngine, path: str, body: Message | None, is_time: asyncio.Event
 ) -> list[Message]:
-    """Posts, and closes the connection at `is_time`. Returns what the server sent, once it has ended."""
+    """Posts, and closes the connection at `is_time`. Returns what the server sent, once it has ended.
+
+    `body`: None for half a body.
+    """
     sent: list[Message] = []
-    incoming = [{"type": "http.request", "body": msgspec.json.encode(body), "more_body": False}]
+    whole = msgspec.json.encode(body) if body is not None else b"{"
+    incoming = [{"type": "http.request", "body": whole, "more_body": body is None}]
 
     async def receive() -> Message:
         if incoming:
@@ -112,3 +118,62 @@ def test_a_client_that_stays_is_answered() -> None:
         assert sent[0]["status"] == 200
 
     run(main)
+
+
+LENT = {"baton_ticket": "signed"}
+LENDING = {"prompt": "a", "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+
+
+def when(is_so: Callable[[], bool], event: asyncio.Event) -> None:
+    """Sets the event in the turn of the loop in which the condition holds."""
+    if is_so():
+        event.set()
+    else:
+        asyncio.get_running_loop().call_soon(when, is_so, event)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_turns", range(12))
+def test_a_client_that_leaves_around_the_last_output_leaves_no_loan(stream: bool, num_turns: int) -> None:
+    """Whatever the turn of the loop: the loan is taken back, or the answer with its ticket has been sent."""
+
+    async def main() -> None:
+        engine = ScriptedEngine(transfer_params=LENT)
+        leaving, turns = asyncio.Event(), iter(range(num_turns))
+        when(lambda: bool(engine.requests) and next(turns, None) is None, leaving)
+        sent = await leave_during(engine, "/v1/completions", {**LENDING, "stream": stream}, leaving)
+        was_sent = b"signed" in b"".join(message.get("body", b"") for message in sent)
+        has_begun = "0 token" in engine.events
+        assert engine.taken_back == ([LENT] if has_begun and not was_sent else [])
+
+    run(main)
+
+
+def test_an_error_that_carries_a_ticket_gives_its_loan_back() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine(
+            failure=EngineOutput(
+                request_id="", new_token_ids=[], finish_reason="abort", kv_transfer_params=LENT
+            )
+        )
+        sent = await leave_during(engine, "/v1/completions", LENDING, asyncio.Event())
+        assert sent[0]["status"] == 503
+        assert engine.taken_back == [LENT]
+
+    run(main)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/baton/take_back"])
+def test_a_client_that_leaves_in_its_body_is_a_line_at_debug(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "baton")
+
+    async def main() -> None:
+        left = asyncio.Event()
+        left.set()
+        await leave_during(ScriptedEngine(), path, None, left)
+
+    run(main)
+    assert [(record.levelname, record.exc_info) for record in caplog.records] == [("DEBUG", None)]
+    assert "the client has gone" in caplog.text

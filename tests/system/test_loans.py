@@ -1,13 +1,17 @@
 """Loans that nobody will come for end at once, in a real engine: none of them is left to its time."""
 
+import json
+import socket
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from baton.cli.processes import Fleet
-from tests.system.engines import Engine, Engines, make_prompt, tokens_of
+from tests.system.engines import WAIT_S, Engine, Engines, make_prompt, tokens_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -48,3 +52,38 @@ def test_what_is_no_ticket_of_this_engine_changes_nothing(p: Engine) -> None:
     assert p.metric("num_requests_delayed_free") == 1
     assert p.client.post(f"{p.url}/baton/take_back", json=params).status_code == 202
     p.wait_at_rest()
+
+
+def test_clients_that_leave_while_their_prompts_are_computed_leave_no_loan(p: Engine) -> None:
+    address = urlsplit(p.url)
+    assert address.hostname is not None
+    assert address.port is not None
+    with ExitStack() as stack:
+        calls = []
+        for seed in range(100, 124):
+            call = stack.enter_context(socket.create_connection((address.hostname, address.port)))
+            fields = {"prompt": make_prompt(seed, 600), "max_tokens": 1}
+            body = json.dumps({**fields, "kv_transfer_params": {"do_remote_decode": True}}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            call.sendall(head.encode() + body)
+            call.settimeout(WAIT_S)
+            calls.append(call)
+        bodies = [_body(calls[0])]  # One has its answer. Others are in a step, and others wait.
+        for call in calls:
+            call.shutdown(socket.SHUT_WR)
+        bodies += [_body(call) for call in calls[1:]]
+    tickets = [json.loads(body)["kv_transfer_params"] for body in bodies if body]
+    assert len(tickets) < len(calls), "none has left before its answer"
+    for params in tickets:  # These answers were sent, so their loans are the client's to give back.
+        assert p.client.post(f"{p.url}/baton/take_back", json=params).status_code == 202
+    p.wait_at_rest()
+
+
+def _body(call: socket.socket) -> bytes:
+    """Of the answer; empty if the connection was closed before."""
+    answer = HTTPResponse(call)
+    with suppress(HTTPException, ConnectionError):
+        answer.begin()
+        return answer.read()
+    return b""

@@ -1,0 +1,214 @@
+"""The front end against a core that the test plays: outputs reach their caller, or their loans end."""
+
+import asyncio
+import random
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.core.config import EngineConfig
+from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, FinishReason, SamplingParams
+from baton.engine.channel import FrameSplitter, frame
+from baton.engine.child import Child
+from baton.engine.client import EngineClient
+from baton.engine.core_messages import (
+    Abort,
+    AddRequest,
+    FromCore,
+    Outputs,
+    Start,
+    Started,
+    Stop,
+    TakeBack,
+    ToCore,
+)
+
+BOUND_S = 30.0  # Only reached when something is wrong.
+
+
+class NoProcess:
+    """Stands for the process of a core that the test plays."""
+
+    pid = 0
+
+    def kill(self) -> None:
+        pass
+
+    def wait(self, timeout: float | None = None) -> int:
+        return 0
+
+
+class PlayedCore:
+    """The other end of the client's socket. `heard` holds the messages that the client has sent."""
+
+    def __init__(self) -> None:
+        self.ours, self._theirs = socket.socketpair()
+        self.heard: list[ToCore] = []
+        self._hears = asyncio.Condition()
+        self._decoder = msgspec.msgpack.Decoder(ToCore)
+
+    async def run(self) -> None:
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._theirs)
+        splitter = FrameSplitter()
+        while received := await reader.read(1 << 16):
+            async with self._hears:
+                self.heard += [self._decoder.decode(payload) for payload in splitter.feed(received)]
+                self._hears.notify_all()
+            if any(isinstance(message, Start) for message in self.heard[-1:]):
+                self.send(Started())
+            if any(isinstance(message, Stop) for message in self.heard):
+                self._writer.close()
+                return
+
+    def send(self, *messages: FromCore) -> None:
+        """In one write: the client receives all of them at once."""
+        self._writer.write(b"".join(frame(msgspec.msgpack.encode(message)) for message in messages))
+
+    async def hears(self, message: ToCore) -> None:
+        async with self._hears:
+            await self._hears.wait_for(lambda: message in self.heard)
+
+    def taken_back(self) -> list[dict[str, Any]]:
+        return [message.kv_transfer_params for message in self.heard if isinstance(message, TakeBack)]
+
+
+def output(request_id: str, finish_reason: FinishReason | None = None) -> Outputs:
+    ended = EngineOutput(
+        request_id=request_id,
+        new_token_ids=[1],
+        finish_reason=finish_reason,
+        kv_transfer_params=ticket(request_id) if finish_reason else None,
+    )
+    return Outputs(EngineOutputs(outputs=[ended]))
+
+
+def ticket(request_id: str) -> dict[str, Any]:
+    return {"baton_ticket": f"of {request_id}"}
+
+
+def request(request_id: str) -> EngineRequest:
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=[1, 2],
+        sampling_params=SamplingParams(),
+        arrival_time_s=0.0,
+    )
+
+
+Test = Callable[[EngineClient, PlayedCore], Awaitable[None]]
+
+
+@pytest.fixture
+def run(make_config: Callable[..., EngineConfig], monkeypatch: pytest.MonkeyPatch) -> Any:
+    def play(test: Test) -> None:
+        async def bounded() -> None:
+            core = PlayedCore()
+            child: Any = Child("baton-core", NoProcess(), core.ours)  # type: ignore[arg-type]
+            monkeypatch.setattr(Child, "spawn", lambda *_, **__: child)
+            async with asyncio.timeout(BOUND_S):
+                playing = asyncio.create_task(core.run())
+                client = await EngineClient.start(make_config())
+                await test(client, core)
+                await client.close()
+                await playing
+
+        asyncio.run(bounded())
+
+    return play
+
+
+async def began(client: EngineClient, core: PlayedCore, name: str) -> AsyncGenerator[EngineOutput, None]:
+    """A stream whose first token has come."""
+    stream = client.generate(request(name))
+    first = asyncio.ensure_future(anext(stream))
+    await core.hears(AddRequest(request(name)))
+    core.send(output(name))
+    await first
+    return stream
+
+
+def test_a_last_output_that_comes_after_the_caller_has_left_gives_its_loan_back(run: Any) -> None:
+    async def test(client: EngineClient, core: PlayedCore) -> None:
+        stream = await began(client, core, "a")
+        await stream.aclose()
+        await core.hears(Abort("a"))
+        core.send(output("a", "length"))
+        await core.hears(TakeBack(ticket("a")))
+
+    run(test)
+
+
+def test_a_last_output_that_was_not_read_yet_gives_its_loan_back(run: Any) -> None:
+    async def test(client: EngineClient, core: PlayedCore) -> None:
+        stream = await began(client, core, "a")
+        other = client.generate(request("b"))
+        waiting = asyncio.ensure_future(anext(other))
+        await core.hears(AddRequest(request("b")))
+        core.send(output("a", "length"), output("b"))
+        await waiting  # So that of "a" is here as well.
+        await stream.aclose()
+        await core.hears(TakeBack(ticket("a")))
+        await other.aclose()
+
+    run(test)
+
+
+def test_an_output_that_was_read_is_its_readers(run: Any) -> None:
+    async def test(client: EngineClient, core: PlayedCore) -> None:
+        stream = await began(client, core, "a")
+        core.send(output("a", "length"))
+        assert (await anext(stream)).kv_transfer_params == ticket("a")
+        await stream.aclose()
+        closing = await began(client, core, "b")  # What "a" caused has been sent before this.
+        assert core.taken_back() == []
+        await closing.aclose()
+
+    run(test)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_in_a_storm_each_loan_is_read_or_given_back_and_none_is_both(run: Any, seed: int) -> None:
+    """Callers are cancelled at moments that the seed chooses, around the moment of their last output."""
+    names = [str(number) for number in range(60)]
+    draw = random.Random(seed)
+
+    async def test(client: EngineClient, core: PlayedCore) -> None:
+        read: list[dict[str, Any]] = []
+
+        async def call(name: str) -> None:
+            stream = client.generate(request(name))
+            try:
+                async for answer in stream:
+                    read.extend([answer.kv_transfer_params] if answer.kv_transfer_params else [])
+            finally:
+                await stream.aclose()
+
+        calls = {name: asyncio.create_task(call(name)) for name in names}
+        for name in names:
+            await core.hears(AddRequest(request(name)))
+        deeds = [(draw.random(), draw.choice(["leave", "end"]), name) for name in names for _ in range(2)]
+        for _, deed, name in sorted(deeds):
+            if deed == "leave":
+                calls[name].cancel()
+            else:
+                core.send(output(name))
+            for _ in range(draw.randrange(3)):
+                await asyncio.sleep(0)
+        for name in names:
+            core.send(output(name, "length"))
+            if draw.random() < 0.5:
+                calls[name].cancel()
+            for _ in range(draw.randrange(4)):
+                await asyncio.sleep(0)
+        await asyncio.gather(*calls.values(), return_exceptions=True)
+        for name in names:
+            if ticket(name) not in read:
+                await core.hears(TakeBack(ticket(name)))
+        assert not [params for params in core.taken_back() if params in read]
+        assert len(core.taken_back()) + len(read) == len(names)
+        assert core.taken_back(), "the storm has dropped some"
+
+    run(test)
