@@ -9,11 +9,11 @@ import msgspec
 from baton.core.ids import Address
 from baton.core.layout import ModelFingerprint, differences
 from baton.core.transfer_params import MAX_ENGINE_ID_CHARS, MAX_INTRODUCTION_CHARS
-from baton.protocol.messages import U64_MAX
+from baton.protocol.messages import PUBLIC_KEY_BYTES, U64_MAX
 from baton.protocol.seal import BadPaper, Fault, Seal, check_range
 from baton.protocol.ticket import MAX_TP_SIZE, MAX_URL_CHARS
 
-INTRODUCTION_VERSION = 1
+INTRODUCTION_VERSION = 2
 
 
 class BadIntroduction(BadPaper):
@@ -24,6 +24,7 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     version: int = INTRODUCTION_VERSION
     address: Address
     control_url: str  # Of its control channel.
+    public_key: bytes  # Of its process, as in a ticket.
     fingerprint: ModelFingerprint
     tp_size: int
     block_tokens: int
@@ -33,6 +34,7 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         check_range("epoch", self.address.epoch, 0, U64_MAX)
         check_range("length of engine_id", len(self.address.engine_id), 1, MAX_ENGINE_ID_CHARS)
         check_range("length of control_url", len(self.control_url), 1, MAX_URL_CHARS)
+        check_range("length of public_key", len(self.public_key), PUBLIC_KEY_BYTES, PUBLIC_KEY_BYTES)
         check_range("tp_size", self.tp_size, 1, MAX_TP_SIZE)
         check_range("block_tokens", self.block_tokens, 1, 1 << 16)
 

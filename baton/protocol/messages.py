@@ -3,7 +3,9 @@
 One closed union; no sentinels, no prefixes. Durations cross the wire, instants never do: two processes share
 no clock. Every message is idempotent: dropping, repeating, delaying and reordering it is safe.
 
-    frame = msgpack [version, sender, target, [message, ...]]     at most MAX_FRAME_BYTES
+    envelope = msgpack [version, sender, target, [message, ...]]     at most MAX_FRAME_BYTES
+
+On a wire an envelope is the body of a signed frame (`baton.protocol.signed_frame`).
 
 What `decode_envelope` returns is well-formed in every field; what it does not like is a PeerError and nothing
 else.
@@ -26,7 +28,7 @@ from baton.core.transfer_params import (
 )
 from baton.protocol.effects import Send
 
-WIRE_VERSION = 1  # Of the frame and of every message in it.
+WIRE_VERSION = 2  # Of the frame and of every message in it.
 MAX_FRAME_BYTES = 1 << 22  # A Welcome of 64 ranks with 128 layers each is about 0.6 MiB.
 MAX_MESSAGES = 4096  # In one frame.
 MAX_PAYLOAD_BYTES = 3 << 20  # Of a Welcome.
@@ -35,6 +37,7 @@ MAX_REASON_CHARS = 512
 MAX_LISTED_BLOCKS = 1 << 18  # Of one Announced: a prompt of four million tokens in blocks of 16.
 MAX_LAYERS = 4096
 PROMPT_HASH_BYTES = 32
+PUBLIC_KEY_BYTES = 32  # X25519.
 U64_MAX = 2**64 - 1
 BlockTables: TypeAlias = tuple[tuple[BlockId, ...], ...]  # One per cache group, in order.
 _MAX_BATCH_BYTES = MAX_FRAME_BYTES - (1 << 16)  # Leaves room for both addresses.
@@ -286,7 +289,7 @@ def decode_envelope(frame: bytes) -> Envelope:
     try:
         envelope = _decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        _blame(frame, error)
+        blame(frame, error)
     if envelope.version != WIRE_VERSION:
         raise PeerError(f"frame of wire version {envelope.version}, ours is {WIRE_VERSION}")
     return envelope
@@ -322,8 +325,8 @@ def _batches(messages: Iterable[Message]) -> Iterator[tuple[Message, ...]]:
         yield tuple(batch)
 
 
-def _blame(frame: bytes, error: Exception) -> NoReturn:
-    """A frame of another version need not look like ours: say that rather than which field surprised us."""
+def blame(frame: bytes, error: Exception) -> NoReturn:
+    """Raise PeerError for a frame that cannot be decoded; of another version, it names both versions."""
     try:
         version = _head_decoder.decode(frame).version
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

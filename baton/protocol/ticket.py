@@ -23,10 +23,10 @@ from baton.core.transfer_params import (
     MAX_TICKET_CHARS,
     MAX_TRANSFER_ID_CHARS,
 )
-from baton.protocol.messages import PROMPT_HASH_BYTES, U64_MAX
+from baton.protocol.messages import PROMPT_HASH_BYTES, PUBLIC_KEY_BYTES, U64_MAX
 from baton.protocol.seal import BadPaper, Fault, Seal, check_range
 
-TICKET_VERSION = 3
+TICKET_VERSION = 4
 TICKET_FIELD = f"{FIELD}.baton_ticket"
 MAX_URL_CHARS = 512
 MAX_TP_SIZE = 4096
@@ -44,6 +44,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     version: int = TICKET_VERSION
     producer: Address
     control_url: str  # Of P's control channel.
+    public_key: bytes  # Of P's process; the epoch of its address is a hash of it.
     loan_id: LoanId
     transfer_id: TransferId
     request_id: RequestId  # P's own name for it; for logs.
@@ -65,6 +66,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         check_range("loan counter", self.loan_id.counter, 0, U64_MAX)
         check_range("length of engine_id", len(self.producer.engine_id), 1, MAX_ENGINE_ID_CHARS)
         check_range("length of control_url", len(self.control_url), 1, MAX_URL_CHARS)
+        check_range("length of public_key", len(self.public_key), PUBLIC_KEY_BYTES, PUBLIC_KEY_BYTES)
         check_range("length of transfer_id", len(self.transfer_id), 0, MAX_TRANSFER_ID_CHARS)
         check_range("tp_size", self.tp_size, 1, MAX_TP_SIZE)
         check_range("block_tokens", self.block_tokens, 1, 1 << 16)

@@ -34,7 +34,7 @@ from baton.sim.checkers import bounded, contained, whole
 from baton.sim.fetcher import Fetcher
 from baton.sim.lender import Lender
 from baton.sim.memory import NUM_LAYERS, Pool
-from baton.sim.model import FINGERPRINT, KEY, rank_cards
+from baton.sim.model import FINGERPRINT, KEY, PUBLIC_KEY, rank_cards
 
 if TYPE_CHECKING:
     from baton.sim.cluster import Cluster
@@ -210,6 +210,7 @@ class Engine:
             Introduction(
                 address=self.address,
                 control_url="sim://",
+                public_key=PUBLIC_KEY,
                 fingerprint=FINGERPRINT,
                 tp_size=self.num_ranks,
                 block_tokens=1,

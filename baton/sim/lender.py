@@ -17,7 +17,7 @@ from baton.protocol.ticket import Ticket, sign_ticket
 from baton.sim.checkers import bounded, held
 from baton.sim.facts import Lent
 from baton.sim.memory import NUM_LAYERS, Tables
-from baton.sim.model import FINGERPRINT, KEY, hash_of_prompt
+from baton.sim.model import FINGERPRINT, KEY, PUBLIC_KEY, hash_of_prompt
 
 if TYPE_CHECKING:
     from baton.sim.engine import Engine
@@ -210,6 +210,7 @@ class Lender:
         ticket = Ticket(
             producer=engine.address,
             control_url="sim://",
+            public_key=PUBLIC_KEY,
             loan_id=loan_id,
             transfer_id=prefill.transfer_id,
             request_id=prefill.request_id,

@@ -8,6 +8,7 @@ from baton.core.layout import ModelFingerprint
 from baton.protocol.handshake import RankCard, encode_ranks
 from baton.sim.memory import NUM_HEADS, NUM_LAYERS, Groups, toy_layout
 
+PUBLIC_KEY = bytes(32)  # Of every engine: the simulated network tells the true sender.
 KEY = b"the cluster's own key, 32 bytes."
 FINGERPRINT = ModelFingerprint(
     model="toy",

@@ -158,6 +158,7 @@ class Station:
     def __init__(self, world: World, url: str, agent: PullAgent) -> None:
         self.url = url
         self.num_bad_frames = 0
+        self.public_key = bytes(32)
         self.is_closed = False
         self._world = world
         self._agent = agent
@@ -166,7 +167,7 @@ class Station:
     def start(self) -> None:
         self._world.wire.stations[self.url] = self
 
-    def route(self, peer: Address, url: str) -> None:
+    def route(self, peer: Address, url: str, public_key: bytes | None) -> None:
         self._routes[peer] = url
 
     def flush(self) -> None:

@@ -11,11 +11,12 @@ import torch
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf
 from baton.connectors.pull.cache_layout import layout_of
 from baton.contract import ConnectorDead
-from baton.core.errors import ConfigError
-from baton.core.ids import Address, EngineId, Epoch
-from baton.protocol.messages import Envelope, Stranger, encode_envelope
+from baton.core.errors import BadTransferParams, ConfigError
+from baton.core.ids import Address, EngineId, Epoch, LoanId
+from baton.protocol.messages import WIRE_VERSION, Envelope, Message, Released, Renew, Renewed, Stranger
+from baton.protocol.signed_frame import ProcessKey
 from baton.transport.control import ControlChannel
-from tests.connectors.pull_world import BLOCK, World, engine_config
+from tests.connectors.pull_world import BLOCK, SECRET, World, engine_config
 
 PATIENCE_S = 60.0
 TOKENS = list(range(9))
@@ -73,7 +74,10 @@ def test_reports_about_unknown_claims_change_nothing(world: World) -> None:
     d = world.engine("d")
     d.half._agent.receive(
         Envelope(
-            1, Address(EngineId("x"), Epoch(9)), d.half._agent.address, (Stranger(d.half._agent.address),)
+            WIRE_VERSION,
+            Address(EngineId("x"), Epoch(9)),
+            d.half._agent.address,
+            (Stranger(d.half._agent.address),),
         ),
         world.now,
     )
@@ -96,20 +100,128 @@ def wait_until(done: Callable[[], bool]) -> None:
         pause.wait(0.005)
 
 
-def test_a_malformed_frame_is_dropped_and_counted(half: PullSchedulerHalf) -> None:
-    stranger = ControlChannel(secret=EngineIdentity.of_engine(engine_config("e")).secret)
-    try:
-        stranger.send(half.control_url, b"GET / HTTP/1.1")
-        address = half._agent.address
-        stranger.send(half.control_url, encode_envelope(Envelope(1, address, address, ())))
-        stranger.poll(0.05)
-        wait_until(lambda: half._control.num_bad_frames == 1)
-    finally:
-        stranger.close()
+class Member:
+    """A process that has the cluster secret, and says what it likes."""
+
+    def __init__(self, engine_id: str = "member") -> None:
+        self.key = ProcessKey()
+        self.address = Address(EngineId(engine_id), self.key.epoch)
+        self.channel = ControlChannel(secret=SECRET)
+
+    def say(self, half: PullSchedulerHalf, *messages: Message, sender: Address | None = None) -> None:
+        envelope = Envelope(WIRE_VERSION, sender or self.address, half._agent.address, messages)
+        assert self.channel.send(half.control_url, self.key.sign(envelope, half._control.public_key))
+
+    def hear(self) -> list[Envelope]:
+        return [self.key.open(r.frame, self.address).envelope for r in self.channel.poll(0.05)]
+
+
+@pytest.fixture
+def members() -> Iterator[list[Member]]:
+    members = [Member("claimer"), Member("liar")]
+    yield members
+    for member in members:
+        member.channel.close()
+
+
+def test_a_malformed_frame_is_dropped_and_counted(half: PullSchedulerHalf, members: list[Member]) -> None:
+    claimer, _ = members
+    claimer.channel.send(half.control_url, b"GET / HTTP/1.1")
+    claimer.say(half)
+    claimer.channel.poll(0.05)
+    wait_until(lambda: half._control.num_bad_frames == 1)
     half.build_connector_meta(None)  # type: ignore[arg-type]
     stats = half.get_kv_connector_stats()
     assert stats is not None
     assert stats.data["num_bad_frames"] == 1
+
+
+def lend(half: PullSchedulerHalf) -> LoanId:
+    with half._lock:
+        loan_id = half._agent.lend(half._clock())
+    assert loan_id is not None
+    return loan_id
+
+
+def test_a_member_cannot_release_the_loan_of_another(half: PullSchedulerHalf, members: list[Member]) -> None:
+    claimer, liar = members
+    loan_id = lend(half)
+    claimer.say(half, Renew(loan_id, claim=1, sequence=1))
+    wait_until(lambda: bool(claimer.hear()))  # It is renewed: the claimer believes in its lease.
+    liar.say(half, Released(loan_id, claim=1), sender=claimer.address)
+    wait_until(lambda: not liar.hear() and half._control.num_bad_frames == 1)
+    assert half._control.num_forged_frames == 1  # type: ignore[attr-defined]
+    assert half.num_open_loans == 1
+    claimer.say(half, Released(loan_id, claim=1))
+    wait_until(lambda: not claimer.hear() and half.num_open_loans == 0)
+
+
+def test_a_member_cannot_have_the_answers_for_another(half: PullSchedulerHalf, members: list[Member]) -> None:
+    claimer, liar = members
+    loan_id = lend(half)
+    claimer.say(half, Renew(loan_id, claim=1, sequence=1))
+    wait_until(lambda: bool(claimer.hear()))
+    liar.say(half, Renew(loan_id, claim=1, sequence=2), sender=claimer.address)
+    wait_until(lambda: not liar.hear() and half._control.num_bad_frames == 1)
+    claimer.say(half, Renew(loan_id, claim=1, sequence=3))
+    answers: list[Message] = []
+    wait_until(lambda: bool(answers.extend(m for e in claimer.hear() for m in e.messages) or answers))
+    assert [answer.sequence for answer in answers if isinstance(answer, Renewed)] == [3]
+    assert liar.hear() == []
+
+
+def test_a_member_cannot_say_that_another_is_gone(half: PullSchedulerHalf, members: list[Member]) -> None:
+    producer, liar = members
+    with half._lock:
+        half._control.route(producer.address, producer.channel.url, producer.key.public)
+        assert half._agent.reserve(LoanId(producer.address.epoch, 1), producer.address, half._clock())
+        half._control.flush()
+    wait_until(lambda: bool(producer.hear()))
+    liar.say(half, Stranger(producer.address), Renew(LoanId(half._agent.address.epoch, 9), 1, 1))
+    wait_until(lambda: bool(liar.hear()))  # The frame has been read to its end.
+    assert half.num_open_fetches == 1
+
+
+def test_what_is_meant_for_a_predecessor_is_answered_and_changes_no_way(
+    half: PullSchedulerHalf, members: list[Member]
+) -> None:
+    claimer, _ = members
+    predecessor = Address(half._agent.address.engine_id, Epoch(1))
+    envelope = Envelope(WIRE_VERSION, claimer.address, predecessor, (Renew(LoanId(Epoch(1), 1), 1, 1),))
+    claimer.channel.send(half.control_url, claimer.key.sign(envelope, None))
+    heard: list[Envelope] = []
+    wait_until(lambda: bool(heard.extend(claimer.hear()) or heard))
+    assert (heard[0].sender, heard[0].messages) == (half._agent.address, (Stranger(predecessor),))
+    assert not half._control._ways  # type: ignore[attr-defined]
+
+
+def test_a_ticket_with_the_key_of_another_process_is_refused(
+    half: PullSchedulerHalf, members: list[Member]
+) -> None:
+    producer, liar = members
+    with half._lock, pytest.raises(BadTransferParams, match="key of another process"):
+        half._control.route(producer.address, liar.channel.url, liar.key.public)
+
+
+def test_a_turn_that_fails_costs_the_control_thread_nothing_else(
+    half: PullSchedulerHalf, members: list[Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimer, _ = members
+    loan_id = lend(half)
+    with monkeypatch.context() as broken:
+        failed = threading.Event()
+
+        def breaks_once(*args: Any) -> None:
+            failed.set()
+            breaks()
+
+        broken.setattr(half._agent, "receive", breaks_once)
+        claimer.say(half, Renew(loan_id, claim=1, sequence=1))
+        wait_until(lambda: not claimer.hear() and failed.is_set())
+    claimer.say(half, Renew(loan_id, claim=1, sequence=2))
+    wait_until(lambda: bool(claimer.hear()))
+    half.build_connector_meta(None)  # type: ignore[arg-type]
+    assert half.num_open_loans == 1
 
 
 def test_the_death_of_the_control_thread_is_heard(

@@ -36,6 +36,7 @@ TICKET = sign_ticket(
     Ticket(
         producer=Address(EngineId("p"), Epoch(1)),
         control_url="tcp://127.0.0.1:1",
+        public_key=bytes(32),
         loan_id=LoanId(Epoch(1), 1),
         transfer_id=TransferId("t"),
         request_id=RequestId("r"),

@@ -22,6 +22,7 @@ MODEL = ModelFingerprint("m", "r", "float32", 2, 2, 8, "s")
 TICKET = Ticket(
     producer=ME,
     control_url="tcp://127.0.0.1:1",
+    public_key=bytes(32),
     loan_id=LoanId(Epoch(1), 1),
     transfer_id=TransferId("t"),
     request_id=RequestId("r\u202e🙂\x00"),
@@ -34,7 +35,12 @@ TICKET = Ticket(
     prefilled=PrefilledTokens(token_ids=(5,)),
 )
 INTRODUCTION = Introduction(
-    address=ME, control_url="tcp://127.0.0.1:1", fingerprint=MODEL, tp_size=1, block_tokens=4
+    address=ME,
+    control_url="tcp://127.0.0.1:1",
+    public_key=bytes(32),
+    fingerprint=MODEL,
+    tp_size=1,
+    block_tokens=4,
 )
 PAPERS: list[tuple[Any, Any, Any]] = [
     (sign_ticket, open_ticket, TICKET),

@@ -387,6 +387,7 @@ def _ticket(p: Address, loan_id: LoanId, transfer: str, blocks: BlockTables, pro
     return Ticket(
         producer=p,
         control_url="story://",
+        public_key=bytes(32),
         loan_id=loan_id,
         transfer_id=TransferId(transfer),
         request_id=RequestId("r"),

@@ -29,6 +29,7 @@ def introduction(**changes: Any) -> Introduction:
     fields: dict[str, Any] = dict(
         address=Address(EngineId("p"), Epoch(2**64 - 1)),
         control_url="tcp://127.0.0.1:5555",
+        public_key=bytes(32),
         fingerprint=MODEL,
         tp_size=2,
         block_tokens=16,

@@ -117,38 +117,44 @@ def raw(*fields: object) -> bytes:
 
 
 HOSTILE = {
-    "another version": raw(2, ["p", 1], ["d", 2], []),
-    "another version with another shape": raw(2, "whatever", 1, 2, 3),
-    "negative epoch": raw(1, ["p", -1], ["d", 2], []),
-    "no engine id": raw(1, ["", 1], ["d", 2], []),
-    "long engine id": raw(1, ["p" * 257, 1], ["d", 2], []),
-    "text for a number": raw(1, ["p", 1], ["d", 2], [["gone", [1, "7"], 1]]),
-    "true for a number": raw(1, ["p", 1], ["d", 2], [["gone", [1, True], 1]]),
-    "unknown message": raw(1, ["p", 1], ["d", 2], [["shutdown"]]),
-    "message without its fields": raw(1, ["p", 1], ["d", 2], [["renew", [1, 7]]]),
-    "message with one more": raw(1, ["p", 1], ["d", 2], [["gone", [1, 7], 1, 2]]),
-    "negative claim": raw(1, ["p", 1], ["d", 2], [["gone", [1, 7], -1]]),
-    "no number": raw(1, ["p", 1], ["d", 2], [["renewed", [1, 7], 1, 1, math.nan]]),
-    "endless": raw(1, ["p", 1], ["d", 2], [["renewed", [1, 7], 1, 1, math.inf]]),
-    "negative duration": raw(1, ["p", 1], ["d", 2], [["renewed", [1, 7], 1, 1, -1.0]]),
-    "too many reasons": raw(1, ["p", 1], ["d", 2], [["refused", ["no"] * 33]]),
-    "a novel for a reason": raw(1, ["p", 1], ["d", 2], [["refused", ["no" * 300]]]),
-    "no transfer": raw(1, ["p", 1], ["d", 2], [["working", "", 1]]),
-    "a novel for a transfer": raw(1, ["p", 1], ["d", 2], [["working", "x" * 257, 1]]),
-    "a short hash": raw(1, ["p", 1], ["d", 2], [["want", "x", 1, b"short", 4]]),
-    "text for a hash": raw(1, ["p", 1], ["d", 2], [["want", "x", 1, "h" * 32, 4]]),
-    "a negative block": raw(1, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [[-1]], 0, 0]]),
-    "a huge block": raw(1, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [[2**32]], 0, 0]]),
-    "no cache group": raw(1, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [7], 0, 0]]),
-    "layers without end": raw(1, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [[7]], 8, 4097]]),
+    "another version": raw(3, ["p", 1], ["d", 2], []),
+    "another version with another shape": raw(3, "whatever", 1, 2, 3),
+    "negative epoch": raw(WIRE_VERSION, ["p", -1], ["d", 2], []),
+    "no engine id": raw(WIRE_VERSION, ["", 1], ["d", 2], []),
+    "long engine id": raw(WIRE_VERSION, ["p" * 257, 1], ["d", 2], []),
+    "text for a number": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["gone", [1, "7"], 1]]),
+    "true for a number": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["gone", [1, True], 1]]),
+    "unknown message": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["shutdown"]]),
+    "message without its fields": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["renew", [1, 7]]]),
+    "message with one more": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["gone", [1, 7], 1, 2]]),
+    "negative claim": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["gone", [1, 7], -1]]),
+    "no number": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["renewed", [1, 7], 1, 1, math.nan]]),
+    "endless": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["renewed", [1, 7], 1, 1, math.inf]]),
+    "negative duration": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["renewed", [1, 7], 1, 1, -1.0]]),
+    "too many reasons": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["refused", ["no"] * 33]]),
+    "a novel for a reason": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["refused", ["no" * 300]]]),
+    "no transfer": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["working", "", 1]]),
+    "a novel for a transfer": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["working", "x" * 257, 1]]),
+    "a short hash": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["want", "x", 1, b"short", 4]]),
+    "text for a hash": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["want", "x", 1, "h" * 32, 4]]),
+    "a negative block": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [[-1]], 0, 0]]),
+    "a huge block": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [[2**32]], 0, 0]]),
+    "no cache group": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [7], 0, 0]]),
+    "layers without end": raw(
+        WIRE_VERSION, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [[7]], 8, 4097]]
+    ),
     "blocks without end": raw(
         1, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [[7] * (MAX_LISTED_BLOCKS + 1)], 0, 0]]
     ),
-    "groups without end": raw(1, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [[]] * 257, 0, 0]]),
-    "no ticket": raw(1, ["p", 1], ["d", 2], [["finished", "x", 1, 1, ""]]),
-    "a ticket without end": raw(1, ["p", 1], ["d", 2], [["finished", "x", 1, 1, "t" * ((1 << 20) + 1)]]),
-    "a novel for a failure": raw(1, ["p", 1], ["d", 2], [["failed", "x", 1, "no" * 300]]),
-    "too many messages": raw(1, ["p", 1], ["d", 2], [["gone", [1, 7], 1]] * (MAX_MESSAGES + 1)),
+    "groups without end": raw(
+        WIRE_VERSION, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [[]] * 257, 0, 0]]
+    ),
+    "no ticket": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["finished", "x", 1, 1, ""]]),
+    "a ticket without end": raw(
+        WIRE_VERSION, ["p", 1], ["d", 2], [["finished", "x", 1, 1, "t" * ((1 << 20) + 1)]]
+    ),
+    "a novel for a failure": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["failed", "x", 1, "no" * 300]]),
+    "too many messages": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["gone", [1, 7], 1]] * (MAX_MESSAGES + 1)),
     "oversize": b"\x00" * (MAX_FRAME_BYTES + 1),
     "a list that claims to be huge": b"\x94\x01\x92\xa1p\x01\x92\xa1d\x02\xdd\xff\xff\xff\xff",
     "deeply nested": b"\x91" * 100_000,
@@ -164,7 +170,7 @@ def test_a_hostile_frame_is_a_peer_error(what: str) -> None:
 
 
 def test_a_frame_of_another_version_is_called_that_and_not_malformed() -> None:
-    with pytest.raises(PeerError, match="wire version 2, ours is 1"):
+    with pytest.raises(PeerError, match="wire version 3, ours is 2"):
         decode_envelope(HOSTILE["another version with another shape"])
 
 

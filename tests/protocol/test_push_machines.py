@@ -76,6 +76,7 @@ def ticket(**changes: Any) -> Ticket:
     fields: dict[str, Any] = dict(
         producer=P,
         control_url="x://",
+        public_key=bytes(32),
         loan_id=LoanId(Epoch(1), 1),
         transfer_id=X,
         request_id=RequestId("r"),

@@ -34,6 +34,7 @@ def ticket(**changes: Any) -> Ticket:
     fields: dict[str, Any] = dict(
         producer=Address(EngineId("p"), Epoch(2**64 - 1)),
         control_url="tcp://127.0.0.1:5555",
+        public_key=bytes(32),
         loan_id=LoanId(Epoch(2**64 - 1), 3),
         transfer_id=TransferId("t"),
         request_id=RequestId("r"),

@@ -11,7 +11,8 @@ import pytest
 from baton.cli.processes import free_ports
 from baton.connectors.pull.identity import TICKET_KEY_PURPOSE
 from baton.core.config import ClusterSecret
-from baton.core.ids import Address, EngineId, Epoch, LoanId
+from baton.core.ids import Address, EngineId, LoanId
+from baton.protocol.signed_frame import ProcessKey
 from baton.protocol.ticket import open_ticket, sign_ticket
 from tests.vllm.engines import SECRET, Server
 from tests.vllm.prompts import Prompt, Single, prompts
@@ -151,12 +152,14 @@ def test_a_dead_peers_address_costs_a_computation(
     """Signed by our secret, but nobody is there: a ticket of an engine that has died."""
     _, d = plain_pair
     (port,) = free_ports(1)
+    key = ProcessKey()
     signed = open_ticket(ticket["baton_ticket"], OURS)
     dead = msgspec.structs.replace(
         signed,
-        producer=Address(EngineId("p"), Epoch(5)),
+        producer=Address(EngineId("p"), key.epoch),
         control_url=f"tcp://127.0.0.1:{port}",
-        loan_id=LoanId(Epoch(5), 1),
+        public_key=key.public,
+        loan_id=LoanId(key.epoch, 1),
     )
     params = {**ticket, "baton_ticket": sign_ticket(dead, OURS)}
     assert d.tokens(MINE, params, cache_salt="dead") == single.tokens(MINE)

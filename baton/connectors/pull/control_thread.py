@@ -1,25 +1,38 @@
 """The thin shell around an agent: one thread that owns the control channel and wakes when something is due.
 
-    frame --decode--> agent.receive      agent.take_envelopes --encode--> frame      deadline --> agent.wake
+    frame --open--> agent.receive      agent.take_envelopes --sign--> frame      deadline --> agent.wake
                           |
                           +-- effects for the engine's thread --> on_effects
 
 The engine's thread and this one share the agent under one lock, held as long as a machine takes to answer.
 A long engine step delays nothing here: leases are renewed while the model computes.
+
+A frame reaches the agent only if its sender wrote it, and a Stranger only if it came by the way that leads to
+the engine that it is about. So another member of the cluster can neither speak in a peer's name nor have its
+answers sent elsewhere.
+
+A turn that raises is logged, and the thread goes on with the agent's state. After RESTARTS_MAX of them in
+RESTARTS_S seconds it dies, and its owner raises ConnectorDead.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import msgspec
 
 from baton.connectors.pull.agent import PullAgent
 from baton.contract import ConnectorDead
-from baton.core.errors import PeerError, TransferError
+from baton.core.errors import BadTransferParams, PeerError, TransferError
 from baton.core.ids import Address
-from baton.protocol.messages import Envelope, decode_envelope, encode_envelope
+from baton.core.transfer_params import FIELD
+from baton.protocol.messages import Envelope, Message, Stranger, pack_sends
+from baton.protocol.peers import admit
+from baton.protocol.signed_frame import ForgedFrame, ProcessKey, epoch_of
 from baton.transport.control import ControlChannel, Destination
 from baton.transport.threads import join_all, start_owned_thread
 
@@ -28,6 +41,16 @@ logger = logging.getLogger(__name__)
 SLEEP_MAX_S = 60.0
 GOODBYE_S = 0.05  # For the last frames to leave; a peer that misses them waits for its deadline.
 ROUTES_MAX = 4096  # Peers whose way we remember; the one unused for longest goes first.
+RESTARTS_MAX = 5
+RESTARTS_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How to reach a peer. Its key is known from a ticket, an introduction, or a frame that it wrote."""
+
+    route: Destination
+    public_key: bytes | None
 
 
 class ControlThread:
@@ -38,6 +61,7 @@ class ControlThread:
         agent: PullAgent,
         lock: threading.Lock,
         channel: ControlChannel,
+        key: ProcessKey,
         clock: Callable[[], float],
         *,
         on_effects: Callable[[], None] = lambda: None,
@@ -47,14 +71,18 @@ class ControlThread:
         self._agent = agent
         self._lock = lock
         self._channel = channel
+        self._key = key
         self._clock = clock
         self._on_effects = on_effects
-        self._routes: OrderedDict[Address, Destination] = OrderedDict()
+        self._ways: OrderedDict[Address, _Way] = OrderedDict()
+        self._restarts: deque[float] = deque(maxlen=RESTARTS_MAX)
         self._closing = False
         self._death: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._sleeps_until = float("inf")
-        self.num_bad_frames = 0
+        self.num_bad_frames = 0  # Malformed or forged.
+        self.num_forged_frames = 0  # Of them: not written by the sender that they name.
+        self.public_key = key.public
 
     @property
     def url(self) -> str:
@@ -64,9 +92,17 @@ class ControlThread:
         assert self._thread is None, "started once"
         self._thread = start_owned_thread("baton-control", self._run, on_death=self._note_death)
 
-    def route(self, peer: Address, url: str) -> None:
-        """With the lock held: where a peer listens, from its signed ticket."""
-        self._remember(peer, url)
+    def route(self, peer: Address, url: str, public_key: bytes | None) -> None:
+        """With the lock held: where a peer listens, from its signed ticket.
+
+        Raises BadTransferParams for a key that is not the peer's. None: the peer is only named.
+        """
+        if public_key is not None and epoch_of(public_key) != peer.epoch:
+            raise BadTransferParams(
+                f"names engine {peer.engine_id!r} with a key of another process",
+                field=f"{FIELD}.baton_ticket",
+            )
+        self._remember(peer, _Way(url, public_key))
 
     def flush(self) -> None:
         """With the lock held: wake the thread if it sleeps on something to send, or beyond a deadline."""
@@ -87,61 +123,95 @@ class ControlThread:
 
     def _run(self) -> None:
         while not self._closing:
-            with self._lock:
-                self._agent.wake(self._clock())
-                has_effects = self._agent.has_effects
-            if has_effects:
-                self._on_effects()  # Which may have something to send, and soon.
-            with self._lock:
+            try:
+                self._turn()
+            except Exception as error:
+                # A fault of ours. The thread has to live, or every lease lapses.
                 now = self._clock()
-                outgoing = [(e, self._routes.get(e.target)) for e in self._agent.take_envelopes()]
-                self._sleeps_until = min(self._agent.next_deadline, now + SLEEP_MAX_S)
-                sleep_s = max(0.0, self._sleeps_until - now)
-            for envelope, route in outgoing:
-                self._send(envelope, route)
-            for received in self._channel.poll(sleep_s):
-                self._receive(received.route, received.frame)
+                if len(self._restarts) == RESTARTS_MAX and now - self._restarts[0] < RESTARTS_S:
+                    raise
+                self._restarts.append(now)
+                logger.exception("a turn of the control thread failed (%s); it goes on", error)
         self._say_goodbye()
+
+    def _turn(self) -> None:
+        with self._lock:
+            self._agent.wake(self._clock())
+            has_effects = self._agent.has_effects
+        if has_effects:
+            self._on_effects()  # Which may have something to send, and soon.
+        with self._lock:
+            now = self._clock()
+            outgoing = self._take_outgoing()
+            self._sleeps_until = min(self._agent.next_deadline, now + SLEEP_MAX_S)
+            sleep_s = max(0.0, self._sleeps_until - now)
+        for envelope, way in outgoing:
+            self._send(envelope, way)
+        for received in self._channel.poll(sleep_s):
+            self._receive(received.route, received.frame)
 
     def _say_goodbye(self) -> None:
         """What a shutdown still has to say (loans released) goes out if it goes out at once."""
         with self._lock:
-            outgoing = [(e, self._routes.get(e.target)) for e in self._agent.take_envelopes()]
-        for envelope, route in outgoing:
-            self._send(envelope, route)
+            outgoing = self._take_outgoing()
+        for envelope, way in outgoing:
+            self._send(envelope, way)
         if outgoing:
             self._channel.poll(GOODBYE_S)
 
+    def _take_outgoing(self) -> list[tuple[Envelope, _Way | None]]:
+        return [(envelope, self._ways.get(envelope.target)) for envelope in self._agent.take_envelopes()]
+
     def _receive(self, route: Destination, frame: bytes) -> None:
         try:
-            envelope = decode_envelope(frame)
+            opened = self._key.open(frame, self._agent.address)
         except PeerError as error:
             self.num_bad_frames += 1
+            self.num_forged_frames += isinstance(error, ForgedFrame)
             # The first, second, fourth, ...: a peer that sends nothing else must not fill the log.
             is_news = self.num_bad_frames & (self.num_bad_frames - 1) == 0
             level = logging.WARNING if is_news else logging.DEBUG
             logger.log(level, "dropped a control frame, number %d: %s", self.num_bad_frames, error)
             return
+        envelope, way = opened.envelope, _Way(route, opened.public_key)
+        if not opened.is_proved:  # For another incarnation; only the answer to that goes back, the same way.
+            _, answers = admit(self._agent.address, envelope)
+            for answer in pack_sends(self._agent.address, answers):
+                self._send(answer, way)
+            return
         with self._lock:
+            known = self._ways.get(envelope.sender)
             # A url from a ticket stays; a connection that came in dies with its peer.
-            if not isinstance(self._routes.get(envelope.sender), str):
-                self._remember(envelope.sender, route)
-            self._agent.receive(envelope, self._clock())
+            if known is None or not isinstance(known.route, str):
+                self._remember(envelope.sender, way)
+            messages = tuple(self._believed(envelope.messages, route))
+            if messages:
+                self._agent.receive(msgspec.structs.replace(envelope, messages=messages), self._clock())
 
-    def _send(self, envelope: Envelope, route: Destination | None) -> None:
-        if route is None:
+    def _believed(self, messages: Iterable[Message], route: Destination) -> Iterable[Message]:
+        """Without each Stranger about an engine that is reached by another way: only who answers there knows
+        that it is gone."""
+        for message in messages:
+            if isinstance(message, Stranger):
+                way = self._ways.get(message.about)
+                if way is None or way.route != route:
+                    continue
+            yield message
+
+    def _send(self, envelope: Envelope, way: _Way | None) -> None:
+        if way is None:
             logger.debug("no way to %s; dropped what it would have been told", envelope.target)
             return  # As a network might: whoever waits for it asks again.
         try:
-            self._channel.send(route, encode_envelope(envelope))
+            self._channel.send(way.route, self._key.sign(envelope, way.public_key))
         except (PeerError, TransferError) as error:
             logger.warning("cannot send to %s: %s", envelope.target.engine_id, error)
 
-    def _remember(self, peer: Address, route: Destination) -> None:
-        self._routes[peer] = route
-        self._routes.move_to_end(peer)
-        if len(self._routes) > ROUTES_MAX:
-            self._routes.popitem(last=False)
+    def _remember(self, peer: Address, way: _Way) -> None:
+        self._ways[peer] = way
+        self._ways.move_to_end(peer)
+        if len(self._ways) > ROUTES_MAX:
+            self._ways.popitem(last=False)
 
     def _note_death(self, error: BaseException) -> None:
         self._death = error

@@ -39,6 +39,10 @@ class Borrow(msgspec.Struct, frozen=True):
     def control_url(self) -> str:
         return self.ticket.control_url
 
+    @property
+    def public_key(self) -> bytes:
+        return self.ticket.public_key
+
 
 class Resume(Borrow, frozen=True):
     """Fetch the beginning of the prompt, an earlier turn, from who decoded it; compute the rest."""
@@ -65,6 +69,10 @@ class Follow(msgspec.Struct, frozen=True):
     def control_url(self) -> str:
         return self.introduction.control_url
 
+    @property
+    def public_key(self) -> bytes:
+        return self.introduction.public_key
+
 
 class Seek(msgspec.Struct, frozen=True):
     """As `Follow`, but who the producer is has to be asked where the configuration allows to."""
@@ -76,6 +84,11 @@ class Seek(msgspec.Struct, frozen=True):
     @property
     def producer(self) -> Address:
         return Address(self.engine_id, NO_EPOCH)
+
+    @property
+    def public_key(self) -> None:
+        """The producer tells it with its first answer."""
+        return None
 
 
 Wish: TypeAlias = Lend | Borrow | Follow | Seek

@@ -63,12 +63,14 @@ class PullLender:
         agent: PullAgent,
         identity: EngineIdentity,
         control_url: str,
+        public_key: bytes,
         stats: PullStats,
         holder: BlockHolder | None = None,
     ) -> None:
         self._agent = agent
         self._identity = identity
         self._control_url = control_url
+        self._public_key = public_key
         self._stats = stats
         self._holder = holder
         self._lent: dict[LoanId, str] = {}  # To request ids.
@@ -220,6 +222,7 @@ class PullLender:
         return Ticket(
             producer=self._agent.address,
             control_url=self._control_url,
+            public_key=self._public_key,
             loan_id=loan_id,
             transfer_id=transfer_id or transfer_of_request(request.request_id),
             request_id=_name_for_logs(request.request_id),

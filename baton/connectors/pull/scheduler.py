@@ -14,7 +14,6 @@ prompt, and the reason is counted. A fault of ours is logged, and ends as a comp
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -43,6 +42,7 @@ from baton.core.errors import BadTransferParams
 from baton.core.ids import Address, Epoch
 from baton.core.prefilled import PrefilledTokens
 from baton.protocol.effects import FreeLoan, Send
+from baton.protocol.signed_frame import ProcessKey
 from baton.transport.control import ControlChannel
 
 logger = logging.getLogger(__name__)
@@ -53,19 +53,16 @@ def boot_clock() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def new_epoch() -> Epoch:
-    return Epoch(1 + secrets.randbelow(2**64 - 1))  # 0 is nobody's: see Address.is_named_only.
-
-
 class ControlPort(Protocol):
     """What drives the agent. The real one is a ControlThread."""
 
     num_bad_frames: int
+    public_key: bytes  # Of this process.
 
     @property
     def url(self) -> str: ...
     def start(self) -> None: ...
-    def route(self, peer: Address, url: str) -> None: ...
+    def route(self, peer: Address, url: str, public_key: bytes | None) -> None: ...
     def flush(self) -> None: ...
     def raise_if_dead(self) -> None: ...
     def close(self, timeout_s: float) -> None: ...
@@ -90,6 +87,8 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     ) -> None:
         """`control` makes what drives the agent; without it, a thread with a channel of its own.
 
+        `epoch` is for a `control` that does not check who wrote a frame.
+
         `holder` keeps lent blocks; without one, the host does (`delay_free`).
         """
         self._identity = identity
@@ -99,11 +98,14 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._rank: TakesOrders | None = None  # The only one, if it can be spoken to between steps.
         self._stats = PullStats()
         self._reports = RankCombiner(PullWorkerReport, identity.num_ranks)
-        address = Address(identity.engine_id, epoch if epoch is not None else new_epoch())
+        self._key = ProcessKey()
+        address = Address(identity.engine_id, epoch if epoch is not None else self._key.epoch)
         self._agent = PullAgent(address, identity.fingerprint, identity.settings.timers)
         self._control = (control or self._control_thread)(self._agent, self._lock)
         self._control_wakes = control is None  # Another's owner steps when it sees fit.
-        self._lender = PullLender(self._agent, identity, self._control.url, self._stats, holder)
+        self._lender = PullLender(
+            self._agent, identity, self._control.url, self._control.public_key, self._stats, holder
+        )
         self._borrower = PullBorrower(self._agent, identity, self._stats)
         self._mirrors_blocks = identity.has_host_mirror and identity.is_producer
         self._bad_frames_counted = 0
@@ -311,7 +313,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             advertise_host=settings.advertise_host,
             advertise_port=settings.advertise_port,
         )
-        return ControlThread(agent, lock, channel, self._clock, on_effects=self._heard)
+        return ControlThread(agent, lock, channel, self._key, self._clock, on_effects=self._heard)
 
     def _heard(self) -> None:
         """On the control thread: a peer, or the time, has changed something."""
@@ -338,7 +340,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             try:
                 offer = self._borrower.verify(request)
                 if offer is not None:
-                    self._control.route(offer.producer, offer.control_url)
+                    self._control.route(offer.producer, offer.control_url, offer.public_key)
                 match offer:
                     case Resume(ticket):
                         self._borrower.resume(request, ticket, self._clock())

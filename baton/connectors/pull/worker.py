@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, assert_never
@@ -30,7 +31,6 @@ from baton.connectors.pull.metadata import (
     ReadBlocks,
     ReadEnd,
 )
-from baton.connectors.pull.scheduler import new_epoch
 from baton.contract import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -52,6 +52,10 @@ if TYPE_CHECKING:
     from baton.contract.base import CopyBlocksOp
 
 logger = logging.getLogger(__name__)
+
+
+def new_epoch() -> Epoch:
+    return Epoch(1 + secrets.randbelow(2**64 - 1))  # 0 is nobody's: see Address.is_named_only.
 
 
 class PullWorkerHalf(KVConnectorWorkerHalf):

@@ -71,6 +71,7 @@ class PushSchedulerHalf(PullSchedulerHalf):
         own = Introduction(
             address=self._agent.address,
             control_url=self._control.url,
+            public_key=self._control.public_key,
             fingerprint=identity.fingerprint,
             tp_size=identity.tp_size,
             block_tokens=identity.block_tokens,

@@ -14,6 +14,7 @@ from baton.core.errors import PeerError
 from baton.core.ids import Address
 from baton.protocol.messages import Envelope, Hello, Message, Welcome, decode_envelope, encode_envelope
 from baton.sim.full.clockwork import Clockwork
+from baton.sim.model import PUBLIC_KEY
 
 if TYPE_CHECKING:
     from baton.sim.full.engine import Engine
@@ -69,6 +70,7 @@ class Station:
         self.engine = engine
         self.url = url
         self.num_bad_frames = 0
+        self.public_key = PUBLIC_KEY
         self._agent = agent
         self._routes: dict[Address, Route] = {}
         self._armed_for = NEVER  # Our clock.
@@ -79,7 +81,7 @@ class Station:
     def start(self) -> None:
         self.engine.wire.stations[self.url] = self
 
-    def route(self, peer: Address, url: str) -> None:
+    def route(self, peer: Address, url: str, public_key: bytes | None) -> None:
         self._routes[peer] = url
 
     def flush(self) -> None:

@@ -4,8 +4,9 @@
     t0 + a while  the flood: whoever extended a loan now would be seen later
     t0 + ttl      every claimed loan has ended, none before
 
-The honest two are part of the cast: others write in their names, and they about what is not theirs. Only
-what they may do (the claimer with its claim, the producer with its loan) is left out of the flood.
+The honest two are part of the cast: others write in their names, which the control thread drops, and they
+write about what is not theirs. Only what they may do (the claimer with its claim, the producer with its loan)
+is left out of the flood.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from baton.connectors.pull.agent import PullAgent
 from baton.connectors.pull.control_thread import ControlThread
 from baton.core.errors import PeerError
 from baton.core.hashing import prompt_hash
-from baton.core.ids import Address, EngineId, Epoch, LoanId, Pair, TransferId
+from baton.core.ids import Address, EngineId, LoanId, Pair, TransferId
 from baton.core.layout import LayerLayout, ModelFingerprint, RankLayout, Region
 from baton.core.timers import Timers
 from baton.protocol.effects import FreeLoan
@@ -46,6 +47,7 @@ from baton.protocol.messages import (
     Working,
     decode_envelope,
 )
+from baton.protocol.signed_frame import ProcessKey
 from baton.testing.fuzz.frames import Cast, FrameMaker
 from baton.transport.control import ControlChannel, Destination, Received, Route
 
@@ -73,16 +75,17 @@ _CARD = RankCard(
     ),
     {"memory": b"here"},
 )
+_KEYS = [ProcessKey(bytes((number,)) * 32) for number in range(5)]
 _ME, _BORROWER, _PRODUCER, _MALLORY, _SUCCESSOR = (
-    Address(EngineId(name), Epoch(epoch))
-    for name, epoch in (("me", 7), ("d", 1), ("p", 2), ("mallory", 3), ("d", 9))
+    Address(EngineId(name), key.epoch)
+    for name, key in zip(("me", "d", "p", "mallory", "d"), _KEYS, strict=True)
 )
 
 
 @dataclass(slots=True)
 class FloodResult:
     kinds: Counter[str] = field(default_factory=Counter)
-    num_decoded: int = 0  # Of them, those that were well-formed.
+    num_decoded: int = 0  # Of them, those that were well-formed, and written by their sender.
     num_dropped: int = 0
     num_answers: int = 0
     num_objects_left: int = 0
@@ -229,8 +232,8 @@ class _World:
 
 def flood(num_frames: int, seed: int) -> FloodResult:
     """So many frames at one listener."""
-    world, result = _World(), FloodResult()
-    maker = FrameMaker(random.Random(seed), world.cast())
+    world, result, draw = _World(), FloodResult(), random.Random(seed)
+    maker = FrameMaker(draw, world.cast())
     world.now += world.timers.silence_s / 2
     world.agent.wake(world.now)
 
@@ -241,16 +244,20 @@ def flood(num_frames: int, seed: int) -> FloodResult:
                 envelope = decode_envelope(frame)
             except PeerError:
                 envelope = None
-            if envelope is not None and world.is_rightful(envelope):
+            writer = draw.choice(_KEYS)
+            if envelope is not None and draw.random() < 0.9:
+                writer = next((key for key in _KEYS if key.epoch == envelope.sender.epoch), writer)
+            is_honest = envelope is not None and writer.epoch == envelope.sender.epoch
+            if envelope is not None and is_honest and world.is_rightful(envelope):
                 continue
             result.kinds[kind] += 1
-            result.num_decoded += envelope is not None
-            return frame
+            result.num_decoded += is_honest
+            return writer.sign_body(frame, _KEYS[0].public)
         return None
 
     channel = ScriptedChannel(next_frame)
     lock = threading.Lock()
-    control = ControlThread(world.agent, lock, cast(ControlChannel, channel), lambda: world.now)
+    control = ControlThread(world.agent, lock, cast(ControlChannel, channel), _KEYS[0], lambda: world.now)
     num_objects = _count_objects(world.agent, control)
     control.start()
     is_through = _wait_through(channel, control)
@@ -262,7 +269,7 @@ def flood(num_frames: int, seed: int) -> FloodResult:
         result.violations.append("the control thread died or hung")
     if result.num_dropped != result.num_frames - result.num_decoded:
         result.violations.append(
-            f"{result.num_dropped} frames dropped, {result.num_decoded} were well-formed"
+            f"{result.num_dropped} frames dropped, {result.num_decoded} were well-formed and honest"
         )
     if result.num_objects_left > OBJECTS_MAX:
         result.violations.append(f"{result.num_objects_left} objects were left behind")
