@@ -2,7 +2,7 @@
 
 POST /v1/completions, /v1/chat/completions      OpenAI's, with vLLM's extensions and `kv_transfer_params`
 GET  /v1/models, POST /tokenize, /detokenize
-GET  /health (503 once the engine is dead or the server drains), /version, /metrics
+GET  /health (503 once the engine or its KV connector is dead, or the server drains), /version, /metrics
 GET  /baton/introduction                        for routers that start both legs of a request at once
 POST /baton/take_back                           ... and for those whose client has gone before the second leg
 """
@@ -177,7 +177,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        service.check_open()
+        service.check_healthy()
         return Response(status_code=200)
 
     @app.get("/baton/introduction")

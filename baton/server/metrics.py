@@ -228,10 +228,12 @@ class ServerMetrics:
         self._connector_log = connector_log
         self._requests = RequestMetrics(make)
         self._clock = clock
+        self.is_connector_retired = False  # It failed for good; prompts are computed here until a restart.
 
     def observe_stats(self, stats: SchedulerStats) -> None:
         """For `EngineClient.on_stats`."""
         self._engine.observe(stats)
+        self.is_connector_retired = stats.kv_connector_retired
         if not stats.kv_connector_stats:
             return
         if self._connector is not None:

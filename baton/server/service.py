@@ -62,6 +62,17 @@ class Service:
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="draining", retry_after_s=RETRY_AFTER_S)
 
+    def check_healthy(self) -> None:
+        """Raises ApiError 503 when this engine should be restarted, or replaced by another one."""
+        self.check_open()
+        if self.metrics.is_connector_retired:
+            raise ApiError(
+                503,
+                "the KV connector failed for good (see the log): this engine computes every prompt itself "
+                "and hands nothing over; restart it",
+                code="connector_retired",
+            )
+
     def check_model(self, name: str | None) -> None:
         """None means the one model that there is."""
         if name is not None and name != self.model_name:

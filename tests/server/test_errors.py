@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.engine.api import EngineOutput, RequestError
+from baton.engine.api import EngineOutput, RequestError, SchedulerStats
 from baton.server.app import build_app
 from baton.server.http import MAX_BODY_BYTES
 from baton.server.tokens import MAX_CHARS_PER_TOKEN
@@ -156,6 +156,16 @@ def test_a_dead_engine_is_503_for_answers_and_health(
     live.call(engine.die)
     assert error(complete(http), 503)["code"] == "engine_dead"
     assert error(http.get("/health"), 503)["code"] == "engine_dead"
+
+
+def test_an_engine_without_its_connector_is_unhealthy_and_still_answers(
+    live: LiveServer, http: httpx.Client
+) -> None:
+    live.call(lambda: live.service.metrics.observe_stats(SchedulerStats(kv_connector_retired=True)))
+    unhealthy = error(http.get("/health"), 503)
+    assert unhealthy["code"] == "connector_retired"
+    assert "KV connector failed for good" in unhealthy["message"]
+    assert complete(http).status_code == 200
 
 
 def test_a_draining_server_takes_no_new_requests(live: LiveServer, http: httpx.Client) -> None:
