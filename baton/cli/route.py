@@ -83,6 +83,7 @@ def route(
     import uvicorn
 
     from baton.core.errors import UserError
+    from baton.core.validation import explain
     from baton.router.app import create_app
     from baton.router.settings import RouterSettings
 
@@ -106,7 +107,10 @@ def route(
     }
     try:
         settings = msgspec.convert(wanted, RouterSettings)
-    except (msgspec.ValidationError, UserError) as error:
+    except msgspec.ValidationError as error:
+        problem, path = explain(error, RouterSettings)
+        raise typer.BadParameter(f"{path.lstrip('.')}: {problem}") from error
+    except UserError as error:
         raise typer.BadParameter(str(error)) from error
     uvicorn.run(
         create_app(settings),

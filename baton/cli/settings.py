@@ -25,6 +25,7 @@ import msgspec
 from baton.core.config import ClusterSecret, KVEventsConfig, KVTransferConfig
 from baton.core.errors import ConfigError
 from baton.core.limited_file import read_limited
+from baton.core.validation import explain
 
 ENV_PREFIX = "BATON_"
 SECRET_ENV = "BATON_SECRET"
@@ -232,7 +233,8 @@ def _typed(values: Mapping[str, Any], origins: Mapping[str, str]) -> ServeSettin
         except ConfigError as error:
             raise ConfigError(f"{error} ({origins[name]})") from error
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{error} ({origins[name]})", field=name) from error
+            problem, path = explain(error, kinds[name])
+            raise ConfigError(f"{problem} ({origins[name]})", field=name + path) from error
     try:
         return ServeSettings(**typed)
     except ConfigError as error:

@@ -18,6 +18,7 @@ from baton.connectors.extra_config import FIELD
 from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError
 from baton.core.limited_file import read_limited
+from baton.core.validation import explain
 
 SECRET_ENV = "BATON_SECRET"
 SECRET_BYTES_MAX = 4096
@@ -41,7 +42,8 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True):
         try:
             ours = msgspec.convert({key: extra[key] for key in names if key in extra}, cls)
         except msgspec.ValidationError as error:
-            raise ConfigError(str(error), field=FIELD) from error
+            problem, path = explain(error, cls)
+            raise ConfigError(problem, field=FIELD + path) from error
         return ours, {key: value for key, value in extra.items() if key not in names}
 
     def find_secret(self, environment: Mapping[str, str]) -> ClusterSecret | None:

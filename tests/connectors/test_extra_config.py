@@ -18,7 +18,7 @@ from baton.core.errors import ConfigError
         (
             OffloadSettings,
             {"cpu_gib": 1, "eviction": "mru"},
-            r"\.eviction: Invalid enum value 'mru'; one of lru, arc, s3fifo$",
+            r"\.eviction: Invalid enum value 'mru'; one of arc, lru, s3fifo$",
         ),
         (StorageSettings, {}, r"kv_connector_extra_config: Object missing required field `path`$"),
     ],

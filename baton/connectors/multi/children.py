@@ -21,6 +21,7 @@ from baton.connectors.registry import connector_class
 from baton.contract import KVConnectorBase_V1
 from baton.core.config import EngineConfig, KVTransferConfig
 from baton.core.errors import ConfigError
+from baton.core.validation import explain
 
 KEY: Final = "connectors"
 FIELD: Final = f"kv_transfer_config.kv_connector_extra_config.{KEY}"
@@ -106,7 +107,8 @@ def _child(raw: Any, of_engine: KVTransferConfig, field: str) -> tuple[KVTransfe
             raise ConfigError("is missing", field=f"{field}.kv_connector")
         connector = connector_class(transfer)
     except msgspec.ValidationError as error:
-        raise ConfigError(str(error), field=field) from error
+        problem, path = explain(error, KVTransferConfig)
+        raise ConfigError(problem, field=field + path) from error
     except ConfigError as error:
         raise ConfigError(str(error), field=field) from error
     if connector.stands_alone:
