@@ -32,9 +32,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0  # Over output, once per token.
     frequency_penalty: float = 0.0  # Over output, per occurrence.
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None  # Each once, ascending. None: all.
+    # The last token of each is not generated directly after its other tokens, all of them output.
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: off; n: the chosen token's and the n most likely ones'.
+    # Of the prompt's tokens but the first; the prompt is then computed here, without any cache or load.
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         def need(ok: bool, field: str, mend: str) -> None:
@@ -50,11 +55,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         need(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "must be in (0, 100]")
         need(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "must be in [-2, 2]")
         need(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "must be in [-2, 2]")
-        need(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-            "logprobs",
-            f"must be in [0, {MAX_LOGPROBS}]",
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            need(count is None or 0 <= count <= MAX_LOGPROBS, name, f"must be in [0, {MAX_LOGPROBS}]")
+        need(self.allowed_token_ids != (), "allowed_token_ids", "must have at least one token id")
+        need(all(self.bad_words_token_ids), "bad_words_token_ids", "must have at least one token each")
 
     @property
     def is_greedy(self) -> bool:
@@ -106,6 +111,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     new_token_ids: list[int]
     new_logprobs: list[TokenLogprobs] | None = None
+    # With the first token, if they were asked for: one entry for each token of the prompt but the first.
+    prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # The stop id that ended it, if one did.
     error: RequestError | None = None  # With finish_reason "error".

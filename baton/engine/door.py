@@ -5,10 +5,10 @@ A request that has passed may wait, be preempted or be cut at the pool's size, b
 
 from __future__ import annotations
 
-from baton.core.config import EngineConfig
+from baton.core.config import EngineConfig, ModelConfig
 from baton.core.errors import UserError
 from baton.core.kv_groups import is_hybrid
-from baton.engine.api import EngineRequest
+from baton.engine.api import EngineRequest, SamplingParams
 
 
 def check_can_run(asked: EngineRequest, config: EngineConfig) -> None:
@@ -25,6 +25,7 @@ def check_can_run(asked: EngineRequest, config: EngineConfig) -> None:
         raise UserError(
             f"has a token id outside the vocabulary, [0, {config.model_config.vocab_size})", field="prompt"
         )
+    _check_tokens_left(asked.sampling_params, config.model_config)
     if len(prompt) >= context:
         raise UserError(
             f"has {len(prompt)} tokens; with one token of output that is more than the context length of "
@@ -49,4 +50,21 @@ def check_can_run(asked: EngineRequest, config: EngineConfig) -> None:
             f"has {len(prompt)} tokens, which need {num_needed} KV blocks of {cache.block_size} tokens; "
             f"this engine has {num_usable}: shorten the prompt, or give the engine more blocks",
             field="prompt",
+        )
+
+
+def _check_tokens_left(params: SamplingParams, model: ModelConfig) -> None:
+    """At every position some token can be chosen, whatever was chosen before."""
+    allowed = params.allowed_token_ids
+    if allowed is not None and not (min(allowed) >= 0 and max(allowed) < model.vocab_size):
+        raise UserError(f"must be in [0, {model.vocab_size})", field="allowed_token_ids")
+    if allowed is None and not params.bad_words_token_ids:
+        return
+    barred = {word[-1] for word in params.bad_words_token_ids}
+    if params.min_tokens:
+        barred |= {*params.stop_token_ids, *(() if params.ignore_eos else model.eos_token_ids)}
+    if not set(range(model.vocab_size) if allowed is None else allowed) - barred:
+        raise UserError(
+            "leaves no token to choose: bad_words and min_tokens bar all of them; allow more",
+            field="bad_words" if allowed is None else "allowed_token_ids",
         )

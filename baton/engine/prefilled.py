@@ -63,7 +63,8 @@ def sampling_digest(request: Request, num_tokens: int) -> bytes:
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     num_blocked = min(params.min_tokens, num_tokens)  # Positions at which nothing may end the output.
     blocked = sorted(request.stop_token_ids) if num_blocked else []
-    deciding = (draw, penalties, sorted(params.logit_bias.items()), num_blocked, blocked)
+    barred = (params.allowed_token_ids, params.bad_words_token_ids)
+    deciding = (draw, penalties, sorted(params.logit_bias.items()), num_blocked, blocked, barred)
     return hashlib.blake2b(msgspec.msgpack.encode(deciding), digest_size=DIGEST_BYTES).digest()
 
 

@@ -1,6 +1,6 @@
 """Chooses the next token of each row of logits: [B, V] float32 in, one token id a row out.
 
-    raw logits --> bias, min_tokens, penalties --> greedy rows: argmax
+    raw logits --> allowed tokens, bias, min_tokens, bad words, penalties --> greedy rows: argmax
                                                \\-> / temperature --> min-p, top-k, top-p --> draw
     raw logits --> log_softmax                     (what `logprobs` reports)
 
@@ -91,6 +91,7 @@ class SamplingRow:
     num_prompt_tokens: int
     blocked_token_ids: tuple[int, ...]  # Not before `min_tokens`: the ids that would end the output.
     counts: TokenCounts | None
+    output: list[int] | None  # So far; only if a bad word has several tokens.
 
     @classmethod
     def of(
@@ -111,13 +112,25 @@ class SamplingRow:
             num_prompt_tokens=len(prompt),
             blocked_token_ids=tuple(sorted(ends)) if params.min_tokens else (),
             counts=TokenCounts(prompt, output) if has_penalties(params) else None,
+            output=list(output) if any(len(word) > 1 for word in params.bad_words_token_ids) else None,
         )
 
     def recount(self, token_ids: Sequence[int]) -> None:
         """Prompt and output as they are now, after tokens were taken back."""
+        prompt, output = token_ids[: self.num_prompt_tokens], token_ids[self.num_prompt_tokens :]
         if self.counts is not None:
-            prompt, output = token_ids[: self.num_prompt_tokens], token_ids[self.num_prompt_tokens :]
             self.counts = TokenCounts(prompt, output)
+        if self.output is not None:
+            self.output = list(output)
+
+    def banned_token_ids(self) -> list[int]:
+        """Tokens that would complete a bad word now."""
+        output = self.output or []
+        return [
+            word[-1]
+            for word in self.params.bad_words_token_ids
+            if len(word) == 1 or (output[-1:] == [word[-2]] and output[1 - len(word) :] == list(word[:-1]))
+        ]
 
 
 def has_penalties(params: SamplingParams) -> bool:
@@ -145,13 +158,20 @@ class _Plan:
             for token, bias in state.params.logit_bias.items()
             if 0 <= token < vocab_size
         ]
+        self.restricted = [row for row, state in enumerate(rows) if state.params.allowed_token_ids]
+        self.forbidden_AV = torch.ones((len(self.restricted), vocab_size), dtype=torch.bool, device=device)
+        for index, row in enumerate(self.restricted):
+            allowed = [token for token in rows[row].params.allowed_token_ids or () if token < vocab_size]
+            self.forbidden_AV[index, torch.tensor(allowed, device=device)] = False
+        self.with_bad_words = [row for row, state in enumerate(rows) if state.params.bad_words_token_ids]
         self.blocked = [row for row, state in enumerate(rows) if state.blocked_token_ids]
         self.penalised = [row for row, state in enumerate(rows) if state.counts is not None]
         self.with_logprobs = [row for row, state in enumerate(rows) if state.params.logprobs is not None]
         self.random = [row for row, state in enumerate(rows) if not state.params.is_greedy]
-        self.is_plain = not (
-            self.biased or self.blocked or self.penalised or self.with_logprobs or self.random
+        self.is_adjusted = bool(
+            self.biased or self.restricted or self.with_bad_words or self.blocked or self.penalised
         )
+        self.is_plain = not (self.is_adjusted or self.with_logprobs or self.random)
         params = [rows[row].params for row in self.random]
         self.random_index = column(self.random, torch.int64)
         self.temperature = column([p.temperature for p in params], torch.float32)
@@ -189,11 +209,16 @@ class Sampler:
             counts = rows[row].counts
             assert counts is not None
             counts.add(token_ids[row])
+        for row in plan.with_bad_words:
+            if (output := rows[row].output) is not None:
+                output.append(token_ids[row])
         return Sampled(token_ids, _logprobs(logits_BV, plan, token_ids))
 
 
 def _adjust(logits_BV: torch.Tensor, plan: _Plan, positions: Int64s) -> torch.Tensor:
-    """Bias, min_tokens and penalties, on a copy: the raw logits are still needed for logprobs."""
+    """What all fields but temperature, min-p, top-k and top-p do, on a copy: logprobs need the raw logits."""
+    if not plan.is_adjusted:
+        return logits_BV
     blocked = [
         (row, token)
         for row in plan.blocked
@@ -201,10 +226,16 @@ def _adjust(logits_BV: torch.Tensor, plan: _Plan, positions: Int64s) -> torch.Te
         for token in plan.rows[row].blocked_token_ids
         if token < logits_BV.shape[1]
     ]
-    if not (plan.biased or blocked or plan.penalised):
-        return logits_BV
+    blocked += [
+        (row, token)
+        for row in plan.with_bad_words
+        for token in plan.rows[row].banned_token_ids()
+        if token < logits_BV.shape[1]
+    ]
     logits_BV = logits_BV.clone()
     device = logits_BV.device
+    if plan.restricted:
+        logits_BV[plan.restricted] = logits_BV[plan.restricted].masked_fill(plan.forbidden_AV, -math.inf)
     if plan.biased:
         rows, tokens, biases = zip(*plan.biased, strict=True)
         index = (torch.tensor(rows, device=device), torch.tensor(tokens, device=device))
@@ -318,23 +349,31 @@ def _logprobs(logits_BV: torch.Tensor, plan: _Plan, token_ids: list[int]) -> dic
     if not plan.with_logprobs:
         return {}
     wanted = [plan.rows[row].params.logprobs or 0 for row in plan.with_logprobs]
-    logprobs_LV = logits_BV[plan.with_logprobs].log_softmax(dim=-1)
     chosen_ids = [token_ids[row] for row in plan.with_logprobs]
-    chosen_L1 = logprobs_LV.gather(1, torch.tensor(chosen_ids, device=logits_BV.device)[:, None])
+    entries = token_logprobs(logits_BV[plan.with_logprobs], chosen_ids, wanted)
+    return dict(zip(plan.with_logprobs, entries, strict=True))
+
+
+def token_logprobs(
+    logits_LV: torch.Tensor, chosen_ids: Sequence[int], wanted: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Of `chosen_ids[i]` by the raw logits of row i, and of its `wanted[i]` most likely tokens."""
+    logprobs_LV = logits_LV.log_softmax(dim=-1)
+    chosen_L1 = logprobs_LV.gather(1, torch.tensor(chosen_ids, device=logits_LV.device)[:, None])
     ranks: list[int] = ((logprobs_LV > chosen_L1).sum(dim=-1) + 1).tolist()
     chosen: list[float] = chosen_L1[:, 0].tolist()
-    top = logprobs_LV.topk(min(max(wanted), logits_BV.shape[1]), dim=-1)
+    top = logprobs_LV.topk(min(max(wanted), logits_LV.shape[1]), dim=-1)
     top_ids: list[list[int]] = top.indices.tolist()
     top_values: list[list[float]] = top.values.tolist()
-    return {
-        row: TokenLogprobs(
+    return [
+        TokenLogprobs(
             chosen=TokenLogprob(chosen_ids[i], chosen[i], ranks[i]),
             top=tuple(
                 TokenLogprob(token, value, rank)
                 for rank, (token, value) in enumerate(
-                    zip(top_ids[i][: wanted[i]], top_values[i][: wanted[i]], strict=True), start=1
+                    zip(top_ids[i][:count], top_values[i][:count], strict=True), start=1
                 )
             ),
         )
-        for i, row in enumerate(plan.with_logprobs)
-    }
+        for i, count in enumerate(wanted)
+    ]

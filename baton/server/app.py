@@ -32,10 +32,10 @@ from baton.server.http import (
     request_id_of,
     until_client_leaves,
 )
-from baton.server.protocol.chat import ChatCompletion, ChatRequest, plain_messages
+from baton.server.protocol.chat import ChatCompletion, ChatRequest, plain_messages, plain_tools
 from baton.server.protocol.completion import Completion, CompletionRequest
 from baton.server.protocol.lent import Lent
-from baton.server.protocol.parse import parse_body
+from baton.server.protocol.parse import parse_body, parse_request
 from baton.server.protocol.sampling import check_token_ids
 from baton.server.protocol.tokenize import (
     DetokenizeRequest,
@@ -83,7 +83,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(http: Request) -> Response:
         async def answer(body: bytes, request_id: str) -> Response:
-            request = parse_body(body, CompletionRequest)
+            request = parse_request(body, CompletionRequest, "completions")
             work = await admit_completion(service, request, request_id)
             if request.stream:
                 return EventStream(work.chunks(), request_id=request_id)
@@ -94,7 +94,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:
         async def answer(body: bytes, request_id: str) -> Response:
-            request = parse_body(body, ChatRequest)
+            request = parse_request(body, ChatRequest, "chat")
             work = await admit_chat(service, request, request_id)
             if request.stream:
                 return EventStream(work.chunks(), request_id=request_id)
@@ -133,7 +133,7 @@ async def _answer(
 def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(http: Request) -> Response:
-        request = parse_body(await read_body(http), TokenizeRequest)
+        request = parse_request(await read_body(http), TokenizeRequest, "tokenize")
         service.check_model(request.model)
         request.check()
         if request.messages is not None:
@@ -141,6 +141,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
                 plain_messages(request.messages),
                 add_generation_prompt=request.add_generation_prompt,
                 variables=request.chat_template_kwargs,
+                tools=plain_tools(request.tools),
             )
         else:
             tokens = await service.encoder.encode(
@@ -153,7 +154,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize")
     async def detokenize(http: Request) -> Response:
-        request = parse_body(await read_body(http), DetokenizeRequest)
+        request = parse_request(await read_body(http), DetokenizeRequest, "detokenize")
         service.check_model(request.model)
         check_token_ids(request.tokens, service.model_config.vocab_size, "tokens")
         return json_response(

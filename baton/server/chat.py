@@ -21,9 +21,11 @@ from baton.server.protocol.chat import (
     ChatRequest,
     Delta,
     plain_messages,
+    plain_tools,
 )
-from baton.server.protocol.parse import refuse_unsupported
+from baton.server.protocol.logprob import PromptLogprobs
 from baton.server.protocol.sampling import check_logprobs
+from baton.server.protocol.usage import Usage
 from baton.server.samples import Piece, RunningSamples, Sample
 from baton.server.service import Service
 
@@ -58,6 +60,7 @@ class ChatWork:
             ],
             usage=answer.usage,
             prompt_token_ids=self._prompt_token_ids,
+            prompt_logprobs=self._prompt_logprobs(answer.choices[0].prompt_logprobs),
             kv_transfer_params=answer.kv_transfer_params,
         )
 
@@ -70,20 +73,24 @@ class ChatWork:
                 index = piece.sample.index
                 is_first = index not in begun
                 if is_first:
-                    yield self._opening(index, is_first=not begun)
+                    yield self._opening(piece.sample, is_first=not begun)
                     begun.add(index)
-                if (chunk := self._chunk(piece, is_first=is_first)) is not None:
+                usage = count.usage_of(piece.sample) if self.request.includes_continuous_usage else None
+                if (chunk := self._chunk(piece, usage, is_first=is_first)) is not None:
                     yield chunk
         if self.request.includes_usage:
             yield self._body([], usage=count.usage())
 
-    def _opening(self, index: int, *, is_first: bool) -> ChatChunk:
-        """OpenAI's first chunk of a choice: who speaks."""
-        opening = ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))
-        return self._body([opening], prompt_token_ids=self._prompt_token_ids if is_first else UNSET)
+    def _opening(self, sample: Sample, *, is_first: bool) -> ChatChunk:
+        """OpenAI's first chunk of a choice: the role."""
+        opening = ChatChunkChoice(index=sample.index, delta=Delta(role="assistant", content=""))
+        fields: dict[str, Any] = {}
+        if self.request.includes_continuous_usage:
+            fields["usage"] = Usage.of(len(sample.request.prompt_token_ids), 0)
+        return self._body([opening], prompt_token_ids=self._prompt_token_ids if is_first else UNSET, **fields)
 
-    def _chunk(self, piece: Piece, *, is_first: bool) -> ChatChunk | None:
-        """None when the piece has nothing to show yet."""
+    def _chunk(self, piece: Piece, usage: Usage | None, *, is_first: bool) -> ChatChunk | None:
+        """None when the piece has nothing to show yet. `usage`: so far, if it is wanted continuously."""
         wants_ids = self.request.return_token_ids or (is_first and piece.sample.names_first_token)
         finish = piece.finish
         if not (piece.text or finish or wants_ids or self.request.logprobs):
@@ -97,8 +104,9 @@ class ChatWork:
             stop_reason=finish.stop_reason if finish and has_ended else UNSET,
             token_ids=piece.token_ids if wants_ids else UNSET,
         )
+        fields: dict[str, Any] = {} if usage is None else {"usage": usage}
         return self._body(
-            [choice], kv_transfer_params=(finish.kv_transfer_params if finish else None) or UNSET
+            [choice], kv_transfer_params=(finish.kv_transfer_params if finish else None) or UNSET, **fields
         )
 
     def _body(self, choices: list[ChatChunkChoice], **fields: Any) -> ChatChunk:
@@ -111,7 +119,16 @@ class ChatWork:
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
         if not self.request.logprobs:
             return None
-        return LogprobFormat(self.service.tokenizer).chat(logprobs, num_top=self.request.top_logprobs or 0)
+        return self._format.chat(logprobs, num_top=self.request.top_logprobs or 0)
+
+    def _prompt_logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> PromptLogprobs | UnsetType:
+        return UNSET if logprobs is None else self._format.prompt(logprobs)
+
+    @property
+    def _format(self) -> LogprobFormat:
+        return LogprobFormat(
+            self.service.tokenizer, as_token_ids=bool(self.request.return_tokens_as_token_ids)
+        )
 
     @property
     def _prompt_token_ids(self) -> list[int] | UnsetType:
@@ -121,32 +138,26 @@ class ChatWork:
 async def admit_chat(service: Service, request: ChatRequest, request_id: str) -> ChatWork:
     """Raises UserError or ApiError; the engine has not heard of the request then."""
     service.check_model(request.model)
-    response_type = request.response_format.type if request.response_format else "text"
-    refuse_unsupported(
-        {
-            "tools": (request.tools, "is not supported"),
-            "functions": (request.functions, "is not supported"),
-            "continue_final_message": (request.continue_final_message, "is not supported"),
-            "chat_template": (request.chat_template, "cannot be chosen by a request"),
-            "response_format.type": (response_type != "text", "only text is supported"),
-        }
-    )
+    request.check_tool_choice()
     if request.top_logprobs is not None and not request.logprobs:
         raise UserError("needs logprobs: true", field="top_logprobs")
     top_logprobs = check_logprobs(request.top_logprobs, "top_logprobs")
     token_ids = await service.encoder.encode_chat(
         plain_messages(request.messages),
         add_generation_prompt=request.add_generation_prompt,
-        variables=request.chat_template_kwargs,
+        variables=request.template_variables,
+        tools=plain_tools(request.tools),
     )
     by_new_name = request.max_completion_tokens is not None
     samples = service.make_samples(
         request,
-        [token_ids],
+        [request.truncate(token_ids, service.model_config.max_model_len)],
         request_id=f"chatcmpl-{request_id}",
         max_tokens=request.max_completion_tokens if by_new_name else request.max_tokens,
         max_tokens_field="max_completion_tokens" if by_new_name else "max_tokens",
         logprobs=(top_logprobs or 0) if request.logprobs else None,
         prompt_field="messages",
+        prompt_logprobs=request.checked_prompt_logprobs,
+        bad_words=await service.encoder.encode_bad_words(request.checked_bad_words),
     )
     return ChatWork(service, request, samples, f"chatcmpl-{request_id}", int(time.time()))

@@ -1,5 +1,6 @@
 """Pieces put together: whole choices for an answer that is not streamed, and the token counts of both."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ class Choice:
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs] | None
     finish: Finish
 
     @classmethod
@@ -30,6 +32,7 @@ class Choice:
             text="".join(piece.text for piece in pieces),
             token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
             logprobs=[entry for piece in pieces for entry in piece.logprobs],
+            prompt_logprobs=next((p.prompt_logprobs for p in pieces if p.prompt_logprobs is not None), None),
             finish=finish,
         )
 
@@ -40,20 +43,25 @@ class TokenCount:
     def __init__(self, samples: Sequence[Sample]) -> None:
         by_prompt = {sample.prompt_index: len(sample.request.prompt_token_ids) for sample in samples}
         self._num_prompt = sum(by_prompt.values())
-        self._num_generated = 0
+        self._num_generated: Counter[int] = Counter()  # By sample.
         self._cached: dict[int, Finish] = {}  # By prompt: the first sample's.
         self._firsts = {sample.prompt_index: sample.index for sample in reversed(samples)}
 
     def add(self, piece: Piece) -> None:
-        self._num_generated += len(piece.token_ids)
+        self._num_generated[piece.sample.index] += len(piece.token_ids)
         if piece.finish is not None and self._firsts[piece.sample.prompt_index] == piece.sample.index:
             self._cached[piece.sample.prompt_index] = piece.finish
 
+    def usage_of(self, sample: Sample) -> Usage:
+        """What `continuous_usage_stats` shows: one sample's prompt, and its tokens so far."""
+        return Usage.of(len(sample.request.prompt_token_ids), self._num_generated[sample.index])
+
     def usage(self) -> Usage:
+        """Of all samples."""
         return Usage(
             prompt_tokens=self._num_prompt,
-            completion_tokens=self._num_generated,
-            total_tokens=self._num_prompt + self._num_generated,
+            completion_tokens=self._num_generated.total(),
+            total_tokens=self._num_prompt + self._num_generated.total(),
             prompt_tokens_details=PromptTokensDetails(
                 cached_tokens=sum(finish.num_cached_tokens for finish in self._cached.values()),
                 transferred_tokens=sum(finish.num_transferred_tokens for finish in self._cached.values()),

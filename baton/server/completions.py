@@ -18,8 +18,8 @@ from baton.server.protocol.completion import (
     CompletionLogprobs,
     CompletionRequest,
 )
-from baton.server.protocol.parse import refuse_unsupported
 from baton.server.protocol.sampling import check_logprobs
+from baton.server.protocol.usage import Usage
 from baton.server.samples import Piece, RunningSamples, Sample
 from baton.server.service import Service
 
@@ -42,14 +42,17 @@ class CompletionWork:
             choices=[
                 CompletionChoice(
                     index=choice.sample.index,
-                    text=self.echoes[choice.sample.prompt_index] + choice.text,
-                    logprobs=self.logprobs(
-                        choice.logprobs, offset=len(self.echoes[choice.sample.prompt_index])
-                    ),
+                    text=self.text(choice.sample, choice.text, is_first=True),
+                    logprobs=self.logprobs(choice.sample, choice.logprobs, choice.prompt_logprobs),
                     finish_reason=choice.finish.reason,
                     stop_reason=choice.finish.stop_reason,
                     token_ids=choice.token_ids if self.request.return_token_ids else UNSET,
                     prompt_token_ids=self.prompt_token_ids(choice.sample),
+                    prompt_logprobs=(
+                        UNSET
+                        if choice.prompt_logprobs is None
+                        else self._format.prompt(choice.prompt_logprobs)
+                    ),
                 )
                 for choice in answer.choices
             ],
@@ -59,7 +62,7 @@ class CompletionWork:
 
     async def chunks(self) -> AsyncGenerator[Completion, None]:
         count = TokenCount(self.samples)
-        stream = _ChunkStream(self)
+        stream = _ChunkStream(self, count)
         async with RunningSamples(self.service.engine, self.samples, self.service.metrics) as running:
             async for piece in running.pieces():
                 count.add(piece)
@@ -73,11 +76,40 @@ class CompletionWork:
             id=self.id, created=self.created, model=self.service.model_name, choices=choices, **fields
         )
 
-    def logprobs(self, logprobs: Sequence[TokenLogprobs], *, offset: int) -> CompletionLogprobs | None:
+    @property
+    def shows_prompt_only(self) -> bool:
+        """One token is generated all the same: an engine has no answer of none."""
+        return bool(self.request.echo) and self.request.max_tokens == 0
+
+    def text(self, sample: Sample, generated: str, *, is_first: bool) -> str:
+        echo = self.echoes[sample.prompt_index] if is_first else ""
+        return echo if self.shows_prompt_only else echo + generated
+
+    def logprobs(
+        self,
+        sample: Sample,
+        logprobs: Sequence[TokenLogprobs],
+        prompt_logprobs: Sequence[TokenLogprobs] | None,
+        *,
+        offset: int = 0,
+    ) -> CompletionLogprobs | None:
+        """`prompt_logprobs` are shown with an echo; `offset`: characters of tokens shown before."""
         num_top = self.request.logprobs
         if num_top is None:
             return None
-        return LogprobFormat(self.service.tokenizer).completion(logprobs, num_top=num_top, offset=offset)
+        if not self.request.echo or prompt_logprobs is None:
+            return self._format.completion(logprobs, num_top=num_top, offset=offset)
+        return self._format.completion(
+            [*prompt_logprobs, *(() if self.shows_prompt_only else logprobs)],
+            num_top=num_top,
+            first_token_id=sample.request.prompt_token_ids[0],
+        )
+
+    @property
+    def _format(self) -> LogprobFormat:
+        return LogprobFormat(
+            self.service.tokenizer, as_token_ids=bool(self.request.return_tokens_as_token_ids)
+        )
 
     def prompt_token_ids(self, sample: Sample) -> list[int] | UnsetType:
         return sample.request.prompt_token_ids if self.request.return_token_ids else UNSET
@@ -86,28 +118,32 @@ class CompletionWork:
 class _ChunkStream:
     """Makes chunks; knows what each choice has shown so far."""
 
-    def __init__(self, work: CompletionWork) -> None:
+    def __init__(self, work: CompletionWork, count: TokenCount) -> None:
         self._work = work
+        self._count = count
         self._num_shown: dict[int, int] = {}  # By choice: characters of its tokens so far, for offsets.
 
     def chunk(self, piece: Piece) -> Completion | None:
         """None when the piece has nothing to show yet."""
         work, sample = self._work, piece.sample
         is_first = sample.index not in self._num_shown
-        echo = work.echoes[sample.prompt_index] if is_first else ""
+        text = work.text(sample, piece.text, is_first=is_first)
         wants_ids = work.request.return_token_ids or (is_first and sample.names_first_token)
         wants_tokens = wants_ids or work.request.logprobs is not None
-        if not (echo or piece.text or piece.finish or wants_tokens):
+        if not (text or piece.finish or wants_tokens):
             return None
-        offset = self._num_shown.get(sample.index, 0) + len(echo)
-        logprobs = work.logprobs(piece.logprobs, offset=offset)
+        offset = self._num_shown.get(sample.index, 0)
+        logprobs = work.logprobs(sample, piece.logprobs, piece.prompt_logprobs, offset=offset)
         self._num_shown[sample.index] = offset + sum(map(len, logprobs.tokens if logprobs else ()))
+        usage: Usage | UnsetType | None = None if work.request.includes_usage else UNSET
+        if work.request.includes_continuous_usage:
+            usage = self._count.usage_of(sample)
         finish = piece.finish
         return work.body(
             choices=[
                 CompletionChoice(
                     index=sample.index,
-                    text=echo + piece.text,
+                    text=text,
                     logprobs=logprobs,
                     finish_reason=finish.reason if finish else None,
                     stop_reason=finish.stop_reason if finish else None,
@@ -115,7 +151,7 @@ class _ChunkStream:
                     prompt_token_ids=work.prompt_token_ids(sample) if is_first else UNSET,
                 )
             ],
-            usage=None if work.request.includes_usage else UNSET,
+            usage=usage,
             kv_transfer_params=(finish.kv_transfer_params if finish else None) or UNSET,
         )
 
@@ -123,20 +159,12 @@ class _ChunkStream:
 async def admit_completion(service: Service, request: CompletionRequest, request_id: str) -> CompletionWork:
     """Raises UserError or ApiError; the engine has not heard of the request then."""
     service.check_model(request.model)
-    refuse_unsupported(
-        {
-            "suffix": (request.suffix, "is not supported"),
-            "best_of": (
-                (request.best_of or request.num_samples) != request.num_samples,
-                "must be equal to n",
-            ),
-        }
-    )
+    if (request.best_of or request.num_samples) != request.num_samples:
+        raise UserError("must be equal to n", field="best_of")
     logprobs = check_logprobs(request.logprobs, "logprobs")
-    if request.echo and logprobs is not None:
-        raise UserError(
-            "is not supported together with logprobs: those of the prompt are not computed", field="echo"
-        )
+    prompt_logprobs = request.checked_prompt_logprobs
+    if prompt_logprobs is None and request.echo:
+        prompt_logprobs = logprobs
     prompts = request.prompts()
     special = request.add_special_tokens is not False
     encoded = [
@@ -145,20 +173,26 @@ async def admit_completion(service: Service, request: CompletionRequest, request
         )
         for index, prompt in enumerate(prompts)
     ]
+    kept = [request.truncate(token_ids, service.model_config.max_model_len) for token_ids in encoded]
+    # An explicit null asks for the default too: JSON clients send it for "not set".
+    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     samples = service.make_samples(
         request,
-        encoded,
+        kept,
         request_id=f"cmpl-{request_id}",
-        # An explicit null asks for the default too: JSON clients send it for "not set".
-        max_tokens=DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
+        max_tokens=max(1, max_tokens) if request.echo else max_tokens,
         max_tokens_field="max_tokens",
         logprobs=logprobs,
         prompt_field="prompt",
+        prompt_logprobs=prompt_logprobs,
+        bad_words=await service.encoder.encode_bad_words(request.checked_bad_words),
     )
     echoes = [""] * len(prompts)
-    if request.echo:
+    if request.echo and not request.return_token_ids:  # As in vLLM: the ids take the text's place.
         echoes = [
-            prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt, skip_special_tokens=True)
-            for prompt in prompts
+            prompt
+            if isinstance(prompt, str) and len(token_ids) == len(whole)
+            else service.tokenizer.decode(token_ids, skip_special_tokens=True)
+            for prompt, whole, token_ids in zip(prompts, encoded, kept, strict=True)
         ]
     return CompletionWork(service, request, samples, echoes, f"cmpl-{request_id}", int(time.time()))

@@ -78,6 +78,7 @@ class Piece:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None  # With the first token, if they were asked for.
     finish: Finish | None = None
 
 
@@ -182,7 +183,7 @@ def _raise_if_failed(output: EngineOutput) -> None:
 
 def _piece(sample: Sample, output: EngineOutput) -> Piece:
     """Decode the output's tokens, up to a stop string."""
-    piece = Piece(sample)
+    piece = Piece(sample, prompt_logprobs=output.prompt_logprobs)
     logprobs = output.new_logprobs or []
     # Ended by EOS or by a stop token: that token is the last one, and is not shown.
     ended_by_token = output.finish_reason == "stop" and not sample.include_stop

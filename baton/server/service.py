@@ -93,8 +93,13 @@ class Service:
         max_tokens_field: str,
         logprobs: int | None,
         prompt_field: str,
+        prompt_logprobs: int | None = None,
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> list[Sample]:
-        """Choice `p * n + i` is sample i of prompt p. Raises UserError."""
+        """Choice `p * n + i` is sample i of prompt p. Raises UserError.
+
+        `prompts` are truncated already; `bad_words` are in tokens.
+        """
         fields.check_stream_options()
         n = fields.num_samples
         if len(prompts) * n > MAX_CHOICES:
@@ -116,12 +121,15 @@ class Service:
                 self.model_config.max_model_len,
                 field=where,
                 max_field=max_tokens_field,
+                is_truncated=fields.truncate_prompt_tokens is not None,
             )
             params = fields.sampling_params(
                 max_tokens=room,
                 logprobs=logprobs,
                 vocab_size=self.model_config.vocab_size,
                 defaults=self.model_config.generation_config,
+                prompt_logprobs=prompt_logprobs,
+                bad_words=bad_words,
             )
             goes_on = is_prefill_leg and room > 1
             if goes_on:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from baton.core.config import ModelConfig
 from baton.core.errors import UserError
 from baton.server.protocol.completion import Prompt
@@ -19,6 +21,7 @@ T = TypeVar("T")
 
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
 MAX_CHARS_PER_TOKEN = 128  # The longest tokens of today's vocabularies; prompts have about four.
+MAX_BAD_WORDS_TOKENS = 1024  # Of all forms together; vLLM's.
 SHORT_CHARS = 4096  # Encoded at once, below a millisecond: cheaper than a change of threads.
 
 
@@ -61,23 +64,28 @@ class PromptEncoder:
 
     async def encode_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
         variables: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """`variables` are the client's own for the template. Raises UserError."""
         variables = variables or {}
         for name in _RESERVED_VARIABLES & variables.keys():
             raise UserError("has a field of its own", field=f"chat_template_kwargs.{name}")
-        num_chars = sum(len(message["content"]) for message in messages)
+        num_chars = len(msgspec.json.encode((messages, tools, variables)))
         self._check_chars(num_chars, "messages")
         return await self._run(
             num_chars,
             lambda: self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=add_generation_prompt, **variables
+                messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
             ),
         )
+
+    async def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it stands at the beginning of a text, and within one. Raises UserError."""
+        return await self._run(sum(map(len, words)), lambda: bad_words_in_tokens(words, self._tokenizer))
 
     def _check_chars(self, num_chars: int, field: str) -> None:
         """What is far too long is not even encoded: the thread is everybody's."""
@@ -93,10 +101,35 @@ class PromptEncoder:
         self._thread.shutdown(wait=True)
 
 
+def bad_words_in_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """As vLLM: a form with a space before counts if it begins with another token and is as long in tokens."""
+    forms: list[tuple[int, ...]] = []
+    for index, word in enumerate(words):
+        bare = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
+        if not bare:
+            raise UserError("must have at least one token", field=f"bad_words[{index}]")
+        forms.append(bare)
+        spaced = tuple(tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False))
+        if len(spaced) == len(bare) and spaced[0] != bare[0]:
+            forms.append(spaced)
+    if sum(map(len, forms)) > MAX_BAD_WORDS_TOKENS:
+        raise UserError(f"at most {MAX_BAD_WORDS_TOKENS} tokens in all", field="bad_words")
+    return tuple(dict.fromkeys(forms))
+
+
 def check_length(
-    token_ids: list[int], max_tokens: int | None, max_model_len: int, *, field: str, max_field: str
+    token_ids: list[int],
+    max_tokens: int | None,
+    max_model_len: int,
+    *,
+    field: str,
+    max_field: str,
+    is_truncated: bool = False,
 ) -> int:
-    """How many tokens may be generated. Raises UserError when the prompt leaves too little room."""
+    """How many tokens may be generated. Raises UserError when the prompt leaves too little room.
+
+    A client that has its prompt truncated does not know its length: `max_tokens` is then cut to the room.
+    """
     room = max_model_len - len(token_ids)
     if not token_ids:
         raise UserError("must have at least one token", field=field)
@@ -107,6 +140,8 @@ def check_length(
         )
     if max_tokens is None:
         return room
+    if is_truncated:
+        max_tokens = min(max_tokens, room)
     if max_tokens > room:
         raise UserError(
             f"must be at most {room}: the prompt has {len(token_ids)} tokens of {max_model_len}",

@@ -66,7 +66,6 @@ def test_an_unknown_path_and_method_have_the_same_shape(http: httpx.Client) -> N
         ({"prompt": ["a"] * 20, "n": 100}, "n"),
         ({"suffix": "b"}, "suffix"),
         ({"best_of": 3}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "echo"),
         ({"logprobs": 21}, "logprobs"),
     ],
 )

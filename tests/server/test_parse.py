@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import UserError
+from baton.server.protocol import fields
 from baton.server.protocol.chat import ChatRequest, plain_messages
 from baton.server.protocol.completion import CompletionRequest
-from baton.server.protocol.parse import parse_body
+from baton.server.protocol.parse import parse_body, parse_request
 from baton.server.protocol.sampling import SamplingFields
+from baton.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 
 Request = CompletionRequest | ChatRequest
 
@@ -25,11 +27,15 @@ def admit(body: bytes, kind: type[Request]) -> None:
         request.prompts()
     else:
         plain_messages(request.messages)
+        request.check_tool_choice()
     request.sampling_params(max_tokens=16, logprobs=None, vocab_size=100, defaults={})
     assert request.num_samples >= 1
     assert all(request.stop_strings)
     assert isinstance(request.checked_priority, int)
     assert request.checked_cache_salt != ""
+    assert request.checked_prompt_logprobs != -1
+    assert all(request.checked_bad_words)
+    request.truncate([1, 2, 3], max_model_len=200)
     request.check_stream_options()
 
 
@@ -67,6 +73,17 @@ def field_of(body: dict[str, Any] | bytes, kind: type[Request] = CompletionReque
         ({"frequency_penalty": 3}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"priority": 2**40}, "priority"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [3, 100]}, "allowed_token_ids[1]"),
+        ({"bad_words": [""]}, "bad_words[0]"),
+        ({"bad_words": ["a" * 257]}, "bad_words[0]"),
+        ({"bad_words": [str(n) for n in range(129)]}, "bad_words"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 201}, "truncate_prompt_tokens"),
+        ({"truncation_side": "up"}, "truncation_side"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"kv_transfer_params": 5}, "kv_transfer_params"),
@@ -91,10 +108,28 @@ def test_a_bad_value_is_refused_by_its_field(change: dict[str, Any], field: str)
         ([{"content": "a"}], "messages[0].role"),
         ([{"role": 1}], "messages[0].role"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]"),
+        ([{"role": "assistant", "tool_calls": [{"type": "custom"}]}], "messages[0].tool_calls[0]"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}],
+            "messages[0].tool_calls[0].function.name",
+        ),
     ],
 )
 def test_a_bad_message_is_refused_by_its_place(messages: Any, field: str) -> None:
     assert field_of({"messages": messages}, ChatRequest) == field
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "f"}}, "any", "auto"]
+)
+def test_a_call_cannot_be_enforced(choice: Any) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user"}], "tool_choice": choice}
+    assert field_of(body, ChatRequest) == "tool_choice"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    if choice != "auto":
+        assert field_of({**body, "tools": tools}, ChatRequest) == "tool_choice"
+    for allowed in ("none", "auto", None):
+        admit(json.dumps({**body, "tools": tools, "tool_choice": allowed}).encode(), ChatRequest)
 
 
 def test_a_missing_field_is_named() -> None:
@@ -107,8 +142,73 @@ def test_a_body_that_is_no_object_is_refused_without_a_field(body: bytes) -> Non
     assert field_of(body) is None
 
 
-def test_unknown_fields_are_ignored() -> None:
-    assert parse_body(b'{"prompt": "a", "user": "me", "guided_json": {}}', CompletionRequest).prompt == "a"
+def test_an_unknown_field_is_ignored_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    fields._logged_names.clear()
+    for _ in range(2):
+        assert (
+            parse_request(b'{"prompt": "a", "temprature": 1}', CompletionRequest, "completions").prompt == "a"
+        )
+    assert [record.args for record in caplog.records] == [("/v1/completions", "temprature")]
+
+
+def test_the_log_of_unknown_names_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    fields._logged_names.clear()
+    for index in range(2 * fields.MAX_LOGGED_NAMES):
+        body = msgspec.json.encode({"prompt": "a", f"{index}" + "x" * 1000: 1})
+        parse_request(body, CompletionRequest, "completions")
+    assert len(caplog.records) == len(fields._logged_names) == fields.MAX_LOGGED_NAMES
+    assert max(map(len, fields._logged_names)) <= fields.MAX_LOGGED_CHARS
+
+
+KINDS: dict[fields.Endpoint, tuple[type[Any], dict[str, Any]]] = {
+    "completions": (CompletionRequest, {"prompt": "a"}),
+    "chat": (ChatRequest, {"messages": []}),
+    "tokenize": (TokenizeRequest, {"prompt": "a"}),
+    "detokenize": (DetokenizeRequest, {"tokens": []}),
+}
+
+
+@pytest.mark.parametrize("endpoint", KINDS)
+def test_the_table_has_the_fields_of_the_request_types(endpoint: fields.Endpoint) -> None:
+    of_endpoint = [field for field in fields.FIELDS if endpoint in field.endpoints]
+    names = [field.name for field in of_endpoint]
+    assert len(names) == len(set(names)), "one rule for each field"
+    implemented = {field.name for field in of_endpoint if field.status == "implemented"}
+    assert implemented == set(KINDS[endpoint][0].__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "field"),
+    [(end, field) for field in fields.FIELDS if field.status == "refused" for end in field.endpoints],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_a_refused_field_is_named_and_its_neutral_values_are_accepted(
+    endpoint: fields.Endpoint, field: fields.Field
+) -> None:
+    kind, body = KINDS[endpoint]
+    for value in (None, *field.neutral):
+        parse_request(msgspec.json.encode({**body, field.name: value}), kind, endpoint)
+    for value in ("other", {"type": "json_object"}, ["x" * 1000]):
+        with pytest.raises(UserError, match="is not supported") as refused:
+            parse_request(msgspec.json.encode({**body, field.name: value}), kind, endpoint)
+        assert refused.value.field == field.name
+        assert field.note in str(refused.value)
+
+
+def test_true_is_no_number_among_neutral_values() -> None:
+    with pytest.raises(UserError, match="length_penalty"):
+        parse_request(b'{"prompt": "a", "length_penalty": true}', CompletionRequest, "completions")
+
+
+def test_an_enum_error_lists_the_allowed_values() -> None:
+    for name, body, choices in (
+        ("truncation_side", {"prompt": "a", "truncation_side": "up"}, "one of left, right"),
+        ("reasoning_effort", {"messages": [], "reasoning_effort": "huge"}, "high, low, max, medium, minimal"),
+    ):
+        kind = ChatRequest if "messages" in body else CompletionRequest
+        with pytest.raises(UserError, match=choices) as refused:
+            parse_body(msgspec.json.encode(body), kind)
+        assert refused.value.field == name
 
 
 @pytest.mark.parametrize(
@@ -124,7 +224,7 @@ def test_a_prompt_is_a_text_or_token_ids_or_a_list_of_either(prompt: Any, prompt
     assert parse_body(json.dumps({"prompt": prompt}).encode(), CompletionRequest).prompts() == prompts
 
 
-def test_text_parts_of_a_message_are_joined() -> None:
+def test_text_parts_of_a_message_are_joined_by_a_newline_as_in_vllm() -> None:
     body = {
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -133,7 +233,7 @@ def test_text_parts_of_a_message_are_joined() -> None:
     }
     request = parse_body(json.dumps(body).encode(), ChatRequest)
     assert plain_messages(request.messages) == [
-        {"role": "user", "content": "ab"},
+        {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": ""},
     ]
 

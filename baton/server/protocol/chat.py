@@ -1,55 +1,145 @@
 """`/v1/chat/completions`: what comes in and what goes out."""
 
+import json
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from baton.core.errors import UserError
+from baton.server.protocol.logprob import PromptLogprobs
 from baton.server.protocol.sampling import SamplingFields
 from baton.server.protocol.usage import Usage
 
 MAX_MESSAGES = 4096
+PART_SEPARATOR = "\n"  # Between the text parts of a message, as in vLLM.
+
+_CALL = ("id", "function", "type")  # In vLLM's order; other keys follow.
+_FUNCTION = ("arguments", "name")
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ContentPart(msgspec.Struct, frozen=True):
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class ChatMessageParam(msgspec.Struct, frozen=True, kw_only=True):
+    """`reasoning_content` is the old name of `reasoning`."""
+
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | list[str | ContentPart] | None = None
     name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
-    def plain(self, field: str) -> dict[str, str]:
-        """What a chat template gets: text parts are joined, others refused."""
-        match self.content:
-            case None:
-                content = ""
-            case str() as content:
-                pass
-            case parts:
-                for index, part in enumerate(parts):
-                    if part.type != "text" or part.text is None:
-                        raise UserError(
-                            "only parts of type text, with a text, are supported",
-                            field=f"{field}.content[{index}]",
-                        )
-                content = "".join(part.text or "" for part in parts)
-        plain = {"role": self.role, "content": content}
-        return plain if self.name is None else {**plain, "name": self.name}
+    def plain(self, field: str) -> dict[str, Any]:
+        """The message as a chat template gets it from vLLM. Raises UserError.
+
+        Text parts are joined, arguments of tool calls are objects, and reasoning has both of its names.
+        """
+        plain: dict[str, Any] = {"role": self.role, "content": self._text(field)}
+        if self.role == "assistant":
+            if self.tool_calls:
+                plain["tool_calls"] = [
+                    _plain_call(call, f"{field}.tool_calls[{index}]")
+                    for index, call in enumerate(self.tool_calls)
+                ]
+            reasoning = self.reasoning if self.reasoning is not None else self.reasoning_content
+            if reasoning is not None:
+                plain["reasoning"] = plain["reasoning_content"] = reasoning
+        elif self.role == "tool" and self.tool_call_id is not None:
+            plain["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            plain["name"] = self.name
+        return plain
+
+    def _text(self, field: str) -> str:
+        if not isinstance(self.content, list):
+            return self.content or ""
+        texts = []
+        for index, part in enumerate(self.content):
+            match part:
+                case str() as text:
+                    pass
+                case ContentPart(type="text", text=str() as text):
+                    pass
+                case ContentPart(type="refusal", refusal=str() as text):
+                    pass
+                case _:
+                    raise UserError(
+                        "only parts of type text, with a text, are supported",
+                        field=f"{field}.content[{index}]",
+                    )
+            texts.append(text)
+        return PART_SEPARATOR.join(texts)
 
 
-def plain_messages(messages: list[ChatMessageParam]) -> list[dict[str, str]]:
+def _plain_call(call: dict[str, Any], field: str) -> dict[str, Any]:
+    """A tool call of the history, with its arguments as an object: templates write them by themselves.
+
+    Arguments that are no JSON object become an empty one, as in vLLM: a model wrote them, not the client.
+    """
+    function = call.get("function")
+    if call.get("type", "function") != "function" or not isinstance(function, dict):
+        raise UserError('must be {"type": "function", "function": {...}}', field=field)
+    if not isinstance(function.get("name"), str):
+        raise UserError("must be a string", field=f"{field}.function.name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    function = _ordered(
+        {**function, "arguments": arguments if isinstance(arguments, dict) else {}}, _FUNCTION
+    )
+    return _ordered({**call, "function": function}, _CALL)
+
+
+def _ordered(fields: dict[str, Any], first: tuple[str, ...]) -> dict[str, Any]:
+    """A template may write an object as JSON, so the order of its keys is a part of the prompt."""
+    return {**{key: fields[key] for key in first if key in fields}, **fields}
+
+
+def plain_messages(messages: list[ChatMessageParam]) -> list[dict[str, Any]]:
     """Raises UserError."""
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise UserError(f"must have 1 to {MAX_MESSAGES} messages", field="messages")
     return [message.plain(f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-class ResponseFormat(msgspec.Struct, frozen=True):
-    type: str
+class FunctionDefinition(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+
+    def plain(self) -> dict[str, Any]:
+        flags = {"strict": self.strict, "defer_loading": self.defer_loading}
+        return {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+            **{name: flag for name, flag in flags.items() if flag is not None},
+        }
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+def plain_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
+    """The tools as a chat template gets them from vLLM: what is not given is null. None if there are none."""
+    if not tools:
+        return None
+    return [{"type": tool.type, "function": tool.function.plain()} for tool in tools]
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
@@ -58,12 +148,39 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
-    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
-    tools: list[dict[str, Any]] | None = None
-    functions: list[dict[str, Any]] | None = None
-    chat_template: str | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    documents: list[dict[str, str]] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+
+    def check_tool_choice(self) -> None:
+        """Raises UserError for a choice that the output would have to be constrained for."""
+        match self.tool_choice:
+            case None | "none":
+                return
+            case "auto" if self.tools:
+                return
+            case "auto":
+                raise UserError("needs tools", field="tool_choice")
+            case _:
+                raise UserError(
+                    "must be none or auto: this server does not constrain its output, so a call cannot be "
+                    "enforced; ask for it in the messages",
+                    field="tool_choice",
+                )
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the template gets beside messages and tools, as from vLLM."""
+        variables = dict(self.chat_template_kwargs or {})
+        if self.documents is not None:
+            variables["documents"] = self.documents
+        if self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+            # Templates that think only on demand look at this one.
+            variables.setdefault("enable_thinking", self.reasoning_effort != "none")
+        return variables
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -107,6 +224,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from baton.core.errors import UserError
+from baton.server.protocol.logprob import PromptLogprobs
 from baton.server.protocol.sampling import SamplingFields
 from baton.server.protocol.usage import Usage
 
@@ -20,7 +21,6 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
-    suffix: str | None = None
     add_special_tokens: bool | None = None
 
     def prompts(self) -> list[Prompt]:
@@ -67,6 +67,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | str | None = None  # The stop string or stop token id that ended it.
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,49 +1,44 @@
-"""Bytes in, typed request out; or a UserError that names the field.
+"""JSON bodies to typed requests, or a UserError that names the field.
 
-Types are strict ("5" is not an integer, 1 is not true); fields that we do not know are ignored, as every
-OpenAI-compatible server does, since clients send what other servers understand.
+Types are strict: "5" is not an integer, 1 is not true. `fields` decides about what a type does not have.
 """
 
 import re
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from baton.core.errors import UserError
+from baton.core.validation import explain
+from baton.server.protocol.fields import Endpoint, check_fields
 
 T = TypeVar("T")
 
-# msgspec ends its messages with the place: "Expected `int`, got `str` - at `$.max_tokens`".
-_PLACE = re.compile(r"^(?P<problem>.*) - at `(?P<place>(?:key in )?\$.*)`$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`")
 
 
+def parse_request(body: bytes, kind: type[T], endpoint: Endpoint) -> T:
+    """Raises UserError, also for a field that is refused. Logs unknown fields."""
+    check_fields(parse_body(body, dict[str, msgspec.Raw]), endpoint)
+    return parse_body(body, kind)
+
+
 def parse_body(body: bytes, kind: type[T]) -> T:
-    """Raises UserError."""
+    """Raises UserError. Unknown fields are ignored."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise _name_field(str(error)) from None
+        raise _name_field(*explain(error, kind)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UserError(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise UserError("the body is nested too deeply") from None
 
 
-def _name_field(message: str) -> UserError:
-    """Turn msgspec's message into a UserError with the JSON path as its field."""
-    problem, place = message, ""
-    if found := _PLACE.match(message):
-        problem = found["problem"]
-        place = found["place"].removeprefix("key in ").removeprefix("$").lstrip(".")
+def _name_field(problem: str, path: str) -> UserError:
+    """msgspec's problem as a UserError with the JSON path as its field."""
+    place = path.lstrip(".")
     if missing := _MISSING.match(problem):
         name = missing["name"]
         return UserError("is required", field=f"{place}.{name}" if place else name)
     return UserError(problem[:1].lower() + problem[1:], field=place or None)
-
-
-def refuse_unsupported(fields: dict[str, Any]) -> None:
-    """Fields that would change the answer and that we cannot honour: better a 400 than another answer."""
-    for name, (value, mend) in fields.items():
-        if value:
-            raise UserError(mend, field=name)

@@ -1,6 +1,6 @@
 """The fields that completions and chat share, and how they become `SamplingParams`."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -16,10 +16,14 @@ MAX_BIAS = 100.0
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 PRIORITY_MAX = 2**31
 MAX_CACHE_SALT_CHARS = 1024
+MAX_BAD_WORDS = 128  # vLLM's.
+MAX_BAD_WORD_CHARS = 256
+ALL_THAT_FITS = -1  # `truncate_prompt_tokens`: one token of the context is left for the answer.
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,14 +44,20 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    prompt_logprobs: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
     @property
@@ -61,6 +71,15 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def includes_continuous_usage(self) -> bool:
+        """As in vLLM, only together with `include_usage`."""
+        return (
+            self.includes_usage
+            and self.stream_options is not None
+            and bool(self.stream_options.continuous_usage_stats)
+        )
 
     def check_stream_options(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -79,6 +98,42 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         return strings
 
     @property
+    def checked_bad_words(self) -> tuple[str, ...]:
+        """Each once, in their order."""
+        words = tuple(dict.fromkeys(self.bad_words or ()))
+        if len(words) > MAX_BAD_WORDS:
+            raise UserError(f"at most {MAX_BAD_WORDS} words, are {len(words)}", field="bad_words")
+        for index, word in enumerate(words):
+            if not 0 < len(word) <= MAX_BAD_WORD_CHARS:
+                raise UserError(
+                    f"must have 1 to {MAX_BAD_WORD_CHARS} characters", field=f"bad_words[{index}]"
+                )
+        return words
+
+    @property
+    def checked_prompt_logprobs(self) -> int | None:
+        count = check_logprobs(self.prompt_logprobs, "prompt_logprobs")
+        if count is not None and self.stream:
+            raise UserError("is not available with stream: true", field="prompt_logprobs")
+        return count
+
+    def truncate(self, token_ids: list[int], max_model_len: int) -> list[int]:
+        """The part of a prompt that `truncate_prompt_tokens` keeps. Raises UserError."""
+        limit = self.truncate_prompt_tokens
+        if limit is None:
+            return token_ids
+        if limit == ALL_THAT_FITS:
+            limit = max_model_len - 1
+        elif not 1 <= limit <= max_model_len:
+            raise UserError(
+                f"must be {ALL_THAT_FITS}, or in [1, {max_model_len}], is {limit}",
+                field="truncate_prompt_tokens",
+            )
+        if len(token_ids) <= limit:
+            return token_ids
+        return token_ids[:limit] if self.truncation_side == "right" else token_ids[-limit:]
+
+    @property
     def checked_priority(self) -> int:
         priority = self.priority or 0
         if not -PRIORITY_MAX <= priority < PRIORITY_MAX:
@@ -92,9 +147,16 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         return self.cache_salt
 
     def sampling_params(
-        self, *, max_tokens: int, logprobs: int | None, vocab_size: int, defaults: dict[str, Any]
+        self,
+        *,
+        max_tokens: int,
+        logprobs: int | None,
+        vocab_size: int,
+        defaults: dict[str, Any],
+        prompt_logprobs: int | None = None,
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> SamplingParams:
-        """Raises UserError. `defaults` is the checkpoint's generation_config.json."""
+        """`defaults`: the checkpoint's generation_config.json. `bad_words`: in tokens. Raises UserError."""
         if self.seed is not None and not SEED_MIN <= self.seed <= SEED_MAX:
             raise UserError("must fit into 64 bits", field="seed")
 
@@ -117,10 +179,23 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=self._checked_bias(vocab_size),
+            allowed_token_ids=self._checked_allowed_ids(vocab_size),
+            bad_words_token_ids=bad_words,
             stop_token_ids=self._checked_stop_ids(vocab_size),
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
+
+    def _checked_allowed_ids(self, vocab_size: int) -> tuple[int, ...] | None:
+        if self.allowed_token_ids is None:
+            return None
+        if not self.allowed_token_ids:
+            raise UserError(
+                "must have at least one token id; leave it out to allow all", field="allowed_token_ids"
+            )
+        check_token_ids(self.allowed_token_ids, vocab_size, "allowed_token_ids")
+        return tuple(sorted(set(self.allowed_token_ids)))
 
     def _checked_bias(self, vocab_size: int) -> dict[int, float]:
         if not self.logit_bias:

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from baton.core.errors import UserError
-from baton.server.protocol.chat import ChatMessageParam
+from baton.server.protocol.chat import ChatMessageParam, Tool
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,6 +17,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
