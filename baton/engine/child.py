@@ -4,9 +4,11 @@
       |<------------------- socket pair ----------------------->|
       |  end of stream: the child is gone                        |  end of stream: the parent is gone
 
-A child hears of its parent's death three ways: the end of the stream where it reads it, a thread that waits
-for just that (a child that is busy ends after `grace_s`), and on Linux a signal from the kernel, which also
-ends a child that holds the GIL for ever.
+A child learns of its parent's death in three ways: the end of the stream where it reads it, a thread that
+waits for that end (a busy child ends after `grace_s`), and on Linux a signal from the kernel. The signal is
+SIGKILL, which also ends a child that holds the GIL, or SIGCONT, which wakes a stopped child (SIGSTOP).
+
+A child that leads a process group takes the whole group with it, for example the processes of a Ray.
 
 A plain interpreter is started rather than `multiprocessing`'s spawn: that one runs the user's main module
 again in each child.
@@ -26,7 +28,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     socket: socket.socket  # Our end.
+    leads_group: bool = False
 
     @classmethod
     def spawn(
@@ -57,11 +60,12 @@ class Child:
         grace_s: float,
         environment: Mapping[str, str],
         dies_with_thread: bool = False,
+        leads_group: bool = False,
     ) -> Child:
         """Runs `target` ("package.module:function") with the child's end of the socket.
 
-        `environment` is added to ours. `dies_with_thread`: Linux may also end the child when the calling
-        *thread* ends, which is what its death signal goes by.
+        `environment` is added to ours. `dies_with_thread`: Linux kills the child when the calling *thread*
+        ends. Without it, Linux wakes the child then, which changes nothing for a child that runs.
         """
         ours, theirs = socket.socketpair()
         with ExitStack() as stack, theirs:
@@ -74,6 +78,7 @@ class Child:
                 "parent_pid": os.getpid(),
                 "grace_s": grace_s,
                 "dies_with_thread": dies_with_thread,
+                "leads_group": leads_group,
                 "log_level": logging.getLogger().getEffectiveLevel(),
             }
             process = subprocess.Popen(
@@ -81,9 +86,10 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **environment},
+                process_group=0 if leads_group else None,
             )
             stack.pop_all()
-        return cls(name, process, ours)
+        return cls(name, process, ours, leads_group)
 
     @property
     def is_alive(self) -> bool:
@@ -99,6 +105,10 @@ class Child:
             return f"{self.name} was ended by {signal.Signals(-status).name}"
         return f"{self.name} ended with exit status {status}"
 
+    def resume(self) -> None:
+        """Wake it if it is stopped (SIGSTOP), so that it can act on what it was sent."""
+        self.process.send_signal(signal.SIGCONT)
+
     def stop(self, timeout_s: float) -> None:
         """Wait for it to end, then end it. Idempotent."""
         try:
@@ -107,12 +117,20 @@ class Child:
             logger.warning("%s did not end within %.0f s; killing it", self.name, timeout_s)
             self.process.kill()
             self.process.wait(timeout=KILL_WAIT_S)
-        self.socket.close()
+        self._clear_up()
 
     def kill(self) -> None:
         """End it now. Idempotent."""
         self.process.kill()
         self.process.wait(timeout=KILL_WAIT_S)
+        self._clear_up()
+
+    def _clear_up(self) -> None:
+        """What is left of its group can only be processes that it has lost."""
+        if self.leads_group:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.leads_group = False  # From now on the number may be given to another process.
         self.socket.close()
 
 
@@ -124,32 +142,38 @@ def run(
     parent_pid: int,
     grace_s: float,
     dies_with_thread: bool,
+    leads_group: bool,
     log_level: int,
 ) -> None:
     """The child's first call."""
     logging.basicConfig(level=log_level, format=f"%(asctime)s %(levelname)s {name} %(name)s: %(message)s")
     # Ctrl-C reaches the whole terminal group; our parent decides what it means for us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The kernel sends SIGHUP and SIGCONT to a group with stopped members when its parent dies: end in order.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     end = socket.socket(fileno=fd)
     os.set_inheritable(fd, False)
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
-        if dies_with_thread:
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        death_signal = signal.SIGKILL if dies_with_thread else signal.SIGCONT
+        libc.prctl(PR_SET_PDEATHSIG, death_signal, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(PARENT_GONE)  # It died before we asked to be told.
-    threading.Thread(target=_follow_parent, args=(os.dup(fd), grace_s), name="parent", daemon=True).start()
+    follow = (os.dup(fd), grace_s, leads_group)
+    threading.Thread(target=_follow_parent, args=follow, name="parent", daemon=True).start()
     module_name, _, function_name = target.partition(":")
     function: Callable[[socket.socket], None] = getattr(importlib.import_module(module_name), function_name)
     with end:
         function(end)
 
 
-def _follow_parent(fd: int, grace_s: float) -> None:
-    """Ends this process `grace_s` after its parent. A daemon thread: its owner is the process itself."""
+def _follow_parent(fd: int, grace_s: float, leads_group: bool) -> None:
+    """Ends this process, or its group, `grace_s` after its parent. A daemon thread, owned by the process."""
     poll = select.poll()
     poll.register(fd, getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
     poll.poll()
     threading.Event().wait(grace_s)
+    if leads_group:
+        os.killpg(0, signal.SIGKILL)
     os._exit(PARENT_GONE)

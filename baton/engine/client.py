@@ -48,7 +48,9 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 900.0  # Reading a large model's weights from a slow disk, on every rank.
 STOP_TIMEOUT_S = 20.0  # Connector halves and ranks have 10 s of these.
 DRAIN_ANSWER_S = 5.0  # Beyond the time that a drain may take; a step can be long.
-PARENT_GRACE_S = 15.0  # A core whose front end died may use as long to shut down in order.
+# For a core whose front end died to shut down in order. No answer of it is of use any more, and a supervisor
+# starts the next engine on the same ports.
+PARENT_GRACE_S = 2.0
 
 
 class EngineDeadError(BatonError):
@@ -93,6 +95,7 @@ class EngineClient:
             "baton.engine.core_process:main",
             name="baton-core",
             grace_s=PARENT_GRACE_S,
+            leads_group=True,
             environment={"OMP_NUM_THREADS": str(config.device_config.num_threads)},
         )
         client = cls(child, config.step_timeout_s)
@@ -186,6 +189,7 @@ class EngineClient:
         """Ends the core's process. Idempotent; bounded by STOP_TIMEOUT_S, after which it is killed."""
         self._pulse.stop()
         self._send(Stop())
+        self._child.resume()
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await self._buried.wait()

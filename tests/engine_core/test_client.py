@@ -14,6 +14,7 @@ import psutil
 import pytest
 from engine_core_fakes import FACTORY
 
+from baton.cli.processes import free_ports, is_port_free
 from baton.core.config import EngineConfig, KVTransferConfig, ParallelConfig
 from baton.core.errors import ConfigError, UserError
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams, SchedulerStats
@@ -271,7 +272,7 @@ from baton.engine.client import EngineClient
 
 async def main():
     config = msgspec.msgpack.decode(open(sys.argv[1], "rb").read(), type=EngineConfig)
-    client = await EngineClient.start(config)
+    client = await EngineClient.start(config, connector_factory="baton.assemble:connector_factory")
     pids = [client.pid, *(child.pid for child in psutil.Process(client.pid).children())]
     print(*pids, flush=True)
     await client.wait_dead()
@@ -280,16 +281,43 @@ asyncio.run(main())
 """
 
 
-def test_no_process_outlives_a_front_end_that_was_killed(make_config, tmp_path: Path) -> None:
+@pytest.mark.parametrize("are_stopped", [False, True])
+def test_no_process_outlives_a_front_end_that_was_killed(
+    make_config, tmp_path: Path, are_stopped: bool
+) -> None:
+    """Stopped processes (SIGSTOP) included, and the next engine can have the ports."""
+    (port,) = free_ports(1)
+    pull = KVTransferConfig(
+        kv_connector="BatonPullConnector", kv_role="kv_both", kv_connector_extra_config={"port": port}
+    )
+    config = make_config(parallel_config=ParallelConfig(executor="multiprocess"), kv_transfer_config=pull)
     path = tmp_path / "config"
-    one_rank = ParallelConfig(executor="multiprocess")
-    path.write_bytes(msgspec.msgpack.encode(make_config(parallel_config=one_rank)))
+    path.write_bytes(msgspec.msgpack.encode(config))
     with subprocess.Popen(
         [sys.executable, "-c", FRONT_END, str(path)], stdout=subprocess.PIPE, text=True
     ) as front_end:
         assert front_end.stdout is not None
         started = [psutil.Process(int(pid)) for pid in front_end.stdout.readline().split()]
         assert len(started) == 2
+        assert not is_port_free("127.0.0.1", port)
+        for process in started if are_stopped else ():
+            process.suspend()
         front_end.send_signal(signal.SIGKILL)
         _, alive = psutil.wait_procs(started, timeout=BOUND_S)
         assert not alive
+        assert is_port_free("127.0.0.1", port)
+
+
+def test_a_core_and_a_rank_that_are_stopped_end_in_order_when_they_are_asked_to(
+    make_config, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        one_rank = ParallelConfig(executor="multiprocess")
+        client = await EngineClient.start(make_config(parallel_config=one_rank))
+        core = psutil.Process(client.pid)
+        for process in (core, *core.children()):
+            process.suspend()
+        await client.close()
+
+    run(test)
+    assert "killing it" not in caplog.text

@@ -32,9 +32,12 @@ BOUND_S = 30.0  # Only reached when something is wrong.
 class NoProcess:
     """Stands for the process of a core that the test plays."""
 
-    pid = 0
+    pid = 2**22 + 1  # Above every process id of Linux.
 
     def kill(self) -> None:
+        pass
+
+    def send_signal(self, number: int) -> None:
         pass
 
     def wait(self, timeout: float | None = None) -> int:

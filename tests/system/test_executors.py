@@ -164,3 +164,14 @@ def test_an_engine_of_ray_that_loses_a_rank_says_so_and_ends_and_its_peers_recom
     assert re.search("rank [01] is gone", p.child.log_path.read_text()), "who died is in the log"
     assert tokens_of(d.complete(prompt, ticket)) == expected(prompt)
     d.wait_at_rest()
+
+
+def test_no_process_of_ray_outlives_a_front_end_that_was_killed_over_a_stopped_core(
+    engines: dict[str, Engine],
+) -> None:
+    engine = engines["sunrise"]
+    front_end, *others = engine.processes()
+    for process in others:
+        process.suspend()
+    front_end.kill()
+    assert not psutil.wait_procs(others, timeout=WAIT_S)[1]

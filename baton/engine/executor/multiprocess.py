@@ -218,6 +218,7 @@ class MultiprocessExecutor(Executor):
             if child.is_alive:
                 try:
                     channel.send_nowait(stop)
+                    child.resume()
                 except ChannelClosed:
                     child.kill()  # It closed its end and did not end.
         for child in self._ranks:
