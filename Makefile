@@ -1,10 +1,12 @@
 # The same commands for people and for CI. Each sets up .venv (test-vllm: .venv-vllm) by itself.
-.PHONY: demo test test-vllm check bench format clean
+.PHONY: demo test test-vllm check chaos soak bench format clean
 
 demo:      ; @scripts/demo $(ARGS)
 test:      ; @scripts/test $(ARGS)
 test-vllm: ; @scripts/test-vllm $(ARGS)
 check:     ; @scripts/check
+chaos:     ; @scripts/chaos $(ARGS)
+soak:      ; @scripts/soak $(ARGS)
 bench:     ; @scripts/bench $(ARGS)
 
 format:

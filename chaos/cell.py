@@ -1,0 +1,131 @@
+"""One cell of the matrix: load, fault, end of the fault, rest; and the record of it."""
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from chaos.answers import Answer
+from chaos.faults import Fault, Scene
+from chaos.judge import Counts, count
+from chaos.load import Load
+from chaos.questions import Question
+from chaos.system import END_S, System, orphans, wait_until
+
+NUM_CLIENTS = 6
+WARM_S = 2.0
+WARM_ANSWERS = 12
+AFTER_S = 3.0
+# The following limits end a wait that is a defect by then; on a machine that is busy with other work too.
+WARM_MAX_S = 120.0
+SERVES_MAX_S = 120.0
+AT_REST_MAX_S = 90.0  # Loans that nobody returns end by time: after ttl_s, 30 s.
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """A line of the journal. Durations are seconds; None: not measured, or not reached."""
+
+    mode: str
+    fault: str
+    commit: str
+    took_s: float = 0.0
+    skipped: str | None = None  # Why there was nothing to run.
+    broken: str | None = None  # Why the cell could not be brought to its end.
+    counts: Counts | None = None
+    serves_again_s: float | None = None  # From the target's first healthy answer to its first token.
+    hands_over_again_s: float | None = None  # From then, or the fault's end, until all pairs move KV again.
+    rest_s: float | None = None  # From the last answer until all pools were whole.
+    strikes: int | None = None  # Packets that the fault has changed, delayed or dropped.
+    held: list[str] = []  # Of pools that did not become whole.
+    silent_pairs: list[str] = []
+    processes_left: list[str] = []
+    files_left: int = 0
+    ended: list[str] = []  # Engines that ended and should not have.
+
+    @property
+    def defects(self) -> list[str]:
+        """What must not be; empty for a good cell."""
+        if self.broken is not None:
+            return [f"broken: {self.broken}"]
+        found = []
+        if self.counts is not None:
+            numbers = {"wrong": self.counts.wrong, "hung": self.counts.hung, "unclear": self.counts.unclear}
+            found += [f"{number} {name}" for name, number in numbers.items() if number]
+        found += [f"held: {', '.join(self.held)}"] if self.held else []
+        found += [f"no handoff any more: {', '.join(self.silent_pairs)}"] if self.silent_pairs else []
+        found += [f"ended: {', '.join(self.ended)}"] if self.ended else []
+        found += [f"processes left: {', '.join(self.processes_left)}"] if self.processes_left else []
+        found += [f"{self.files_left} files left"] if self.files_left > 0 else []
+        return found
+
+
+def run_cell(
+    system: System,
+    fault: Fault,
+    record: Record,
+    *,
+    questions: Sequence[Question],
+    expected: Mapping[int, Answer],
+    run: str,
+    hang_s: float,
+) -> None:
+    """Fills the record. Raises SystemFailed, NetworkFailed or ChildDied when the cell cannot go on."""
+    dice = random.Random(f"{record.mode} {record.fault}")
+    files_before = system.num_files()
+    load = Load(
+        system.router_url, questions, num_clients=NUM_CLIENTS, hang_s=hang_s, seed=dice.randrange(1 << 30)
+    )
+    scene = Scene(system, load, dice)
+    load.start()
+    try:
+        warm_s = time.monotonic()
+        wait_until(lambda: load.num_ended_since(warm_s) >= WARM_ANSWERS, WARM_MAX_S)
+        time.sleep(WARM_S)
+        began_s = time.monotonic()
+        fault.begin(scene)
+        time.sleep(fault.lasts_s)
+        record.strikes = system.network.strikes() if fault.strikes else None
+        fault.end(scene)
+        ended_s = time.monotonic()
+        _watch_return(system, fault, record, lambda: load.num_ended_since(ended_s) > 0, ended_s)
+        time.sleep(AFTER_S)
+    finally:
+        system.network.replace_rules(())
+        answers = load.stop()
+    stopped_s = time.monotonic()
+    record.counts = count(answers, expected, began_s=began_s, ended_s=ended_s)
+    if wait_until(lambda: not system.not_at_rest(), AT_REST_MAX_S):
+        record.rest_s = time.monotonic() - stopped_s
+    record.held = system.not_at_rest()
+    wait_until(lambda: not orphans(run), END_S)
+    record.processes_left = [f"{process.name()} {process.pid}" for process in orphans(run)]
+    record.files_left = max(0, system.num_files() - files_before)
+    record.ended = system.ended()
+
+
+def _watch_return(
+    system: System, fault: Fault, record: Record, is_answering: Callable[[], bool], ended_s: float
+) -> None:
+    """Until the target serves, every pair hands over, and a client has a right answer; or time is up."""
+    back_s = ended_s
+    if fault.target is not None:
+        engine = system.engines[fault.target]
+        wait_until(lambda: engine.is_healthy() or engine.child.has_ended(), SERVES_MAX_S)
+        back_s = time.monotonic()
+        tokens = engine.num_tokens()
+        if wait_until(lambda: engine.num_tokens() > max(0.0, tokens), SERVES_MAX_S):
+            record.serves_again_s = time.monotonic() - back_s
+    if system.mode.hands_over:
+        before = system.num_handed_over()
+
+        def silent() -> list[str]:
+            return [
+                pair for pair, nbytes in system.num_handed_over().items() if nbytes <= before.get(pair, 0)
+            ]
+
+        if wait_until(lambda: not silent(), SERVES_MAX_S):
+            record.hands_over_again_s = time.monotonic() - back_s
+        else:
+            record.silent_pairs = silent()
+    wait_until(is_answering, SERVES_MAX_S)

@@ -1,0 +1,316 @@
+"""The faults of the matrix: what each does to a running system, for how long, and how it ends."""
+
+import random
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chaos.load import Load
+from chaos.modes import DECODE, ENGINES, PREFILL, Feature
+from chaos.rules import Rule
+from chaos.system import END_S, FRONT, PLAIN, Engine, System, Variant
+
+RESTART_S = 60.0  # Within this, an engine that was told to end has ended; a drain takes 30 s at most.
+SHORT_S = 4.0
+
+Act = Callable[["Scene"], None]
+
+
+@dataclass
+class Scene:
+    """What faults act on."""
+
+    system: System
+    load: Load
+    dice: random.Random
+
+    def engine(self, name: str) -> Engine:
+        return self.system.engines[name]
+
+    def rules(self, *rules: Rule) -> None:
+        self.system.network.replace_rules(rules)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`target`: the engine that serves no more during the fault, and has to serve again after it."""
+
+    name: str
+    what: str
+    begin: Act
+    end: Act
+    lasts_s: float = SHORT_S
+    target: str | None = None
+    needs: frozenset[Feature] = frozenset()
+    variant: Variant = PLAIN
+    strikes: bool = False  # The switch counts its strikes: without any the cell shows nothing.
+
+
+def _nothing(scene: Scene) -> None:
+    """No fault."""
+
+
+def _kill(name: str, *, only: str | None = None) -> Act:
+    """SIGKILL for all processes of an engine; or for the first of those with that name."""
+
+    def begin(scene: Scene) -> None:
+        engine = scene.engine(name)
+        victims = engine.processes_named(only)[:1] if only is not None else engine.processes()
+        for process in victims:
+            process.kill()
+
+    return begin
+
+
+def _kill_beside_stopped_core(name: str) -> Act:
+    def begin(scene: Scene) -> None:
+        engine = scene.engine(name)
+        for core in engine.processes_named("baton-core"):
+            core.suspend()
+        engine.processes()[0].kill()
+
+    return begin
+
+
+def _restart(name: str) -> Act:
+    return lambda scene: scene.engine(name).restart(RESTART_S)
+
+
+def _restart_soon(name: str) -> Act:
+    """Of an engine whose processes have to be gone at once."""
+    return lambda scene: scene.engine(name).restart(END_S)
+
+
+def _send(name: str, number: signal.Signals) -> Act:
+    return lambda scene: scene.engine(name).send(number)
+
+
+def _ask_to_end(name: str) -> Act:
+    return lambda scene: scene.engine(name).child.send_signal(signal.SIGTERM)
+
+
+def _signal_router(number: signal.Signals) -> Act:
+    return lambda scene: scene.system.router.send_signal(number)
+
+
+def _rules(*rules: Rule) -> Act:
+    return lambda scene: scene.rules(*rules)
+
+
+def _storm(share: float) -> Act:
+    def act(scene: Scene) -> None:
+        scene.load.leave_share = share
+
+    return act
+
+
+def _stop(name: str, lasts_s: float) -> Fault:
+    role = "a prefill" if name in PREFILL else "a decode"
+    return Fault(
+        f"stop-{name[0]}-{lasts_s:g}",
+        f"SIGSTOP of {role} engine for {lasts_s:g} s",
+        _send(name, signal.SIGSTOP),
+        _send(name, signal.SIGCONT),
+        lasts_s,
+        target=name,
+    )
+
+
+def _between_engines(rule: Rule) -> list[Rule]:
+    """The rule for every pair of a prefill and a decode engine, in both directions."""
+    return [*_to_decode(rule), *_to_prefill(rule)]
+
+
+def _to_decode(rule: Rule) -> list[Rule]:
+    return [_from_to(rule, prefill, decode) for prefill in PREFILL for decode in DECODE]
+
+
+def _to_prefill(rule: Rule) -> list[Rule]:
+    return [_from_to(rule, decode, prefill) for prefill in PREFILL for decode in DECODE]
+
+
+def _from_to(rule: Rule, source: str, target: str) -> Rule:
+    fields = {name: getattr(rule, name) for name in rule.__struct_fields__}
+    return Rule(**{**fields, "source": source, "target": target})
+
+
+def _network(name: str, what: str, rules: Sequence[Rule], lasts_s: float = SHORT_S) -> Fault:
+    return Fault(
+        name,
+        what,
+        _rules(*rules),
+        _rules(),
+        lasts_s,
+        needs=frozenset({"network"}),
+        strikes=True,
+    )
+
+
+def _disk(name: str, what: str, begin: Act, end: Act, *, needs: Sequence[Feature] = ()) -> Fault:
+    return Fault(name, what, begin, end, needs=frozenset({"storage", *needs}))
+
+
+def _layer(
+    name: str, what: str, *, needs: Sequence[Feature] = (), engines: Sequence[str], **values: Any
+) -> Fault:
+    """Sets values of the fault layer of these engines."""
+
+    def begin(scene: Scene) -> None:
+        for engine in engines:
+            scene.system.layers[engine].set(**values)
+
+    def end(scene: Scene) -> None:
+        for engine in engines:
+            scene.system.layers[engine].set()
+
+    return Fault(name, what, begin, end, needs=frozenset(needs), variant=Variant(has_layer=True))
+
+
+CUT = Rule(loss=1.0)
+
+FAULTS: Sequence[Fault] = (
+    Fault("none", "no fault", _nothing, _nothing),
+    Fault("kill-p", "kill -9 of a prefill engine, restart", _kill("p0"), _restart_soon("p0"), target="p0"),
+    Fault("kill-d", "kill -9 of a decode engine, restart", _kill("d0"), _restart_soon("d0"), target="d0"),
+    Fault(
+        "core-p",
+        "kill -9 of a prefill engine's core, restart",
+        _kill("p0", only="baton-core"),
+        _restart("p0"),
+        target="p0",
+    ),
+    Fault(
+        "core-d",
+        "kill -9 of a decode engine's core, restart",
+        _kill("d0", only="baton-core"),
+        _restart("d0"),
+        target="d0",
+    ),
+    Fault(
+        "front-p",
+        "kill -9 of a prefill engine's front end while its core is stopped, restart on the same ports",
+        _kill_beside_stopped_core("p0"),
+        _restart_soon("p0"),
+        target="p0",
+    ),
+    Fault(
+        "rank-p",
+        "kill -9 of a prefill engine's rank, restart",
+        _kill("p0", only="baton-rank"),
+        _restart("p0"),
+        target="p0",
+        needs=frozenset({"ranks"}),
+    ),
+    Fault(
+        "rank-p-restarts",
+        "kill -9 of a prefill engine's rank, which the engine starts again by itself",
+        _kill("p0", only="baton-rank"),
+        _nothing,
+        target="p0",
+        needs=frozenset({"ranks"}),
+        variant=Variant(options=("--on-rank-death", "restart")),
+    ),
+    Fault("term-p", "SIGTERM of a prefill engine, restart", _ask_to_end("p0"), _restart("p0"), target="p0"),
+    Fault("term-d", "SIGTERM of a decode engine, restart", _ask_to_end("d0"), _restart("d0"), target="d0"),
+    *(_stop(name, lasts_s) for name in ("p0", "d0") for lasts_s in (2.0, 15.0, 60.0)),
+    Fault(
+        "stop-router",
+        "SIGSTOP of the router for 2 s",
+        _signal_router(signal.SIGSTOP),
+        _signal_router(signal.SIGCONT),
+        2.0,
+    ),
+    _network("loss", "5 % of all packets between P and D are lost", _between_engines(Rule(loss=0.05))),
+    _network(
+        "delay",
+        "50 to 100 ms more for each packet between P and D",
+        _between_engines(Rule(delay_s=0.05, jitter_s=0.05)),
+    ),
+    _network("reorder", "20 % of the packets are overtaken", _between_engines(Rule(reorder=0.2))),
+    _network("duplicate", "20 % of the packets come twice", _between_engines(Rule(duplicate=0.2))),
+    _network("rate", "1 MB/s between each P and D", _between_engines(Rule(rate_bytes_s=1e6))),
+    _network("cut-to-d", "no packet from P to D", _to_decode(CUT)),
+    _network("cut-to-p", "no packet from D to P", _to_prefill(CUT)),
+    _network("partition", "no packet between P and D", _between_engines(CUT)),
+    _network("partition-15", "no packet between P and D for 15 s", _between_engines(CUT), 15.0),
+    _network(
+        "partition-router",
+        "no packet between the router and one prefill engine",
+        [_from_to(CUT, FRONT, "p0"), _from_to(CUT, "p0", FRONT)],
+    ),
+    _network(
+        "reset",
+        "connections between P and D are reset, one packet in 50",
+        _between_engines(Rule(reset=0.02)),
+    ),
+    _network(
+        "corrupt-requests",
+        "one bit flips in 3 of 10 packets of read requests, TCP checksum mended",
+        _to_prefill(Rule(channel="data", corrupt=0.3)),
+    ),
+    _network(
+        "corrupt-answers",
+        "one bit flips in 3 of 10 packets of read answers, TCP checksum mended",
+        _to_decode(Rule(channel="data", corrupt=0.3)),
+    ),
+    _network(
+        "corrupt-control",
+        "one bit flips in 1 of 10 packets of control channels, TCP checksum mended",
+        _between_engines(Rule(channel="control", corrupt=0.1)),
+    ),
+    _disk(
+        "disk-full",
+        "no byte is free",
+        lambda scene: scene.system.disk.fill(),
+        lambda scene: scene.system.disk.empty(),
+        needs=("mount",),
+    ),
+    _disk(
+        "disk-read-only",
+        "the shared folder is mounted read-only",
+        lambda scene: scene.system.disk.set_read_only(True),
+        lambda scene: scene.system.disk.set_read_only(False),
+        needs=("mount",),
+    ),
+    _disk(
+        "disk-corrupt",
+        "one bit flips in each second file, each fourth loses its end",
+        lambda scene: scene.system.disk.corrupt(scene.dice),
+        _nothing,
+    ),
+    _disk(
+        "disk-fifos",
+        "each second file turns into a FIFO",
+        lambda scene: scene.system.disk.put_fifos(scene.dice),
+        lambda scene: scene.system.disk.remove_fifos(),
+    ),
+    _disk("disk-gone", "all files are removed", lambda scene: scene.system.disk.remove_files(), _nothing),
+    _layer(
+        "disk-slow",
+        "each file call takes 100 ms more",
+        needs=("storage",),
+        engines=ENGINES,
+        delay_s=0.1,
+    ),
+    _layer("disk-hung", "no file call returns", needs=("storage",), engines=ENGINES, is_hung=True),
+    _layer(
+        "clock-forward",
+        "the wall clocks of one P and one D step one hour forward, then back",
+        engines=("p0", "d0"),
+        clock_offset_s=3600,
+    ),
+    _layer(
+        "clock-back",
+        "the wall clocks of one P and one D step one hour back, then forward",
+        engines=("p0", "d0"),
+        clock_offset_s=-3600,
+    ),
+    Fault("tiny-pools", "80 blocks: four prompts", _nothing, _nothing, variant=Variant(num_blocks=80)),
+    Fault("disconnects", "8 of 10 clients leave within 0.4 s", _storm(0.8), _storm(0.0)),
+)
+
+
+def fault_named(name: str) -> Fault:
+    """Raises KeyError."""
+    return {fault.name: fault for fault in FAULTS}[name]

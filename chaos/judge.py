@@ -1,0 +1,113 @@
+"""From answers to a cell's verdict: pure functions, no clock.
+
+right        complete, and equal to the single engine's answer
+clear error  an error in OpenAI's form; what came before it is a beginning of the right answer
+wrong        a token, a logprob or a text that the single engine does not answer
+unclear      ended in any other way: a cut connection, a stream without [DONE], an error without words
+hung         never ended
+left         the client itself closed the connection; what came is a beginning of the right answer
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from chaos.answers import Answer
+
+LOGPROB_DIFFERENCE_MAX = 5e-3  # Between two engines that compute one prompt in different batches.
+DETAILS_MAX = 3  # Sentences about what went wrong that a record keeps.
+
+Judgement = Literal["right", "clear error", "wrong", "unclear", "hung", "left"]
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """Of one cell. Durations are seconds; None: there was no such answer."""
+
+    requests: int
+    right: int
+    clear_errors: int
+    wrong: int
+    unclear: int
+    hung: int
+    left: int
+    longest_wait_s: float
+    median_wait_s: float | None  # Of right answers that ended before the fault.
+    after_begin_s: float | None  # From the fault's begin to the first right answer asked for since.
+    after_end_s: float | None  # From the fault's end, likewise.
+    details: tuple[str, ...]
+
+
+def judge_answer(answer: Answer, expected: Answer) -> Judgement:
+    """`expected` is the single engine's answer to the same question."""
+    if not _begins_as(answer, expected):
+        return "wrong"
+    if answer.is_complete:
+        is_whole = answer.token_ids == expected.token_ids and answer.text == expected.text
+        return "right" if is_whole and len(answer.logprobs) == len(expected.logprobs) else "wrong"
+    if answer.is_hung:
+        return "hung"
+    if answer.was_left:
+        return "left"
+    if answer.error is not None and answer.failure is None:
+        return "clear error"
+    return "unclear"
+
+
+def _begins_as(answer: Answer, expected: Answer) -> bool:
+    return (
+        answer.token_ids == expected.token_ids[: len(answer.token_ids)]
+        and expected.text.startswith(answer.text)
+        and len(answer.logprobs) <= len(expected.logprobs)
+        and all(
+            abs(ours - theirs) <= LOGPROB_DIFFERENCE_MAX
+            for ours, theirs in zip(answer.logprobs, expected.logprobs, strict=False)
+        )
+    )
+
+
+def count(
+    answers: Sequence[Answer], expected: Mapping[int, Answer], *, began_s: float, ended_s: float
+) -> Counts:
+    """`began_s` and `ended_s` are those of the fault."""
+    judged = [(judge_answer(answer, expected[answer.question]), answer) for answer in answers]
+    tally = Counter(judgement for judgement, _ in judged)
+    right = [answer for judgement, answer in judged if judgement == "right"]
+    before = sorted(answer.waited_s for answer in right if answer.ended_s < began_s)
+    return Counts(
+        requests=len(answers),
+        right=tally["right"],
+        clear_errors=tally["clear error"],
+        wrong=tally["wrong"],
+        unclear=tally["unclear"],
+        hung=tally["hung"],
+        left=tally["left"],
+        longest_wait_s=max((answer.waited_s for answer in answers), default=0.0),
+        median_wait_s=before[len(before) // 2] if before else None,
+        after_begin_s=_first_after(right, began_s),
+        after_end_s=_first_after(right, ended_s),
+        details=tuple(
+            _detail(judgement, answer, expected[answer.question])
+            for judgement, answer in judged
+            if judgement in ("wrong", "unclear", "hung")
+        )[:DETAILS_MAX],
+    )
+
+
+def _first_after(right: Sequence[Answer], instant_s: float) -> float | None:
+    return min((a.ended_s - instant_s for a in right if a.started_s >= instant_s), default=None)
+
+
+def _detail(judgement: Judgement, answer: Answer, expected: Answer) -> str:
+    what = f"question {answer.question}, {judgement} after {answer.waited_s:.1f} s, HTTP {answer.status}"
+    if judgement != "wrong":
+        return f"{what}: {answer.failure or answer.error or 'the stream ended without [DONE]'}"[:300]
+    for at, (ours, theirs) in enumerate(zip(answer.token_ids, expected.token_ids, strict=False)):
+        if ours != theirs:
+            return f"{what}: token {at} is {ours}, not {theirs}"
+    if len(answer.token_ids) != len(expected.token_ids):
+        return f"{what}: {len(answer.token_ids)} tokens, not {len(expected.token_ids)}"
+    if answer.text != expected.text:
+        return f"{what}: text {answer.text[:60]!r}, not {expected.text[:60]!r}"
+    return f"{what}: logprobs {answer.logprobs[:4]}..., not {expected.logprobs[:4]}..."

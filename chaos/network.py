@@ -1,0 +1,112 @@
+"""The runner's side of the switch: start it, say rules, hear strikes, put commands on hosts."""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from baton.cli.processes import Fleet
+from baton.core.errors import BatonError
+from chaos.rules import Rule
+from chaos.switch import address_of, enter_namespace, make_host
+
+START_S = 60.0
+ANSWER_S = 30.0
+_LOOK_EVERY_S = 0.02
+
+
+class NetworkFailed(BatonError):
+    """The switch did not start, or has ended."""
+
+
+def why_refused() -> str | None:
+    """Why this machine has no network namespaces with TUN devices for us; None if it has."""
+    try:
+        host = make_host("probe", address_of(0))
+    except OSError as error:
+        return f"network namespaces or TUN devices are refused: {error}"
+    os.close(host.tun)
+    os.close(host.namespace)
+    return None
+
+
+class Hosts:
+    """All hosts are addresses of the loopback, unlike those of other runs. No network can be disturbed."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        high, low = divmod(os.getpid() % (250 * 250), 250)
+        self.addresses = {name: f"127.{high + 1}.{low + 1}.{i + 1}" for i, name in enumerate(names)}
+
+    def command_on(self, name: str, command: Sequence[str]) -> list[str]:
+        """The same command, run on that host."""
+        return list(command)
+
+    def replace_rules(self, rules: Sequence[Rule]) -> int:
+        """Returns how many packets the rules before have struck."""
+        assert not rules, "no cell with network faults runs without a switch"
+        return 0
+
+    def strikes(self) -> int:
+        return 0
+
+
+class Network(Hosts):
+    """Hosts by name, each with a namespace of its own. Raises NetworkFailed."""
+
+    def __init__(self, fleet: Fleet, folder: Path, names: Sequence[str]) -> None:
+        self.addresses = {name: address_of(index) for index, name in enumerate(names)}
+        path = folder / "switch.sock"
+        path.unlink(missing_ok=True)
+        self._child = fleet.start("switch", [sys.executable, "-m", "chaos.switch", str(path), *names])
+        deadline_s = time.monotonic() + START_S
+        while not path.exists():
+            if self._child.has_ended() or time.monotonic() > deadline_s:
+                raise NetworkFailed(f"the switch does not start: {self._child.log_tail()}")
+            time.sleep(_LOOK_EVERY_S)
+        self._namespaces = msgspec.json.decode(path.with_suffix(".json").read_bytes(), type=dict[str, str])
+        self._sock = socket.socket(socket.AF_UNIX)
+        self._sock.settimeout(ANSWER_S)
+        self._sock.connect(str(path))
+        self._answers = self._sock.makefile("rb")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._answers.close()
+        self._sock.close()
+
+    def enter(self, name: str) -> None:
+        """Move the calling thread to that host, and all that it starts from now on."""
+        descriptor = os.open(self._namespaces[name], os.O_RDONLY)
+        try:
+            enter_namespace(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def command_on(self, name: str, command: Sequence[str]) -> list[str]:
+        return ["nsenter", f"--net={self._namespaces[name]}", *command]
+
+    def replace_rules(self, rules: Sequence[Rule]) -> int:
+        return self._ask(list(rules))
+
+    def strikes(self) -> int:
+        return self._ask(None)
+
+    def _ask(self, rules: list[Rule] | None) -> int:
+        try:
+            self._sock.sendall(msgspec.json.encode(rules) + b"\n")
+            answer = self._answers.readline()
+        except OSError as error:
+            raise NetworkFailed(f"the switch does not answer: {error}") from error
+        if not answer:
+            raise NetworkFailed(f"the switch has ended: {self._child.log_tail()}")
+        return sum(msgspec.json.decode(answer, type=list[int]))

@@ -1,0 +1,148 @@
+"""From the journal to docs/chaos.md: a pure function."""
+
+from collections.abc import Iterable, Sequence
+
+from chaos.cell import Record
+from chaos.faults import FAULTS
+from chaos.modes import MODES
+
+# Seconds; the goals of a quiet machine, which a cell can miss without being bad.
+WAIT_GOAL_S = 15.0
+SERVES_GOAL_S = 2.0
+
+_PREFACE = (
+    "Written by `make chaos`; do not edit. Two prefill engines, two decode engines and a router run as real",
+    "processes, each engine in a network namespace of its own; six clients ask without a pause, by chat and",
+    "completions, streamed and whole. A single engine answers the same questions; tokens and texts have to",
+    "be equal, logprobs within 5e-3. *Wrong*, *unclear* (neither an answer nor an error in OpenAI's form)",
+    "and *hung* must be 0, all pools whole after the load, no process and no file left.",
+)
+_COLUMNS = (
+    "fault",
+    "requests",
+    "right",
+    "clear errors",
+    "wrong",
+    "unclear",
+    "hung",
+    "left",
+    "median wait, s",
+    "longest wait, s",
+    "right after begin, s",
+    "right after end, s",
+    "serves again, s",
+    "hands over again, s",
+    "pools whole, s",
+    "processes left",
+    "files left",
+)
+
+
+def latest(records: Iterable[Record]) -> dict[tuple[str, str], Record]:
+    """The last record of each cell, by mode and fault."""
+    return {(record.mode, record.fault): record for record in records}
+
+
+def summary(records: Iterable[Record]) -> str:
+    """One sentence."""
+    ran = [record for record in records if record.skipped is None]
+    counts = [record.counts for record in ran if record.counts is not None]
+    bad = sum(bool(record.defects) for record in ran)
+    return (
+        f"{len(ran)} cells, {sum(c.requests for c in counts)} requests: "
+        f"{sum(c.right for c in counts)} right, "
+        f"{sum(c.clear_errors for c in counts)} clear errors, {sum(c.left for c in counts)} left by their "
+        f"clients, {sum(c.wrong for c in counts)} wrong, {sum(c.unclear for c in counts)} unclear, "
+        f"{sum(c.hung for c in counts)} hung; {bad} cells are bad."
+    )
+
+
+def write_report(records: Sequence[Record], *, machine: str, date: str) -> str:
+    """Markdown. Cells in the order of the tables of faults and modes."""
+    cells = latest(records)
+    modes = [mode for mode in MODES if any(key[0] == mode.name for key in cells)]
+    faults = [fault for fault in FAULTS if any(key[1] == fault.name for key in cells)]
+    commits = sorted({record.commit for record in cells.values()})
+    lines = [
+        "# Chaos matrix",
+        "",
+        *_PREFACE,
+        "",
+        f"{date}, commit {', '.join(commits)}, {machine}. {summary(cells.values())}",
+        "",
+        "## Faults and modes",
+        "",
+        "`ok`: a good cell; `BAD`: see below; `-`: the fault does not apply, or was not run.",
+        "",
+        "| fault | " + " | ".join(mode.name for mode in modes) + " | what it does |",
+        "|---|" + "---|" * (len(modes) + 1),
+    ]
+    for fault in faults:
+        marks = [_mark(cells.get((mode.name, fault.name))) for mode in modes]
+        lines.append(f"| {fault.name} | " + " | ".join(marks) + f" | {fault.what} |")
+    for mode in modes:
+        ordered = [record for fault in FAULTS if (record := cells.get((mode.name, fault.name))) is not None]
+        lines += ["", f"## {mode.name}: {mode.what}", ""]
+        lines += ["| " + " | ".join(_COLUMNS) + " |", "|---|" + "---:|" * (len(_COLUMNS) - 1)]
+        lines += [_row(record) for record in ordered if record.counts is not None]
+        skipped = [record for record in ordered if record.skipped is not None]
+        lines += ["", *(f"* {record.fault}: not run; {record.skipped}" for record in skipped)]
+    bad = [record for record in cells.values() if record.defects]
+    if bad:
+        lines += ["", "## Bad cells", ""]
+        lines += [f"* {record.mode}, {record.fault}: {'; '.join(record.defects)}" for record in bad]
+        for record in bad:
+            if record.counts is not None and record.counts.details:
+                lines += ["", f"{record.mode}, {record.fault}:", ""]
+                lines += [f"    {detail}" for detail in record.counts.details]
+    late = [sentence for record in cells.values() for sentence in _missed_goals(record)]
+    if late:
+        lines += ["", "## Goals that were missed", "", *(f"* {sentence}" for sentence in late)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _mark(record: Record | None) -> str:
+    if record is None or record.skipped is not None:
+        return "-"
+    return "BAD" if record.defects else "ok"
+
+
+def _row(record: Record) -> str:
+    counts = record.counts
+    assert counts is not None
+    values: list[str | int] = [
+        record.fault,
+        counts.requests,
+        counts.right,
+        counts.clear_errors,
+        counts.wrong,
+        counts.unclear,
+        counts.hung,
+        counts.left,
+        _seconds(counts.median_wait_s),
+        _seconds(counts.longest_wait_s),
+        _seconds(counts.after_begin_s),
+        _seconds(counts.after_end_s),
+        _seconds(record.serves_again_s),
+        _seconds(record.hands_over_again_s),
+        "no" if record.held else _seconds(record.rest_s),
+        len(record.processes_left),
+        record.files_left,
+    ]
+    return "| " + " | ".join(str(value) for value in values) + " |"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _missed_goals(record: Record) -> list[str]:
+    cell = f"{record.mode}, {record.fault}"
+    missed = []
+    if record.counts is not None and record.counts.longest_wait_s > WAIT_GOAL_S:
+        missed.append(f"{cell}: a request waited {record.counts.longest_wait_s:.1f} s (goal {WAIT_GOAL_S:g})")
+    if record.serves_again_s is not None and record.serves_again_s > SERVES_GOAL_S:
+        missed.append(f"{cell}: served {record.serves_again_s:.1f} s after healthy (goal {SERVES_GOAL_S:g})")
+    if record.strikes == 0:
+        missed.append(f"{cell}: the fault struck no packet, so the cell shows nothing")
+    return missed

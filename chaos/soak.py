@@ -1,0 +1,273 @@
+"""A steady load for hours with faults in the background; what leaks shows in samples.
+
+Faults strike p0, d0 and the links; p1, d1 and the router live as long as the run, so their growth is judged.
+"""
+
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from statistics import median
+
+import httpx
+import msgspec
+import psutil
+
+from chaos.cell import NUM_CLIENTS, SERVES_MAX_S
+from chaos.faults import Scene, fault_named
+from chaos.judge import judge_answer
+from chaos.load import Load
+from chaos.matrix import Site
+from chaos.modes import mode_named
+from chaos.system import END_S, PLAIN, System, orphans, wait_until
+
+SAMPLE_EVERY_S = 5.0
+FAULT_EVERY_S = 30.0
+AT_REST_MAX_S = 90.0
+FAULTS_IN_TURN = (
+    "disconnects",
+    "reset",
+    "kill-p",
+    "delay",
+    "stop-d-2",
+    "partition",
+    "corrupt-requests",
+    "core-d",
+    "loss",
+    "corrupt-answers",
+    "stop-p-15",
+    "kill-d",
+)
+# What the median of the last quarter may exceed that of the second quarter by; the first one warms caches up.
+GROWTH_MAX = {"rss_mib": 48.0, "descriptors": 12.0, "threads": 6.0}
+QUARTERS = 4
+
+_PREFACE = (
+    "Written by `make soak`; do not edit. A steady load with a fault every half minute; the answers are",
+    "judged as in [the chaos matrix](chaos.md). p0 and d0 are killed and restarted; p1, d1 and the router",
+    "run all the time, and the medians of their second and last quarter are compared.",
+)
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """Of one engine or the router, over all its processes. `pid` is that of its first process."""
+
+    at_s: float  # Since the run began.
+    name: str
+    pid: int
+    rss_mib: float
+    descriptors: int
+    threads: int
+    loans: float
+    pool_use: float  # Share of the blocks.
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """Of the whole run."""
+
+    hours: float
+    commit: str
+    judgements: dict[str, int] = {}
+    faults: dict[str, int] = {}
+    held: list[str] = []
+    processes_left: list[str] = []
+    growth: list[str] = []
+    broken: str | None = None
+
+    @property
+    def defects(self) -> list[str]:
+        """Empty for a good run."""
+        found = [f"broken: {self.broken}"] if self.broken else []
+        for name in ("wrong", "unclear", "hung"):
+            found += [f"{number} {name}"] if (number := self.judgements.get(name, 0)) else []
+        found += [f"held: {', '.join(self.held)}"] if self.held else []
+        found += [f"processes left: {', '.join(self.processes_left)}"] if self.processes_left else []
+        return found + self.growth
+
+
+def growth_defects(samples: Sequence[Sample]) -> list[str]:
+    """What grew too much in a process that lived from the second quarter to the end."""
+    if not samples:
+        return []
+    end_s = max(sample.at_s for sample in samples)
+    second, last = (end_s / QUARTERS, 2 * end_s / QUARTERS), (end_s * 3 / QUARTERS, end_s)
+    by_process: dict[tuple[str, int], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        by_process[sample.name, sample.pid].append(sample)
+    found = []
+    for (name, _), own in by_process.items():
+        early = [sample for sample in own if second[0] <= sample.at_s <= second[1]]
+        late = [sample for sample in own if last[0] <= sample.at_s <= last[1]]
+        if not early or not late or own[-1].at_s < end_s - 2 * SAMPLE_EVERY_S:
+            continue
+        for what, most in GROWTH_MAX.items():
+            before, after = (median(getattr(s, what) for s in part) for part in (early, late))
+            if after - before > most:
+                found.append(f"{name}: {what} grew from {before:.0f} to {after:.0f}")
+    return found
+
+
+def run_soak(
+    site: Site,
+    *,
+    mode: str,
+    hours: float,
+    commit: str,
+    hang_s: float,
+    say: Callable[[str], None],
+    folder: Path,
+) -> tuple[Outcome, list[Sample]]:
+    """Samples also go to `folder`/samples.jsonl, one a line, while it runs."""
+    outcome = Outcome(hours=hours, commit=commit)
+    samples: list[Sample] = []
+    system = System(
+        mode_named(mode), PLAIN, model=site.model, network=site.hosts, folder=folder, may_mount=site.may_mount
+    )
+    load = Load(system.router_url, site.questions, num_clients=NUM_CLIENTS, hang_s=hang_s)
+    began_s = time.monotonic()
+    ends_s = began_s + hours * 3600
+    try:
+        load.start()
+        scene = Scene(system, load, random.Random(0))
+        turns = _fault_turns(site)
+        with (folder / "samples.jsonl").open("ab", buffering=0) as journal:
+            while time.monotonic() < ends_s:
+                next_fault_s = time.monotonic() + FAULT_EVERY_S
+                while time.monotonic() < min(next_fault_s, ends_s):
+                    for sample in take_samples(system, time.monotonic() - began_s):
+                        samples.append(sample)
+                        journal.write(msgspec.json.encode(sample) + b"\n")
+                    _judge(load, site, outcome)
+                    time.sleep(SAMPLE_EVERY_S)
+                name = next(turns)
+                outcome.faults[name] = outcome.faults.get(name, 0) + 1
+                _strike(scene, name)
+                if outcome.faults[name] == 1 or name == FAULTS_IN_TURN[-1]:
+                    say(f"{(time.monotonic() - began_s) / 3600:.2f} h, {name}: {outcome.judgements}")
+        load.stop()
+        _judge(load, site, outcome)
+        wait_until(lambda: not system.not_at_rest(), AT_REST_MAX_S)
+        outcome.held = system.not_at_rest()
+        wait_until(lambda: not orphans(site.run), END_S)
+        outcome.processes_left = [f"{process.name()} {process.pid}" for process in orphans(site.run)]
+    except Exception as error:  # The samples so far are worth a report.
+        outcome.broken = f"{type(error).__name__}: {error}"
+        load.stop()
+    finally:
+        system.network.replace_rules(())
+        system.stop()
+    outcome.growth = growth_defects(samples)
+    return outcome, samples
+
+
+def _fault_turns(site: Site) -> Iterator[str]:
+    can_do = [n for n in FAULTS_IN_TURN if site.refused is None or "network" not in fault_named(n).needs]
+    return cycle(can_do)
+
+
+def _strike(scene: Scene, name: str) -> None:
+    fault = fault_named(name)
+    fault.begin(scene)
+    time.sleep(fault.lasts_s)
+    fault.end(scene)
+    if fault.target is not None:
+        engine = scene.engine(fault.target)
+        wait_until(lambda: engine.is_healthy() or engine.child.has_ended(), SERVES_MAX_S)
+
+
+def _judge(load: Load, site: Site, outcome: Outcome) -> None:
+    for answer in load.take():
+        judgement = judge_answer(answer, site.expected[answer.question])
+        outcome.judgements[judgement] = outcome.judgements.get(judgement, 0) + 1
+
+
+def take_samples(system: System, at_s: float) -> list[Sample]:
+    """An engine that does not answer just now has none."""
+    found = []
+    for name, engine in system.engines.items():
+        try:
+            metrics = engine.samples()
+            found.append(_sample(name, engine.child.pid, at_s, metrics))
+        except (psutil.Error, httpx.HTTPError):
+            continue
+    found.append(_sample("router", system.router.pid, at_s, {}))
+    return found
+
+
+def _sample(name: str, pid: int, at_s: float, metrics: Mapping[tuple[str, str], float]) -> Sample:
+    parent = psutil.Process(pid)
+    processes = [parent, *parent.children(recursive=True)]
+    return Sample(
+        at_s,
+        name,
+        pid,
+        sum(process.memory_info().rss for process in processes) / (1 << 20),
+        sum(process.num_fds() for process in processes),
+        sum(process.num_threads() for process in processes),
+        metrics.get(("num_requests_delayed_free", ""), 0.0),
+        metrics.get(("kv_cache_usage_perc", ""), 0.0),
+    )
+
+
+def plot(samples: Sequence[Sample], path: Path) -> None:
+    """Five curves by engine, one below the other."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    titles = {
+        "rss_mib": "RSS, MiB",
+        "descriptors": "descriptors",
+        "threads": "threads",
+        "loans": "loans",
+        "pool_use": "share of blocks in use",
+    }
+    figure, rows = pyplot.subplots(len(titles), sharex=True, figsize=(9, 11))
+    for axes, (what, title) in zip(rows, titles.items(), strict=True):
+        for name in sorted({sample.name for sample in samples}):
+            own = [sample for sample in samples if sample.name == name]
+            axes.plot([s.at_s / 60 for s in own], [getattr(s, what) for s in own], label=name, linewidth=0.8)
+        axes.set_ylabel(title)
+        axes.grid(visible=True, alpha=0.3)
+    rows[0].legend(fontsize="small", ncols=5)
+    rows[-1].set_xlabel("minutes")
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def write_soak_report(outcome: Outcome, samples: Sequence[Sample], *, machine: str, date: str) -> str:
+    """Markdown. `samples` give the table of first and last values."""
+    verdict = "good" if not outcome.defects else "bad: " + "; ".join(outcome.defects)
+    counts = ", ".join(f"{number} {name}" for name, number in sorted(outcome.judgements.items()))
+    faults = ", ".join(f"{number} {name}" for name, number in outcome.faults.items())
+    lines = [
+        "# Soak test",
+        "",
+        *_PREFACE,
+        "",
+        f"{date}, commit {outcome.commit}, {machine}, {outcome.hours:g} hours. Verdict: **{verdict}**.",
+        "",
+        f"Answers: {counts}. Faults: {faults}.",
+        "",
+        "![RSS, descriptors, threads, loans and pools over time](soak.png)",
+        "",
+        "| process | RSS, MiB: first | last | descriptors: first | last | threads: first | last |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name in sorted({sample.name for sample in samples}):
+        own = [sample for sample in samples if sample.name == name]
+        first, last = own[0], own[-1]
+        values = (
+            first.rss_mib,
+            last.rss_mib,
+            first.descriptors,
+            last.descriptors,
+            first.threads,
+            last.threads,
+        )
+        lines.append(f"| {name} | " + " | ".join(f"{value:.0f}" for value in values) + " |")
+    return "\n".join(lines) + "\n"
