@@ -17,10 +17,10 @@ KEEP_ALIVE_S = 75
 def _use_config(context: typer.Context, path: Path | None) -> Path | None:
     """Before the other options are looked at: the file's values become their defaults."""
     if path is not None:
-        from baton.cli.route_config import read_route_config
+        from baton.cli.route_config import OWN_OPTIONS, read_route_config
         from baton.core.errors import UserError
 
-        known = {option.name for option in context.command.params if option.name} - {"config", "help"}
+        known = {option.name for option in context.command.params if option.name} - {*OWN_OPTIONS}
         try:
             context.default_map = read_route_config(path, known)
         except UserError as error:
@@ -30,6 +30,7 @@ def _use_config(context: typer.Context, path: Path | None) -> Path | None:
 
 @app.command(context_settings={"auto_envvar_prefix": ENV_PREFIX})
 def route(
+    context: typer.Context,
     prefill: Annotated[list[str], typer.Option(help="Root URL of a prefill engine; repeat for more.")],
     decode: Annotated[list[str], typer.Option(help="Root URL of a decode engine; repeat for more.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -74,6 +75,9 @@ def route(
             is_eager=True,
         ),
     ] = None,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print what holds and why, and exit.")
+    ] = False,
 ) -> None:
     """Serve an OpenAI-compatible endpoint; the dashboard is at /, the fleet's state at /fleet.
 
@@ -112,6 +116,11 @@ def route(
         raise typer.BadParameter(f"{path.lstrip('.')}: {problem}") from error
     except UserError as error:
         raise typer.BadParameter(str(error)) from error
+    if show_config:
+        from baton.cli.route_config import show_route_config
+
+        typer.echo(show_route_config(context))
+        return
     uvicorn.run(
         create_app(settings),
         host=host,

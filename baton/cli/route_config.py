@@ -11,13 +11,18 @@ Flags go over the environment (BATON_ROUTE_MODE=push), the environment over the 
 import tomllib
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from baton.cli.settings import MAX_CONFIG_BYTES
+from baton.cli.show_config import to_toml
 from baton.core.errors import ConfigError
 from baton.core.limited_file import read_limited
 
+if TYPE_CHECKING:
+    import typer
+
 TABLE = "route"
+OWN_OPTIONS = ("config", "show_config", "help")  # No keys of the table.
 
 
 def read_route_config(path: Path, known: Collection[str]) -> dict[str, Any]:
@@ -36,3 +41,17 @@ def read_route_config(path: Path, known: Collection[str]) -> dict[str, Any]:
                 f"unknown in {path}; [{TABLE}] has {', '.join(sorted(known))}", field=f"{TABLE}.{name}"
             )
     return values
+
+
+_ORIGINS = {"COMMANDLINE": "command line", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file"}
+
+
+def show_route_config(context: "typer.Context") -> str:
+    """The options of `baton route` as the table that `--config` reads, each with its origin."""
+    lines = [f"[{TABLE}]"]
+    for name, value in context.params.items():
+        if name not in OWN_OPTIONS and value is not None:
+            source = context.get_parameter_source(name)
+            origin = _ORIGINS.get(source.name, "default") if source is not None else "default"
+            lines.append(f"{name} = {to_toml(value)}  # {origin}")
+    return "\n".join(lines)

@@ -22,7 +22,7 @@ def _line(name: str, resolved: Resolved) -> str:
     value = getattr(resolved.settings, name)
     if value is None:
         return f"# {name}: {_unset(name, resolved.settings)}"
-    return f"{name} = {_toml(value)}  # {resolved.origins.get(name, 'default')}"
+    return f"{name} = {to_toml(value)}  # {resolved.origins.get(name, 'default')}"
 
 
 def _unset(name: str, settings: ServeSettings) -> str:
@@ -44,13 +44,14 @@ def _unset(name: str, settings: ServeSettings) -> str:
             return "not set"
 
 
-def _toml(value: Any) -> str:
+def to_toml(value: Any) -> str:
+    """A value as TOML; keys without a value are left out."""
     if isinstance(value, msgspec.Struct):
         value = msgspec.to_builtins(value)
     if isinstance(value, dict):
-        pairs = (f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items() if item is not None)
+        pairs = (f"{json.dumps(key)} = {to_toml(item)}" for key, item in value.items() if item is not None)
         return "{ " + ", ".join(pairs) + " }"
     if isinstance(value, list):
-        return "[" + ", ".join(_toml(item) for item in value if item is not None) + "]"
+        return "[" + ", ".join(to_toml(item) for item in value if item is not None) + "]"
     # JSON's strings, numbers and booleans are TOML's too.
     return json.dumps(value, ensure_ascii=False)

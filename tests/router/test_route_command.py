@@ -99,3 +99,17 @@ def test_idle_connections_are_closed_by_whoever_uses_them(monkeypatch: pytest.Mo
     monkeypatch.setattr(uvicorn, "run", lambda app, **options: seen.update(options))
     assert CliRunner().invoke(app, URLS).exit_code == 0
     assert seen["timeout_keep_alive"] > 60
+
+
+def test_what_is_shown_is_a_file_that_says_the_same(tmp_path: Path, started: list[Any]) -> None:
+    given = [*URLS, "--mode", "push", "--no-first-token"]
+    shown = CliRunner().invoke(app, [*given, "--show-config"], env={"BATON_ROUTE_POLICY": "round_robin"})
+    assert started == []
+    assert 'mode = "push"  # command line' in shown.output
+    assert 'policy = "round_robin"  # environment' in shown.output
+    assert "port = 8000  # default" in shown.output
+    (tmp_path / "route.toml").write_text(shown.output)
+    environment = {"BATON_ROUTE_POLICY": "round_robin"}
+    for arguments in (given, ["--config", str(tmp_path / "route.toml")]):
+        assert CliRunner().invoke(app, arguments, env=environment).exit_code == 0
+    assert started[0] == started[1]
