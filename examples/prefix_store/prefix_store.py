@@ -1,7 +1,4 @@
-"""A whole KV connector in one file: prompts are kept in a folder, and loaded where they come again.
-
-Copy it and change it; README.md says how to run it. The scheduler half orders, the ranks' worker halves copy.
-"""
+"""A whole KV connector: prompts are kept in a folder, and loaded when they come again. See README.md."""
 
 import hashlib
 from dataclasses import dataclass
@@ -18,7 +15,7 @@ from baton.contract import KVConnectorMetadata, NullSchedulerHalf, NullWorkerHal
 
 @dataclass
 class Orders(KVConnectorMetadata):
-    loads: list[tuple[str, list[int]]]  # Names of files, and the blocks that their last ones belong in.
+    loads: list[tuple[str, str, list[int]]]  # Request, name of its file, the blocks that its last ones fill.
     saves: list[tuple[str, list[int]]]
 
 
@@ -26,8 +23,8 @@ class SchedulerHalf(NullSchedulerHalf):
     def __init__(self, config: Any) -> None:
         model, self._block_size = config.model_config, config.cache_config.block_size
         # What a block's bytes depend on besides its tokens: another model must never find our files.
-        ranks = config.parallel_config.tensor_parallel_size
-        self._kind = (model.architecture_digest, model.weights_digest, model.dtype, self._block_size, ranks)
+        shape = (model.dtype, self._block_size, config.parallel_config.tensor_parallel_size)
+        self._kind = (model.architecture_digest, model.weights_digest, *shape)
         self._folder = Path(config.kv_transfer_config.kv_connector_extra_config["path"])
         self._orders = Orders([], [])
 
@@ -46,9 +43,9 @@ class SchedulerHalf(NullSchedulerHalf):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
             (table,) = blocks.get_block_ids()  # The whole table; those that the prefix cache had come first.
-            last = self._num_blocks(request)
-            fresh = table[last - num_external_tokens // self._block_size : last]
-            self._orders.loads.append((self._name(request), fresh))
+            end = self._num_blocks(request)
+            fresh = table[end - num_external_tokens // self._block_size : end]
+            self._orders.loads.append((request.request_id, self._name(request), fresh))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         orders, self._orders = self._orders, Orders([], [])
@@ -82,12 +79,16 @@ class WorkerHalf(NullWorkerHalf):
             aside.rename(self._folder / f"{name}.{self._rank}")  # Whole or not at all.
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        for name, block_ids in self._get_connector_metadata().loads:  # type: ignore[attr-defined]
-            try:
-                for layer, kv in load_file(self._folder / f"{name}.{self._rank}").items():
-                    self._caches[layer][block_ids] = kv[-len(block_ids) :].to(self._caches[layer].device)
-            except (OSError, SafetensorError):
-                self._failed.update(block_ids)  # The engine computes them.
+        for _, name, block_ids in self._get_connector_metadata().loads:  # type: ignore[attr-defined]
+            self._failed |= self._load(name, block_ids)
+
+    def _load(self, name: str, block_ids: list[int]) -> set[int]:
+        try:
+            for layer, kv in load_file(self._folder / f"{name}.{self._rank}").items():
+                self._caches[layer][block_ids] = kv[-len(block_ids) :].to(self._caches[layer].device)
+        except (OSError, SafetensorError):
+            return set(block_ids)  # The engine computes them.
+        return set()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed = self._failed, set()

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from baton.engine.api import SamplingParams
 from baton.engine.checkpoint import load_model_config
 from baton.engine.llm import LLM
 from baton.engine.new_model import write_checkpoint
+from baton.testing import cut_files
+from baton.testing.contract.case import ConnectorCase
+from baton.testing.contract.check import check_connector
 from examples.kv_event_subscriber import Subscriber
 from tests.system.engines import Engines, make_prompt, tokens_of
 
@@ -36,6 +40,21 @@ def test_it_is_short_enough_to_copy() -> None:
     source = (EXAMPLE / "prefix_store.py").read_text()
     assert len(source.splitlines()) <= 100
     assert max(len(line) for line in source.splitlines()) <= 110
+
+
+def test_the_guide_shows_the_example_of_a_load_in_the_background() -> None:
+    guide = (EXAMPLE.parents[1] / "docs" / "connectors.md").read_text()
+    source = (EXAMPLE / "background_store.py").read_text()
+    assert source.partition("\nclass ")[2] in guide
+
+
+@pytest.mark.parametrize(
+    "path", ["prefix_store:PrefixStoreConnector", "background_store:BackgroundStoreConnector"]
+)
+def test_the_kit_finds_nothing_wrong_with_it(path: str, tmp_path: Path) -> None:
+    broken = partial(cut_files, tmp_path)
+    case = ConnectorCase(path=path, extra_config={"path": str(tmp_path)}, break_store=broken)
+    check_connector(case, examples=4, seed=0).raise_if_broken()
 
 
 def test_it_is_a_connector() -> None:
