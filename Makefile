@@ -1,12 +1,11 @@
 # The same commands for people and for CI. Each sets up .venv (test-vllm: .venv-vllm) by itself.
-.PHONY: demo test test-vllm check chaos soak bench format clean
+.PHONY: demo test test-python test-vllm check chaos soak bench format clean
 
 demo:      ; @scripts/demo $(ARGS)
 test:      ; @scripts/test $(ARGS)
 test-vllm: ; @scripts/test-vllm $(ARGS)
 check:     ; @scripts/check
-chaos:     ; @scripts/chaos $(ARGS)
-soak:      ; @scripts/soak $(ARGS)
+.PHONY: demo test test-python test-vllm check chaos soak bench format clean
 bench:     ; @scripts/bench $(ARGS)
 
 format:
@@ -15,4 +14,4 @@ format:
 	@.venv/bin/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-vllm .setup.lock .setup-vllm.lock .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-* .setup.lock .setup-vllm.lock .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
