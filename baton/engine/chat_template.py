@@ -1,12 +1,15 @@
 """A model folder's chat template, rendered as `transformers` renders it, without importing transformers.
 
 The template is the folder's code: it runs in Jinja's immutable sandbox, with the same settings, filters and
-globals.
+globals. The sandbox bounds neither time nor memory, so a server compiles and renders in a worker process
+(`check_job`, `render_job`).
 """
 
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property, lru_cache
 from typing import Any, NoReturn
 
 import jinja2
@@ -19,10 +22,14 @@ from baton.core.errors import UserError
 
 
 class ChatTemplate:
-    """Raises UserError for a template that does not parse."""
+    """One template. It is compiled when it is first rendered: compiling runs its constant expressions."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self._special_tokens = dict(special_tokens)
+        self.source = source
+        self.special_tokens = dict(special_tokens)
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -30,9 +37,13 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+            return environment.from_string(self.source)
+        except (jinja2.TemplateError, ValueError, RecursionError) as error:
             raise UserError(f"is not a valid template: {error}", field="chat_template") from error
+
+    def check(self) -> None:
+        """Raises UserError for a template that does not compile."""
+        assert self._template is not None
 
     def render(
         self,
@@ -40,23 +51,69 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
+        max_chars: int | None = None,
     ) -> str:
-        """Raises UserError where the template refuses the conversation."""
+        """Raises UserError where the template refuses the conversation, or writes more than `max_chars`."""
+        template = self._template
+        context = {
+            **self.special_tokens,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **(variables or {}),
+        }
+        pieces: list[str] = []
+        num_chars = 0
         try:
-            return self._template.render(
-                {
-                    **self._special_tokens,
-                    "messages": messages,
-                    "tools": tools,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                    **variables,
-                }
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            # A template written for strings meets whatever the client sent: it may fail in any of these ways.
+            for piece in template.generate(context):
+                pieces.append(piece)
+                num_chars += len(piece)
+                if max_chars is not None and num_chars > max_chars:
+                    break
+        except MemoryError:
+            raise
+        except RecursionError as error:
+            raise UserError("the model's chat template recurses too deeply", field="messages") from error
+        except Exception as error:
+            # A template written for strings meets whatever the client sent: it may fail in any way.
             raise UserError(f"the model's chat template refuses it: {error}", field="messages") from error
+        if max_chars is not None and num_chars > max_chars:
+            raise UserError(f"has more than {max_chars} characters in the model's template", field="messages")
+        return "".join(pieces)
+
+
+@lru_cache(maxsize=4)
+def _cached(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    return ChatTemplate(source, dict(special_tokens))
+
+
+def check_job(source: str, special_tokens: Mapping[str, str]) -> None:
+    """`ChatTemplate.check`, for a worker process; then renders the simplest conversation."""
+    template = _cached(source, tuple(special_tokens.items()))
+    template.check()
+    with suppress(UserError):  # A template may insist on a system message, say.
+        template.render([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
+
+
+def render_job(
+    source: str,
+    special_tokens: Mapping[str, str],
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None,
+    variables: Mapping[str, Any] | None,
+    max_chars: int,
+) -> str:
+    """`ChatTemplate.render`, for a worker process."""
+    return _cached(source, tuple(special_tokens.items())).render(
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        tools=tools,
+        variables=variables,
+        max_chars=max_chars,
+    )
 
 
 class _Generation(Extension):

@@ -7,13 +7,14 @@
 Imports neither torch nor transformers: the server starts in a second. Safe to use from several threads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from baton.core.errors import UserError
+from baton.core.errors import BatonError, UserError
 from baton.engine.chat_template import ChatTemplate
 from baton.engine.checkpoint import read_json
 from baton.engine.detokenizer import IncrementalDetokenizer
@@ -33,7 +34,7 @@ class Tokenizer:
     ) -> None:
         self._fast = fast
         self._special_tokens = dict(special_tokens)
-        self._chat_template = chat_template
+        self.chat_template = chat_template
         self.eos_token_ids = tuple(eos_token_ids)
         self.vocab_size = fast.get_vocab_size(with_added_tokens=True)
 
@@ -77,13 +78,15 @@ class Tokenizer:
         Raises UserError for a string that is no text: JSON can carry one half of a surrogate pair.
         """
         try:
-            return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+            with _panics():
+                return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
         except TypeError as error:
             raise UserError("has half of a surrogate pair, which is no character", field="prompt") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids beyond the vocabulary decode to nothing; broken characters to U+FFFD."""
-        return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        with _panics():
+            return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
         """For one stream of output tokens."""
@@ -93,15 +96,7 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """One token for people, special ones included: what logprobs show."""
-        return self._fast.decode([token_id], skip_special_tokens=False)
-
-    def token_string(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling; None beyond the vocabulary."""
-        return self._fast.id_to_token(token_id)
-
-    def token_id(self, token: str) -> int | None:
-        """The inverse of `token_string`."""
-        return self._fast.token_to_id(token)
+        return self.decode([token_id], skip_special_tokens=False)
 
     def render_chat(
         self,
@@ -111,30 +106,34 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The conversation as one text. Raises UserError without a template, or where it refuses."""
-        if self._chat_template is None:
+        """The conversation as one text, for trusted input. Raises UserError without a template, or where it
+        refuses."""
+        if self.chat_template is None:
             raise UserError("the model has no chat template; use /v1/completions", field="messages")
-        return self._chat_template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
+        return self.chat_template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
         )
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> list[int]:
-        """The conversation as ids. The template writes the special tokens itself, so none are added."""
-        text = self.render_chat(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
-        )
-        return self.encode(text, add_special_tokens=False)
 
     def _special_token_id(self, role: str) -> int | None:
         token = self._special_tokens.get(role)
         return None if token is None else self._fast.token_to_id(token)
+
+
+class TokenizerPanic(BatonError):
+    """The tokenizers library failed on an input, by a defect of its own or of the model folder."""
+
+
+@contextmanager
+def _panics() -> Iterator[None]:
+    """Turns the library's Rust panics, which are no `Exception`, into TokenizerPanic."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerPanic(f"the model's tokenizer failed: {error}") from error
 
 
 def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:

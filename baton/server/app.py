@@ -7,9 +7,11 @@ GET  /baton/introduction                        for routers that start both legs
 POST /baton/take_back                           ... and for those whose client has gone before the second leg
 """
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 import msgspec
 import prometheus_client
@@ -19,24 +21,24 @@ from starlette.exceptions import HTTPException
 import baton
 from baton.core.errors import UserError
 from baton.engine.client import EngineDeadError
+from baton.http.bodies import ClientGone
+from baton.http.errors import RETRY_AFTER_S, ApiError
+from baton.http.gate import Gate
 from baton.server.chat import ChatWork, admit_chat
 from baton.server.completions import CompletionWork, admit_completion
-from baton.server.errors import ApiError
 from baton.server.http import (
     CLIENT_GONE,
-    ClientGone,
     EventStream,
     error_response,
     json_response,
-    read_body,
     request_id_of,
     until_client_leaves,
 )
 from baton.server.protocol.chat import ChatCompletion, ChatRequest, plain_messages, plain_tools
 from baton.server.protocol.completion import Completion, CompletionRequest
+from baton.server.protocol.fields import Endpoint
 from baton.server.protocol.lent import Lent
 from baton.server.protocol.parse import parse_body, parse_request
-from baton.server.protocol.sampling import check_token_ids
 from baton.server.protocol.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -47,15 +49,37 @@ from baton.server.service import Service
 
 logger = logging.getLogger(__name__)
 
+Request_ = TypeVar("Request_", CompletionRequest, ChatRequest)
 
-def build_app(service: Service) -> FastAPI:
-    """The service outlives the app; whoever made it closes it."""
-    app = FastAPI(title="Baton", version=baton.__version__, openapi_url=None)
+
+def build_app(
+    service: Service, *, checked_hosts: Sequence[str] | None = None, has_admin_port: bool = False
+) -> FastAPI:
+    """The application of the main port. The service outlives it; its owner closes it.
+
+    `checked_hosts`: see `Gate`. `has_admin_port`: `build_admin_app` serves metrics and /baton/*.
+    """
+    app = _new_app(service, checked_hosts)
     service.engine.on_stats = service.metrics.observe_stats
-    _add_error_handlers(app)
     _add_generation(app, service)
     _add_tokens(app, service)
     _add_state(app, service)
+    if not has_admin_port:
+        _add_admin(app, service)
+    return app
+
+
+def build_admin_app(service: Service, *, checked_hosts: Sequence[str] | None = None) -> FastAPI:
+    """The application of the admin port."""
+    app = _new_app(service, checked_hosts)
+    _add_admin(app, service)
+    return app
+
+
+def _new_app(service: Service, checked_hosts: Sequence[str] | None) -> FastAPI:
+    app = FastAPI(title="Baton", version=baton.__version__, openapi_url=None)
+    _add_error_handlers(app)
+    app.add_middleware(Gate, api_keys=service.limits.api_keys, allowed_hosts=checked_hosts)
     return app
 
 
@@ -73,34 +97,20 @@ def _add_error_handlers(app: FastAPI) -> None:
         logger.debug("%s %s: the client has gone", request.method, request.url.path)
         return Response(status_code=CLIENT_GONE)
 
-    app.add_exception_handler(ClientGone, handle_gone)
     for kind in (UserError, ApiError, EngineDeadError):
         app.add_exception_handler(kind, handle)
+    app.add_exception_handler(ClientGone, handle_gone)
     app.add_exception_handler(HTTPException, handle_http)
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(http: Request) -> Response:
-        async def answer(body: bytes, request_id: str) -> Response:
-            request = parse_request(body, CompletionRequest, "completions")
-            work = await admit_completion(service, request, request_id)
-            if request.stream:
-                return EventStream(work.chunks(), request_id=request_id)
-            return json_response(await _whole(service, http, work), request_id=request_id)
-
-        return await _answer(service, http, answer)
+        return await _generate(service, http, CompletionRequest, "completions", admit_completion)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:
-        async def answer(body: bytes, request_id: str) -> Response:
-            request = parse_request(body, ChatRequest, "chat")
-            work = await admit_chat(service, request, request_id)
-            if request.stream:
-                return EventStream(work.chunks(), request_id=request_id)
-            return json_response(await _whole(service, http, work), request_id=request_id)
-
-        return await _answer(service, http, answer)
+        return await _generate(service, http, ChatRequest, "chat", admit_chat)
 
 
 async def _whole(
@@ -115,14 +125,24 @@ async def _whole(
     return await until_client_leaves(http.receive, work.answer(), drop=take_back)
 
 
-async def _answer(
-    service: Service, http: Request, answer: Callable[[bytes, str], Awaitable[Response]]
+async def _generate(
+    service: Service,
+    http: Request,
+    kind: type[Request_],
+    endpoint: Endpoint,
+    admit: Callable[[Service, Request_, str], Awaitable[CompletionWork | ChatWork]],
 ) -> Response:
     """Errors carry the request's id as well."""
     request_id = request_id_of(http)
     try:
         service.check_open()
-        return await answer(await read_body(http), request_id)
+        async with service.bodies.read(http.headers, http.receive) as body:
+            request = parse_request(body, kind, endpoint)
+        async with _admission_deadline(service):
+            work = await admit(service, request, request_id)
+        if request.stream:
+            return EventStream(work.chunks(), request_id=request_id)
+        return json_response(await _whole(service, http, work), request_id=request_id)
     except ClientGone:
         logger.debug("request %s: the client has gone", request_id)
         return Response(status_code=CLIENT_GONE)
@@ -130,23 +150,41 @@ async def _answer(
         return error_response(error, request_id)
 
 
+@asynccontextmanager
+async def _admission_deadline(service: Service) -> AsyncIterator[None]:
+    """For all work on a request before the engine has it. Raises ApiError 503."""
+    limit_s = service.limits.admission_s
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError as error:
+        raise ApiError(
+            503,
+            f"the work before the engine took more than {limit_s:g} s; send a smaller request, or try again",
+            code="admission_timeout",
+            retry_after_s=RETRY_AFTER_S,
+        ) from error
+
+
 def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(http: Request) -> Response:
-        request = parse_request(await read_body(http), TokenizeRequest, "tokenize")
+        async with service.bodies.read(http.headers, http.receive) as body:
+            request = parse_request(body, TokenizeRequest, "tokenize")
         service.check_model(request.model)
         request.check()
-        if request.messages is not None:
-            tokens = await service.encoder.encode_chat(
-                plain_messages(request.messages),
-                add_generation_prompt=request.add_generation_prompt,
-                variables=request.chat_template_kwargs,
-                tools=plain_tools(request.tools),
-            )
-        else:
-            tokens = await service.encoder.encode(
-                request.prompt or "", add_special_tokens=request.add_special_tokens
-            )
+        async with _admission_deadline(service):
+            if request.messages is not None:
+                tokens = await service.encoder.encode_chat(
+                    plain_messages(request.messages),
+                    add_generation_prompt=request.add_generation_prompt,
+                    variables=request.chat_template_kwargs,
+                    tools=plain_tools(request.tools),
+                )
+            else:
+                tokens = await service.encoder.encode(
+                    request.prompt or "", add_special_tokens=request.add_special_tokens
+                )
         answer = TokenizeResponse(
             count=len(tokens), max_model_len=service.model_config.max_model_len, tokens=tokens
         )
@@ -154,12 +192,11 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize")
     async def detokenize(http: Request) -> Response:
-        request = parse_request(await read_body(http), DetokenizeRequest, "detokenize")
+        async with service.bodies.read(http.headers, http.receive) as body:
+            request = parse_request(body, DetokenizeRequest, "detokenize")
         service.check_model(request.model)
-        check_token_ids(request.tokens, service.model_config.vocab_size, "tokens")
-        return json_response(
-            DetokenizeResponse(service.tokenizer.decode(request.tokens, skip_special_tokens=False))
-        )
+        async with _admission_deadline(service):
+            return json_response(DetokenizeResponse(await service.encoder.decode(request.tokens, "tokens")))
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
@@ -181,6 +218,12 @@ def _add_state(app: FastAPI, service: Service) -> None:
         service.check_healthy()
         return Response(status_code=200)
 
+    @app.get("/version")
+    async def version() -> Response:
+        return json_response({"version": baton.__version__})
+
+
+def _add_admin(app: FastAPI, service: Service) -> None:
     @app.get("/baton/introduction")
     async def introduction() -> Response:
         if service.introduction is None:
@@ -192,13 +235,10 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.post("/baton/take_back")
     async def take_back(http: Request) -> Response:
         """The body is the `kv_transfer_params` of an answer that nobody will carry on. A hint: always 202."""
-        lent = parse_body(await read_body(http), Lent)
+        async with service.bodies.read(http.headers, http.receive) as body:
+            lent = parse_body(body, Lent)
         service.engine.take_back({"baton_ticket": lent.checked_ticket})
         return Response(status_code=202)
-
-    @app.get("/version")
-    async def version() -> Response:
-        return json_response({"version": baton.__version__})
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -2,6 +2,7 @@
 
 UserError                   400  param: the field
 ApiError                    its own (404 unknown model, 413 body too large, 503 draining, ...)
+TokenizerPanic              500  the tokenizers library failed on this input; logged
 EngineDeadError             503  the engine's process is gone; another engine may serve
 anything else               500  our bug: logged with its traceback, told without details
 """
@@ -9,46 +10,15 @@ anything else               500  our bug: logged with its traceback, told withou
 import logging
 from typing import Any
 
-import msgspec
-
 from baton.core.errors import UserError
 from baton.engine.client import EngineDeadError
+from baton.engine.tokenizer import TokenizerPanic
+from baton.http.errors import TYPES, ApiError, ErrorBody
+from baton.http.workers import WorkerFailed
+
+__all__ = ["ApiError", "as_event", "describe", "log_failure"]
 
 logger = logging.getLogger(__name__)
-
-_TYPES = {
-    400: "invalid_request_error",
-    404: "not_found_error",
-    405: "method_not_allowed_error",
-    413: "request_too_large_error",
-    503: "service_unavailable_error",
-}
-
-
-class ApiError(Exception):
-    """An answer other than 200, decided by the server."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-        self.retry_after_s = retry_after_s
-
-
-class ErrorBody(msgspec.Struct, frozen=True):
-    message: str
-    type: str
-    param: str | None
-    code: str | int | None
 
 
 def describe(error: BaseException) -> tuple[int, ErrorBody]:
@@ -66,10 +36,12 @@ def describe(error: BaseException) -> tuple[int, ErrorBody]:
                 "engine_dead",
                 "the engine has stopped; nothing was lost but this answer",
             )
+        case TokenizerPanic() | WorkerFailed():
+            status, param, code, message = 500, None, "input_failed", str(error)
         case _:
             status, param, code, message = 500, None, None, "internal server error"
     return status, ErrorBody(
-        message=message, type=_TYPES.get(status, "server_error"), param=param, code=code or status
+        message=message, type=TYPES.get(status, "server_error"), param=param, code=code or status
     )
 
 

@@ -1,4 +1,4 @@
-"""HTTP around the endpoints: bounded bodies, request ids, event streams, and clients that go away.
+"""HTTP around the endpoints: request ids, event streams, and clients that go away.
 
 Work for a client runs beside a listener for its disconnection; whichever ends first ends the other. So a
 closed connection aborts its engine requests, also while a long prompt is still being computed.
@@ -14,25 +14,21 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request, Response
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from baton.core.errors import UserError
-from baton.server.errors import ApiError, as_event, describe, log_failure
+from baton.http.bodies import ClientGone
+from baton.http.errors import ApiError
+from baton.server.errors import as_event, describe, log_failure
 from baton.server.service import MAX_REQUEST_ID_CHARS
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 32 << 20  # A million token ids take about 8 MiB.
 CLIENT_GONE = 499  # nginx's status; nobody is there to read it.
 _DONE = b"data: [DONE]\n\n"
 _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARS}}}")
-
-
-class ClientGone(Exception):
-    """The client has closed its connection."""
 
 
 def request_id_of(request: Request) -> str:
@@ -46,21 +42,6 @@ def request_id_of(request: Request) -> str:
             field="X-Request-Id",
         )
     return given
-
-
-async def read_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """Raises ApiError 413 as soon as it is too long, without reading the rest; ClientGone."""
-    chunks: list[bytes] = []
-    length = 0
-    try:
-        async for chunk in request.stream():
-            length += len(chunk)
-            if length > max_bytes:
-                raise ApiError(413, f"the body has more than {max_bytes} bytes", code="body_too_large")
-            chunks.append(chunk)
-    except ClientDisconnect as error:
-        raise ClientGone from error
-    return b"".join(chunks)
 
 
 def json_response(value: Any, *, status: int = 200, request_id: str | None = None) -> Response:
@@ -154,6 +135,6 @@ def error_response(error: Exception, request_id: str | None = None) -> Response:
     log_failure(error, request_id or "-")
     status, body = describe(error)
     response = json_response({"error": body}, status=status, request_id=request_id)
-    if isinstance(error, ApiError) and error.retry_after_s is not None:
-        response.headers["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, ApiError):
+        response.headers.update(error.headers())
     return response

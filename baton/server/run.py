@@ -19,14 +19,20 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import NamedTuple
 
 import uvicorn
+from fastapi import FastAPI
 
 from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
-from baton.server.app import build_app
+from baton.http.bodies import Bodies
+from baton.http.connections import raise_descriptor_limit, server_config
+from baton.http.gate import hosts_to_check
+from baton.http.settings import DoorSettings
+from baton.http.workers import WorkerPool
+from baton.server.app import build_admin_app, build_app
 from baton.server.connector_log import ConnectorLog
 from baton.server.introduction import introduce
 from baton.server.metrics import BuildConnectorMetrics, ServerMetrics
@@ -38,9 +44,6 @@ logger = logging.getLogger(__name__)
 
 EXIT_STOPPED = 0
 EXIT_ENGINE_DIED = 1
-KEEP_ALIVE_S = (
-    75  # Longer than clients and proxies keep idle connections, so that they never meet a closed one.
-)
 LAST_ANSWERS_S = 3.0  # For answers to leave once the engine has stopped under them.
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -50,6 +53,8 @@ class ServeOptions(NamedTuple):
     port: int  # 0: a free one.
     shutdown_timeout_s: float
     drain_timeout_s: float = 0.0  # 0: no drain.
+    doors: DoorSettings = DoorSettings()
+    admin_port: int | None = None  # For metrics and /baton/*, on the same host; None: the main port.
 
 
 class Parts(NamedTuple):
@@ -65,7 +70,8 @@ class Parts(NamedTuple):
 async def run(
     config: EngineConfig, options: ServeOptions, parts: Parts, on_ready: Callable[[str], None]
 ) -> int:
-    """Returns the exit status. Raises ConfigError, or what starting the engine raised."""
+    """Returns the exit status. Raises UserError, or what starting the engine raised."""
+    raise_descriptor_limit()
     stop, hurry = asyncio.Event(), asyncio.Event()
     server: _Server | None = None
 
@@ -75,21 +81,54 @@ async def run(
             server.force_exit = True
         stop.set()
 
-    with _bound_socket(options.host, options.port) as listener, _signals(on_signal):
+    workers = WorkerPool()
+    with ExitStack() as stack:
+        stack.callback(workers.close)
+        listener = stack.enter_context(_bound_socket(options.host, options.port, "port"))
+        admin_listener = None
+        if options.admin_port is not None:
+            admin_listener = stack.enter_context(
+                _bound_socket(options.host, options.admin_port, "admin_port")
+            )
+        stack.enter_context(_signals(on_signal))
         tokenizer = parts.load_tokenizer()
+        encoder = PromptEncoder(tokenizer, config.model_config, workers, options.doors)
+        stack.callback(encoder.close)
+        await encoder.check_template()
         async with _running_engine(parts.start_engine, stop) as engine:
             if engine is None:
                 return EXIT_STOPPED
-            service = await _make_service(config, engine, tokenizer, parts)
+            service = await _make_service(config, engine, tokenizer, encoder, workers, options.doors, parts)
+            hosts = hosts_to_check(options.host, options.doors.allowed_hosts)
+            app = build_app(service, checked_hosts=hosts, has_admin_port=admin_listener is not None)
             url = _url(options.host, listener)
-            server = _Server(service, options.shutdown_timeout_s, lambda: on_ready(url))
+            server = _Server(app, options, lambda: on_ready(url))
             try:
-                await _serve(server, service, listener, stop, hurry, options)
+                async with _admin_server(
+                    build_admin_app(service, checked_hosts=hosts), options, admin_listener
+                ):
+                    await _serve(server, service, listener, stop, hurry, options)
             finally:
-                service.encoder.close()
                 if parts.connector_log is not None:
                     parts.connector_log.say()
             return EXIT_ENGINE_DIED if server.engine_died else EXIT_STOPPED
+
+
+@asynccontextmanager
+async def _admin_server(
+    app: FastAPI, options: ServeOptions, listener: socket.socket | None
+) -> AsyncIterator[None]:
+    if listener is None:
+        yield
+        return
+    server = _Server(app, options, lambda: None)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    logger.info("metrics and /baton/* are at %s", _url(options.host, listener))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await asyncio.gather(serving, return_exceptions=True)
 
 
 async def _serve(
@@ -156,16 +195,15 @@ async def _finish_all(server: "_Server", engine: Engine, timeout_s: float) -> bo
 class _Server(uvicorn.Server):
     """uvicorn without its own signal handling, and with a word when it is ready."""
 
-    def __init__(self, service: Service, shutdown_timeout_s: float, on_started: Callable[[], None]) -> None:
+    def __init__(self, app: FastAPI, options: ServeOptions, on_started: Callable[[], None]) -> None:
         super().__init__(
-            uvicorn.Config(
-                build_app(service),
+            server_config(
+                app,
+                options.doors,
                 log_config=None,  # Ours is in place already.
-                access_log=False,
                 lifespan="off",
-                timeout_keep_alive=KEEP_ALIVE_S,
                 # The last net: answers end by themselves once the engine has stopped.
-                timeout_graceful_shutdown=int(shutdown_timeout_s + LAST_ANSWERS_S) + 1,
+                timeout_graceful_shutdown=int(options.shutdown_timeout_s + LAST_ANSWERS_S) + 1,
             )
         )
         self.engine_died = False
@@ -183,13 +221,23 @@ class _Server(uvicorn.Server):
         self._on_started()
 
 
-async def _make_service(config: EngineConfig, engine: Engine, tokenizer: Tokenizer, parts: Parts) -> Service:
+async def _make_service(
+    config: EngineConfig,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    encoder: PromptEncoder,
+    workers: WorkerPool,
+    limits: DoorSettings,
+    parts: Parts,
+) -> Service:
     model = config.model_config
     return Service(
         engine=engine,
         model_config=model,
         tokenizer=tokenizer,
-        encoder=PromptEncoder(tokenizer, model),
+        encoder=encoder,
+        bodies=Bodies(limits, workers),
+        limits=limits,
         metrics=ServerMetrics(
             model.served_model_name,
             build_connector_metrics=parts.build_connector_metrics,
@@ -225,7 +273,7 @@ async def _running_engine(
 
 
 @contextmanager
-def _bound_socket(host: str, port: int) -> Iterator[socket.socket]:
+def _bound_socket(host: str, port: int, field: str) -> Iterator[socket.socket]:
     """Bound, not yet listening."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -236,7 +284,7 @@ def _bound_socket(host: str, port: int) -> Iterator[socket.socket]:
         try:
             listener.bind(address)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", field="port") from error
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}", field=field) from error
         yield listener
 
 

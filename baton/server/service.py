@@ -16,8 +16,10 @@ from baton.core.errors import UserError
 from baton.core.transfer_params import FIELD as TRANSFER_FIELD
 from baton.core.transfer_params import parse_transfer_params
 from baton.engine.api import EngineRequest
+from baton.http.bodies import Bodies
+from baton.http.errors import ApiError
+from baton.http.settings import DoorSettings
 from baton.server import first_token
-from baton.server.errors import ApiError
 from baton.server.introduction import Introduction
 from baton.server.metrics import ServerMetrics
 from baton.server.protocol.sampling import SamplingFields
@@ -29,6 +31,7 @@ from baton.server.tokens import PromptEncoder, Tokenizer, check_length
 Door: TypeAlias = Callable[[Mapping[str, Any] | None], None]
 """Raises UserError for `kv_transfer_params` that this engine's connector cannot honour."""
 
+DEFAULT_LIMITS = DoorSettings()
 MAX_CHOICES = 1024  # Prompts times samples of one HTTP request.
 MAX_REQUEST_ID_CHARS = 256
 RETRY_AFTER_S = 1  # A server that drains does not come back; whoever retries reaches another one.
@@ -45,7 +48,9 @@ class Service:
     model_config: ModelConfig
     tokenizer: Tokenizer
     encoder: PromptEncoder
+    bodies: Bodies
     metrics: ServerMetrics
+    limits: DoorSettings = DEFAULT_LIMITS
     door: Door = core_door
     introduction: Introduction | None = None
     is_draining: bool = False

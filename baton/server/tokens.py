@@ -1,7 +1,7 @@
 """What the server needs of a tokenizer, and prompts as token ids.
 
-Text is encoded on one thread of its own: a long prompt takes tens of milliseconds, and other clients' streams
-must not stop meanwhile.
+The event loop does neither: text is encoded on threads (the tokenizers library releases the interpreter's
+lock), and chat templates are rendered in worker processes, because a template's loop holds that lock.
 """
 
 import asyncio
@@ -9,57 +9,90 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-import msgspec
-
 from baton.core.config import ModelConfig
 from baton.core.errors import UserError
+from baton.http.settings import DoorSettings
+from baton.http.workers import Job, WorkerOutOfMemory, WorkerPool, WorkerTimeout
 from baton.server.protocol.completion import Prompt
 from baton.server.protocol.sampling import check_token_ids
 from baton.server.text import Detokenizer
 
 T = TypeVar("T")
 
-_RESERVED_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
+_RESERVED_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "self"})
 MAX_CHARS_PER_TOKEN = 128  # The longest tokens of today's vocabularies; prompts have about four.
 MAX_BAD_WORDS_TOKENS = 1024  # Of all forms together; vLLM's.
 SHORT_CHARS = 4096  # Encoded at once, below a millisecond: cheaper than a change of threads.
+SHORT_TOKENS = 1024  # Decoded at once.
+LONG_TOKENS = 1 << 16  # Checked between two turns of the event loop: 2^20 take 24 ms.
+NUM_THREADS = 2  # A long text leaves one for the others.
+
+
+class Template(Protocol):
+    """`baton.engine.chat_template.ChatTemplate`."""
+
+    source: str
+    special_tokens: dict[str, str]
 
 
 class Tokenizer(Protocol):
     """`baton.engine.tokenizer.Tokenizer`, or a test's own."""
 
+    @property
+    def chat_template(self) -> Template | None: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
-    ) -> list[int]:
-        """Raises UserError if the model has no template or the template refuses the messages."""
-
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer: ...
     def token_text(self, token_id: int) -> str:
         """One token for people, special ones included."""
 
 
 class PromptEncoder:
-    """Owns the encoding thread; `close` ends it."""
+    """Owns the encoding threads; `close` ends them. The worker processes are the caller's."""
 
-    def __init__(self, tokenizer: Tokenizer, model: ModelConfig) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        model: ModelConfig,
+        workers: WorkerPool,
+        limits: DoorSettings = DoorSettings(),  # noqa: B008  It is frozen.
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = model.vocab_size
-        self._max_chars = model.max_model_len * MAX_CHARS_PER_TOKEN
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="encode")
+        self._max_chars = min(model.max_model_len * MAX_CHARS_PER_TOKEN, limits.max_text_chars)
+        self._workers = workers
+        self._limits = limits
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="encode")
+
+    async def check_template(self) -> None:
+        """Compiles the model's chat template. Raises UserError for one that fails or costs too much."""
+        template = self._tokenizer.chat_template
+        if template is None:
+            return
+        job = Job("baton.engine.chat_template:check_job", self._limits.admission_s)
+        try:
+            await self._workers.run(job, template.source, template.special_tokens)
+        except (WorkerTimeout, WorkerOutOfMemory) as error:
+            raise UserError(f"cannot be compiled and rendered: it {error}", field="chat_template") from error
 
     async def encode(
         self, prompt: Prompt, *, add_special_tokens: bool = True, field: str = "prompt"
     ) -> list[int]:
         """Raises UserError."""
         if not isinstance(prompt, str):
-            check_token_ids(prompt, self._vocab_size, field)
+            await self._check_ids(prompt, field)
             return prompt
-        text = prompt
-        self._check_chars(len(text), field)
+        self._check_chars(len(prompt), field)
         return await self._run(
-            len(text), lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            len(prompt), lambda: self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        )
+
+    async def decode(self, token_ids: list[int], field: str) -> str:
+        """With special tokens. Raises UserError."""
+        await self._check_ids(token_ids, field)
+        return await self._run(
+            len(token_ids) * SHORT_CHARS // SHORT_TOKENS,
+            lambda: self._tokenizer.decode(token_ids, skip_special_tokens=False),
         )
 
     async def encode_chat(
@@ -70,35 +103,65 @@ class PromptEncoder:
         variables: Mapping[str, Any] | None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """`variables` are the client's own for the template. Raises UserError."""
+        """`variables` are the client's own for the template. Raises UserError.
+
+        The template writes the special tokens itself, so none are added.
+        """
         variables = variables or {}
         for name in _RESERVED_VARIABLES & variables.keys():
-            raise UserError("has a field of its own", field=f"chat_template_kwargs.{name}")
-        num_chars = len(msgspec.json.encode((messages, tools, variables)))
-        self._check_chars(num_chars, "messages")
-        return await self._run(
-            num_chars,
-            lambda: self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
-            ),
-        )
+            raise UserError("has a meaning of its own in templates", field=f"chat_template_kwargs.{name}")
+        template = self._tokenizer.chat_template
+        if template is None:
+            raise UserError("the model has no chat template; use /v1/completions", field="messages")
+        job = Job("baton.engine.chat_template:render_job", self._limits.render_s)
+        try:
+            text: str = await self._workers.run(
+                job,
+                template.source,
+                template.special_tokens,
+                messages,
+                add_generation_prompt,
+                tools,
+                variables,
+                self._max_chars,
+            )
+        except (WorkerTimeout, WorkerOutOfMemory) as error:
+            raise UserError(f"the model's chat template {error}", field="messages") from error
+        except (UnicodeEncodeError, OverflowError) as error:
+            raise UserError(f"cannot be rendered: {error}", field="messages") from error
+        return await self._run(len(text), lambda: self._tokenizer.encode(text, add_special_tokens=False))
+
+    async def _check_ids(self, token_ids: list[int], field: str) -> None:
+        if len(token_ids) > self._limits.max_token_ids:
+            raise UserError(
+                f"has {len(token_ids)} token ids; at most {self._limits.max_token_ids} are allowed",
+                field=field,
+            )
+        if len(token_ids) > LONG_TOKENS:
+            await asyncio.sleep(0)
+        check_token_ids(token_ids, self._vocab_size, field)
+        if len(token_ids) > LONG_TOKENS:
+            await asyncio.sleep(0)
 
     async def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as it stands at the beginning of a text, and within one. Raises UserError."""
         return await self._run(sum(map(len, words)), lambda: bad_words_in_tokens(words, self._tokenizer))
 
     def _check_chars(self, num_chars: int, field: str) -> None:
-        """What is far too long is not even encoded: the thread is everybody's."""
+        """Refuses a text that is far too long before it is encoded: all requests share the threads."""
         if num_chars > self._max_chars:
-            raise UserError(f"has {num_chars} characters, more than the model can ever take", field=field)
+            raise UserError(
+                f"has {num_chars} characters; the model and this server take at most {self._max_chars}",
+                field=field,
+            )
 
     async def _run(self, num_chars: int, work: Callable[[], T]) -> T:
         if num_chars <= SHORT_CHARS:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True)
+        self._threads.shutdown(wait=True)
 
 
 def bad_words_in_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

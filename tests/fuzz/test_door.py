@@ -14,7 +14,7 @@ from baton.core.config import ClusterSecret, EngineConfig, KVTransferConfig
 from baton.core.ids import Address, BlockId, EngineId, Epoch, LoanId, PromptHash, RequestId, TransferId
 from baton.core.layout import ModelFingerprint
 from baton.protocol.ticket import Ticket, sign_ticket
-from tests.server.fakes import LiveServer, ScriptedEngine, model_config, service_around
+from tests.server.fakes import JSON, LiveServer, ScriptedEngine, model_config, service_around
 
 # The server and its clients are shared by all examples; and a machine that is busy is no failure.
 SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -127,7 +127,7 @@ def test_it_is_a_200_or_a_400_that_names_the_field(
     assert isinstance(engine, ScriptedEngine)
     num_seen = len(engine.requests)
     body = {"prompt": "a", "max_tokens": 1, "stream": is_stream, "kv_transfer_params": raw}
-    answer = client.post("/v1/completions", content=msgspec.json.encode(body))
+    answer = client.post("/v1/completions", content=msgspec.json.encode(body), headers=JSON)
     assert answer.status_code in (200, 400), answer.text
     if answer.status_code == 400:
         assert len(engine.requests) == num_seen, "the engine never hears of what was refused"
@@ -143,7 +143,7 @@ def test_it_is_a_200_or_a_400_that_names_the_field(
 @example(raw=b"1e999999")
 def test_any_bytes_in_their_place_are_refused_or_harmless(client: httpx.Client, raw: bytes) -> None:
     body = b'{"prompt": "a", "max_tokens": 1, "kv_transfer_params": ' + raw + b"}"
-    assert client.post("/v1/completions", content=body).status_code in (200, 400)
+    assert client.post("/v1/completions", content=body, headers=JSON).status_code in (200, 400)
     assert client.get("/health").status_code == 200
 
 
@@ -152,7 +152,7 @@ def test_any_bytes_in_their_place_are_refused_or_harmless(client: httpx.Client, 
 @example(given_id=b"\xff\xfe")
 @example(given_id=b"x" * 300)
 def test_any_request_id_in_the_header_is_taken_or_refused(client: httpx.Client, given_id: bytes) -> None:
-    headers = [(b"x-request-id", given_id)]
+    headers = [(b"x-request-id", given_id), (b"content-type", b"application/json")]
     try:
         answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers)
     except (httpx.LocalProtocolError, httpx.RemoteProtocolError):

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,6 @@ import httpx
 import uvicorn
 
 from baton.core.config import ModelConfig
-from baton.core.errors import UserError
 from baton.engine.api import (
     EngineOutput,
     EngineRequest,
@@ -20,7 +19,12 @@ from baton.engine.api import (
     TokenLogprob,
     TokenLogprobs,
 )
+from baton.engine.chat_template import ChatTemplate
 from baton.engine.client import EngineDeadError
+from baton.http.bodies import Bodies
+from baton.http.connections import server_config
+from baton.http.settings import DoorSettings
+from baton.http.workers import WorkerPool
 from baton.server.app import build_app
 from baton.server.metrics import ServerMetrics
 from baton.server.service import Service, core_door
@@ -30,11 +34,23 @@ EOS = 0
 SPECIAL = {EOS: "<eos>", 1: "<user>", 2: "<assistant>"}
 VOCAB_SIZE = 0x3000
 MAX_MODEL_LEN = 200
+JSON = {"Content-Type": "application/json"}
 WAIT_S = 60.0  # Far more than anything here takes; a test that needs it has failed.
+
+
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role not in ['user', 'assistant'] %}"
+    "{{ raise_exception('the template knows user and assistant') }}{% endif %}"
+    "{{ '\x01' if message.role == 'user' else '\x02' }}{{ message.content }}"
+    "{% endfor %}{{ '\x02' if add_generation_prompt else '' }}"
+)
 
 
 class CharacterTokenizer:
     """Token ids are code points; three of them are special."""
+
+    chat_template = ChatTemplate(TEMPLATE, {})
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(character) for character in text]
@@ -44,17 +60,6 @@ class CharacterTokenizer:
             ("" if skip_special_tokens else SPECIAL[token]) if token in SPECIAL else chr(token)
             for token in token_ids
         )
-
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
-    ) -> list[int]:
-        roles = {"user": 1, "assistant": 2}
-        token_ids = []
-        for message in messages:
-            if message["role"] not in roles:
-                raise UserError("the template knows user and assistant", field="messages")
-            token_ids += [roles[message["role"]], *self.encode(message["content"])]
-        return [*token_ids, 2] if add_generation_prompt else token_ids
 
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id], skip_special_tokens=False)
@@ -226,18 +231,22 @@ def model_config(**changes: Any) -> ModelConfig:
 @contextmanager
 def service_around(engine: ScriptedEngine, **changes: Any) -> Iterator[Service]:
     tokenizer = CharacterTokenizer()
-    encoder = PromptEncoder(tokenizer, model_config())
+    workers = WorkerPool()
+    limits = changes.get("limits", DoorSettings())
+    encoder = PromptEncoder(tokenizer, model_config(), workers, limits)
     fields: dict[str, Any] = {
         "engine": engine,
         "model_config": model_config(),
         "tokenizer": tokenizer,
         "encoder": encoder,
+        "bodies": Bodies(limits, workers),
         "metrics": ServerMetrics("toy"),
     }
     try:
         yield Service(**{**fields, **changes})
     finally:
         encoder.close()
+        workers.close()
 
 
 class QuietServer(uvicorn.Server):
@@ -265,8 +274,13 @@ class LiveServer:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        config = uvicorn.Config(
-            build_app(service), port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=5
+        config = server_config(
+            build_app(service),
+            service.limits,
+            port=0,
+            log_config=None,
+            lifespan="off",
+            timeout_graceful_shutdown=5,
         )
         self._server = QuietServer(config)
         self._thread = threading.Thread(target=self._run)

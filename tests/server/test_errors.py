@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from baton.engine.api import EngineOutput, RequestError, SchedulerStats
+from baton.http.settings import DoorSettings
 from baton.server.app import build_app
-from baton.server.http import MAX_BODY_BYTES
 from baton.server.tokens import MAX_CHARS_PER_TOKEN
-from tests.server.fakes import MAX_MODEL_LEN, VOCAB_SIZE, LiveServer, ScriptedEngine, service_around
+from tests.server.fakes import JSON, MAX_MODEL_LEN, VOCAB_SIZE, LiveServer, ScriptedEngine, service_around
 
 
 def error(answer: httpx.Response, status: int) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def test_a_bad_value_names_its_field_and_the_engine_never_sees_it(
 
 
 def test_an_error_carries_the_requests_id(http: httpx.Client) -> None:
-    answer = http.post("/v1/completions", content=b"{", headers={"X-Request-Id": "mine"})
+    answer = http.post("/v1/completions", content=b"{", headers={"X-Request-Id": "mine", **JSON})
     assert error(answer, 400)["param"] is None
     assert answer.headers["x-request-id"] == "mine"
 
@@ -89,11 +89,11 @@ def test_a_body_beyond_the_limit_is_413_and_not_read_to_its_end(engine: Scripted
         with service_around(engine) as service:
             transport = httpx.ASGITransport(build_app(service))
             async with httpx.AsyncClient(transport=transport, base_url="http://toy") as client:
-                answer = await client.post("/v1/completions", content=chunks())
+                answer = await client.post("/v1/completions", content=chunks(), headers=JSON)
         assert error(answer, 413)["code"] == "body_too_large"
 
     asyncio.run(main())
-    assert num_read == MAX_BODY_BYTES // (1 << 20) + 1
+    assert num_read == DoorSettings().max_body_bytes // (1 << 20) + 1
 
 
 def test_the_engines_refusal_is_400_and_its_failure_500(http: httpx.Client, engine: ScriptedEngine) -> None:

@@ -1,0 +1,94 @@
+"""Reads request bodies within a size, a deadline and a total budget; checks JSON before it is decoded."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from starlette.types import Receive
+
+from baton.core.errors import UserError
+from baton.http import json_body
+from baton.http.errors import RETRY_AFTER_S, ApiError
+from baton.http.settings import DoorSettings
+from baton.http.workers import Job, WorkerOutOfMemory, WorkerPool, WorkerTimeout
+
+CHECKED_INLINE_BYTES = 256 << 10  # The costliest JSON of this size takes 10 ms to check and to decode.
+
+
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+class Bodies:
+    """All bodies of one process. Used from one event loop."""
+
+    def __init__(self, settings: DoorSettings, workers: WorkerPool) -> None:
+        self._settings = settings
+        self._workers = workers
+        self._check = Job("baton.http.json_body:compact", settings.admission_s)
+        self.held_bytes = 0  # Of all bodies that are being read or decoded.
+
+    @asynccontextmanager
+    async def read(self, headers: Mapping[str, str], receive: Receive) -> AsyncIterator[bytes]:
+        """The body, as JSON whose decoding is cheap. It counts against the total until the context ends.
+
+        Raises ApiError 413, 408 or 503 as soon as a limit is passed, without reading the rest; ClientGone;
+        UserError for JSON that costs too much.
+        """
+        body = bytearray()
+        self._check_declared_length(headers)
+        try:
+            await self._fill(body, receive)
+            yield await self._cheap(bytes(body))
+        finally:
+            self.held_bytes -= len(body)
+
+    async def _fill(self, body: bytearray, receive: Receive) -> None:
+        try:
+            async with asyncio.timeout(self._settings.body_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone("left before its request was whole")
+                    chunk = message.get("body", b"")
+                    body += chunk
+                    self.held_bytes += len(chunk)
+                    self._check_held(len(body))
+                    if not message.get("more_body", False):
+                        return
+        except TimeoutError:
+            raise ApiError(
+                408, f"the body did not arrive within {self._settings.body_s:g} s", code="body_timeout"
+            ) from None
+
+    async def _cheap(self, raw: bytes) -> bytes:
+        if len(raw) <= CHECKED_INLINE_BYTES:
+            json_body.check_cost(raw)
+            return raw
+        if len(raw) <= self._settings.inline_body_bytes and json_body.is_cheap(raw):
+            return raw
+        try:
+            cheap: bytes = await self._workers.run(self._check, raw)
+        except (WorkerTimeout, WorkerOutOfMemory) as error:
+            raise UserError(f"the body costs too much to parse: {error}") from error
+        return cheap
+
+    def _check_declared_length(self, headers: Mapping[str, str]) -> None:
+        declared = headers.get("content-length", "")
+        if declared.isdecimal() and len(declared) < 20 and int(declared) > self._settings.max_body_bytes:
+            raise self._too_large()
+
+    def _check_held(self, held: int) -> None:
+        if held > self._settings.max_body_bytes:
+            raise self._too_large()
+        if self.held_bytes > self._settings.total_body_bytes:
+            raise ApiError(
+                503,
+                f"bodies of {self._settings.total_body_bytes} bytes are being read; try again",
+                code="body_budget",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def _too_large(self) -> ApiError:
+        limit = self._settings.max_body_bytes
+        return ApiError(413, f"the body has more than {limit} bytes (max_body_bytes)", code="body_too_large")

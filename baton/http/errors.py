@@ -1,0 +1,71 @@
+"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` and a status."""
+
+from typing import Any
+
+import msgspec
+
+from baton.core.errors import UserError
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "method_not_allowed_error",
+    408: "timeout_error",
+    413: "request_too_large_error",
+    415: "unsupported_media_type_error",
+    503: "service_unavailable_error",
+}
+RETRY_AFTER_S = 1  # A body budget frees itself as fast as other clients send.
+
+
+class ApiError(Exception):
+    """An answer other than 200, decided by the server."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    @classmethod
+    def of_user(cls, error: UserError) -> "ApiError":
+        return cls(400, str(error), param=error.field)
+
+    @property
+    def kind(self) -> str:
+        """The `type` in OpenAI's form."""
+        return TYPES.get(self.status, "server_error")
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer, to be encoded as JSON."""
+        error = ErrorBody(message=str(self), type=self.kind, param=self.param, code=self.code or self.status)
+        return {"error": error}
+
+    def headers(self) -> dict[str, str]:
+        """Those that belong to the status."""
+        headers: dict[str, str] = {}
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(self.retry_after_s)
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.status in (408, 413):
+            headers["Connection"] = "close"  # The rest of the body is still on its way.
+        return headers
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | int | None

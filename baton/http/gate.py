@@ -1,0 +1,121 @@
+"""ASGI middleware that checks a request's headers: API key, Host, content type and bytes.
+
+401   no valid API key in `Authorization: Bearer KEY`, where keys are configured; /health needs none
+403   a Host header that is not this machine's name (a web page can make a browser send requests to
+      loopback under its own name: DNS rebinding)
+415   a POST whose content type is not JSON (a web page may send other types without asking: CSRF)
+400   a header with bytes that are not ASCII
+"""
+
+import hmac
+import ipaddress
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from baton.http.errors import ApiError
+
+OPEN_PATHS = frozenset({"/health"})  # For load balancers and supervisors, which have no key.
+_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
+_ANY_HOST = "*"
+
+
+class Gate:
+    """`allowed_hosts` are names besides loopback's own; None: the Host header is not checked."""
+
+    def __init__(
+        self, app: ASGIApp, *, api_keys: Sequence[str] = (), allowed_hosts: Sequence[str] | None = None
+    ) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in api_keys]
+        self._hosts = None
+        if allowed_hosts is not None and _ANY_HOST not in allowed_hosts:
+            self._hosts = frozenset(name.lower() for name in allowed_hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._check(scope)
+            except ApiError as error:
+                await send_error(send, error)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        for name, value in scope["headers"]:
+            if not (name.isascii() and value.isascii()):
+                raise ApiError(400, "must be ASCII", param=name.decode("latin-1"), code="bad_header")
+        headers = Headers(scope=scope)
+        if self._hosts is not None:
+            self._check_host(headers.get("host"), self._hosts)
+        if self._keys and scope["path"] not in OPEN_PATHS:
+            self._check_key(headers.get("authorization", ""))
+        if scope["method"] in _WITH_BODY:
+            _check_content_type(headers.get("content-type", ""))
+
+    def _check_host(self, host: str | None, allowed: frozenset[str]) -> None:
+        if host is None:
+            return  # HTTP/1.0; browsers always send it.
+        name = _name_of(host)
+        if name not in allowed and not is_loopback(name):
+            raise ApiError(
+                403,
+                f"{host!r} is not a name of this server, which listens on loopback; add it to allowed_hosts",
+                param="Host",
+                code="host_not_allowed",
+            )
+
+    def _check_key(self, authorization: str) -> None:
+        scheme, _, given = authorization.partition(" ")
+        key = given.strip().encode()
+        # Compares with every key, in constant time: the time must not tell which one is near.
+        matches = [hmac.compare_digest(key, valid) for valid in self._keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise ApiError(
+                401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key"
+            )
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a host name or address can only mean this machine."""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False  # A name that may resolve to anything.
+
+
+def hosts_to_check(bound_host: str, allowed_hosts: Sequence[str]) -> Sequence[str] | None:
+    """For `Gate`: only a server on loopback checks the Host header."""
+    return allowed_hosts if is_loopback(bound_host) else None
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    body = msgspec.json.encode(error.body())
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers()}
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": raw})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _name_of(host: str) -> str:
+    """Without the port; brackets of IPv6 removed; lower case."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _check_content_type(content_type: str) -> None:
+    media_type = content_type.partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise ApiError(
+            415,
+            f"must be application/json, is {media_type[:100]!r}",
+            param="Content-Type",
+            code="unsupported_media_type",
+        )

@@ -1,0 +1,195 @@
+"""Limits and deadlines of connections and bodies, at a real server."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from baton.http.bodies import Bodies, ClientGone
+from baton.http.connections import server_config
+from baton.http.errors import ApiError
+from baton.http.gate import send_error
+from baton.http.settings import DoorSettings
+from baton.http.workers import WorkerPool
+
+DEADLINE_S = 60.0
+SOON_S = 0.05  # A deadline that is to pass.
+HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+class Server(uvicorn.Server):
+    """Answers each body with its length."""
+
+    def __init__(self, settings: DoorSettings) -> None:
+        self.workers = WorkerPool()
+        self.bodies = Bodies(settings, self.workers)
+        self.is_up = asyncio.Event()
+        self.num_gone = 0
+        self.clients: list[asyncio.StreamWriter] = []
+        super().__init__(server_config(self.app, settings, port=0, log_config=None, lifespan="off"))
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        try:
+            async with self.bodies.read(headers, receive) as body:
+                answer = str(len(body)).encode()
+        except ApiError as error:
+            await send_error(send, error)
+            return
+        except ClientGone:
+            self.num_gone += 1
+            return
+        start = {
+            "type": "http.response.start",
+            "status": 200,
+            "headers": [(b"content-length", b"%d" % len(answer))],
+        }
+        await send(start)
+        await send({"type": "http.response.body", "body": answer})
+
+    @contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        self.is_up.set()
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        port = self.servers[0].sockets[0].getsockname()[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        self.clients.append(writer)
+        return reader, writer
+
+
+@asynccontextmanager
+async def serving(**settings: Any) -> AsyncIterator[Server]:
+    server = Server(DoorSettings(**settings))
+    task = asyncio.create_task(server.serve())
+    await server.is_up.wait()
+    try:
+        yield server
+    finally:
+        for client in server.clients:
+            client.close()
+            with suppress(ConnectionError):
+                await client.wait_closed()
+        server.should_exit = True
+        server.force_exit = True
+        await task
+        server.workers.close()
+
+
+def run(story: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await story()
+
+    asyncio.run(bounded())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  The server has no event for it.
+        await asyncio.sleep(0)
+
+
+async def ended(reader: asyncio.StreamReader) -> bytes:
+    """What came before the server closed the connection."""
+    received = bytearray()
+    try:
+        while chunk := await reader.read(1 << 16):
+            received += chunk
+    except ConnectionResetError:
+        pass
+    return bytes(received)
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST / HTTP/1.1\r\nHos"])
+def test_a_connection_without_a_whole_request_is_closed(sent: bytes) -> None:
+    async def story() -> None:
+        async with serving(header_s=SOON_S) as server:
+            reader, writer = await server.connect()
+            writer.write(sent)
+            assert await ended(reader) == b""
+
+    run(story)
+
+
+def test_a_second_request_must_come_whole_too() -> None:
+    async def story() -> None:
+        async with serving(header_s=SOON_S) as server:
+            reader, writer = await server.connect()
+            writer.write(HEAD + b"Content-Length: 2\r\n\r\n{}" + b"GET /")
+            assert (await ended(reader)).endswith(b"2")
+
+    run(story)
+
+
+def test_an_idle_connection_is_closed() -> None:
+    async def story() -> None:
+        async with serving(idle_s=1) as server:
+            reader, writer = await server.connect()
+            writer.write(HEAD + b"Content-Length: 2\r\n\r\n{}")
+            assert (await ended(reader)).endswith(b"2")
+
+    run(story)
+
+
+def test_a_body_that_does_not_end_is_408() -> None:
+    async def story() -> None:
+        async with serving(body_s=SOON_S) as server:
+            reader, writer = await server.connect()
+            writer.write(HEAD + b"Content-Length: 9\r\n\r\n{")
+            assert (await ended(reader)).startswith(b"HTTP/1.1 408")
+            assert server.bodies.held_bytes == 0
+
+    run(story)
+
+
+def test_a_body_that_declares_too_much_is_413_before_it_comes() -> None:
+    async def story() -> None:
+        async with serving(max_body_bytes=10) as server:
+            reader, writer = await server.connect()
+            writer.write(HEAD + b"Content-Length: 11\r\n\r\n")
+            assert (await ended(reader)).startswith(b"HTTP/1.1 413")
+
+    run(story)
+
+
+def test_all_bodies_together_have_a_budget_which_comes_back() -> None:
+    async def story() -> None:
+        async with serving(total_body_bytes=10) as server:
+            _, first = await server.connect()
+            first.write(HEAD + b"Content-Length: 8\r\n\r\n" + b"1234567")
+            await until(lambda: server.bodies.held_bytes == 7)
+            reader, second = await server.connect()
+            second.write(HEAD + b"Content-Length: 5\r\nConnection: close\r\n\r\n12345")
+            assert (await ended(reader)).startswith(b"HTTP/1.1 503")
+            first.close()
+            await until(lambda: server.num_gone == 1)
+            assert server.bodies.held_bytes == 0
+            reader, third = await server.connect()
+            third.write(HEAD + b"Content-Length: 5\r\nConnection: close\r\n\r\n12345")
+            assert (await ended(reader)).startswith(b"HTTP/1.1 200")
+
+    run(story)
+
+
+def test_beyond_the_limit_the_connection_that_waited_longest_is_closed() -> None:
+    async def story() -> None:
+        async with serving(max_connections=16) as server:
+            _, busy = await server.connect()
+            busy.write(HEAD + b"Content-Length: 9\r\n\r\n{")
+            await until(lambda: server.bodies.held_bytes > 0)
+            idle = [await server.connect() for _ in range(16)]
+            assert await ended(idle[0][0]) == b""
+            reader, writer = idle[-1]
+            writer.write(HEAD + b"Content-Length: 2\r\nConnection: close\r\n\r\n{}")
+            assert (await ended(reader)).endswith(b"2")
+            assert not busy.transport.is_closing(), "a request in progress is not the first to be closed"
+
+    run(story)
