@@ -9,7 +9,9 @@ from baton.core.ids import Address, EngineId
 from baton.core.kv_groups import group_layers, is_hybrid
 from baton.core.timers import Timers
 from baton.sim.engine import Engine
+from baton.sim.facts import Landing
 from baton.sim.parts import Parts
+from baton.sim.reads import ReadNetwork
 from baton.sim.wire import Wire
 from baton.sim.world import World
 
@@ -50,6 +52,9 @@ class Cluster:
             self.num_blocks = 1 + len(self.groups) * self.num_blocks
         self.use_mean_s = rng.choice([0.05, 2.0])
         self.wire = Wire(self)
+        self.reads = ReadNetwork(self)
+        self.liar: EngineId | None = None  # A faulty member of the cluster.
+        self.lied_at = -1.0  # When it lied last.
         for role, names in (("P", self.producers), ("D", self.consumers)):
             for index in range(rng.choice([1, 2])):
                 names.append(self._first_boot(EngineId(f"{role}{index}")))
@@ -57,6 +62,13 @@ class Cluster:
             both = self._first_boot(EngineId("B"))
             self.producers.append(both)
             self.consumers.append(both)
+        if world.faults.member_lies:
+            self.liar = world.rng_of_lies.choice(list(self.engines))
+
+    def is_excused(self, landing: Landing, consumer: EngineId) -> bool:
+        """A faulty member can harm what it takes part in, and nothing else."""
+        took_part = self.liar in (consumer, landing.producer.address.engine_id)
+        return took_part and landing.started_at <= self.lied_at
 
     def _first_boot(self, name: EngineId) -> EngineId:
         rng = self.world.rng

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, assert_never
 
+import msgspec
+
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.timers import Timers
 from baton.protocol.effects import (
@@ -28,13 +30,24 @@ from baton.protocol.effects import (
     StreamEffect,
 )
 from baton.protocol.introduction import Introduction, sign_introduction
-from baton.protocol.messages import Announced, Failed, Finished, Message, Renewed, Working, pack_sends
+from baton.protocol.messages import (
+    Announced,
+    Envelope,
+    Failed,
+    Finished,
+    Message,
+    Renewed,
+    Stranger,
+    Working,
+    pack_sends,
+)
 from baton.protocol.peers import PeerTable
 from baton.sim.checkers import bounded, contained, whole
 from baton.sim.fetcher import Fetcher
 from baton.sim.lender import Lender
 from baton.sim.memory import NUM_LAYERS, Pool
 from baton.sim.model import FINGERPRINT, KEY, PUBLIC_KEY, rank_cards
+from baton.sim.wire import Sealed
 
 if TYPE_CHECKING:
     from baton.sim.cluster import Cluster
@@ -160,10 +173,30 @@ class Engine:
                 self.world.count("batched envelopes")
             self.cluster.wire.send(name, envelope)
 
-    def receive(self, frame: bytes) -> None:
-        envelope = contained.decode_or_none(frame)
+    def hear(self, sealed: Sealed) -> None:
+        """What the channel does with a frame before the driver sees it."""
+        parts = self.cluster.parts
+        if parts.seals_frames and not sealed.is_whole:
+            return self.world.count("altered frames dropped")
+        envelope = contained.decode_or_none(sealed.frame)
         if envelope is None:
             return self.world.count("malformed frames")
+        if parts.binds_senders:
+            if envelope.sender != sealed.source:
+                return self.world.count("frames in another's name dropped")
+            believed = tuple([m for m in envelope.messages if self._is_believed(m, sealed.source)])
+            if len(believed) < len(envelope.messages):
+                envelope = msgspec.structs.replace(envelope, messages=believed)
+        self._receive(envelope)
+
+    def _is_believed(self, message: Message, source: Address) -> bool:
+        """Only what answers where an engine is reached knows that the engine is gone."""
+        if not isinstance(message, Stranger):
+            return True
+        reached = self.cluster.engines.get(message.about.engine_id)
+        return reached is not None and reached.address == source
+
+    def _receive(self, envelope: Envelope) -> None:
         messages, answers = self.cluster.parts.admit(self.address, envelope)
         sender, now = envelope.sender, self.clock()
         effects: list[Effect | StreamEffect] = [*answers]

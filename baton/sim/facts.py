@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from baton.core.ids import BlockId, LoanId, Pair, TransferId
 from baton.protocol.effects import Part
+from baton.sim.connection import Connection, Request
 
 if TYPE_CHECKING:
     from baton.sim.engine import Engine
@@ -64,6 +65,9 @@ class Read:
     part: Part
     on_end: Callable[[bool], None]
     generations: list[int] = field(default_factory=list)  # Of the sources, when it was posted.
+    cells: list[tuple[int, int]] = field(default_factory=list)  # From which of P's into which of D's.
     before: "list[Content]" = field(default_factory=list)  # What they held then.
     is_torn: bool = False  # A source was not held for this transfer, or changed.
     is_live: bool = True
+    link: Connection | None = None
+    request: Request | None = None  # On that link.

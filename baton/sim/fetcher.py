@@ -11,7 +11,7 @@ from baton.protocol.grouped_prompt import ONE_TABLE, GroupedPrompt, Passages
 from baton.protocol.introduction import BadIntroduction, check_introduction, open_introduction
 from baton.protocol.plan import plan_pairs
 from baton.protocol.ticket import BadTicket, Ticket, open_ticket
-from baton.sim.checkers import bounded, fenced, fresh
+from baton.sim.checkers import bounded, contained, fenced, fresh
 from baton.sim.facts import Landing
 from baton.sim.memory import NUM_HEADS, NUM_LAYERS, Tables, toy_layout
 from baton.sim.model import FINGERPRINT, KEY, hash_of_prompt
@@ -277,7 +277,7 @@ class Fetcher:
     ) -> Sequence[Effect | StreamEffect]:
         if unread is not None:
             self._world.count("lent to a stream that has read")
-        elif any(read.landing is self.landings[claim] for read in self._engine.cluster.wire.reads):
+        elif any(read.landing is self.landings[claim] for read in self._engine.cluster.reads.reads):
             self._world.count("lent to a stream whose void reads still run")
         else:
             self._world.count("lent to a stream that has read nothing")
@@ -340,6 +340,7 @@ class Fetcher:
     def failed(self, claim: int, reason: str) -> None:
         landing = self.landings[claim]
         bounded.check_failure(self._engine, landing)
+        contained.check_failure(self._engine, landing, reason)
         landing.failed_at = self._world.now
         self._world.count(f"failed: {reason.split(':')[0].split(' of ')[0]}")
         landing.on_end(False)

@@ -22,6 +22,7 @@ from baton.protocol.push_consumer import PushConsumer
 from baton.protocol.push_producer import PushProducer, _Prefill, _Want
 from baton.protocol.push_stream import PushStream
 from baton.protocol.ticket import BadTicket, Ticket, TicketFault
+from baton.sim.connection import Checks
 from baton.sim.parts import Parts, verify
 
 # --- D --------------------------------------------------------------------------------------------
@@ -354,6 +355,16 @@ def admit_all(own_address: Address, envelope: Envelope) -> tuple[tuple[Message, 
     return envelope.messages, []
 
 
+WIRES: dict[str, Parts] = {
+    "request_mac": Parts(checks=Checks(requests=False)),
+    "bound_answers": Parts(checks=Checks(requests=False, bound_answers=False)),
+    "counters": Parts(checks=Checks(counters=False)),
+    "link_replaced": Parts(replaces_links=False),
+    "frame_mac": Parts(seals_frames=False),
+    "sender_bound": Parts(binds_senders=False),
+}
+"""Guards of transports and of the control channel, which both modes lean on."""
+
 MUTANTS: dict[str, Parts] = {
     "fence": Parts(consumer=NoFence),
     "drift": Parts(consumer=NoDrift),
@@ -372,6 +383,7 @@ MUTANTS: dict[str, Parts] = {
     "incarnation": Parts(admit=admit_all, consumer=AnySender),
     "window_length": Parts(plan_passages=plan_shorter),
     "window_drop": Parts(drops_early=1),
+    **WIRES,
 }
 """Guards of pull, by name."""
 
@@ -395,5 +407,6 @@ PUSH_MUTANTS: dict[str, Parts] = {
     "window_drop": Parts(drops_early=1),
     "early_tables": Parts(push_consumer=OneTable),
     "early_first": Parts(push_consumer=FromTokenZero),
+    **WIRES,
 }
 """Guards of push, and those of pull that it leans on."""

@@ -18,6 +18,7 @@ from baton.protocol.pull_producer import PullProducer
 from baton.protocol.push_consumer import PushConsumer
 from baton.protocol.push_producer import PushProducer
 from baton.protocol.ticket import Ticket, check_ticket
+from baton.sim.connection import ALL_CHECKS, Checks
 
 
 def verify(
@@ -48,6 +49,10 @@ class Parts:
     )
     drops_early: int = 0  # Tokens too early at which P gives a window's blocks back.
     bound_reads: bool = True  # The transport's part: a read from a successor's memory fails.
+    checks: Checks = ALL_CHECKS  # ... and what a data connection verifies.
+    replaces_links: bool = True  # A link that was lost is dialled again.
+    seals_frames: bool = True  # The channel's part: a frame that was altered on the way is dropped.
+    binds_senders: bool = True  # ... and so is one whose sender is not the process that sent it.
 
 
 PRODUCTION = Parts()

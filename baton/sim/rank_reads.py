@@ -46,7 +46,7 @@ class RankReads:
         for part, table in parts:
             span = slice(part.first_token, part.first_token + part.num_tokens)
             reads.num_open += 1
-            self._engine.cluster.wire.post(
+            self._engine.cluster.reads.post(
                 Read(
                     landing,
                     pair,
@@ -66,7 +66,7 @@ class RankReads:
                 del self._reads[key]
                 reads.is_complete, reads.ok = True, False
                 self._settle(reads)
-        self._engine.cluster.wire.cancel(self._engine, landing)
+        self._engine.cluster.reads.cancel(self._engine, landing)
 
     def _ended(self, reads: _PairReads, ok: bool) -> None:
         reads.num_open -= 1

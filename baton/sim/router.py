@@ -25,6 +25,7 @@ class Request:
     is_probe: bool = False
     num_attempts: int = 0
     done: bool = False
+    way: tuple[EngineId, EngineId] | None = None  # P and D; None: the router's choice.
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ class Router(ABC):
         world, rng = self._world, self._world.rng
         producer = rng.choice(self._cluster.producers)
         consumer = rng.choice([name for name in self._cluster.consumers if name != producer])
-        attempt = Attempt(request, producer, consumer)
+        attempt = Attempt(request, *(request.way or (producer, consumer)))
         self._send(attempt)
         if world.chance(world.faults.abort):
             world.after(rng.uniform(0, 6), lambda: self._abort(attempt))

@@ -15,7 +15,7 @@ from baton.sim.world import Faults, World
 
 BREAK_S = 20.0
 REST_S = 110.0  # Longer than any timer, back-off and read.
-PROBE_S = 32.0
+PROBE_S = 16.0  # For each probe.
 NUM_PROBES = 2
 
 
@@ -45,22 +45,26 @@ class Scenario:
         world.run(BREAK_S + REST_S)
         self._check_rest()
         probes = [self._request(is_probe=True) for _ in range(NUM_PROBES)]
+        # Where a link was lost, a handoff has to be delivered again.
+        probes += [self._request(is_probe=True, way=way) for way in self.cluster.reads.lost_ways]
         for index, probe in enumerate(probes):
-            world.after(index * PROBE_S / NUM_PROBES, partial(self.router.dispatch, probe))
-        world.run(BREAK_S + REST_S + PROBE_S)
+            world.after(index * PROBE_S, partial(self.router.dispatch, probe))
+        probed_at = BREAK_S + REST_S + PROBE_S * len(probes)
+        world.run(probed_at)
         bounded.check_progress(all(probe.done for probe in probes))
-        world.run(BREAK_S + REST_S + PROBE_S + REST_S)
+        world.run(probed_at + REST_S)
         self._check_rest()
 
     def _check_rest(self) -> None:
         for engine in self.cluster.engines.values():
             engine.check_rest()
+        contained.check_serves(self.cluster)
 
-    def _request(self, *, is_probe: bool = False) -> Request:
+    def _request(self, *, is_probe: bool = False, way: tuple[EngineId, EngineId] | None = None) -> Request:
         self._num_prompts += 1
         clash = not is_probe and self.world.chance(self.world.faults.id_clash)
         request_id = RequestId("chat-1" if clash else f"r{self._num_prompts}")
-        return Request(self._num_prompts, request_id, self.world.rng.choice(self._lengths), is_probe)
+        return Request(self._num_prompts, request_id, self.world.rng.choice(self._lengths), is_probe, way=way)
 
     # --- Faults -----------------------------------------------------------------------------------
 
@@ -91,7 +95,7 @@ class Scenario:
 
     def _kill_rank(self, name: EngineId) -> None:
         engine = self.cluster.engines[name]
-        self.cluster.wire.rank_died(engine, self.world.rng.randrange(engine.num_ranks))
+        self.cluster.reads.rank_died(engine, self.world.rng.randrange(engine.num_ranks))
 
     def _drain(self, name: EngineId, for_s: float) -> None:
         engine = self.cluster.engines[name]

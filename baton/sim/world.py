@@ -65,6 +65,13 @@ class Faults:
     name_reuse: float = 0.0  # The router gives a transfer the name of another.
     old_introduction: float = 0.0  # ... or introduces P as it was at first.
 
+    # Lies, from random numbers of their own
+    frame_lies: float = 0.0  # A wire alters a control frame.
+    false_names: float = 0.0  # A member says something in another's name.
+    member_lies: float = 0.0  # One engine says other things than its machines do, in its own name.
+    read_lies: float = 0.0  # A wire alters, replays or exchanges requests and answers of reads.
+    link_loss: float = 0.0  # A link between two ranks is reset or stalls, at a read.
+
     @classmethod
     def draw(cls, rng: random.Random) -> "Faults":
         pick = rng.choice
@@ -116,12 +123,28 @@ class Faults:
             cancel_mean_s=pick([0.2, 1.0]),
         )
 
+    def with_lies(self, rng: random.Random) -> "Faults":
+        """In every other world."""
+        pick = rng.choice
+        if rng.random() < 0.5:
+            return self
+        return replace(
+            self,
+            frame_lies=pick([0.0, 0.3]),
+            false_names=pick([0.0, 0.2]),
+            member_lies=pick([0.0, 0.0, 0.3]),
+            read_lies=pick([0.0, 0.02, 0.15]),
+            link_loss=pick([0.0, 0.2]),
+        )
+
 
 class World:
     def __init__(self, seed: int, *, push: bool = False, traced: bool = False) -> None:
         self.rng = random.Random(seed)
         self.rng_of_models = random.Random(f"models {seed}")  # They leave the rest of a world alone.
-        self.faults = Faults.draw_push(self.rng) if push else Faults.draw(self.rng)
+        self.rng_of_lies = random.Random(f"lies {seed}")  # ... and so do these.
+        faults = Faults.draw_push(self.rng) if push else Faults.draw(self.rng)
+        self.faults = faults.with_lies(self.rng_of_lies)
         self.now = 0.0
         self.num_events = 0
         self.counts: Counter[str] = Counter()
@@ -134,6 +157,9 @@ class World:
 
     def chance(self, probability: float) -> bool:
         return probability > 0 and self.rng.random() < probability
+
+    def lies(self, probability: float) -> bool:
+        return probability > 0 and self.rng_of_lies.random() < probability
 
     def spread(self, mean_s: float) -> float:
         return self.rng.expovariate(1 / mean_s) if mean_s > 0 else 0.0

@@ -7,10 +7,16 @@ violation.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from baton.core.errors import PeerError
 from baton.protocol.messages import Envelope, decode_envelope
 from baton.sim.checkers.violation import Violation
+
+if TYPE_CHECKING:
+    from baton.sim.cluster import Cluster
+    from baton.sim.engine import Engine
+    from baton.sim.facts import Landing
 
 
 @contextmanager
@@ -29,3 +35,20 @@ def decode_or_none(frame: bytes) -> Envelope | None:
         return decode_envelope(frame)
     except PeerError:
         return None
+
+
+def check_failure(engine: "Engine", landing: "Landing", reason: str) -> None:
+    """A member that slanders another does not end the handoffs of the other."""
+    is_gone = "the producer has restarted" in reason
+    if (
+        is_gone
+        and landing.producer.alive
+        and not engine.cluster.is_excused(landing, engine.address.engine_id)
+    ):
+        raise Violation("I6", "a handoff ended because a third engine said that its producer is gone")
+
+
+def check_serves(cluster: "Cluster") -> None:
+    """At rest: P answered no request but those that its readers made."""
+    if cluster.reads.num_false_serves:
+        raise Violation("I6", "a request that no reader made was served")

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def check_free(engine: "Engine", blocks: tuple[BlockId, ...]) -> None:
-    for read in engine.cluster.wire.reads:
+    for read in engine.cluster.reads.reads:
         if read.consumer is engine and not set(read.targets).isdisjoint(blocks):
             raise Violation("I3", "freed the target of a running read")
 
 
 def check_delivery(engine: "Engine", landing: Landing) -> None:
-    if any(read.landing is landing for read in engine.cluster.wire.reads):
+    if any(read.landing is landing for read in engine.cluster.reads.reads):
         raise Violation("I3", "delivered under a running read")
 
 

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 
 def check_delivery(engine: "Engine", landing: Landing) -> None:
+    if engine.cluster.is_excused(landing, engine.address.engine_id):
+        return
     found = [engine.pool.contents(block) for block in landing.blocks]
     if any(TORN in contents for contents in found):
         raise Violation("I1", "accepted bytes whose source was not held")
@@ -21,7 +23,8 @@ def check_delivery(engine: "Engine", landing: Landing) -> None:
 
 def check_use(engine: "Engine", landing: Landing) -> None:
     """When the request has finished: what it decoded from is still what was delivered."""
-    if not _is_right(engine, landing):
+    is_excused = engine.cluster.is_excused(landing, engine.address.engine_id)
+    if not is_excused and not _is_right(engine, landing):
         raise Violation("I1", "delivered blocks changed while in use")
 
 

@@ -19,5 +19,6 @@ def check_free(producer: "Engine", loan_id: LoanId) -> None:
                 landing.producer is producer
                 and landing.loan_id == loan_id
                 and engine.consumer.is_held(landing.claim, engine.clock())
+                and not engine.cluster.is_excused(landing, engine.address.engine_id)
             ):
                 raise Violation("I2", "freed while a consumer believes in the lease")

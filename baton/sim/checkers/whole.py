@@ -15,7 +15,7 @@ def check_rest(engine: "Engine") -> None:
         raise Violation("I5", "a claim is left behind")
     if engine.prefills.num_open or engine.lender.prefills:
         raise Violation("I5", "a prefill or a want is left behind")
-    if any(read.consumer is engine for read in engine.cluster.wire.reads):
+    if any(read.consumer is engine for read in engine.cluster.reads.reads):
         raise Violation("I5", "a read is left behind")
     if engine.pool.num_free != engine.pool.num_usable:
         raise Violation("I5", "a block is left behind")
