@@ -84,7 +84,6 @@ HAPPENS = {
         "failed: deadline",
         "failed: its loan is in use here",
         "failed: the producer gave up",
-        "failed: the producer is another, 'D-meddler' and not 'P0'",
         "failed: the producer has restarted or is gone",
         "failed: the producer has said nothing for 3 s",
         "failed: the producer no longer holds the blocks",
