@@ -5,7 +5,10 @@ demo:      ; @scripts/demo $(ARGS)
 test:      ; @scripts/test $(ARGS)
 test-vllm: ; @scripts/test-vllm $(ARGS)
 check:     ; @scripts/check
-.PHONY: demo test test-python test-vllm check chaos soak bench format clean
+chaos:     ; @scripts/chaos $(ARGS)
+soak:      ; @scripts/soak $(ARGS)
+# The suite under another Python: make test-python V=3.13
+test-python: ; @PYTHON=python$(V) VENV=.venv-$(V) scripts/test $(ARGS)
 bench:     ; @scripts/bench $(ARGS)
 
 format:
