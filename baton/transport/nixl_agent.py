@@ -52,7 +52,14 @@ class Strided:
 
 
 def is_installed() -> bool:
-    return importlib.util.find_spec("nixl") is not None
+    """Whether NIXL is installed and loads. A build for another version of CUDA does not load."""
+    if importlib.util.find_spec("nixl") is None:
+        return False
+    try:
+        bindings()
+    except ConfigError:
+        return False
+    return True
 
 
 @functools.cache

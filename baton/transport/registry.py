@@ -39,7 +39,7 @@ def available_names(device: str = "cpu") -> tuple[str, ...]:
 
     For host memory NIXL is worth it only where a network device makes its reads true ones.
     """
-    nixl = ("nixl",) if is_installed() and (device != "cpu" or has_rdma()) else ()
+    nixl = ("nixl",) if (device != "cpu" or has_rdma()) and is_installed() else ()
     return ("local", *nixl, "tcp") if device == "cpu" else ("cuda_ipc", *nixl)
 
 
