@@ -1,6 +1,7 @@
 """Settings of the whole suite. Fixtures live beside the tests that use them."""
 
 import os
+import tempfile
 
 from hypothesis import HealthCheck, settings
 
@@ -8,6 +9,9 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Where an engine without a secret generates one: not among the files of the user who runs the tests.
+os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"baton-tests-{os.getuid()}")
 
 # No test asserts wall time; examples that took long to draw or to run say that the machine was busy.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])

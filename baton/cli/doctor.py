@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.settings import SECRET_ENV
+from baton.core.secret_source import SECRET_ENV
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -61,6 +61,7 @@ def engine_config(resolved: Resolved) -> EngineConfig:
         kv_transfer_config=settings.kv_transfer_config,
         kv_events_config=settings.kv_events_config,
         cluster_secret=resolved.secret,
+        insecure_no_secret=settings.insecure_no_secret,
         seed=settings.seed,
         step_timeout_s=settings.step_timeout_s,
     )

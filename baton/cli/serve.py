@@ -158,6 +158,14 @@ def serve(
         str | None,
         _option("--secret-file", "File with the cluster secret; or set BATON_SECRET.", _CLUSTER, "FILE"),
     ] = None,
+    insecure_no_secret: Annotated[
+        bool | None,
+        _option(
+            "--insecure-no-secret",
+            "Move KV without a secret: every process of this host is trusted. For tests.",
+            _CLUSTER,
+        ),
+    ] = None,
     config: Annotated[
         Path | None, _option("--config", "TOML file; flags and BATON_* go over it.", _CONFIG, "FILE")
     ] = None,
@@ -210,6 +218,8 @@ def _serve(resolved: "Resolved") -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    if resolved.secret_warning:
+        logging.getLogger("baton.cli.serve").warning(resolved.secret_warning)
     config = engine_config(resolved)
     options = ServeOptions(settings.host, settings.port, settings.shutdown_timeout_s, settings.drains_for_s)
     factory = CONNECTOR_FACTORY if settings.moves_kv else None

@@ -7,8 +7,9 @@ Typed, checked, and each with its origin, so that `--show-config` can say what h
     file           [cache]
                    block_size = 32
 
-The cluster secret is no setting: it comes from BATON_SECRET or from the file that `secret_file` names, goes
-nowhere else, and is never shown. What is in the environment is read here and nowhere below.
+The cluster secret is no setting: it comes from BATON_SECRET, from the file that `secret_file` names, or from
+a file of the user (`baton.core.secret_source`), goes nowhere else, and is never shown. What is in the
+environment is read here and nowhere below.
 """
 
 import difflib
@@ -25,15 +26,14 @@ import msgspec
 from baton.core.config import ClusterSecret, KVEventsConfig, KVTransferConfig
 from baton.core.errors import ConfigError
 from baton.core.limited_file import read_limited
+from baton.core.secret_source import PREVIOUS_SECRET_ENV, SECRET_ENV, find_secret
 from baton.core.validation import explain
 
 ENV_PREFIX = "BATON_"
-SECRET_ENV = "BATON_SECRET"
 CONFIG_ENV = "BATON_CONFIG"
-OTHER_VARIABLES = frozenset({SECRET_ENV, CONFIG_ENV})
+OTHER_VARIABLES = frozenset({SECRET_ENV, PREVIOUS_SECRET_ENV, CONFIG_ENV})
 OTHER_PREFIXES = ("BATON_ROUTE_", "BATON_BENCH_")  # Of other commands; one environment may serve several.
 MAX_CONFIG_BYTES = 1 << 20
-MAX_SECRET_BYTES = 1 << 16
 DRAIN_S = 30.0  # The default lease: what is lent is returned or has run out by then.
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -85,6 +85,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_transfer_config: KVTransferConfig | None = None
     kv_events_config: KVEventsConfig | None = None
     secret_file: str | None = None
+    insecure_no_secret: bool = False  # Move KV on this host without a secret.
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -137,7 +138,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "graph_mode",
         "threads",
     ),
-    "cluster": ("kv_transfer_config", "kv_events_config", "secret_file"),
+    "cluster": ("kv_transfer_config", "kv_events_config", "secret_file", "insecure_no_secret"),
 }
 """Of the TOML file, and of what `--show-config` prints."""
 
@@ -156,6 +157,7 @@ class Resolved:
     origins: Mapping[str, str]  # By setting; those with their default are absent.
     secret: ClusterSecret | None
     secret_origin: str | None
+    secret_warning: str | None
 
 
 def resolve(
@@ -176,9 +178,17 @@ def resolve(
         origins.update({name: origin(name) for name in layer})
     _refuse_unknown_variables(environment)
     settings = _typed(values, origins)
-    secret, secret_origin = _find_secret(settings, origins, environment)
-    _check_exposure(settings, secret)
-    return Resolved(settings, origins, secret, secret_origin)
+    found = find_secret(
+        environment,
+        file=settings.secret_file,
+        field="secret_file",
+        # BATON_SECRET stands with the environment: below --secret-file, above the configuration file.
+        is_file_first=origins.get("secret_file", "").startswith("command line"),
+        moves_kv=settings.moves_kv,
+        is_insecure=settings.insecure_no_secret,
+    )
+    _check_exposure(settings, found.secret)
+    return Resolved(settings, origins, *found)
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -242,35 +252,13 @@ def _typed(values: Mapping[str, Any], origins: Mapping[str, str]) -> ServeSettin
         raise ConfigError(f"{error} ({origin})") from error
 
 
-def _find_secret(
-    settings: ServeSettings, origins: Mapping[str, str], environment: Mapping[str, str]
-) -> tuple[ClusterSecret | None, str | None]:
-    """BATON_SECRET stands with the environment: below --secret-file, above the configuration file."""
-    in_environment = environment.get(SECRET_ENV, "").strip()
-    file_origin = origins.get("secret_file", "")
-    if in_environment and not file_origin.startswith("command line"):
-        return _secret(in_environment.encode(), SECRET_ENV), f"environment {SECRET_ENV}"
-    if settings.secret_file is None:
-        return None, None
-    content = read_limited(Path(settings.secret_file), MAX_SECRET_BYTES, field="secret_file")
-    return _secret(content.strip(), "secret_file"), f"file {settings.secret_file}"
-
-
-def _secret(key: bytes, field: str) -> ClusterSecret:
-    try:
-        return ClusterSecret(key)
-    except ConfigError as error:
-        raise ConfigError(
-            "must have at least 16 bytes; for example: openssl rand -hex 32", field=field
-        ) from error
-
-
 def _check_exposure(settings: ServeSettings, secret: ClusterSecret | None) -> None:
-    """Tickets are worth nothing unsigned, so an engine that moves KV without a secret stays on its host."""
-    if settings.moves_kv and secret is None and not is_loopback(settings.host):
+    """An engine that moves KV stays on its host, unless it has a secret that other hosts can have."""
+    if settings.moves_kv and (secret is None or secret.is_generated) and not is_loopback(settings.host):
         raise ConfigError(
-            f"{settings.host} is beyond the loopback, and this engine moves KV without a cluster secret: set "
-            f"{SECRET_ENV} (or --secret-file) to the same value on all engines, or bind to 127.0.0.1",
+            f"{settings.host} is beyond the loopback, and this engine moves KV without a secret that other "
+            f"hosts have: set {SECRET_ENV} (or --secret-file) to the same value on all engines, or bind to "
+            "127.0.0.1",
             field="host",
         )
 

@@ -14,7 +14,7 @@ def show_config(resolved: Resolved) -> str:
     lines: list[str] = []
     for section, names in SECTIONS.items():
         lines += [f"[{section}]", *(_line(name, resolved) for name in names), ""]
-    found = f"*** ({resolved.secret_origin})" if resolved.secret else "none (loopback only)"
+    found = f"*** ({resolved.secret_origin})" if resolved.secret else "none"
     return "\n".join([*lines, f"# cluster secret: {found}"])
 
 

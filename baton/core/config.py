@@ -227,6 +227,7 @@ class ClusterSecret(msgspec.Struct, frozen=True):
 
     key: bytes
     previous: bytes | None = None
+    is_generated: bool = False  # Of this user on this host: no engine elsewhere has it.
 
     def __post_init__(self) -> None:
         for key in self._keys():
@@ -272,11 +273,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     parallel_config: ParallelConfig = ParallelConfig()
     device_config: DeviceConfig = DeviceConfig()
     kv_transfer_config: KVTransferConfig | None = None
-    # None: this engine stays on the loopback, and trusts every process of this host.
+    # None: KV is not moved, or moves as `insecure_no_secret` allows.
     cluster_secret: ClusterSecret | None = None
+    # Move KV on the loopback without a secret, and trust every process of this host.
+    insecure_no_secret: bool = False
     seed: int = 0
     step_timeout_s: float = 300.0  # Far above any step: what takes longer hangs, and the engine ends.
     kv_events_config: KVEventsConfig | None = None
+
+    @property
+    def transfer_secret(self) -> ClusterSecret | None:
+        """For what moves KV. Raises ConfigError if there is none, unless that was asked for."""
+        if self.cluster_secret is None and not self.insecure_no_secret:
+            raise ConfigError(
+                "is required by an engine that moves KV (baton.core.secret_source finds or makes one)",
+                field="cluster_secret",
+            )
+        return self.cluster_secret
 
     @property
     def enable_kv_events(self) -> bool:

@@ -8,6 +8,8 @@ For tests, demos and benchmarks; a server uses `EngineClient`.
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from baton.core.config import EngineConfig
+from baton.core.secret_source import with_secret
 from baton.engine.api import (
     EngineOutput,
     EngineRequest,
@@ -25,6 +28,8 @@ from baton.engine.api import (
 )
 from baton.engine.core import EngineCore
 from baton.engine.step_waits import StepWaits, Waker
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -55,7 +60,13 @@ class LLM:
     def __init__(
         self, config: EngineConfig, connector_factory: str | None = None, *, core: EngineCore | None = None
     ) -> None:
-        self.core = core if core is not None else EngineCore(config, connector_factory)
+        """A configuration that moves KV without a secret gets that of the environment or of the user."""
+        if core is None:
+            config, warning = with_secret(config, os.environ)
+            if warning:
+                logger.warning(warning)
+            core = EngineCore(config, connector_factory)
+        self.core = core
         self._waker = Waker()
         self._waits = StepWaits(self.core, self._waker)
         self._num_requests = 0

@@ -35,7 +35,7 @@ def identity_of(
     _refuse_unsupported(vllm_config)
     ours, extra = PluginSettings.split(transfer.kv_connector_extra_config)
     secret = ours.find_secret(environment)
-    settings = settings_kind.parse(_with_port_of_rank(extra, parallel), has_secret=secret is not None)
+    settings = settings_kind.parse(_with_port_of_rank(extra, parallel), secret)
     tp_size = int(parallel.tensor_parallel_size)
     rank = int(parallel.rank) if is_worker else 0
     model, cache = vllm_config.model_config, vllm_config.cache_config

@@ -3,13 +3,14 @@
 {"allow_untested_vllm": true, "secret_file": "/run/baton/secret", "revision": "2026-11-20", "port": 14600}
 
 The cluster secret is no setting: vLLM logs its configuration, and a command line is seen by everybody on the
-machine. It comes from the file that `secret_file` names, or from BATON_SECRET in the environment.
+machine. It comes from the file that `secret_file` names, from BATON_SECRET in the environment, or from a file
+of the user that the first engine makes (`baton.core.secret_source`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -17,16 +18,16 @@ import msgspec
 from baton.connectors.extra_config import FIELD
 from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError
-from baton.core.limited_file import read_limited
+from baton.core.secret_source import find_secret
 from baton.core.validation import explain
 
-SECRET_ENV = "BATON_SECRET"
-SECRET_BYTES_MAX = 4096
+logger = logging.getLogger(__name__)
 
 
 class PluginSettings(msgspec.Struct, frozen=True, kw_only=True):
     allow_untested_vllm: bool = False
     secret_file: str | None = None
+    insecure_no_secret: bool = False  # Move KV on this host without a secret; for tests.
     # Names the weights instead of a digest of all their bytes, which costs seconds per ten gigabytes at
     # start. Whoever sets it answers for engines with equal revisions having equal weights.
     revision: str | None = None
@@ -48,17 +49,14 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def find_secret(self, environment: Mapping[str, str]) -> ClusterSecret | None:
         """Raises ConfigError for a file that cannot be read, and for a key that is too short."""
-        if self.secret_file is not None:
-            field = f"{FIELD}.secret_file"
-            return _secret(read_limited(Path(self.secret_file), SECRET_BYTES_MAX, field=field).strip(), field)
-        key = environment.get(SECRET_ENV, "").strip()
-        return _secret(key.encode(), SECRET_ENV) if key else None
-
-
-def _secret(key: bytes, field: str) -> ClusterSecret:
-    try:
-        return ClusterSecret(key)
-    except ConfigError as error:
-        raise ConfigError(
-            "must have at least 16 bytes; for example: openssl rand -hex 32", field=field
-        ) from error
+        found = find_secret(
+            environment,
+            file=self.secret_file,
+            field=f"{FIELD}.secret_file",
+            is_file_first=True,
+            moves_kv=True,
+            is_insecure=self.insecure_no_secret,
+        )
+        if found.warning:
+            logger.warning(found.warning)
+        return found.secret

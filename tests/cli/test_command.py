@@ -23,6 +23,7 @@ SERVE_FLAGS = [
     "--graph-mode",
     "--host",
     "--hybrid-kv-cache",
+    "--insecure-no-secret",
     "--kv-cache-memory",
     "--kv-events-config",
     "--kv-transfer-config",

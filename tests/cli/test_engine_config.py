@@ -22,7 +22,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configured(model: Path, **given: Any) -> EngineConfig:
-    return engine_config(resolve({"model": str(model), "device": "cpu", **given}, environment={}))
+    return engine_config(
+        resolve({"model": str(model), "device": "cpu", **given}, environment={"BATON_SECRET": "x" * 16})
+    )
 
 
 def test_the_cache_is_as_large_as_the_memory_that_it_may_take(model: Path) -> None:

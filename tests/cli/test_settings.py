@@ -1,5 +1,6 @@
 """Settings: which origin wins, what is refused, and that the secret stays one."""
 
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ def write(folder: Path, text: str) -> str:
     path = folder / "baton.toml"
     path.write_text(text)
     return str(path)
+
+
+STATE = {"XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]}
 
 
 def refusal(
@@ -64,11 +68,12 @@ def test_the_connector_is_json_on_the_command_line_and_a_table_in_the_file(tmp_p
     file = write(
         tmp_path, '[cluster.kv_transfer_config]\nkv_connector = "X"\nkv_role = "kv_both"\nengine_id = "e"\n'
     )
-    from_file = resolve({}, environment={}, config_file=file).settings.kv_transfer_config
+    from_file = resolve({}, environment=STATE, config_file=file).settings.kv_transfer_config
     text = '{"kv_connector": "X", "kv_role": "kv_both", "engine_id": "e"}'
-    assert from_file == resolve({"kv_transfer_config": text}, environment={}).settings.kv_transfer_config
+    assert from_file == resolve({"kv_transfer_config": text}, environment=STATE).settings.kv_transfer_config
     assert (
-        from_file == resolve({}, environment={"BATON_KV_TRANSFER_CONFIG": text}).settings.kv_transfer_config
+        from_file
+        == resolve({}, environment={**STATE, "BATON_KV_TRANSFER_CONFIG": text}).settings.kv_transfer_config
     )
 
 
@@ -150,7 +155,7 @@ def test_variables_of_other_commands_are_left_alone() -> None:
     ],
 )
 def test_what_holds_without_a_value_is_shown(given: dict[str, Any], line: str) -> None:
-    assert line in show_config(resolve(given, environment={})).splitlines()
+    assert line in show_config(resolve(given, environment=STATE)).splitlines()
 
 
 def test_an_empty_variable_is_as_good_as_none() -> None:
@@ -187,23 +192,26 @@ def test_what_is_shown_is_a_file_that_says_the_same(tmp_path: Path) -> None:
         "kv_transfer_config": CONNECTOR,
         "kv_events_config": '{"enable_kv_cache_events": true}',
     }
-    resolved = resolve(given, environment={})
+    resolved = resolve(given, environment=STATE)
     shown = show_config(resolved)
     assert "port = 1  # command line --port" in shown
     assert "block_size = 16  # default" in shown
-    again = resolve({}, environment={}, config_file=write(tmp_path, shown))
+    again = resolve({}, environment=STATE, config_file=write(tmp_path, shown))
     assert again.settings == resolved.settings
 
 
 def test_an_engine_that_moves_kv_without_a_secret_stays_on_the_loopback() -> None:
     given = {"host": "0.0.0.0", "kv_transfer_config": CONNECTOR}
-    message = refusal(given)
+    message = refusal(given, dict(STATE))
     assert "host" in message
     assert "BATON_SECRET" in message
     assert resolve(given, environment={"BATON_SECRET": SECRET}).settings.host == "0.0.0.0"
     assert resolve({"host": "0.0.0.0"}, environment={}).settings.host == "0.0.0.0"
+    insecure = {**given, "insecure_no_secret": True}
+    assert "host" in refusal(insecure)
+    assert resolve({**insecure, "host": "::1"}, environment={}).secret is None
     for host in ("127.0.0.1", "127.3.2.1", "::1", "localhost"):
-        assert resolve({**given, "host": host}, environment={}).settings.moves_kv
+        assert resolve({**given, "host": host}, environment=STATE).settings.moves_kv
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ def engine_config(
             kv_load_failure_policy=policy,  # type: ignore[arg-type]
         ),
         cluster_secret=secret,
+        insecure_no_secret=secret is None,
     )
 
 

@@ -65,6 +65,7 @@ def config_of(
         ),
         kv_transfer_config=transfer,
         cluster_secret=secret,
+        insecure_no_secret=secret is None,
     )
 
 

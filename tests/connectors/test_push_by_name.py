@@ -208,4 +208,4 @@ def test_behind_the_door_it_is_refused_again(world: PushWorld) -> None:
 @pytest.mark.parametrize("peer", ["p", "p:", ":1", "p:0", "p:65536", "tcp://p:1", "::1:5", "p:1/", "p q:1"])
 def test_an_address_in_the_list_that_is_none_stops_the_start(peer: str) -> None:
     with pytest.raises(ConfigError, match="allowed_peers"):
-        PushSettings.parse({"allowed_peers": [peer]}, has_secret=True)
+        PushSettings.parse({"allowed_peers": [peer]}, None)

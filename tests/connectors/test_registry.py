@@ -98,19 +98,19 @@ def test_an_unfinished_connector_is_told_what_it_lacks(foreign: ModuleType) -> N
 )
 def test_a_bad_setting_is_named(extra: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        PullSettings.parse(extra, has_secret=False)
+        PullSettings.parse(extra, None)
 
 
 def test_each_rank_has_a_data_port_of_its_own() -> None:
     extra = {"data_port": 14700, "data_advertise_port": 15700, "data_advertise_host": "10.0.0.9"}
-    options = PullSettings.parse(extra, has_secret=False).tcp_options(rank=3)
+    options = PullSettings.parse(extra, None).tcp_options(rank=3)
     assert (options.host, options.port) == ("127.0.0.1", 14703)
     assert (options.advertise_host, options.advertise_port) == ("10.0.0.9", 15703)
-    assert PullSettings.parse({}, has_secret=False).tcp_options(rank=3).port == 0
+    assert PullSettings.parse({}, None).tcp_options(rank=3).port == 0
 
 
 def test_timers_may_be_overridden() -> None:
-    settings = PullSettings.parse({"timers": {"ttl_s": 20}}, has_secret=False)
+    settings = PullSettings.parse({"timers": {"ttl_s": 20}}, None)
     assert settings.timers.ttl_s == 20
     assert settings.timers.deadline_s == 120
 

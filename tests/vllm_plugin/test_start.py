@@ -79,7 +79,10 @@ def vllm_config(folder: Path, extra: dict[str, Any] | None = None, **changes: An
 
 
 def identify(config: Any, *, is_worker: bool = False, environment: dict[str, str] | None = None) -> Any:
-    return identity_of(config, PushSettings, environment or {}, does_push=True, is_worker=is_worker)
+    if environment is None:
+        is_insecure = "insecure_no_secret" in config.kv_transfer_config.kv_connector_extra_config
+        environment = {} if is_insecure else {"BATON_SECRET": SECRET}
+    return identity_of(config, PushSettings, environment, does_push=True, is_worker=is_worker)
 
 
 # --- Identity ----------------------------------------------------------------------------------------
@@ -167,7 +170,7 @@ def test_a_model_that_is_nowhere_has_no_folder(folder: Path) -> None:
         ({}, {"no such key": 1}, "no such key"),
         ({}, {"revision": ""}, "revision"),
         ({}, {"allow_untested_vllm": "yes"}, "allow_untested_vllm"),
-        ({}, {"host": "0.0.0.0", "advertise_host": "10.0.0.1"}, "host"),
+        ({}, {"host": "0.0.0.0", "advertise_host": "10.0.0.1", "insecure_no_secret": True}, "host"),
         ({}, {"secret_file": "/nowhere/at/all"}, "secret_file"),
     ],
 )
@@ -218,10 +221,13 @@ def test_the_secret_comes_from_a_file_or_the_environment(tmp_path: Path) -> None
     from_environment = PluginSettings().find_secret(environment)
     assert from_environment is not None
     assert from_environment.key == SECRET.encode()
-    assert PluginSettings().find_secret({}) is None
+    assert PluginSettings(insecure_no_secret=True).find_secret({}) is None
+    generated = PluginSettings().find_secret({"HOME": str(tmp_path)})
+    assert generated is not None
+    assert generated == PluginSettings().find_secret({"HOME": str(tmp_path)})
 
 
-@pytest.mark.parametrize("content", ["short", "x" * 5000])
+@pytest.mark.parametrize("content", ["short", "x" * 70_000])
 def test_a_secret_file_is_checked(tmp_path: Path, content: str) -> None:
     file = tmp_path / "secret"
     file.write_text(content)
@@ -232,4 +238,4 @@ def test_a_secret_file_is_checked(tmp_path: Path, content: str) -> None:
 def test_what_is_not_ours_goes_to_the_connector() -> None:
     ours, theirs = PluginSettings.split({"port": 5, "revision": "r", "transports": ["tcp"]})
     assert ours == PluginSettings(revision="r")
-    assert PullSettings.parse(theirs, has_secret=False).port == 5
+    assert PullSettings.parse(theirs, None).port == 5

@@ -46,9 +46,8 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
         transfer = config.kv_transfer_config
         if transfer is None:
             raise ConfigError("is required", field="kv_transfer_config")
-        settings = settings_kind.parse(
-            transfer.kv_connector_extra_config, has_secret=config.cluster_secret is not None
-        )
+        secret = config.transfer_secret
+        settings = settings_kind.parse(transfer.kv_connector_extra_config, secret)
         raises = settings.raises_user_errors
         return cls(
             engine_id=EngineId(transfer.engine_id),
@@ -60,7 +59,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
             is_consumer=transfer.is_kv_consumer,
             recomputes_failed_loads=transfer.kv_load_failure_policy == "recompute",
             raises_user_errors=True if raises is None else raises,
-            secret=config.cluster_secret,
+            secret=secret,
             settings=settings,
             does_push=does_push,
             has_host_mirror=_mirrors(transfer.kv_buffer_device, config.device_config.device),

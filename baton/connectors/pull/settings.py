@@ -13,6 +13,7 @@ from typing import Any, Self
 import msgspec
 
 from baton.connectors.extra_config import FIELD, parse_extra
+from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError
 from baton.core.timers import Timers
 from baton.transport.tcp import TcpOptions
@@ -84,12 +85,14 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @classmethod
-    def parse(cls, extra: Mapping[str, Any], *, has_secret: bool) -> Self:
+    def parse(cls, extra: Mapping[str, Any], secret: ClusterSecret | None) -> Self:
         """Raises ConfigError naming the key."""
         settings = parse_extra(cls, extra)
-        if not has_secret and not _is_loopback(settings.host):
+        if (secret is None or secret.is_generated) and not _is_loopback(settings.host):
+            why = "no other host has the generated secret of this user" if secret else "there is no secret"
             raise ConfigError(
-                f"{settings.host!r} is reachable from outside, which needs a cluster secret (BATON_SECRET)",
+                f"{settings.host!r} is reachable from other hosts, and {why}; set BATON_SECRET to the same "
+                "value on all engines",
                 field=f"{FIELD}.host",
             )
         return settings

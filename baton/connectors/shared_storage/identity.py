@@ -56,7 +56,7 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
             block_tokens=config.cache_config.block_size,
             saves=transfer.is_kv_producer,
             loads=transfer.is_kv_consumer,
-            secret=config.cluster_secret,
+            secret=config.transfer_secret,
             settings=StorageSettings.parse(transfer.kv_connector_extra_config),
             groups=config.kv_cache_groups,
         )

@@ -158,6 +158,7 @@ def engine_config(
         ),
         kv_transfer_config=transfer_config(case, engine_id, role, shape.policy),
         cluster_secret=secret,
+        insecure_no_secret=secret is None,
     )
 
 
