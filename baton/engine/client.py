@@ -5,7 +5,8 @@
     await client.close()
 
 Nothing waits for a core that is gone: its end closes the socket, every open `generate` raises EngineDeadError
-with the reason, and so does every later one. One that lives and does not move any more is ended (`pulse`).
+with the reason, and so does every later one. One that lives and does not move any more is ended, and requests
+of one that is stopped fail (`pulse`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from baton.engine.core_messages import (
     TakeBack,
     ToCore,
 )
-from baton.engine.pulse import Pulse
+from baton.engine.pulse import Pulse, StopWatch, family
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,11 @@ class EngineDeadError(BatonError):
     """The engine core is gone. Says why; another engine may serve the request."""
 
 
-_Answer = EngineOutput | EngineDeadError
+class EngineStalledError(BatonError):
+    """A process of the engine is stopped. Says which; another engine may serve the request."""
+
+
+_Answer = EngineOutput | EngineDeadError | EngineStalledError
 
 
 class EngineClient:
@@ -81,6 +86,9 @@ class EngineClient:
         self._transport: asyncio.Transport | None = None
         self._step_timeout_s = step_timeout_s
         self._pulse = Pulse(lambda: self._send(Ping()), self._hangs, step_timeout_s)
+        self._stop_watch = StopWatch(self._stalls)
+        self._stall: EngineStalledError | None = None
+        self._restarting: str | None = None  # Why ranks are started anew, while they are.
 
     @classmethod
     async def start(
@@ -112,7 +120,7 @@ class EngineClient:
         except BaseException:
             await client._kill()
             raise
-        client._pulse.start()
+        client._watch()
         return client
 
     @property
@@ -134,13 +142,23 @@ class EngineClient:
     async def wait_dead(self) -> None:
         await self._dead.wait()
 
+    @property
+    def unready_reason(self) -> str | None:
+        """Why a router should send requests to other engines for now; None while this one serves."""
+        if self._restarting is not None:
+            return f"the engine starts its ranks anew: {self._restarting}"
+        return self._stop_watch.stopped
+
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """Ends after the output that has a `finish_reason`. Closed earlier, it aborts the request.
 
-        Raises UserError for a request id in use, EngineDeadError as soon as the core is gone.
+        Raises UserError for a request id in use, EngineDeadError as soon as the core is gone, and
+        EngineStalledError when one of the engine's processes has been stopped for STALLED_S.
         """
         if self._death is not None:
             raise EngineDeadError(str(self._death))
+        if self._stall is not None and self._stop_watch.stopped is not None:
+            raise EngineStalledError(str(self._stall))
         if request.request_id in self._answers:
             raise UserError(f"{request.request_id!r} is in use; choose a new one", field="request_id")
         answers: asyncio.Queue[_Answer] = asyncio.Queue()
@@ -149,8 +167,8 @@ class EngineClient:
             self._submit(request)
             while True:
                 answer = await answers.get()
-                if isinstance(answer, EngineDeadError):
-                    raise EngineDeadError(str(answer))
+                if not isinstance(answer, EngineOutput):
+                    raise type(answer)(str(answer))
                 yield answer
                 if answer.finish_reason is not None:
                     return
@@ -188,6 +206,7 @@ class EngineClient:
     async def close(self) -> None:
         """Ends the core's process. Idempotent; bounded by STOP_TIMEOUT_S, after which it is killed."""
         self._pulse.stop()
+        self._stop_watch.stop()
         self._send(Stop())
         self._child.resume()
         try:
@@ -238,11 +257,13 @@ class EngineClient:
                 case Restarting(reason):
                     logger.error("the engine lost a rank and starts its ranks anew: %s", reason)
                     self._introduction = None
+                    self._restarting = reason
                     self._pulse.stop()  # Reading the weights is no step.
                 case Restarted(introduction):
                     logger.warning("the engine's ranks have been started anew")
                     self._introduction = introduction
-                    self._pulse.start()
+                    self._restarting = None
+                    self._watch()
                 case StartFailed(message, is_users):
                     error = ConfigError(message) if is_users else EngineDeadError(message)
                     if not self._started.done():
@@ -271,6 +292,18 @@ class EngineClient:
         if isinstance(answer, EngineOutput) and answer.kv_transfer_params is not None:
             self.take_back(answer.kv_transfer_params)
 
+    def _watch(self) -> None:
+        """Of a core that has just started its ranks."""
+        self._pulse.start()
+        self._stop_watch.start(family(self.pid))
+
+    def _stalls(self, reason: str) -> None:
+        logger.error("%s; its requests fail", reason)
+        self._stall = EngineStalledError(reason)
+        for answers in self._answers.values():
+            if answers is not None:
+                answers.put_nowait(self._stall)
+
     def _hangs(self) -> None:
         how = f"the engine core hangs: no step has ended for {self._step_timeout_s:g} s (step_timeout_s)"
         logger.error("%s; killing it", how)
@@ -290,6 +323,7 @@ class EngineClient:
         if self._death is not None:
             return
         self._pulse.stop()
+        self._stop_watch.stop()
         death = self._death = EngineDeadError(how)
         if not self._started.done():
             self._started.set_exception(EngineDeadError(f"{how}, before it was ready"))

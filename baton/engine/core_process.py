@@ -135,6 +135,11 @@ class CoreLoop:
         if outputs.stats is not None:  # Else no result has come.
             self._last_stats = outputs.stats
 
+    def hand_over_death(self, death: ExecutorDied) -> None:
+        """The front end reports that it is not ready before any client hears of the death."""
+        self._send(Restarting(str(death)))
+        self.hand_over(self._core.fail_all(death))
+
     def _is_news(self, stats: SchedulerStats | None) -> bool:
         """Counts of this step are news even if the last step's were equal."""
         return stats is not None and bool(
@@ -232,7 +237,6 @@ def _run(core: EngineCore, start: Start, channel: Channel, stop_signal: StopSign
         death = _run_until_a_rank_dies(core, channel, stop_signal, restarts)
         if death is None:
             return
-        channel.send_nowait(msgspec.msgpack.encode(Restarting(str(death))))
         channel.flush(LAST_WORDS_S)
         core = _restart(start, channel)
         channel.send_nowait(msgspec.msgpack.encode(Restarted(core.introduction())))
@@ -279,7 +283,7 @@ def _run_until_a_rank_dies(
         if loop.is_draining or not restarts.may_restart():
             _say_last(channel, Stopped(_text(death)))
             sys.exit(1)
-        loop.hand_over(core.fail_all(death))
+        loop.hand_over_death(death)
         return death
     except Stopping as stopping:
         _say_last(channel, Stopped(str(stopping)))

@@ -2,7 +2,7 @@
 
 POST /v1/completions, /v1/chat/completions      OpenAI's, with vLLM's extensions and `kv_transfer_params`
 GET  /v1/models, POST /tokenize, /detokenize
-GET  /health (503 once the engine or its KV connector is dead, or the server drains), /version, /metrics
+GET  /health (503 while the engine should get no requests), /version, /metrics
 GET  /baton/introduction                        for routers that start both legs of a request at once
 POST /baton/take_back                           ... and for those whose client has gone before the second leg
 """

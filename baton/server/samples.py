@@ -29,8 +29,12 @@ class Engine(Protocol):
 
     @property
     def is_dead(self) -> bool: ...
+    @property
+    def unready_reason(self) -> str | None:
+        """Why a router should send requests to other engines for now."""
+
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        """Closing it early aborts the request. Raises EngineDeadError."""
+        """Closing it early aborts the request. Raises EngineDeadError, EngineStalledError."""
 
     async def introduction(self) -> str | None:
         """What the engine's connector says to engines that have no ticket of it; it never changes."""

@@ -70,6 +70,8 @@ class Service:
     def check_healthy(self) -> None:
         """Raises ApiError 503 when this engine should be restarted, or replaced by another one."""
         self.check_open()
+        if (reason := self.engine.unready_reason) is not None:
+            raise ApiError(503, reason, code="not_ready", retry_after_s=RETRY_AFTER_S)
         if self.metrics.is_connector_retired:
             raise ApiError(
                 503,

@@ -17,8 +17,9 @@ from engine_core_fakes import FACTORY
 from baton.cli.processes import free_ports, is_port_free
 from baton.core.config import EngineConfig, KVTransferConfig, ParallelConfig
 from baton.core.errors import ConfigError, UserError
+from baton.engine import pulse
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams, SchedulerStats
-from baton.engine.client import EngineClient, EngineDeadError
+from baton.engine.client import EngineClient, EngineDeadError, EngineStalledError
 from baton.engine.llm import LLM
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -260,6 +261,36 @@ def test_a_core_that_is_stopped_while_idle_is_noticed_without_a_request(make_con
                 await client.wait_dead()
             with pytest.raises(EngineDeadError, match="hangs"):
                 await collect(client, request())
+
+    run(test)
+
+
+@pytest.mark.parametrize("which", ["core", "rank"])
+def test_requests_of_an_engine_that_is_stopped_fail_and_it_serves_when_it_goes_on(
+    make_config, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    monkeypatch.setattr(pulse, "STOP_LOOK_S", 0.05)
+    monkeypatch.setattr(pulse, "STALLED_S", 0.2)
+
+    async def is_so(condition: Callable[[], bool]) -> None:
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(pulse.STOP_LOOK_S)
+
+    async def test() -> None:
+        async with engine(make_config(parallel_config=ParallelConfig(executor="multiprocess"))) as client:
+            core = psutil.Process(client.pid)
+            (rank,) = core.children()
+            stopped = core if which == "core" else rank
+            assert client.unready_reason is None
+            stopped.suspend()
+            with pytest.raises(EngineStalledError, match=f"process {stopped.pid} .* is stopped"):
+                await collect(client, request("waits"))
+            assert client.unready_reason is not None
+            with pytest.raises(EngineStalledError):
+                await collect(client, request("comes later"))
+            stopped.resume()
+            await is_so(lambda: client.unready_reason is None)
+            assert len(tokens_of(await collect(client, request()))) == 6
 
     run(test)
 

@@ -3,7 +3,18 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from baton.engine.pulse import ALLOWANCE, PINGS_PER_STEP, SLICES, Pulse
+import psutil
+
+from baton.engine.pulse import (
+    ALLOWANCE,
+    PINGS_PER_STEP,
+    SLICES,
+    STALLED_S,
+    STOP_LOOK_S,
+    Pulse,
+    StopWatch,
+    family,
+)
 
 STEP_S = 8.0
 EPSILON_S = 1e-3
@@ -116,3 +127,68 @@ def test_stopped_it_asks_nothing_more() -> None:
         assert core.pings == []
 
     run(test)
+
+
+class Process:
+    """What `psutil` reports of a process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.state: str | None = psutil.STATUS_SLEEPING  # None: it has ended.
+
+    def name(self) -> str:
+        return "baton-rank-0"
+
+    def status(self) -> str:
+        if self.state is None:
+            raise psutil.NoSuchProcess(self.pid)
+        return self.state
+
+
+def watch(test: Callable[[StopWatch, list[Process], list[str]], Awaitable[None]]) -> None:
+    async def with_watch() -> None:
+        processes, stalls = [Process(1), Process(2)], list[str]()
+        watch = StopWatch(stalls.append)
+        watch.start(processes)  # type: ignore[arg-type]
+        try:
+            await test(watch, processes, stalls)
+        finally:
+            watch.stop()
+
+    with asyncio.Runner(loop_factory=Clockwork) as runner:
+        runner.run(with_watch())
+
+
+def test_a_stopped_process_is_named_at_once_and_is_a_stall_later() -> None:
+    async def test(watch: StopWatch, processes: list[Process], stalls: list[str]) -> None:
+        processes[0].state, processes[1].state = None, psutil.STATUS_STOPPED
+        await asyncio.sleep(1.5 * STOP_LOOK_S)
+        assert "process 2 (baton-rank-0) of the engine is stopped" in (watch.stopped or "")
+        assert stalls == []
+        await asyncio.sleep(2 * STALLED_S)
+        assert stalls == [watch.stopped]
+        processes[1].state = psutil.STATUS_RUNNING
+        await asyncio.sleep(STOP_LOOK_S)
+        assert watch.stopped is None
+        processes[1].state = psutil.STATUS_TRACING_STOP
+        await asyncio.sleep(STALLED_S + STOP_LOOK_S)
+        assert len(stalls) == 2
+
+    watch(test)
+
+
+def test_short_stops_are_no_stall_and_neither_is_time_in_which_we_were_stopped() -> None:
+    async def test(watch: StopWatch, processes: list[Process], stalls: list[str]) -> None:
+        for _ in range(3):
+            processes[0].state = psutil.STATUS_STOPPED
+            asyncio.get_running_loop().now_s += 100 * STALLED_S  # type: ignore[attr-defined]
+            await asyncio.sleep(STALLED_S / 2)
+            processes[0].state = psutil.STATUS_SLEEPING
+            await asyncio.sleep(2 * STOP_LOOK_S)
+        assert stalls == []
+
+    watch(test)
+
+
+def test_a_process_that_has_ended_has_no_family() -> None:
+    assert family(2**22 + 1) == []

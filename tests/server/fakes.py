@@ -107,6 +107,7 @@ class ScriptedEngine:
     fail_at: int = 0
     transfer_params: dict[str, Any] | None = None
     introduces_as: str | None = None
+    unready_reason: str | None = None
     num_cached_tokens: int = 0
     num_transferred_tokens: int = 0
     on_stats: Callable[[SchedulerStats], None] | None = None

@@ -167,6 +167,19 @@ def test_an_engine_without_its_connector_is_unhealthy_and_still_answers(
     assert complete(http).status_code == 200
 
 
+def test_an_engine_that_is_not_ready_says_why_and_its_requests_wait(
+    live: LiveServer, http: httpx.Client, engine: ScriptedEngine
+) -> None:
+    engine.unready_reason = "the engine starts its ranks anew: rank 1 is gone"
+    answer = http.get("/health")
+    assert error(answer, 503)["message"] == engine.unready_reason
+    assert error(answer, 503)["code"] == "not_ready"
+    assert answer.headers["Retry-After"] == "1"
+    assert complete(http).status_code == 200
+    engine.unready_reason = None
+    assert http.get("/health").status_code == 200
+
+
 def test_a_draining_server_takes_no_new_requests(live: LiveServer, http: httpx.Client) -> None:
     live.service.is_draining = True
     assert error(complete(http), 503)["code"] == "draining"

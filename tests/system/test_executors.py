@@ -130,9 +130,13 @@ def test_an_engine_that_starts_its_ranks_anew_fails_what_was_open_and_nothing_el
     assert answer.status_code == 500
     assert "lost a rank" in answer.json()["error"]["message"]
     assert re.search("rank [01] is gone", answer.json()["error"]["message"])
+    health = p.client.get(f"{p.url}/health")
+    assert health.status_code == 503
+    assert "starts its ranks anew" in health.json()["error"]["message"]
 
     # It serves again, from an empty cache; what it had lent is gone, and is not taken for what it lends now.
     assert tokens_of(p.complete(old, timeout_s=START_S)) == expected(old)
+    assert p.client.get(f"{p.url}/health").status_code == 200
     assert tokens_of(d.complete(old, ticket)) == expected(old)
     for seed, hand_over in ((2006, pulled), (2007, pushed)):
         moved = d.metric("kv_transfer_bytes_total")
