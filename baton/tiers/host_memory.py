@@ -56,18 +56,23 @@ def _rooms_up(top: Path, path: str, limit: str, usage: str, prefix: str) -> Iter
 
 
 def take(num_bytes: int, field: str, available: Callable[[], int] = available_bytes) -> NDArray[np.uint8]:
-    """Memory with all pages touched, which costs ten copies the first time. Raises ConfigError.
+    """Memory with all pages touched. Raises ConfigError as `touch`."""
+    memory = np.empty(num_bytes, np.uint8)
+    touch(memory, field, available)
+    return memory
+
+
+def touch(memory: NDArray[np.uint8], field: str, available: Callable[[], int] = available_bytes) -> None:
+    """Write zeros to all pages, which costs ten copies the first time. Raises ConfigError.
 
     Part by part, since others take theirs meanwhile: there has to be room for each when it is its turn.
     """
-    memory = np.empty(num_bytes, np.uint8)
-    for start in range(0, num_bytes, PART_BYTES):
+    for start in range(0, memory.nbytes, PART_BYTES):
         part = memory[start : start + PART_BYTES]
         if part.nbytes > (room := available()):
             raise ConfigError(
-                f"this rank's share is {num_bytes / GIB:.2f} GiB; with {start / GIB:.2f} of them taken "
+                f"this rank's share is {memory.nbytes / GIB:.2f} GiB; with {start / GIB:.2f} of them taken "
                 f"only {room / GIB:.2f} GiB of memory are free",
                 field=field,
             )
         part.fill(0)
-    return memory

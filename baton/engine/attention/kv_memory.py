@@ -15,15 +15,21 @@ Behind the blocks of the pool there may be scratch blocks, which belong to no re
 sees (see `baton.engine.graphs`).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from baton.core.config import CacheConfig, ModelConfig
+from baton.core.errors import ConfigError
 from baton.core.kv_groups import KVCacheGroup, num_places, one_group, places_of
 from baton.core.layout import LayerLayout, RankLayout, Region
 from baton.core.topology import kv_heads_of
+from baton.tiers.host_memory import GIB, available_bytes, touch
+
+FIELD = "cache_config.num_gpu_blocks"
+BOOKKEEPING_BYTES = 128  # What the scheduler keeps of a block in host memory, measured with tracemalloc.
 
 
 def layer_name(layer: int) -> str:
@@ -44,7 +50,7 @@ def allocate_kv_cache(
 ) -> dict[str, torch.Tensor]:
     """Layer name to cache, in layer order. Every page is written: first touch costs ten copies.
 
-    By default all layers are in one group.
+    By default all layers are in one group. Raises ConfigError where the memory is not there.
     """
     heads = kv_heads_of(tp_rank, tp_size=tp_size, num_kv_heads=model_config.num_kv_heads)
     groups = groups or one_group(model_config.num_hidden_layers)
@@ -52,10 +58,36 @@ def allocate_kv_cache(
     num_blocks = cache_config.num_gpu_blocks + num_scratch_blocks
     outer = (num_blocks, num_layers) if has_cross_layer_blocks else (num_layers, num_blocks)
     shape = (*outer, len(heads), cache_config.block_size, 2 * model_config.head_dim)
-    # Not torch.zeros: it maps zero pages lazily and touches nothing.
-    storage = torch.empty(shape, dtype=torch_dtype(model_config.dtype), device=device).zero_()
+    dtype, device = torch_dtype(model_config.dtype), torch.device(device)
+    block_bytes = math.prod(shape) // num_blocks * dtype.itemsize
+    check_room(num_blocks, block_bytes, device, num_ranks=tp_size)
+    storage = torch.empty(shape, dtype=dtype, device=device)
+    if device.type == "cpu":
+        touch(storage.view(-1).view(torch.uint8).numpy(), FIELD)
+    else:
+        storage.zero_()
     layers = storage.unbind(1 if has_cross_layer_blocks else 0)
     return {layer_name(layer): layers[place] for layer, (_, place) in sorted(places_of(groups).items())}
+
+
+def check_room(num_blocks: int, block_bytes: int, device: torch.device, *, num_ranks: int) -> None:
+    """Raises ConfigError if the blocks of one rank do not fit into the memory that is free now.
+
+    The ranks of one engine share a host's memory, and have a GPU each. `touch` finds what other ranks, or
+    other processes, take at the same time.
+    """
+    if device.type == "cuda":
+        room, num_sharing, where = torch.cuda.mem_get_info(device)[0], 1, str(device)
+    else:
+        room, num_sharing, where = available_bytes(), num_ranks, "this host or its control group"
+        block_bytes += BOOKKEEPING_BYTES
+    needed, num_fitting = num_blocks * block_bytes, room // (block_bytes * num_sharing)
+    if needed > room:
+        raise ConfigError(
+            f"{num_blocks} blocks need {needed / GIB:.2f} GiB on each rank, and {room / GIB:.2f} GiB "
+            f"of {where} are free: at most {num_fitting} blocks fit (--num-blocks, --kv-cache-memory)",
+            field=FIELD,
+        )
 
 
 def blocks_of_pool(kv_caches: dict[str, torch.Tensor], num_blocks: int) -> dict[str, torch.Tensor]:
