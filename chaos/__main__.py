@@ -70,6 +70,9 @@ def run(
         bool, typer.Option("--again", help="Also cells that have a record of this commit.")
     ] = False,
     hang_s: Annotated[float, typer.Option(help="A request without an end after so long is hung.")] = HANG_S,
+    proxies: Annotated[
+        bool, typer.Option("--proxies", help="Byte-stream proxies instead of network namespaces.")
+    ] = False,
     journal: Annotated[Path, typer.Option(help="JSON lines, one record a cell.")] = WORK / "journal.jsonl",
 ) -> None:
     """Run cells of the matrix. Exit status 1: a cell had wrong tokens, a hang, a leak or an unclear error."""
@@ -91,7 +94,7 @@ def run(
     began_s = time.monotonic()
     kinds = {mode.kind for mode, _ in cells if mode.kind == "baton" or VLLM_PYTHON.exists()}
     if cells:
-        with raising_on_stop_signals(), make_site(folder, kinds, say) as site:
+        with raising_on_stop_signals(), make_site(folder, kinds, say, proxies=proxies) as site:
             run_cells(site, cells, commit=commit, hang_s=hang_s, on_record=on_record, say=say)
     say(f"{summary(records)} {time.monotonic() - began_s:.0f} s.")
     if not quick:

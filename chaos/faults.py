@@ -8,8 +8,8 @@ from typing import Any
 
 from chaos.load import Load
 from chaos.modes import DECODE, ENGINES, PREFILL, Feature
-from chaos.rules import Rule
-from chaos.system import END_S, FRONT, PLAIN, Engine, System, Variant
+from chaos.rules import FRONT, Rule
+from chaos.system import END_S, PLAIN, Engine, System, Variant
 
 RESTART_S = 60.0  # Within this, an engine that was told to end has ended; a drain takes 30 s at most.
 SHORT_S = 4.0
@@ -135,14 +135,16 @@ def _from_to(rule: Rule, source: str, target: str) -> Rule:
     return Rule(**{**fields, "source": source, "target": target})
 
 
-def _network(name: str, what: str, rules: Sequence[Rule], lasts_s: float = SHORT_S) -> Fault:
+def _network(
+    name: str, what: str, rules: Sequence[Rule], lasts_s: float = SHORT_S, *, by_packets: bool = False
+) -> Fault:
     return Fault(
         name,
         what,
         _rules(*rules),
         _rules(),
         lasts_s,
-        needs=frozenset({"network"}),
+        needs=frozenset({"network", "packets"} if by_packets else {"network"}),
         strikes=True,
     )
 
@@ -221,14 +223,23 @@ FAULTS: Sequence[Fault] = (
         _signal_router(signal.SIGCONT),
         2.0,
     ),
-    _network("loss", "5 % of all packets between P and D are lost", _between_engines(Rule(loss=0.05))),
+    _network(
+        "loss",
+        "5 % of all packets between P and D are lost",
+        _between_engines(Rule(loss=0.05)),
+        by_packets=True,
+    ),
     _network(
         "delay",
         "50 to 100 ms more for each packet between P and D",
         _between_engines(Rule(delay_s=0.05, jitter_s=0.05)),
     ),
-    _network("reorder", "20 % of the packets are overtaken", _between_engines(Rule(reorder=0.2))),
-    _network("duplicate", "20 % of the packets come twice", _between_engines(Rule(duplicate=0.2))),
+    _network(
+        "reorder", "20 % of the packets are overtaken", _between_engines(Rule(reorder=0.2)), by_packets=True
+    ),
+    _network(
+        "duplicate", "20 % of the packets come twice", _between_engines(Rule(duplicate=0.2)), by_packets=True
+    ),
     _network("rate", "1 MB/s between each P and D", _between_engines(Rule(rate_bytes_s=1e6))),
     _network("cut-to-d", "no packet from P to D", _to_decode(CUT)),
     _network("cut-to-p", "no packet from D to P", _to_prefill(CUT)),

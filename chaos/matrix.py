@@ -20,10 +20,11 @@ from chaos.disk import mount
 from chaos.faults import FAULTS, Fault
 from chaos.load import ask_all
 from chaos.modes import MODES, VLLM_PYTHON, Kind, Mode
-from chaos.network import Hosts, Network, why_refused
+from chaos.network import Network, Proxied, Switched, why_refused
 from chaos.questions import MODEL_NAME, Question, make_questions, write_model
+from chaos.rules import FRONT
 from chaos.switch import unshare
-from chaos.system import FRONT, HOSTS, RUN_MARK, SHARED_MEMORY, System, orphans, single_engine
+from chaos.system import HOSTS, RUN_MARK, SHARED_MEMORY, System, orphans, single_engine
 
 CLONE_NEWNS = 0x00020000
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
@@ -51,7 +52,7 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 WHOLE = Shard()
-MACHINE = frozenset({"mount"})  # Needs that the machine meets, not the mode.
+MACHINE = frozenset({"mount", "packets"})  # Needs that the machine meets, not the mode.
 
 
 def plan_cells(
@@ -101,7 +102,7 @@ def append_record(path: Path, record: Record) -> None:
 class Site:
     """What all cells of a run share."""
 
-    hosts: Hosts
+    network: Network
     model: Path
     folder: Path
     run: str
@@ -112,10 +113,13 @@ class Site:
 
 
 @contextmanager
-def make_site(folder: Path, kinds: Collection[Kind], say: Callable[[str], None]) -> Iterator[Site]:
+def make_site(
+    folder: Path, kinds: Collection[Kind], say: Callable[[str], None], *, proxies: bool = False
+) -> Iterator[Site]:
     """Namespaces, the switch, the model and the single engine's answers.
 
-    Moves our process into the clients' namespace and, where that is allowed, gives it a /dev/shm of its own.
+    `proxies`: do without namespaces. Moves our process into the clients' namespace and, where that is
+    allowed, gives it a /dev/shm of its own.
     """
     run = f"{os.getpid()}-{time.time_ns()}"
     os.environ[RUN_MARK] = run
@@ -126,23 +130,21 @@ def make_site(folder: Path, kinds: Collection[Kind], say: Callable[[str], None])
     with ExitStack() as stack:
         stack.callback(end_orphans, run)
         fleet = stack.enter_context(Fleet(folder / "switch"))
-        refused = why_refused()
-        if refused is None:
-            network = stack.enter_context(Network(fleet, folder, HOSTS))
-            network.enter(FRONT)
-            hosts: Hosts = network
-        else:
-            say(f"{refused}; cells with network faults are left out")
-            hosts = Hosts(HOSTS)
+        refused = "proxies were asked for" if proxies else why_refused()
+        if refused is not None:
+            say(f"{refused}; byte-stream proxies stand in for the switch")
+        make_network = Switched if refused is None else Proxied
+        network = stack.enter_context(make_network(fleet, folder, HOSTS))
+        network.enter(FRONT)
         expected = {}
         for kind in kinds:
-            with single_engine(kind, model, host=hosts.addresses[FRONT], folder=folder / "single") as url:
+            with single_engine(kind, model, host=network.addresses[FRONT], folder=folder / "single") as url:
                 expected[kind] = ask_all(url, questions, num_at_once=NUM_AT_ONCE, hang_s=SINGLE_HANG_S)
             bad = [answer for answer in expected[kind].values() if not answer.is_complete]
             if bad:
                 raise BatonError(f"the single engine itself fails: {bad[0]}")
             say(f"a single engine ({kind}) has answered {len(questions)} questions")
-        yield Site(hosts, model, folder, run, questions, expected, refused, may_mount)
+        yield Site(network, model, folder, run, questions, expected, refused, may_mount)
 
 
 def _isolate_mounts(say: Callable[[str], None]) -> bool:
@@ -179,7 +181,7 @@ def run_cells(
     try:
         for mode, fault in cells:
             record = Record(mode=mode.name, fault=fault.name, commit=commit)
-            if reason := _why_not(site, mode, fault):
+            if reason := why_not(site, mode, fault):
                 record.skipped = reason
                 on_record(record)
                 continue
@@ -196,7 +198,7 @@ def run_cells(
                         mode,
                         fault.variant,
                         model=site.model,
-                        network=site.hosts,
+                        network=site.network,
                         folder=folder,
                         may_mount=site.may_mount,
                     )
@@ -220,10 +222,11 @@ def run_cells(
         _close(system, site.run)
 
 
-def _why_not(site: Site, mode: Mode, fault: Fault) -> str | None:
+def why_not(site: Site, mode: Mode, fault: Fault) -> str | None:
+    """Why this machine cannot run the cell; None if it can."""
     if mode.kind == "vllm" and not VLLM_PYTHON.exists():
         return "vLLM is not installed; scripts/setup-vllm installs it"
-    if "network" in fault.needs:
+    if "packets" in fault.needs and site.refused is not None:
         return site.refused
     if "mount" in fault.needs and not site.may_mount:
         return "mounts are refused"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from chaos.questions import MAX_MODEL_LEN
-from chaos.rules import CONTROL_PORT
+from chaos.rules import CONTROL_PORT, DATA_PORT
 
 VLLM_PYTHON = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
 PREFILL = ("p0", "p1")
@@ -22,7 +22,7 @@ OFFLOAD_GIB = 0.03
 STEP_TOKENS = 256  # Of a step: long prompts take several, so that a push reads while P computes.
 
 Kind = Literal["baton", "vllm"]
-Feature = Literal["network", "ranks", "storage", "mount"]
+Feature = Literal["network", "ranks", "storage", "packets", "mount"]
 Transfer = dict[str, Any]
 
 
@@ -32,6 +32,7 @@ class Place:
 
     engine: str
     host: str  # Address of the engine.
+    port_offset: int  # What it listens on, beyond the ports that it is reached by.
     storage: Path  # The folder that all engines share.
 
     @property
@@ -120,7 +121,10 @@ def _handing_over(place: Place, connector: str, transport: str, **extra: Any) ->
         "engine_id": place.engine,
         "kv_connector_extra_config": {
             "host": place.host,
-            "port": CONTROL_PORT,
+            "port": CONTROL_PORT + place.port_offset,
+            "advertise_port": CONTROL_PORT,
+            "data_port": DATA_PORT + place.port_offset,
+            "data_advertise_port": DATA_PORT,
             "transports": [transport],
             **extra,
         },

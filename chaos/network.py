@@ -4,21 +4,23 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
-from baton.cli.processes import Fleet
+from baton.cli.processes import Child, Fleet
 from baton.core.errors import BatonError
+from chaos.proxy import BEHIND
 from chaos.rules import Rule
 from chaos.switch import address_of, enter_namespace, make_host
 
 START_S = 60.0
 ANSWER_S = 30.0
 _LOOK_EVERY_S = 0.02
+_LOOPBACKS = 250  # Values of one byte of an address.
 
 
 class NetworkFailed(BatonError):
@@ -36,40 +38,22 @@ def why_refused() -> str | None:
     return None
 
 
-class Hosts:
-    """All hosts are addresses of the loopback, unlike those of other runs. No network can be disturbed."""
+class Network:
+    """Hosts by name, and rules for what goes between them.
 
-    def __init__(self, names: Sequence[str]) -> None:
-        high, low = divmod(os.getpid() % (250 * 250), 250)
-        self.addresses = {name: f"127.{high + 1}.{low + 1}.{i + 1}" for i, name in enumerate(names)}
+    `port_offset`: what an engine listens on, beyond the ports that it is reached by.
+    """
 
-    def command_on(self, name: str, command: Sequence[str]) -> list[str]:
-        """The same command, run on that host."""
-        return list(command)
+    port_offset = 0
 
-    def replace_rules(self, rules: Sequence[Rule]) -> int:
-        """Returns how many packets the rules before have struck."""
-        assert not rules, "no cell with network faults runs without a switch"
-        return 0
-
-    def strikes(self) -> int:
-        return 0
-
-
-class Network(Hosts):
-    """Hosts by name, each with a namespace of its own. Raises NetworkFailed."""
-
-    def __init__(self, fleet: Fleet, folder: Path, names: Sequence[str]) -> None:
-        self.addresses = {name: address_of(index) for index, name in enumerate(names)}
-        path = folder / "switch.sock"
-        path.unlink(missing_ok=True)
-        self._child = fleet.start("switch", [sys.executable, "-m", "chaos.switch", str(path), *names])
+    def __init__(self, child: Child, path: Path, addresses: Mapping[str, str]) -> None:
+        self.addresses = addresses
+        self._child = child
         deadline_s = time.monotonic() + START_S
         while not path.exists():
-            if self._child.has_ended() or time.monotonic() > deadline_s:
-                raise NetworkFailed(f"the switch does not start: {self._child.log_tail()}")
+            if child.has_ended() or time.monotonic() > deadline_s:
+                raise NetworkFailed(f"{child.name} does not start: {child.log_tail()}")
             time.sleep(_LOOK_EVERY_S)
-        self._namespaces = msgspec.json.decode(path.with_suffix(".json").read_bytes(), type=dict[str, str])
         self._sock = socket.socket(socket.AF_UNIX)
         self._sock.settimeout(ANSWER_S)
         self._sock.connect(str(path))
@@ -86,6 +70,40 @@ class Network(Hosts):
 
     def enter(self, name: str) -> None:
         """Move the calling thread to that host, and all that it starts from now on."""
+
+    def command_on(self, name: str, command: Sequence[str]) -> list[str]:
+        """The same command, run on that host."""
+        return list(command)
+
+    def replace_rules(self, rules: Sequence[Rule]) -> int:
+        """Returns how many packets the rules before have struck."""
+        return self._ask(list(rules))
+
+    def strikes(self) -> int:
+        """Packets that the rules of now have changed, delayed or dropped."""
+        return self._ask(None)
+
+    def _ask(self, rules: list[Rule] | None) -> int:
+        try:
+            self._sock.sendall(msgspec.json.encode(rules) + b"\n")
+            answer = self._answers.readline()
+        except OSError as error:
+            raise NetworkFailed(f"{self._child.name} does not answer: {error}") from error
+        if not answer:
+            raise NetworkFailed(f"{self._child.name} has ended: {self._child.log_tail()}")
+        return sum(msgspec.json.decode(answer, type=list[int]))
+
+
+class Switched(Network):
+    """Each host has a network namespace of its own; the switch joins them."""
+
+    def __init__(self, fleet: Fleet, folder: Path, names: Sequence[str]) -> None:
+        path = folder / "switch.sock"
+        child = fleet.start("switch", [sys.executable, "-m", "chaos.switch", str(path), *names])
+        super().__init__(child, path, {name: address_of(index) for index, name in enumerate(names)})
+        self._namespaces = msgspec.json.decode(path.with_suffix(".json").read_bytes(), type=dict[str, str])
+
+    def enter(self, name: str) -> None:
         descriptor = os.open(self._namespaces[name], os.O_RDONLY)
         try:
             enter_namespace(descriptor)
@@ -95,18 +113,19 @@ class Network(Hosts):
     def command_on(self, name: str, command: Sequence[str]) -> list[str]:
         return ["nsenter", f"--net={self._namespaces[name]}", *command]
 
-    def replace_rules(self, rules: Sequence[Rule]) -> int:
-        return self._ask(list(rules))
 
-    def strikes(self) -> int:
-        return self._ask(None)
+class Proxied(Network):
+    """All hosts are addresses of the loopback, unlike those of other runs; a proxy stands before each engine.
 
-    def _ask(self, rules: list[Rule] | None) -> int:
-        try:
-            self._sock.sendall(msgspec.json.encode(rules) + b"\n")
-            answer = self._answers.readline()
-        except OSError as error:
-            raise NetworkFailed(f"the switch does not answer: {error}") from error
-        if not answer:
-            raise NetworkFailed(f"the switch has ended: {self._child.log_tail()}")
-        return sum(msgspec.json.decode(answer, type=list[int]))
+    The first host is that of the clients, and has none.
+    """
+
+    port_offset = BEHIND
+
+    def __init__(self, fleet: Fleet, folder: Path, names: Sequence[str]) -> None:
+        high, low = divmod(os.getpid() % (_LOOPBACKS**2), _LOOPBACKS)
+        addresses = {name: f"127.{high + 1}.{low + 1}.{i + 1}" for i, name in enumerate(names)}
+        path = folder / "proxy.sock"
+        named = [f"{name}={addresses[name]}" for name in names[1:]]
+        child = fleet.start("proxy", [sys.executable, "-m", "chaos.proxy", str(path), *named])
+        super().__init__(child, path, addresses)

@@ -9,8 +9,11 @@ import msgspec
 
 from chaos.packets import WORD_BYTES, Segment, flip_bit, parse_segment, resets_for
 
+FRONT = "front"  # Host of the router and of the clients.
 HTTP_PORT = 8100  # Of each engine on its own host.
 CONTROL_PORT = 14600  # Of each engine's control channel.
+DATA_PORT = 14700  # Of each engine's tcp transport: one a rank, from here on.
+RANKS_MAX = 2
 QUEUE_MAX_S = 1.0  # A rate limit drops what would wait longer, as a router's full queue does.
 REORDER_S = 0.02  # A packet that is to be overtaken waits this long.
 # A flipped bit 16 to 21 of an address moves it by 64 KiB to 2 MiB: inside the same registered memory, in

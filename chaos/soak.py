@@ -6,7 +6,7 @@ Faults strike p0, d0 and the links; p1, d1 and the router live as long as the ru
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from statistics import median
@@ -19,7 +19,7 @@ from chaos.cell import NUM_CLIENTS, SERVES_MAX_S
 from chaos.faults import Scene, fault_named
 from chaos.judge import judge_answer
 from chaos.load import Load
-from chaos.matrix import Site
+from chaos.matrix import Site, why_not
 from chaos.modes import mode_named
 from chaos.system import END_S, PLAIN, System, orphans, wait_until
 
@@ -123,7 +123,12 @@ def run_soak(
     outcome = Outcome(hours=hours, commit=commit)
     samples: list[Sample] = []
     system = System(
-        mode_named(mode), PLAIN, model=site.model, network=site.hosts, folder=folder, may_mount=site.may_mount
+        mode_named(mode),
+        PLAIN,
+        model=site.model,
+        network=site.network,
+        folder=folder,
+        may_mount=site.may_mount,
     )
     load = Load(system.router_url, site.questions, num_clients=NUM_CLIENTS, hang_s=hang_s)
     began_s = time.monotonic()
@@ -131,7 +136,9 @@ def run_soak(
     try:
         load.start()
         scene = Scene(system, load, random.Random(0))
-        turns = _fault_turns(site)
+        turns = cycle(
+            name for name in FAULTS_IN_TURN if why_not(site, system.mode, fault_named(name)) is None
+        )
         with (folder / "samples.jsonl").open("ab", buffering=0) as journal:
             while time.monotonic() < ends_s:
                 next_fault_s = time.monotonic() + FAULT_EVERY_S
@@ -160,11 +167,6 @@ def run_soak(
         system.stop()
     outcome.growth = growth_defects(samples)
     return outcome, samples
-
-
-def _fault_turns(site: Site) -> Iterator[str]:
-    can_do = [n for n in FAULTS_IN_TURN if site.refused is None or "network" not in fault_named(n).needs]
-    return cycle(can_do)
 
 
 def _strike(scene: Scene, name: str) -> None:

@@ -18,11 +18,10 @@ from baton.cli.processes import Child, Fleet
 from baton.core.errors import BatonError
 from chaos.disk import Disk, Layer, build_layer
 from chaos.modes import ENGINES, NUM_BLOCKS, SERVERS, Kind, Mode, Place, Server
-from chaos.network import Hosts
+from chaos.network import Network
 from chaos.questions import MODEL_NAME
-from chaos.rules import HTTP_PORT
+from chaos.rules import FRONT, HTTP_PORT
 
-FRONT = "front"  # Host of the router and of the clients.
 HOSTS = (FRONT, *ENGINES)
 ROUTER_PORT = 8000
 SINGLE_PORT = 8001
@@ -145,7 +144,7 @@ class System:
     """Starts everything; raises ChildDied or StartTimeout. Its owner calls `stop`."""
 
     def __init__(
-        self, mode: Mode, variant: Variant, *, model: Path, network: Hosts, folder: Path, may_mount: bool
+        self, mode: Mode, variant: Variant, *, model: Path, network: Network, folder: Path, may_mount: bool
     ) -> None:
         self.mode = mode
         self.network = network
@@ -190,9 +189,10 @@ class System:
 
     def _make_engine(self, name: str) -> Engine:
         address = self.network.addresses[name]
-        place = Place(name, address, self.disk.folder)
+        place = Place(name, address, self.network.port_offset, self.disk.folder)
         command = [*self.mode.command(self._model, place, self._variant.num_blocks)]
-        command += ["--host", address, "--port", str(HTTP_PORT), *self._variant.options]
+        command += ["--host", address, "--port", str(HTTP_PORT + place.port_offset)]
+        command += self._variant.options
         env = {**self._env, **(self.layers[name].env if self.layers else {})}
 
         def launch() -> Child:

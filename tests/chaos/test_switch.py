@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli.processes import Fleet
-from chaos.network import Network, why_refused
+from chaos.network import Network, Switched, why_refused
 from chaos.rules import Rule
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -47,7 +47,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     if refusal := why_refused():
         pytest.skip(refusal)
     folder = tmp_path_factory.mktemp("network")
-    with Fleet(folder) as fleet, Network(fleet, folder, ("a", "b")) as network:
+    with Fleet(folder) as fleet, Switched(fleet, folder, ("a", "b")) as network:
         server = fleet.start("echo", network.command_on("b", [sys.executable, "-c", ECHO]))
         while not server.log_tail():
             assert fleet.wait_exit(0.05) is None
