@@ -53,9 +53,9 @@ def sign_introduction(introduction: Introduction, key: bytes | None) -> str:
     return _SEAL.sign(introduction, key)
 
 
-def open_introduction(text: str, key: bytes | None) -> Introduction:
+def open_introduction(text: str, key: bytes | None, previous_key: bytes | None = None) -> Introduction:
     """Raises BadIntroduction: size and schema, then version, then signature."""
-    return _SEAL.open(text, key)
+    return _SEAL.open(text, key, previous_key)
 
 
 def check_introduction(

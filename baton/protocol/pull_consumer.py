@@ -60,19 +60,6 @@ class PullConsumer:
 
     # --- Requests ---------------------------------------------------------------------------------
 
-    def fetch(
-        self, loan_id: LoanId, producer: Address, pairs: tuple[Pair, ...], now: float
-    ) -> tuple[int, list[ConsumerEffect]] | None:
-        """Claim and read. None: a request of ours uses this loan already; its ticket is good for one.
-
-        Without pairs there is nothing to move and so nothing to prove; the loan is claimed and released.
-        """
-        reserved = self.reserve(loan_id, producer, now)
-        if reserved is None:
-            return None
-        claim, effects = reserved
-        return claim, [*effects, *self.start(claim, pairs, now)]
-
     def reserve(
         self,
         loan_id: LoanId,
@@ -85,6 +72,8 @@ class PullConsumer:
         is_void: bool = False,
     ) -> tuple[int, list[ConsumerEffect]] | None:
         """Claim, and keep renewing until `start` or `abort`: for a request that waits for room.
+
+        None: a request of ours uses this loan already; its ticket is good for one.
 
         What a stream (push_consumer) has begun goes on here: under its claim number and its deadline, with
         the reads in `early`, which are continued by `start`, or, if they are void, end before it.
@@ -101,7 +90,10 @@ class PullConsumer:
         return claim, [self._renew(fetch, now)]
 
     def start(self, claim: int, pairs: tuple[Pair, ...], now: float) -> list[ConsumerEffect]:
-        """Read what was reserved. Nothing happens if the claim has failed meanwhile: its Fail is out."""
+        """Read what was reserved. Nothing happens if the claim has failed meanwhile: its Fail is out.
+
+        Without pairs there is nothing to move and so nothing to prove; the loan is released.
+        """
         fetch = self._fetches.get(claim)
         if fetch is None or fetch.draining:
             return []

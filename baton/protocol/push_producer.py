@@ -137,10 +137,6 @@ class PushProducer:
         self._wake_at = min(self._wake_at, self._prefill_ends(transfer_id))
         return self._tell(transfer_id, now)
 
-    def is_wanted(self, transfer_id: TransferId) -> bool:
-        want = self._wants.get(transfer_id)
-        return want is not None and not want.over
-
     def is_forsaken(self, transfer_id: TransferId) -> bool:
         """Whoever waited for this prefill has withdrawn, and nobody else has come since."""
         want = self._wants.get(transfer_id)

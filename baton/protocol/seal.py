@@ -88,8 +88,8 @@ class Seal(Generic[P]):
         assert len(text) <= self._max_chars, f"a paper of {len(text)} characters"
         return text
 
-    def open(self, text: str, key: bytes | None) -> P:
-        """Raises what `error` makes."""
+    def open(self, text: str, key: bytes | None, previous_key: bytes | None = None) -> P:
+        """`previous_key` is accepted too, while the secret is replaced. Raises what `error` makes."""
         if not 0 < len(text) <= self._max_chars:
             raise self._error(Fault.SIZE, f"must have 1 to {self._max_chars} characters, has {len(text)}")
         try:
@@ -99,12 +99,19 @@ class Seal(Generic[P]):
         except (*_MALFORMED, binascii.Error, UnicodeEncodeError) as error:
             self._malformed(error)
         if version != self._version:
-            raise self._error(Fault.VERSION, f"has version {version}, this engine reads {self._version}")
+            raise self._error(
+                Fault.VERSION,
+                f"has version {version}, this engine reads version {self._version}; run the same release of "
+                "Baton on both engines",
+            )
         try:
             paper = self._decoder.decode(body)
         except _MALFORMED as error:
             self._malformed(error)
-        if not hmac.compare_digest(mac, self._mac(body, key)):
+        accepted = hmac.compare_digest(mac, self._mac(body, key))
+        if not accepted and previous_key is not None:
+            accepted = hmac.compare_digest(mac, self._mac(body, previous_key))
+        if not accepted:
             raise self._error(Fault.SIGNATURE, _signature_message(mac, key))
         return paper
 
@@ -123,7 +130,10 @@ def check_range(what: str, value: int, low: int, high: int) -> None:
 
 def _signature_message(mac: bytes, key: bytes | None) -> str:
     if key is None:
-        return "is signed, and this engine has no cluster secret to check it with"
+        return "is signed, and this engine runs with insecure_no_secret; give both the same BATON_SECRET"
     if not mac:
-        return "is not signed; give both engines the same cluster secret"
-    return "has a wrong signature; it was altered, or the engines have different cluster secrets"
+        return "is not signed; give both engines the same BATON_SECRET"
+    return (
+        "has a wrong signature; it was altered, or the engines have different secrets: "
+        "set BATON_SECRET to the same value on both"
+    )

@@ -103,9 +103,12 @@ def sign_ticket(ticket: Ticket, key: bytes | None) -> str:
     return _SEAL.sign(ticket, key)
 
 
-def open_ticket(text: str, key: bytes | None) -> Ticket:
-    """Raises BadTicket: size and schema, then version, then signature."""
-    return _SEAL.open(text, key)
+def open_ticket(text: str, key: bytes | None, previous_key: bytes | None = None) -> Ticket:
+    """Raises BadTicket: size and schema, then version, then signature.
+
+    `previous_key`: of the secret that is being replaced; it is accepted as well.
+    """
+    return _SEAL.open(text, key, previous_key)
 
 
 def check_ticket(

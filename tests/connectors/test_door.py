@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 
 from baton.assemble import make_door
+from baton.connectors.pull import door as pull_door
 from baton.core.config import ClusterSecret
 from baton.core.errors import BadTransferParams
+from baton.protocol.ticket import Ticket, open_ticket
 from tests.connectors.pull_world import World, engine_config
+from tests.connectors.push_world import PushWorld
 
 OTHER_CLUSTER = ClusterSecret(b"another cluster's secret")
 
@@ -61,3 +64,41 @@ def test_each_role_has_its_leg(params: dict[str, Any]) -> None:
         make_door(engine_config("d", role="kv_producer"))(params)
     with pytest.raises(BadTransferParams, match="do_remote_decode"):
         make_door(engine_config("d", role="kv_consumer"))({"do_remote_decode": True})
+
+
+def test_a_ticket_is_verified_once_by_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A push-capable consumer judges the params when the request comes, expects it, and ends it."""
+    opened: list[str] = []
+
+    def count(text: str, *keys: bytes | None) -> Ticket:
+        opened.append(text)
+        return open_ticket(text, *keys)
+
+    monkeypatch.setattr(pull_door, "open_ticket", count)
+    world = PushWorld()
+    try:
+        p, d = world.engine("p"), world.engine("d")
+        params = p.prefill("r", list(range(9)))
+        request = d.submit("r", list(range(9)), params)
+        assert d.admit(request)
+        world.settle()
+        d.read_out(request)
+        assert opened == [params["baton_ticket"]]
+        assert not d.half._requests._parsed
+    finally:
+        world.close()
+
+
+def test_while_a_secret_is_replaced_engines_hand_over_both_ways() -> None:
+    old, new = b"the old secret of the cluster", b"the new secret of the cluster"
+    world = World()
+    try:
+        first = world.engine("first", secret=ClusterSecret(old, new))
+        second = world.engine("second", secret=ClusterSecret(new, old))
+        for number, (p, d) in enumerate([(first, second), (second, first)]):
+            request = d.submit(f"r{number}", list(range(9)), p.prefill(f"r{number}", list(range(9))))
+            assert d.admit(request)
+            world.settle()
+            assert d.read_out(request).valid_tokens == 9
+    finally:
+        world.close()

@@ -151,8 +151,12 @@ class Story:
             case ["fetch", name, loan, *pairs]:
                 node = self.nodes[name]
                 loan_id, producer = self.loans[int(loan)]
-                started = node.consumer.fetch(loan_id, producer, _pairs(pairs), self._clock(node))
-                self._started(name, started)
+                reserved = node.consumer.reserve(loan_id, producer, self._clock(node))
+                if reserved is not None:
+                    claim, effects = reserved
+                    effects = [*effects, *node.consumer.start(claim, _pairs(pairs), self._clock(node))]
+                    reserved = claim, effects
+                self._started(name, reserved)
             case ["reserve", name, loan]:
                 node = self.nodes[name]
                 loan_id, producer = self.loans[int(loan)]

@@ -27,10 +27,11 @@ def lent(producer: PullProducer, now: float = 0.0) -> LoanId:
     return loan_id
 
 
-def fetching(consumer: PullConsumer) -> int:
-    started = consumer.fetch(LOAN, P, (PAIR,), 0.0)
-    assert started is not None
-    return started[0]
+def fetching(consumer: PullConsumer, loan_id: LoanId = LOAN, producer: Address = P) -> int:
+    reserved = consumer.reserve(loan_id, producer, 0.0)
+    assert reserved is not None
+    consumer.start(reserved[0], (PAIR,), 0.0)
+    return reserved[0]
 
 
 def test_a_loan_is_capped_and_its_answers_shrink() -> None:
@@ -166,7 +167,7 @@ def test_nothing_is_said_to_a_peer_that_is_lost() -> None:
 def test_a_lost_peer_takes_only_its_own_fetches_along() -> None:
     consumer = PullConsumer(T)
     claim = fetching(consumer)
-    assert consumer.fetch(LOAN, E, (PAIR,), 0.0) is not None, "another lender may use the same number"
+    fetching(consumer, LOAN, E)  # Another lender may use the same number.
     assert [e.claim for e in consumer.peer_lost(P, "gone", 0.0) if isinstance(e, Fail)] == [claim]
 
 
@@ -184,8 +185,7 @@ def test_belief_never_outlives_the_promise(
     timers = Timers(ttl_s=ttl_s, round_trip_max_s=min(ttl_s / 10, 5.0), loan_max_s=200.0 + 2 * ttl_s)
     producer, consumer = PullProducer(Epoch(5), timers), PullConsumer(timers)
     loan_id = lent(producer, 0.0)
-    started = consumer.fetch(loan_id, P, (PAIR,), 0.0)
-    assert started is not None
+    fetching(consumer, loan_id)
     receipt_s = min(receipt_after_s, ttl_s / 2)
     [renewed] = said(producer.receive(D, Renew(loan_id, 1, 1), receipt_s * producer_rate))
     consumer.receive(P, renewed, (receipt_s + answer_after_s) * consumer_rate)

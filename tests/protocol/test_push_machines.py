@@ -367,7 +367,6 @@ def test_what_is_said_of_a_prefill_that_is_over_changes_nothing() -> None:
 def test_who_waits_for_nothing_any_more_may_be_replaced() -> None:
     producer = PushProducer(T)
     producer.receive(D, Want(X, 1, HASH, 8), 0.0)
-    assert producer.is_wanted(X)
     assert isinstance(answers(producer, Want(X, 1, HASH, 8), 0.0, P)[0], Failed)
     assert answers(producer, Want(X, 2, HASH, 8), 1.0) == [Working(X, 2)]  # D's next; the first is over.
     assert isinstance(answers(producer, Want(X, 1, HASH, 8), 1.0)[0], Failed)

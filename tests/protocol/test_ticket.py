@@ -185,3 +185,21 @@ def test_another_prompt_is_refused() -> None:
     error = refused(prompt_hash_of=lambda n: PromptHash(bytes(32)))
     assert error.reason is TicketFault.PROMPT
     assert isinstance(error, UserError)
+
+
+def test_while_a_secret_is_replaced_tickets_of_both_are_believed() -> None:
+    old, new = b"the key before".ljust(32), b"the key after".ljust(32)
+    for signer in (old, new):
+        assert open_ticket(sign_ticket(ticket(), signer), new, old) == ticket()
+    with pytest.raises(BadTicket) as refused:
+        open_ticket(sign_ticket(ticket(), KEY), new, old)
+    assert refused.value.reason is TicketFault.SIGNATURE
+
+
+def test_another_version_is_named_with_ours_before_the_signature_is_looked_at() -> None:
+    old = msgspec.structs.replace(ticket(), version=TICKET_VERSION - 1)
+    text = sign_ticket(old, b"the key of another cluster")
+    with pytest.raises(
+        BadTicket, match=f"has version {TICKET_VERSION - 1}, .* reads version {TICKET_VERSION}"
+    ):
+        open_ticket(text, KEY)

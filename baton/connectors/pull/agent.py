@@ -161,9 +161,6 @@ class PullAgent:
         for machine in (self._streams, self._consumer):
             self._carry_out(machine.abort(claim, now), now)
 
-    def release_unused(self, loan_id: LoanId, producer: Address, now: float) -> None:
-        self._carry_out(self._consumer.release_unused(loan_id, producer, now), now)
-
     def lose(self, peer: Address, reason: str, now: float) -> None:
         """Fail whatever is fetched from it: it cannot be used, for a reason that only we know."""
         for machine in (self._streams, self._consumer):

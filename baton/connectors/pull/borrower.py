@@ -23,7 +23,7 @@ from contextlib import suppress
 from typing import NoReturn, TypeAlias
 
 from baton.connectors.pull.agent import PullAgent
-from baton.connectors.pull.door import Borrow, Follow, Seek, check_offer, hash_of_prompt, judge
+from baton.connectors.pull.door import Borrow, Follow, OpenRequests, Seek, check_offer, hash_of_prompt, judge
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.incoming_handoff import IncomingHandoff, Offer, State, blocks_from, record_of
 from baton.connectors.pull.metadata import Order, ReadEnd
@@ -78,9 +78,12 @@ BorrowerEffect: TypeAlias = (
 
 
 class PullBorrower:
-    def __init__(self, agent: PullAgent, identity: EngineIdentity, stats: PullStats) -> None:
+    def __init__(
+        self, agent: PullAgent, identity: EngineIdentity, requests: OpenRequests, stats: PullStats
+    ) -> None:
         self._agent = agent
         self._identity = identity
+        self._requests = requests
         self._stats = stats
         self._incoming: dict[str, IncomingHandoff] = {}  # By request id, until the host has finished it.
         self._claims: dict[int, IncomingHandoff] = {}  # Until delivered, or free of running reads.
@@ -102,7 +105,7 @@ class PullBorrower:
         if request.request_id in self._incoming:
             return None
         try:
-            return judge(request, self._identity)
+            return judge(request, self._requests.params_of(request), self._identity)
         except BadTransferParams as error:
             self._refuse(request.request_id, error)
             raise

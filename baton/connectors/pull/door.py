@@ -112,10 +112,12 @@ def read_params(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> Wish
                     "is of an earlier turn, which only an engine with kv_role kv_both can fetch",
                     field=f"{FIELD}.baton_ticket",
                 )
-            return Lend(transfer_id, Resume(open_ticket(before, identity.ticket_key)))
+            return Lend(
+                transfer_id, Resume(open_ticket(before, identity.ticket_key, identity.previous_ticket_key))
+            )
         case Fetch(text, remote_engine_id):
             _need_consumer(identity)
-            ticket = open_ticket(text, identity.ticket_key)
+            ticket = open_ticket(text, identity.ticket_key, identity.previous_ticket_key)
             _compare_engines(remote_engine_id, ticket.producer, "ticket")
             return Borrow(ticket)
         case Stream(transfer_id, text, remote_engine_id):
@@ -125,7 +127,7 @@ def read_params(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> Wish
                     "asks for a push, which this connector does not do; send the producer's ticket",
                     field=f"{FIELD}.baton_introduction",
                 )
-            introduction = open_introduction(text, identity.ticket_key)
+            introduction = open_introduction(text, identity.ticket_key, identity.previous_ticket_key)
             _compare_engines(remote_engine_id, introduction.address, "introduction")
             return Follow(introduction, transfer_id)
         case Named(transfer_id, engine_id, host, port):
@@ -176,12 +178,36 @@ def check_at_door(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> No
         raise
 
 
-def judge(request: host.Request, identity: EngineIdentity) -> Borrow | Follow | Seek | None:
+class OpenRequests:
+    """`kv_transfer_params` of each open request: parsed, and its signature checked, once."""
+
+    def __init__(self, identity: EngineIdentity) -> None:
+        self._identity = identity
+        self._parsed: dict[str, Wish | BadTransferParams | None] = {}  # By request id.
+
+    def params_of(self, request: host.Request) -> Wish | None:
+        """Raises BadTransferParams, each time, for params that are refused."""
+        if request.request_id not in self._parsed:
+            try:
+                self._parsed[request.request_id] = read_params(request.kv_transfer_params, self._identity)
+            except BadTransferParams as error:
+                self._parsed[request.request_id] = error
+        parsed = self._parsed[request.request_id]
+        if isinstance(parsed, BadTransferParams):
+            raise parsed
+        return parsed
+
+    def forget(self, request_id: str) -> None:
+        self._parsed.pop(request_id, None)
+
+
+def judge(
+    request: host.Request, wish: Wish | None, identity: EngineIdentity
+) -> Borrow | Follow | Seek | None:
     """What this request is to fetch, and from whom. An earlier turn (`Resume`) is not judged yet.
 
     Raises BadTransferParams for what this engine, or this prompt, cannot use.
     """
-    wish = read_params(request.kv_transfer_params, identity)
     match wish:
         case Lend(_, Resume() as resume):
             return resume  # Whatever is wrong with it, the prompt can be computed.

@@ -86,7 +86,14 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ticket_key(self) -> bytes | None:
+        """Signs tickets and introductions."""
         return self.secret.derive(TICKET_KEY_PURPOSE) if self.secret is not None else None
+
+    @property
+    def previous_ticket_key(self) -> bytes | None:
+        """Of the secret that is being replaced: accepted, and signs nothing."""
+        keys = self.secret.derive_all(TICKET_KEY_PURPOSE) if self.secret is not None else ()
+        return keys[1] if len(keys) > 1 else None
 
 
 def _mirrors(buffer_device: str | None, device: str) -> bool:

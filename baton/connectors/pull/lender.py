@@ -18,11 +18,11 @@ from baton.connectors.pull.door import (
     Borrow,
     Follow,
     Lend,
+    OpenRequests,
     Seek,
     hash_of_prompt,
     hash_of_tokens,
     num_blocks,
-    read_params,
 )
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.pairing import transfer_of_request
@@ -64,6 +64,7 @@ class PullLender:
         identity: EngineIdentity,
         control_url: str,
         public_key: bytes,
+        requests: OpenRequests,
         stats: PullStats,
         holder: BlockHolder | None = None,
     ) -> None:
@@ -71,6 +72,7 @@ class PullLender:
         self._identity = identity
         self._control_url = control_url
         self._public_key = public_key
+        self._requests = requests
         self._stats = stats
         self._holder = holder
         self._lent: dict[LoanId, str] = {}  # To request ids.
@@ -83,7 +85,7 @@ class PullLender:
     ) -> tuple[bool, dict[str, Any] | None]:
         """(the host has to keep the blocks, kv_transfer_params of the answer). `block_ids`: of each group."""
         try:
-            wish = read_params(request.kv_transfer_params, self._identity)
+            wish = self._requests.params_of(request)
         except BadTransferParams:
             return False, None  # Refused, and said so, when the request came.
         if request.status.name not in _LENDABLE:

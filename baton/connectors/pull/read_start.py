@@ -43,7 +43,7 @@ class ReadStart:
         assert incoming.request is not None, "a stream ends once"
         request, incoming.request = incoming.request, None
         try:
-            ticket = open_ticket(text, self._identity.ticket_key)
+            ticket = open_ticket(text, self._identity.ticket_key, self._identity.previous_ticket_key)
             check_offer(ticket, request, self._identity)
         except BadTransferParams as error:
             self._agent.refuse(incoming.claim, str(error), now)

@@ -22,7 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 from baton.connectors.pull.agent import PullAgent
 from baton.connectors.pull.borrower import PullBorrower
 from baton.connectors.pull.control_thread import ControlThread
-from baton.connectors.pull.door import Borrow, Follow, Resume, Seek
+from baton.connectors.pull.door import Borrow, Follow, OpenRequests, Resume, Seek
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.lender import BlockHolder, PullLender
 from baton.connectors.pull.metadata import Order, PullHandshake, PullMetadata, PullWorkerReport
@@ -97,6 +97,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._wake: Callable[[], None] | None = None  # The host, if it can be woken.
         self._rank: TakesOrders | None = None  # The only one, if it can be spoken to between steps.
         self._stats = PullStats()
+        self._requests = OpenRequests(identity)
         self._reports = RankCombiner(PullWorkerReport, identity.num_ranks)
         self._key = ProcessKey()
         address = Address(identity.engine_id, epoch if epoch is not None else self._key.epoch)
@@ -104,9 +105,15 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._control = (control or self._control_thread)(self._agent, self._lock)
         self._control_wakes = control is None  # Another's owner steps when it sees fit.
         self._lender = PullLender(
-            self._agent, identity, self._control.url, self._control.public_key, self._stats, holder
+            self._agent,
+            identity,
+            self._control.url,
+            self._control.public_key,
+            self._requests,
+            self._stats,
+            holder,
         )
-        self._borrower = PullBorrower(self._agent, identity, self._stats)
+        self._borrower = PullBorrower(self._agent, identity, self._requests, self._stats)
         self._mirrors_blocks = identity.has_host_mirror and identity.is_producer
         self._bad_frames_counted = 0
         self._is_shut_down = False
@@ -163,6 +170,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             if self._identity.raises_user_errors and not self._identity.recomputes_failed_loads:
                 with self._lock:  # The host forgets the request, and may never say that it has finished.
                     self._borrower.finished(request.request_id, self._clock())
+                    self._requests.forget(request.request_id)
                 raise
         except Exception:  # A fault of ours costs this request its load: it is computed.
             self._contain("on_new_request", request)
@@ -218,6 +226,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             except Exception:  # A fault of ours: nothing was lent, and the blocks are free.
                 self._contain("request_finished", request)
                 lent = False, None
+            self._requests.forget(request.request_id)
             self._control.flush()
         return lent
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from baton.connectors.pull.agent import PullAgent
-from baton.connectors.pull.door import Lend, hash_of_prompt, read_params
+from baton.connectors.pull.door import Lend, hash_of_prompt
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.lender import BlockHolder
 from baton.connectors.pull.metadata import PullMetadata, PullWorkerReport
@@ -143,7 +143,7 @@ class PushSchedulerHalf(PullSchedulerHalf):
 
     def _expect(self, request: host.Request) -> None:
         try:
-            wish = read_params(request.kv_transfer_params, self._identity)
+            wish = self._requests.params_of(request)
         except BadTransferParams:
             return  # Refused, and said so, before this.
         if not isinstance(wish, Lend) or request.prompt_token_ids is None:
