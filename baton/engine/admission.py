@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 
 from baton.core.config import SchedulerConfig
-from baton.engine.connector_calls import ConnectorCalls, Match, RequestFault
+from baton.engine.connector_calls import NO_MATCH, ConnectorCalls, Match, RequestFault
 from baton.engine.kv_cache import KVCache, KVCacheBlocks
 from baton.engine.outcomes import Outcomes
 from baton.engine.queues import RequestQueues
@@ -84,6 +84,8 @@ class Admission:
     def _start(self, request: Request, step: StepBuilder) -> _Turn:
         hits, num_local = self._kv_cache.get_computed_blocks(request)
         match = self._connector.find_match(request, num_local)
+        if request.skip_reading_prefix_cache:
+            match = NO_MATCH  # As in vLLM, the connector is asked, and told that nothing is loaded.
         if match is None:
             return _Turn.LATER
         if match.is_async:

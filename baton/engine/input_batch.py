@@ -26,6 +26,17 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
+class ScoredPrompt:
+    """A part of a prompt whose next tokens get log-probabilities from this step's hidden states."""
+
+    req_id: str
+    first_row: int  # Of the step's T tokens: the one before the first scored token.
+    first_position: int  # Of the first scored token, in the prompt.
+    token_ids: list[int]  # Those that are scored.
+    num_top: int
+
+
+@dataclass(slots=True)
 class StepInput:
     """The rows that run in one step, in the order of `num_scheduled_tokens`."""
 
@@ -37,6 +48,7 @@ class StepInput:
     sampled_rows: IntArray
     sampled_positions: IntArray  # Where those tokens will stand.
     only_decodes: bool  # One token of each, and none of them of a prompt.
+    scored_prompts: list[ScoredPrompt]
 
 
 class InputBatch:
@@ -53,6 +65,7 @@ class InputBatch:
         self._tokens = np.zeros((capacity, max_len + 1), np.int32)
         self._num_tokens = np.zeros(capacity, np.int64)
         self._num_prompt_tokens = np.zeros(capacity, np.int64)
+        self._scores_prompt = np.zeros(capacity, np.bool_)  # `prompt_logprobs` are wanted.
         # One table per KV-cache group, all of one length; what lies behind a window is never read.
         width = -(-max_len // self._block_size) + 1
         self._blocks = [np.zeros((capacity, width), np.int32) for _ in config.kv_cache_groups]
@@ -81,6 +94,7 @@ class InputBatch:
         self._tokens[row, : len(token_ids)] = token_ids
         self._num_tokens[row] = len(token_ids)
         self._num_prompt_tokens[row] = len(new.prompt_token_ids)
+        self._scores_prompt[row] = new.sampling_params.prompt_logprobs is not None
         self._num_computed[row] = new.num_computed_tokens
         self._set_blocks(row, new.block_ids)
         self._sampling[row] = SamplingRow.of(
@@ -166,7 +180,32 @@ class InputBatch:
             sampled_positions=num_tokens[sampled],
             only_decodes=metadata.max_query_len == 1
             and bool((computed >= self._num_prompt_tokens[rows]).all()),
+            scored_prompts=self._scored_prompts(req_ids, rows, computed, metadata.query_start_loc_np),
         )
+
+    def _scored_prompts(
+        self, req_ids: list[str], rows: IntArray, computed: IntArray, query_start: IntArray
+    ) -> list[ScoredPrompt]:
+        """The row of a token scores the token behind it, as far as the prompt goes."""
+        is_scored = self._scores_prompt[rows]
+        if not is_scored.any():
+            return []
+        scored = []
+        for index in (is_scored & (self._num_prompt_tokens[rows] - 1 > computed)).nonzero()[0]:
+            row, first = rows[index], int(computed[index]) + 1
+            end = min(first + int(query_start[index + 1] - query_start[index]), self._num_prompt_tokens[row])
+            sampling = self._sampling[row]
+            assert sampling is not None
+            scored.append(
+                ScoredPrompt(
+                    req_ids[index],
+                    int(query_start[index]),
+                    first,
+                    self._tokens[row, first:end].tolist(),
+                    sampling.params.prompt_logprobs or 0,
+                )
+            )
+        return scored
 
     def _attention_metadata(
         self, rows: IntArray, computed: IntArray, scheduled: IntArray, seq_lens: IntArray
@@ -197,6 +236,7 @@ class InputBatch:
         more = np.zeros(capacity, np.int64)
         self._num_tokens = np.concatenate([self._num_tokens, more])
         self._num_prompt_tokens = np.concatenate([self._num_prompt_tokens, more])
+        self._scores_prompt = np.concatenate([self._scores_prompt, more.astype(np.bool_)])
         self._num_blocks = np.concatenate([self._num_blocks, more])
         self._num_computed = np.concatenate([self._num_computed, more])
 

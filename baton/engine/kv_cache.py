@@ -112,7 +112,7 @@ class KVCache:
 
         Never the whole request: the last token is computed again, because its logits are what we are after.
         """
-        if not self.block_pool.enable_caching:
+        if not self.block_pool.enable_caching or request.skip_reading_prefix_cache:
             return self._nothing, 0
         hashes = request.block_hashes[: (request.num_tokens - 1) // self.block_size]
         num_hits = len(hashes)

@@ -40,6 +40,7 @@ class Completion:
     prompt_token_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None  # Of the prompt's tokens but the first.
     finish_reason: FinishReason | None = None
     error: RequestError | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -49,6 +50,8 @@ class Completion:
     def take(self, output: EngineOutput) -> None:
         self.token_ids += output.new_token_ids
         self.logprobs += output.new_logprobs or []
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
         self.finish_reason = output.finish_reason
         self.error = output.error
         self.kv_transfer_params = output.kv_transfer_params

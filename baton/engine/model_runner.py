@@ -22,14 +22,16 @@ import torch
 
 from baton.contract.base import KVConnectorMetadata, KVConnectorWorkerHalf
 from baton.core.config import EngineConfig
+from baton.engine.api import TokenLogprobs
 from baton.engine.connector_step import ConnectorStep
 from baton.engine.forward_context import ForwardContext
 from baton.engine.graphs import DecodeGraphs
-from baton.engine.input_batch import InputBatch, IntArray, StepInput
-from baton.engine.sampler import Sampler, SamplingRow
+from baton.engine.input_batch import InputBatch, IntArray, ScoredPrompt, StepInput
+from baton.engine.sampler import Sampler, SamplingRow, token_logprobs
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
 WARM_UP_TOKENS = 8
+SCORED_ROWS = 64  # Of a prompt at once: 64 rows of 150,000 logits are 40 MB.
 
 
 class Model(Protocol):
@@ -112,8 +114,9 @@ class ModelRunner:
         context.attn_metadata = metadata = step_input.attn_metadata
         context.group_metadata = step_input.group_metadata
         last_tokens = metadata.query_start_loc_np[1:][step_input.sampled_index] - 1
-        if len(last_tokens) < metadata.num_actual_tokens:
-            context.wanted_tokens = torch.from_numpy(last_tokens).to(self._device)
+        wanted = _wanted_tokens(last_tokens, step_input)
+        if len(wanted) < metadata.num_actual_tokens:
+            context.wanted_tokens = torch.from_numpy(wanted).to(self._device)
         # What the connector's hooks do for prompts and loads, no replay would do.
         is_replayable = step_input.only_decodes and not output.has_sync_kv_loads
         if self._graphs is not None and is_replayable and self._graphs.can_run(metadata):
@@ -121,9 +124,12 @@ class ModelRunner:
         else:
             input_ids = torch.from_numpy(step_input.token_ids).to(self._device)
             hidden = self._model.forward(input_ids, metadata.positions.to(self._device), context)
-        if context.wanted_tokens is not None and len(hidden) > len(last_tokens):
+        if context.wanted_tokens is not None and len(hidden) > len(wanted):
             hidden = hidden[context.wanted_tokens]
         if self._is_driver:
+            if step_input.scored_prompts:
+                self._score_prompts(hidden, wanted, step_input.scored_prompts, result)
+                hidden = hidden[torch.from_numpy(np.searchsorted(wanted, last_tokens)).to(self._device)]
             self._sample(hidden, step_input, result)
         else:
             self._untold_rows.append(step_input.sampled_rows)
@@ -148,11 +154,39 @@ class ModelRunner:
             step_input.req_ids[index[row]]: [logprobs] for row, logprobs in sampled.logprobs.items()
         }
 
+    def _score_prompts(
+        self,
+        hidden: torch.Tensor,
+        wanted: IntArray,
+        scored_prompts: list[ScoredPrompt],
+        result: ModelRunnerOutput,
+    ) -> None:
+        """`hidden`: of the tokens `wanted`. A few rows at a time: a whole chunk's logits are gigabytes."""
+        for scored in scored_prompts:
+            first = int(np.searchsorted(wanted, scored.first_row))
+            entries: list[TokenLogprobs] = []
+            for start in range(0, len(scored.token_ids), SCORED_ROWS):
+                token_ids = scored.token_ids[start : start + SCORED_ROWS]
+                rows = hidden[first + start : first + start + len(token_ids)]
+                num_top = [scored.num_top] * len(token_ids)
+                entries += token_logprobs(self._model.compute_logits(rows), token_ids, num_top)
+            result.prompt_logprobs[scored.req_id] = (scored.first_position, entries)
+
     def _learn(self, token_ids: list[int]) -> None:
         rows = self._untold_rows.popleft()
         assert len(token_ids) == len(rows), "one token for each row that rank 0 sampled"
         if token_ids:
             self._batch.append(rows, token_ids)
+
+
+def _wanted_tokens(last_tokens: IntArray, step_input: StepInput) -> IntArray:
+    """Ascending: tokens of the step whose hidden states are needed. The same on every rank."""
+    if not step_input.scored_prompts:
+        return last_tokens
+    scored = [
+        np.arange(part.first_row, part.first_row + len(part.token_ids)) for part in step_input.scored_prompts
+    ]
+    return np.union1d(last_tokens, np.concatenate(scored))
 
 
 def _wait_for(device: torch.device) -> None:

@@ -78,6 +78,7 @@ class Outcomes:
                 break
         if logprobs is not None and request.kv_transfer_params is not None:
             request.output_logprobs += logprobs
+        prompt_logprobs = request.take_prompt_logprobs()
         self._counts.num_generation_tokens += len(token_ids)
         if final is None:
             self._outputs.append(
@@ -85,13 +86,21 @@ class Outcomes:
                     request_id=request.request_id,
                     new_token_ids=token_ids,
                     new_logprobs=logprobs,
+                    prompt_logprobs=prompt_logprobs,
                     num_cached_tokens=request.num_cached_tokens,
                     num_transferred_tokens=request.num_transferred_tokens,
                 )
             )
             return False
         stop_token_id = token_ids[-1] if final is RequestStatus.FINISHED_STOPPED else None
-        self.end(request, final, token_ids=token_ids, logprobs=logprobs, stop_token_id=stop_token_id)
+        self.end(
+            request,
+            final,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            stop_token_id=stop_token_id,
+        )
         return True
 
     def _final_status(self, request: Request, token_id: int) -> RequestStatus | None:
@@ -124,6 +133,7 @@ class Outcomes:
         *,
         token_ids: list[int] | None = None,
         logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
         stop_token_id: int | None = None,
         error: RequestError | None = None,
     ) -> None:
@@ -142,6 +152,7 @@ class Outcomes:
                 request_id=request.request_id,
                 new_token_ids=token_ids if token_ids is not None else [],
                 new_logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
                 finish_reason=request.finish_reason,
                 stop_token_id=stop_token_id,
                 error=error,

@@ -71,9 +71,11 @@ class Request:
         "order",
         "output_logprobs",
         "priority",
+        "prompt_logprobs",
         "prompt_token_ids",
         "request_id",
         "sampling_params",
+        "skip_reading_prefix_cache",
         "status",
         "stop_token_ids",
         "void_step",
@@ -107,6 +109,10 @@ class Request:
         self.num_cached_tokens = -1  # As reported to the client; -1 until the request first runs.
         self.num_transferred_tokens = 0
         self.output_logprobs: list[TokenLogprobs] = []  # Of all output tokens, if anybody may ask for them.
+        # Of the prompt's tokens behind the first, as far as computed. None: not wanted, or handed out.
+        self.prompt_logprobs: list[TokenLogprobs] | None = None if sampling.prompt_logprobs is None else []
+        # vLLM's name, which connectors read: the whole prompt is computed here, without cache or load.
+        self.skip_reading_prefix_cache = sampling.prompt_logprobs is not None
         self.is_known_to_ranks = False
         self.needs_resend = False  # The ranks' copy is stale: send tokens and block table whole.
         self.last_step = 0  # The number of the last step that computes for it; see `in_flight`.
@@ -160,6 +166,18 @@ class Request:
     def prefilled_tokens(self) -> PrefilledTokens | None:
         """The output so far, as a connector hands it to the engine that goes on behind it."""
         return prefilled_by(self)
+
+    def add_prompt_logprobs(self, position: int, entries: list[TokenLogprobs]) -> None:
+        """Of the tokens from `position` on. A preempted request computes its prompt from the start again."""
+        if self.prompt_logprobs is None:
+            return
+        assert 1 <= position <= len(self.prompt_logprobs) + 1, "chunks of a prompt are computed in order"
+        self.prompt_logprobs[position - 1 :] = entries
+
+    def take_prompt_logprobs(self) -> list[TokenLogprobs] | None:
+        """All of them, once: when the first token is there, so is the whole prompt."""
+        taken, self.prompt_logprobs = self.prompt_logprobs, None
+        return taken
 
     def append_output_token(self, token_id: int) -> None:
         self._all_token_ids.append(token_id)

@@ -264,15 +264,22 @@ class Scheduler:
     def _take_tokens(self, result: ModelRunnerOutput, failures: LoadFailures) -> None:
         requests, take_tokens = self._outcomes.requests, self._outcomes.take_tokens
         any_finished = False
+        for request_id, (position, entries) in result.prompt_logprobs.items():
+            request = requests.get(request_id)
+            if request is not None and self._counts_for(request, failures):
+                request.add_prompt_logprobs(position, entries)
         for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
             request = requests.get(request_id)
-            if not token_ids or request is None or request.status is not RequestStatus.RUNNING:
-                continue  # A part of a prompt; or aborted since it was scheduled.
-            if request in failures or self.in_flight.is_void(request):
-                continue  # Computed on bad blocks.
+            if not token_ids or request is None or not self._counts_for(request, failures):
+                continue  # A part of a prompt, perhaps.
             any_finished |= take_tokens(request, token_ids, result.logprobs.get(request_id))
         if any_finished:
             self.queues.drop_finished()
+
+    def _counts_for(self, request: Request, failures: LoadFailures) -> bool:
+        """False: it was aborted since it was scheduled, or computed on bad blocks."""
+        is_running = request.status is RequestStatus.RUNNING
+        return is_running and request not in failures and not self.in_flight.is_void(request)
 
     def loads_begun_in(self, step: SchedulerOutput) -> list[str]:
         """Requests that began to wait for a load with this step, and still do. Before its result is taken."""

@@ -73,6 +73,8 @@ class ModelRunnerOutput:
     req_ids: list[str] = field(default_factory=list)
     sampled_token_ids: list[list[int]] = field(default_factory=list)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    # Of the prompts' tokens: where the first of them stands in the prompt, and an entry for each.
+    prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)
     kv_connector_output: KVConnectorOutput | None = None
     connector_error: str | None = None  # What a worker half raised; contained, and already logged.
     loads_failed: bool = False  # It did so before this step's loads had begun: they will not be reported.

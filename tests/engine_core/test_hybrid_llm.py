@@ -88,6 +88,7 @@ def test_tokens_are_the_same_with_steps_in_flight_on_two_ranks(
     config: EngineConfig, expected: list[list[int]]
 ) -> None:
     cache = msgspec.structs.replace(config.cache_config, num_gpu_blocks=60)
+    scored = msgspec.structs.replace(GREEDY, prompt_logprobs=0)
     ranks = ParallelConfig(tensor_parallel_size=2, executor="multiprocess", max_concurrent_batches=3)
     busy = msgspec.structs.replace(
         config,
@@ -97,7 +98,15 @@ def test_tokens_are_the_same_with_steps_in_flight_on_two_ranks(
     )
     with LLM(busy) as llm:
         assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected
+        of_two = [one.prompt_logprobs for one in llm.generate(PROMPTS, scored)]
         llm.core.scheduler.kv_cache.assert_empty()
+    with LLM(config) as llm:
+        of_one = [one.prompt_logprobs for one in llm.generate(PROMPTS, scored)]
+    for one, two, prompt in zip(of_one, of_two, PROMPTS, strict=True):
+        assert one is not None
+        assert two is not None
+        assert len(two) == len(prompt) - 1
+        assert [e.chosen.logprob for e in two] == pytest.approx([e.chosen.logprob for e in one], abs=1e-4)
 
 
 def test_the_layers_share_memory(config: EngineConfig) -> None:

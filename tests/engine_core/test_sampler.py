@@ -193,6 +193,74 @@ def test_no_token_that_ends_the_output_comes_before_min_tokens(
     assert one(logits, params, output=[0, 0]) == 2
 
 
+# --- Allowed tokens and bad words --------------------------------------------------------------------
+
+
+def choosable_by_definition(params: SamplingParams, output: list[int], vocab: int) -> set[int]:
+    allowed = set(range(vocab)) if params.allowed_token_ids is None else set(params.allowed_token_ids)
+    for *before, last in params.bad_words_token_ids:
+        if not before or output[-len(before) :] == before:
+            allowed.discard(last)
+    return allowed
+
+
+SMALL_V = 6
+small_words = st.lists(
+    st.lists(st.integers(0, SMALL_V - 2), min_size=1, max_size=3).map(tuple), max_size=5, unique=True
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    allowed=st.none() | st.sets(st.integers(0, SMALL_V - 2)).map(lambda ids: (*sorted(ids), SMALL_V - 1)),
+    words=small_words,
+    # The last token is never barred, so that one is left.
+    logits=st.lists(
+        st.lists(st.floats(-4, 4, width=16), min_size=SMALL_V, max_size=SMALL_V), min_size=1, max_size=12
+    ),
+    temperature=st.sampled_from([0.0, 1.0]),
+    taken_back=st.integers(0, 3),
+)
+def test_only_allowed_tokens_are_chosen_and_no_bad_word_is_completed(
+    allowed: tuple[int, ...] | None,
+    words: list[tuple[int, ...]],
+    logits: list[list[float]],
+    temperature: float,
+    taken_back: int,
+) -> None:
+    params = SamplingParams(
+        temperature=temperature,
+        seed=5,
+        allowed_token_ids=allowed,
+        bad_words_token_ids=tuple(words),
+        max_tokens=99,
+    )
+    prompt = [word[0] for word in words] or [0]  # A prompt does not count: words are matched in the output.
+    sampler, mate = Sampler(), row(SamplingParams(temperature=0), prompt=prompt)
+    states = [mate, row(params, prompt=prompt)]
+    output: list[int] = []
+    for step, values in enumerate(logits):
+        if step == len(logits) // 2 and taken_back:
+            output = output[: max(0, len(output) - taken_back)]
+            states[1].recount([*prompt, *output])
+        position = len(prompt) + len(output)
+        batch = torch.tensor([values, values])
+        free, token = sampler.sample(batch, states, np.array([position, position])).token_ids
+        choosable = choosable_by_definition(params, output, SMALL_V)
+        assert token in choosable
+        assert free == values.index(max(values)), "a batch mate is untouched"
+        if temperature == 0:
+            assert values[token] == max(values[other] for other in choosable)
+        output.append(token)
+
+
+def test_a_request_that_comes_with_output_matches_bad_words_in_it() -> None:
+    params = SamplingParams(temperature=0, bad_words_token_ids=((3, 1),), max_tokens=9)
+    assert one([0.0, 5.0, 1.0, 2.0], params) == 1
+    assert one([0.0, 5.0, 1.0, 2.0], params, output=[3]) == 3
+    assert one([0.0, 5.0, 1.0, 2.0], params, prompt=[3]) == 1
+
+
 # --- Drawing -------------------------------------------------------------------------------------------
 
 

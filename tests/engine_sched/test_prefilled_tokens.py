@@ -215,6 +215,10 @@ SAME = [
     ({"temperature": 0.0, "seed": 1}, {"temperature": 0.0, "top_p": 0.5}),
     ({"seed": 3}, {"seed": 3}),
     ({"logit_bias": {1: 1.0, 2: 2.0}}, {"logit_bias": {2: 2.0, 1: 1.0}}),
+    (
+        {"allowed_token_ids": (3, 4), "bad_words_token_ids": ((4,),)},
+        {"allowed_token_ids": (3, 4), "bad_words_token_ids": ((4,),), "max_tokens": 1},
+    ),
 ]
 OTHER = [
     ({"min_tokens": 1}, {}),
@@ -227,6 +231,10 @@ OTHER = [
     ({"presence_penalty": 1.5}, {}),
     ({"frequency_penalty": 1.5}, {}),
     ({"logit_bias": {1: 1.0}}, {}),
+    ({"allowed_token_ids": (3, 4)}, {}),
+    ({"allowed_token_ids": (3, 4)}, {"allowed_token_ids": (3,)}),
+    ({"bad_words_token_ids": ((4,),)}, {}),
+    ({"bad_words_token_ids": ((4,),)}, {"bad_words_token_ids": ((4, 5),)}),
 ]
 
 
@@ -270,9 +278,15 @@ def test_a_token_outside_the_vocabulary_is_not_accepted() -> None:
 
 def test_every_sampling_parameter_has_a_place_in_the_digest_or_a_reason_not_to() -> None:
     decides = {"temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "min_tokens"}
-    decides |= {"repetition_penalty", "presence_penalty", "frequency_penalty"}
+    decides |= {
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "allowed_token_ids",
+        "bad_words_token_ids",
+    }
     ends_only = {"stop_token_ids", "ignore_eos"}  # Together with min_tokens: blocked until then.
-    shows_or_counts_only = {"max_tokens", "logprobs"}
+    shows_or_counts_only = {"max_tokens", "logprobs", "prompt_logprobs"}
     assert set(SamplingParams.__struct_fields__) == decides | ends_only | shows_or_counts_only
 
 

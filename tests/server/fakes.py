@@ -39,6 +39,10 @@ WAIT_S = 60.0  # Far more than anything here takes; a test that needs it has fai
 
 
 TEMPLATE = (
+    # Refuses with all that it was given, for tests to see.
+    "{% if shows_input %}{{ raise_exception({'messages': messages, 'tools': tools, 'documents': documents, "
+    "'reasoning_effort': reasoning_effort|default(none), 'enable_thinking': enable_thinking|default(none)}"
+    "|tojson) }}{% endif %}"
     "{% for message in messages %}"
     "{% if message.role not in ['user', 'assistant'] %}"
     "{{ raise_exception('the template knows user and assistant') }}{% endif %}"
@@ -179,6 +183,7 @@ class ScriptedEngine:
                 request_id=request.request_id,
                 new_token_ids=[token],
                 new_logprobs=[_logprobs(token, params.logprobs)] if params.logprobs is not None else None,
+                prompt_logprobs=_prompt_logprobs(request) if position == 0 else None,
                 finish_reason=reason,
                 stop_token_id=stop_id,
                 kv_transfer_params=self.transfer_params if reason else None,
@@ -200,6 +205,13 @@ class ScriptedEngine:
                 died.cancel()
         if self.is_dead:
             raise EngineDeadError("killed by the test")
+
+
+def _prompt_logprobs(request: EngineRequest) -> list[TokenLogprobs] | None:
+    count = request.sampling_params.prompt_logprobs
+    if count is None:
+        return None
+    return [_logprobs(token, count) for token in request.prompt_token_ids[1:]]
 
 
 def _logprobs(token: int, count: int) -> TokenLogprobs:

@@ -108,3 +108,89 @@ def test_what_would_change_the_answer_and_is_not_supported_is_refused(http: http
 
 def test_a_template_may_refuse_a_conversation(http: httpx.Client) -> None:
     assert refusal(http, messages=[{"role": "pirate", "content": "Arr"}]) == (400, "messages")
+
+
+# --- Fields of vLLM ----------------------------------------------------------------------------------
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def given_to_template(http: httpx.Client, path: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:
+    variables = {"shows_input": True, **body.pop("chat_template_kwargs", {})}
+    answer = http.post(path, json={"messages": ASK, **body, "chat_template_kwargs": variables})
+    message = answer.json()["error"]["message"]
+    given: dict[str, Any] = json.loads(message[message.index("{") :])
+    return given
+
+
+def test_history_with_tools_and_reasoning_reaches_the_template(http: httpx.Client) -> None:
+    history = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, "b"]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm"},
+        {"role": "user", "content": "c", "tool_call_id": "of tools only", "name": "me"},
+    ]
+    given = given_to_template(
+        http, messages=history, tools=[TOOL], documents=[{"title": "t", "text": "d"}], tool_choice="auto"
+    )
+    assert given["messages"] == [
+        {"role": "user", "content": "a\nb"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {"x": 1}}}],
+            "reasoning": "hm",
+            "reasoning_content": "hm",
+        },
+        {"role": "user", "content": "c", "name": "me"},
+    ]
+    function = {"name": "f", "description": None, "parameters": {"type": "object"}}
+    assert given["tools"] == [{"type": "function", "function": function}]
+    assert given["documents"] == [{"title": "t", "text": "d"}]
+    call = given["messages"][1]["tool_calls"][0]
+    assert (list(call), list(call["function"])) == (["id", "function", "type"], ["arguments", "name"]), (
+        "as vLLM"
+    )
+
+
+def test_reasoning_effort_reaches_the_template(http: httpx.Client) -> None:
+    given = given_to_template(http, reasoning_effort="high")
+    assert (given["reasoning_effort"], given["enable_thinking"]) == ("high", True)
+    assert given_to_template(http, reasoning_effort="none")["enable_thinking"] is False
+    chosen = given_to_template(http, reasoning_effort="low", chat_template_kwargs={"enable_thinking": False})
+    assert chosen["enable_thinking"] is False
+
+
+def test_a_chat_is_truncated_with_its_template(http: httpx.Client, engine: ScriptedEngine) -> None:
+    post(http, truncate_prompt_tokens=2, max_tokens=1)
+    assert engine.requests[0].prompt_token_ids == PROMPT[-2:]
+
+
+def test_prompt_logprobs_of_a_chat_belong_to_the_answer(http: httpx.Client) -> None:
+    answer = post(http, prompt_logprobs=0, max_tokens=1, n=2)
+    assert [entry and list(entry) for entry in answer["prompt_logprobs"]] == [
+        None,
+        *([str(token)] for token in PROMPT[1:]),
+    ]
+    assert answer["prompt_logprobs"][3]["2"]["decoded_token"] == "<assistant>"
+
+
+def test_logprobs_show_tokens_as_ids_on_demand(http: httpx.Client) -> None:
+    answer = post(http, max_tokens=1, logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True)
+    [entry] = answer["choices"][0]["logprobs"]["content"]
+    assert (entry["token"], entry["bytes"]) == ("token_id:72", [72])
+    assert entry["top_logprobs"][0]["token"] == "token_id:120"
+
+
+def test_usage_comes_with_every_chunk_on_demand(http: httpx.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = stream(http, max_tokens=2, stream_options=options)
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 1, 2]
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {4}
+    assert last["usage"]["completion_tokens"] == 2
+
+
+def test_tools_of_a_tokenize_request_reach_the_template(http: httpx.Client) -> None:
+    given = given_to_template(http, "/tokenize", tools=[TOOL])
+    assert given["tools"][0]["function"]["name"] == "f"

@@ -197,3 +197,117 @@ def test_the_clients_request_id_names_the_answer_and_the_engine_never_sees_it_tw
 def test_a_bad_request_id_is_refused(http: httpx.Client, bad: str) -> None:
     answer = http.post("/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": bad})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "X-Request-Id")
+
+
+# --- Fields of vLLM ----------------------------------------------------------------------------------
+
+
+def test_bans_reach_the_engine_as_tokens(http: httpx.Client, engine: ScriptedEngine) -> None:
+    post(http, allowed_token_ids=[72, 5, 72], bad_words=["ab", " c", "ab"])
+    params = engine.requests[0].sampling_params
+    assert params.allowed_token_ids == (5, 72)
+    # One token a character: a form with a space before is longer, so it is not another form.
+    assert params.bad_words_token_ids == ((97, 98), (99,))
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"truncate_prompt_tokens": 2}, "ay"),
+        ({"truncate_prompt_tokens": 2, "truncation_side": "left"}, "ay"),
+        ({"truncate_prompt_tokens": 2, "truncation_side": "right"}, "Sa"),
+        ({"truncate_prompt_tokens": 3}, "Say"),
+        ({"truncate_prompt_tokens": 200}, "Say"),
+        ({"truncate_prompt_tokens": -1}, "Say"),
+        ({"truncation_side": "right"}, "Say"),
+    ],
+)
+def test_a_prompt_is_truncated(
+    http: httpx.Client, engine: ScriptedEngine, fields: dict[str, Any], kept: str
+) -> None:
+    answer = post(http, echo=True, max_tokens=2, **fields)
+    assert engine.requests[0].prompt_token_ids == [ord(c) for c in kept]
+    assert answer["choices"][0]["text"] == kept + "He", "the echo is what the model has seen"
+    assert answer["usage"]["prompt_tokens"] == len(kept)
+
+
+def test_a_prompt_that_is_cut_to_the_context_leaves_room_for_one_token(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
+    post(http, prompt="a" * 500, truncate_prompt_tokens=-1, max_tokens=16)
+    assert len(engine.requests[0].prompt_token_ids) == 199
+    assert engine.requests[0].sampling_params.max_tokens == 1
+
+
+def test_prompt_logprobs_are_those_of_vllm(http: httpx.Client, engine: ScriptedEngine) -> None:
+    [choice] = post(http, max_tokens=1, prompt_logprobs=1, prompt="Say")["choices"]
+    assert engine.requests[0].sampling_params.prompt_logprobs == 1
+    assert choice["prompt_logprobs"] == [
+        None,
+        {
+            "97": {"logprob": -0.5, "rank": 2, "decoded_token": "a"},
+            "120": {"logprob": -0.25, "rank": 1, "decoded_token": "x"},
+        },
+        {
+            "121": {"logprob": -0.5, "rank": 2, "decoded_token": "y"},
+            "120": {"logprob": -0.25, "rank": 1, "decoded_token": "x"},
+        },
+    ]
+    assert choice["logprobs"] is None
+    assert "prompt_logprobs" not in post(http, max_tokens=1)["choices"][0]
+    assert post(http, max_tokens=1, prompt_logprobs=0, prompt="S")["choices"][0]["prompt_logprobs"] == [None]
+
+
+ECHOED = {
+    "text_offset": [0, 1, 2, 3],
+    "token_logprobs": [None, -0.5, -0.5, -0.5],
+    "tokens": ["S", "a", "y", "H"],
+    "top_logprobs": [None, {"x": -0.25, "a": -0.5}, {"x": -0.25, "y": -0.5}, {"x": -0.25, "H": -0.5}],
+}
+
+
+def test_an_echo_with_logprobs_begins_with_those_of_the_prompt(http: httpx.Client) -> None:
+    [choice] = post(http, echo=True, logprobs=1, max_tokens=1)["choices"]
+    assert choice["text"] == "SayH"
+    assert choice["logprobs"] == ECHOED
+    first, *_ = stream(http, echo=True, logprobs=1, max_tokens=3)
+    assert (first["choices"][0]["text"], first["choices"][0]["logprobs"]) == ("SayH", ECHOED)
+    offsets = [
+        e["choices"][0]["logprobs"]["text_offset"] for e in stream(http, echo=True, logprobs=1, max_tokens=3)
+    ]
+    assert offsets == [[0, 1, 2, 3], [4], [5]]
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_an_echo_of_no_tokens_is_the_prompt_alone(http: httpx.Client, logprobs: int | None) -> None:
+    answer = post(http, echo=True, max_tokens=0, logprobs=logprobs)
+    [choice] = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("Say", "length")
+    assert answer["usage"]["completion_tokens"] == 1, "as in vLLM"
+    if logprobs is not None:
+        assert choice["logprobs"] == {key: value[:3] for key, value in ECHOED.items()}
+    [event] = stream(http, echo=True, max_tokens=0)
+    assert event["choices"][0]["text"] == "Say"
+
+
+def test_an_echo_with_token_ids_has_no_text(http: httpx.Client) -> None:
+    [choice] = post(http, echo=True, max_tokens=1, return_token_ids=True)["choices"]
+    assert choice["text"] == "H"
+    assert choice["prompt_token_ids"] == [ord(c) for c in "Say"]
+
+
+def test_logprobs_show_tokens_as_ids_on_demand(http: httpx.Client) -> None:
+    [choice] = post(http, max_tokens=1, logprobs=1, return_tokens_as_token_ids=True)["choices"]
+    assert choice["logprobs"]["tokens"] == ["token_id:72"]
+    assert choice["logprobs"]["top_logprobs"] == [{"token_id:120": -0.25, "token_id:72": -0.5}]
+
+
+def test_usage_comes_with_every_chunk_on_demand(http: httpx.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = stream(http, max_tokens=3, stream_options=options)
+    assert [chunk["usage"] for chunk in chunks] == [
+        {"prompt_tokens": 3, "completion_tokens": count, "total_tokens": 3 + count} for count in (1, 2, 3)
+    ]
+    assert last["usage"]["total_tokens"] == 6
+    without = stream(http, max_tokens=3, stream_options={"continuous_usage_stats": True})
+    assert all("usage" not in chunk for chunk in without), "as in vLLM, include_usage has to be set too"
