@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.processes import raising_on_stop_signals
+from baton.cli.processes import Stopped, raising_on_stop_signals
+from baton.core.errors import BatonError
 from chaos.cell import Record
 from chaos.faults import FAULTS
 from chaos.matrix import (
@@ -171,5 +172,17 @@ def _outcome(record: Record) -> str:
     return "\n    ".join([", ".join([*words, f"{record.took_s:.0f} s"]), *bad])
 
 
+def main() -> None:
+    """Exit status 2: the run itself failed; 130: it was stopped. What is in the journal stays."""
+    try:
+        app()
+    except (Stopped, KeyboardInterrupt):
+        say("chaos: stopped")
+        sys.exit(130)
+    except BatonError as error:
+        say(f"chaos: {error}")
+        sys.exit(2)
+
+
 if __name__ == "__main__":
-    app()
+    main()

@@ -90,9 +90,12 @@ def run_cell(
         ended_s = time.monotonic()
         _watch_return(system, fault, record, lambda: load.num_ended_since(ended_s) > 0, ended_s)
         time.sleep(AFTER_S)
+    except BaseException:
+        load.abandon()
+        raise
     finally:
         system.network.replace_rules(())
-        answers = load.stop()
+    answers = load.stop()
     stopped_s = time.monotonic()
     record.counts = count(answers, expected, began_s=began_s, ended_s=ended_s)
     if wait_until(lambda: not system.not_at_rest(), AT_REST_MAX_S):

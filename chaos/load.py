@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import httpx
@@ -33,6 +34,8 @@ class Load:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="load")
         self._error: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._thread.start()
@@ -45,6 +48,14 @@ class Load:
             raise self._error
         return self.answers
 
+    def abandon(self) -> None:
+        """End now, with requests open."""
+        self._stopping.set()
+        if self._loop is not None and self._task is not None:
+            with suppress(RuntimeError):  # The loop has just ended.
+                self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join()
+
     def take(self) -> list[Answer]:
         """Answers so far, which the load then forgets."""
         taken, self.answers = self.answers, []
@@ -55,6 +66,7 @@ class Load:
         return sum(a.is_complete and a.started_s >= instant_s for a in list(self.answers))
 
     async def _run(self) -> None:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.num_clients)
         timeout = httpx.Timeout(None, connect=CONNECT_S)
         try:

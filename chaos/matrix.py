@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from baton.cli.processes import Fleet
+from baton.cli.processes import Fleet, Stopped
 from baton.core.errors import BatonError
 from chaos.answers import Answer
 from chaos.cell import Record, run_cell
@@ -211,6 +211,8 @@ def run_cells(
                     run=site.run,
                     hang_s=hang_s,
                 )
+            except Stopped:
+                raise
             except Exception as error:  # Of whatever kind, the other cells are to run.
                 record.broken = f"{type(error).__name__}: {error}"
             record.took_s = time.monotonic() - began_s

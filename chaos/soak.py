@@ -15,6 +15,7 @@ import httpx
 import msgspec
 import psutil
 
+from baton.cli.processes import Stopped
 from chaos.cell import NUM_CLIENTS, SERVES_MAX_S
 from chaos.faults import Scene, fault_named
 from chaos.judge import judge_answer
@@ -159,9 +160,12 @@ def run_soak(
         outcome.held = system.not_at_rest()
         wait_until(lambda: not orphans(site.run), END_S)
         outcome.processes_left = [f"{process.name()} {process.pid}" for process in orphans(site.run)]
+    except Stopped:
+        load.abandon()
+        raise
     except Exception as error:  # The samples so far are worth a report.
+        load.abandon()
         outcome.broken = f"{type(error).__name__}: {error}"
-        load.stop()
     finally:
         system.network.replace_rules(())
         system.stop()
