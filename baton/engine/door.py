@@ -58,13 +58,17 @@ def _check_tokens_left(params: SamplingParams, model: ModelConfig) -> None:
     allowed = params.allowed_token_ids
     if allowed is not None and not (min(allowed) >= 0 and max(allowed) < model.vocab_size):
         raise UserError(f"must be in [0, {model.vocab_size})", field="allowed_token_ids")
-    if allowed is None and not params.bad_words_token_ids:
-        return
-    barred = {word[-1] for word in params.bad_words_token_ids}
+    words = params.bad_words_token_ids
+    ends: set[int] = set()
     if params.min_tokens:
-        barred |= {*params.stop_token_ids, *(() if params.ignore_eos else model.eos_token_ids)}
-    if not set(range(model.vocab_size) if allowed is None else allowed) - barred:
-        raise UserError(
-            "leaves no token to choose: bad_words and min_tokens bar all of them; allow more",
-            field="bad_words" if allowed is None else "allowed_token_ids",
-        )
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else model.eos_token_ids)}
+    # Those words apply together whose beginnings all end the output: the others' are ends of the longest one.
+    for longest in {word[:-1] for word in words} | {()}:
+        barred = ends | {word[-1] for word in words if longest[len(longest) + 1 - len(word) :] == word[:-1]}
+        if len(barred) < (model.vocab_size if allowed is None else len(allowed)):
+            continue
+        if not set(range(model.vocab_size) if allowed is None else allowed) - barred:
+            raise UserError(
+                "can leave no token to choose: bad_words and min_tokens bar all of them; allow more",
+                field="bad_words" if allowed is None else "allowed_token_ids",
+            )

@@ -13,6 +13,8 @@ from baton.engine.llm import LLM, Completion
 
 pytestmark = pytest.mark.slow
 
+SETTLE_S = 10.0  # Only reached when something is wrong; a loan lasts longer.
+
 
 @pytest.fixture(scope="module")
 def engines(model: ModelConfig) -> Iterator[tuple[LLM, LLM, LLM]]:
@@ -53,6 +55,9 @@ VARIANTS: list[dict[str, Any]] = [
     {"seed": 13, "frequency_penalty": 2.0, "presence_penalty": 2.0},
     {"temperature": 0.0, "logit_bias": {7: 100.0}, "frequency_penalty": 2.0},
     {"temperature": 0.0, "min_tokens": 3, "ignore_eos": False},
+    {"temperature": 0.0, "allowed_token_ids": tuple(range(100, 140))},
+    {"seed": 14, "allowed_token_ids": tuple(range(100, 110)), "bad_words_token_ids": ((101,), (103, 104))},
+    {"temperature": 0.0, "allowed_token_ids": (7, 8), "bad_words_token_ids": ((7, 7), (8, 8))},
 ]
 
 
@@ -102,6 +107,27 @@ def test_a_proxy_that_changes_the_prefill_leg_costs_a_position_and_no_token(
     assert decoded.token_ids == expected.token_ids
     assert _ids_of(decoded) == _ids_of(expected)
     assert decoded.num_cached_tokens == len(prompt) - 1
+
+
+def test_prompt_logprobs_are_computed_without_the_load_and_the_loan_ends_at_once(
+    engines: tuple[LLM, LLM, LLM],
+) -> None:
+    p, d, alone = engines
+    prompt = prompt_of(70, 41)
+    sampling = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, prompt_logprobs=1)
+    decoded = hand_over(p, d, prompt, sampling, prompt_logprobs=None)
+    (expected,) = alone.generate([prompt], sampling)
+    assert decoded.token_ids == expected.token_ids
+    assert (decoded.num_cached_tokens, decoded.num_transferred_tokens) == (0, 0)
+    assert decoded.prompt_logprobs is not None
+    assert expected.prompt_logprobs is not None
+    assert [e.chosen.token_id for e in decoded.prompt_logprobs] == prompt[1:]
+    assert [e.chosen.logprob for e in decoded.prompt_logprobs] == pytest.approx(
+        [e.chosen.logprob for e in expected.prompt_logprobs], abs=1e-4
+    )
+    for engine in (p, d):  # Long before the loan's own deadline.
+        engine.settle(SETTLE_S)
+        assert engine.core.scheduler.remote.num_held == 0
 
 
 def _ids_of(completion: Completion) -> list[list[int]]:

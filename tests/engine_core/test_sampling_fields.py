@@ -171,6 +171,7 @@ def test_bans_choose_the_tokens_that_transformers_logits_leave(
     [
         ({"allowed_token_ids": (7,), "bad_words_token_ids": ((7,),)}, "allowed_token_ids"),
         ({"allowed_token_ids": (7, 8), "bad_words_token_ids": ((7,), (3, 8))}, "allowed_token_ids"),
+        ({"allowed_token_ids": (7, 8), "bad_words_token_ids": ((8, 7), (9, 8, 8))}, "allowed_token_ids"),
         (
             {"allowed_token_ids": (7,), "stop_token_ids": (7,), "min_tokens": 1, "max_tokens": 2},
             "allowed_token_ids",
