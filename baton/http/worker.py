@@ -21,6 +21,7 @@ from baton.http.workers import HEADER_BYTES, Answer, receive_exactly
 
 MEMORY_BYTES = 1 << 30  # Far above a chat of the largest size; far below what a host has.
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 
 
 def main(descriptor: int) -> None:
@@ -29,7 +30,9 @@ def main(descriptor: int) -> None:
     )  # From the terminal, for the whole group: the parent ends us.
     parent = os.getppid()
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_NAME, b"baton-worker", 0, 0, 0)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         return
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))

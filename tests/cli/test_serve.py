@@ -61,7 +61,8 @@ def serving(model: Path, tmp_path: Path) -> Iterator[tuple["subprocess.Popen[str
 
 
 def core_of(process: "subprocess.Popen[str]") -> psutil.Process:
-    [core] = psutil.Process(process.pid).children()
+    children = psutil.Process(process.pid).children()
+    [core] = [child for child in children if child.name() == "baton-core"]
     return core
 
 
