@@ -1,17 +1,23 @@
 """`baton route`: the P/D router in front of engines that run already."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from baton.cli.doors import (
+    ALLOWED_HOSTS_HELP,
+    API_KEY_ENV,
+    API_KEY_HELP,
+    ENGINE_API_KEY_ENV,
+    LIMITS_HELP,
+    read_api_keys,
+    warn_if_open,
+)
 
 app = typer.Typer(help="Route requests between prefill and decode engines.")
 
 ENV_PREFIX = "BATON_ROUTE"
-
-# Longer than clients and balancers keep an idle connection (aiohttp 15 s, nginx 60 s): whoever closes first
-# must not be us, or a request that is sent at that moment meets a reset.
-KEEP_ALIVE_S = 75
 
 
 def _use_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -66,6 +72,25 @@ def route(
     answer_timeout_s: Annotated[float, typer.Option(help="For an answer that is not streamed.")] = 600.0,
     idle_timeout_s: Annotated[float, typer.Option(help="Between two pieces of a stream.")] = 60.0,
     total_timeout_s: Annotated[float, typer.Option(help="For one request, all attempts together.")] = 3600.0,
+    admin_port: Annotated[
+        int | None,
+        typer.Option(
+            help="Port for /metrics, /fleet and the dashboard; else they are on the main port.",
+            min=0,
+            max=65535,
+        ),
+    ] = None,
+    api_key_file: Annotated[str | None, typer.Option(help=API_KEY_HELP, metavar="FILE")] = None,
+    engine_api_key_file: Annotated[
+        str | None,
+        typer.Option(
+            help=f"File with the API key that the engines ask for; or set {ENGINE_API_KEY_ENV}. "
+            "Without it the client's own key is passed on.",
+            metavar="FILE",
+        ),
+    ] = None,
+    allowed_hosts: Annotated[str, typer.Option(help=ALLOWED_HOSTS_HELP, metavar="NAMES")] = "",
+    limits: Annotated[str | None, typer.Option(help=LIMITS_HELP, metavar="JSON")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     config: Annotated[
         Path | None,
@@ -83,12 +108,15 @@ def route(
 
     Every option can also come from the environment (BATON_ROUTE_MODE) or from a TOML file (--config).
     """
+    import os
+
     import msgspec
-    import uvicorn
 
     from baton.core.errors import UserError
     from baton.core.validation import explain
-    from baton.router.app import create_app
+    from baton.http.gate import hosts_to_check, is_loopback
+    from baton.http.settings import DoorLimits, DoorSettings
+    from baton.router.run import serve
     from baton.router.settings import RouterSettings
 
     wanted = {
@@ -111,6 +139,20 @@ def route(
     }
     try:
         settings = msgspec.convert(wanted, RouterSettings)
+        keys = read_api_keys(api_key_file, os.environ, variable=API_KEY_ENV, field="api_key_file")
+        engine_keys = read_api_keys(
+            engine_api_key_file, os.environ, variable=ENGINE_API_KEY_ENV, field="engine_api_key_file"
+        )
+        doors = DoorSettings.of(
+            DoorLimits.from_json(limits or "{}"), api_keys=keys, allowed_hosts=allowed_hosts
+        )
+        hosts = hosts_to_check(host, doors.allowed_hosts)
+        settings = msgspec.structs.replace(
+            settings,
+            doors=doors,
+            checked_hosts=None if hosts is None else tuple(hosts),
+            engine_api_key=engine_keys[0] if engine_keys else None,
+        )
     except msgspec.ValidationError as error:
         problem, path = explain(error, RouterSettings)
         raise typer.BadParameter(f"{path.lstrip('.')}: {problem}") from error
@@ -121,20 +163,12 @@ def route(
 
         typer.echo(show_route_config(context))
         return
-    uvicorn.run(
-        create_app(settings),
-        host=host,
-        port=port,
-        log_level=log_level,
-        log_config=_log_config(log_level),
-        access_log=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        # Streams in flight get this long to end once we are told to stop.
-        timeout_graceful_shutdown=5,
-    )
+    warn_if_open(host, keys, is_loopback=is_loopback(host))
+    status = serve(settings, host=host, port=port, admin_port=admin_port, log_config=_log_config(log_level))
+    raise typer.Exit(status)
 
 
-def _log_config(level: str) -> dict[str, object]:
+def _log_config(level: str) -> dict[str, Any]:
     """One plain line per event on standard error, uvicorn's and ours alike."""
     loggers = {
         name: {"handlers": ["stderr"], "level": level.upper(), "propagate": False} for name in _LOGGERS

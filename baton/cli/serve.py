@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.cli.doors import ALLOWED_HOSTS_HELP, API_KEY_HELP, LIMITS_HELP, warn_if_open
+
 if TYPE_CHECKING:
     from baton.cli.settings import Resolved
     from baton.core.config import EngineConfig
@@ -54,6 +56,15 @@ def serve(
     log_level: Annotated[
         str | None, _option("--log-level", "debug, info, warning or error (default info).", _SERVER)
     ] = None,
+    admin_port: Annotated[
+        int | None,
+        _option("--admin-port", "Port for /metrics and /baton/* (default: the main port).", _SERVER),
+    ] = None,
+    api_key_file: Annotated[str | None, _option("--api-key-file", API_KEY_HELP, _SERVER, "FILE")] = None,
+    allowed_hosts: Annotated[
+        str | None, _option("--allowed-hosts", ALLOWED_HOSTS_HELP, _SERVER, "NAMES")
+    ] = None,
+    limits: Annotated[str | None, _option("--limits", LIMITS_HELP, _SERVER, "JSON")] = None,
     shutdown_timeout_s: Annotated[
         float | None,
         _option("--shutdown-timeout-s", "For requests in flight when told to stop (default 5).", _SERVER),
@@ -211,6 +222,7 @@ def _serve(resolved: "Resolved") -> int:
     from baton.cli.engine_config import CONNECTOR_FACTORY, engine_config
     from baton.engine.client import EngineClient, EngineDeadError
     from baton.engine.tokenizer import Tokenizer
+    from baton.http.gate import is_loopback
     from baton.server.connector_log import ConnectorLog
     from baton.server.run import EXIT_ENGINE_DIED, Parts, ServeOptions, run
 
@@ -221,7 +233,15 @@ def _serve(resolved: "Resolved") -> int:
     if resolved.secret_warning:
         logging.getLogger("baton.cli.serve").warning(resolved.secret_warning)
     config = engine_config(resolved)
-    options = ServeOptions(settings.host, settings.port, settings.shutdown_timeout_s, settings.drains_for_s)
+    warn_if_open(settings.host, resolved.doors.api_keys, is_loopback=is_loopback(settings.host))
+    options = ServeOptions(
+        settings.host,
+        settings.port,
+        settings.shutdown_timeout_s,
+        settings.drains_for_s,
+        resolved.doors,
+        settings.admin_port,
+    )
     factory = CONNECTOR_FACTORY if settings.moves_kv else None
     build_stats = make_connector_stats(config)
     parts = Parts(

@@ -13,7 +13,6 @@ environment is read here and nowhere below.
 """
 
 import difflib
-import ipaddress
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -23,17 +22,21 @@ from typing import Any, Literal
 
 import msgspec
 
+from baton.cli.doors import API_KEY_ENV, ENGINE_API_KEY_ENV, read_api_keys
 from baton.core.config import ClusterSecret, KVEventsConfig, KVTransferConfig
 from baton.core.errors import ConfigError
 from baton.core.limited_file import read_limited
 from baton.core.secret_source import PREVIOUS_SECRET_ENV, SECRET_ENV, find_secret
 from baton.core.validation import explain
+from baton.http.gate import is_loopback
+from baton.http.settings import DoorLimits, DoorSettings
 
 ENV_PREFIX = "BATON_"
 CONFIG_ENV = "BATON_CONFIG"
-OTHER_VARIABLES = frozenset({SECRET_ENV, PREVIOUS_SECRET_ENV, CONFIG_ENV})
+OTHER_VARIABLES = frozenset({SECRET_ENV, PREVIOUS_SECRET_ENV, CONFIG_ENV, API_KEY_ENV, ENGINE_API_KEY_ENV})
 OTHER_PREFIXES = ("BATON_ROUTE_", "BATON_BENCH_")  # Of other commands; one environment may serve several.
 MAX_CONFIG_BYTES = 1 << 20
+DEFAULT_DOORS = DoorSettings()
 DRAIN_S = 30.0  # The default lease: what is lent is returned or has run out by then.
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -58,6 +61,10 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     host: str = "127.0.0.1"
     port: int = 8000
     log_level: LogLevel = "info"
+    admin_port: int | None = None  # For metrics and /baton/*; None: the main port.
+    api_key_file: str | None = None
+    allowed_hosts: str = ""
+    limits: DoorLimits = DoorLimits()
     shutdown_timeout_s: float = 5.0  # For requests in flight, once told to stop.
     drain_timeout_s: float | None = None  # Before that. None: DRAIN_S for a producer, else 0.
 
@@ -90,6 +97,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError("must be in [0, 65535]; 0 takes a free one", field="port")
+        if self.admin_port is not None and not 0 <= self.admin_port <= 65535:
+            raise ConfigError("must be in [0, 65535]; 0 takes a free one", field="admin_port")
         for name in ("max_model_len", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -126,7 +135,18 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "model": ("model", "served_model_name", "dtype", "max_model_len", "seed"),
-    "server": ("host", "port", "log_level", "shutdown_timeout_s", "drain_timeout_s", "step_timeout_s"),
+    "server": (
+        "host",
+        "port",
+        "admin_port",
+        "api_key_file",
+        "allowed_hosts",
+        "limits",
+        "log_level",
+        "shutdown_timeout_s",
+        "drain_timeout_s",
+        "step_timeout_s",
+    ),
     "cache": ("block_size", "num_blocks", "kv_cache_memory", "enable_prefix_caching", "hybrid_kv_cache"),
     "scheduler": ("max_num_batched_tokens", "max_num_seqs", "scheduling_policy", "enable_chunked_prefill"),
     "parallel": (
@@ -146,6 +166,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 _FROM_JSON: dict[str, Callable[[str], Any]] = {
     "kv_transfer_config": KVTransferConfig.from_json,
     "kv_events_config": KVEventsConfig.from_json,
+    "limits": DoorLimits.from_json,
 }
 
 
@@ -158,6 +179,7 @@ class Resolved:
     secret: ClusterSecret | None
     secret_origin: str | None
     secret_warning: str | None
+    doors: DoorSettings = DEFAULT_DOORS
 
 
 def resolve(
@@ -188,7 +210,9 @@ def resolve(
         is_insecure=settings.insecure_no_secret,
     )
     _check_exposure(settings, found.secret)
-    return Resolved(settings, origins, *found)
+    keys = read_api_keys(settings.api_key_file, environment, variable=API_KEY_ENV, field="api_key_file")
+    doors = DoorSettings.of(settings.limits, api_keys=keys, allowed_hosts=settings.allowed_hosts)
+    return Resolved(settings, origins, *found, doors)
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -261,15 +285,6 @@ def _check_exposure(settings: ServeSettings, secret: ClusterSecret | None) -> No
             "127.0.0.1",
             field="host",
         )
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # A name that may resolve to anything.
 
 
 _SIZE = re.compile(r"(?P<count>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]i?b?|b)?", re.IGNORECASE | re.ASCII)

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 from starlette.types import Receive
 
-from baton.core.errors import UserError
+from baton.core.errors import BatonError, UserError
 from baton.http import json_body
 from baton.http.errors import RETRY_AFTER_S, ApiError
 from baton.http.settings import DoorSettings
@@ -15,8 +15,8 @@ from baton.http.workers import Job, WorkerOutOfMemory, WorkerPool, WorkerTimeout
 CHECKED_INLINE_BYTES = 256 << 10  # The costliest JSON of this size takes 10 ms to check and to decode.
 
 
-class ClientGone(Exception):
-    """The client has closed its connection."""
+class ClientGone(BatonError):
+    """The client has closed its connection, or does not read: no answer can reach it."""
 
 
 class Bodies:

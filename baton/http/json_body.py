@@ -7,13 +7,11 @@ Numbers and text are cheap; objects, arrays and strings are counted.
 
 import re
 from itertools import accumulate
-from typing import Any, TypeVar
 
 import msgspec
 
 from baton.core.errors import UserError
-
-T = TypeVar("T")
+from baton.core.json_text import NotJson, decode_json
 
 MAX_DEPTH = 100  # Tool schemas have about 20 levels. Deeper ones would exhaust the interpreter's stack later.
 MAX_ITEMS = 1 << 16  # Strings, keys, arrays and objects of one body: about 10 ms.
@@ -44,33 +42,24 @@ def check_cost(raw: bytes) -> None:
     structure = _STRING.sub(b'"', raw)
     brackets = structure.translate(None, _NOT_BRACKETS)
     if max(accumulate(map(_STEP.__getitem__, brackets)), default=0) > MAX_DEPTH:
-        raise UserError(f"the body is nested too deeply: at most {MAX_DEPTH} levels are allowed")
+        raise UserError(f"is nested too deeply: at most {MAX_DEPTH} levels are allowed", field="body")
     num_items = structure.count(b'"') + len(brackets) // 2
     if num_items > MAX_ITEMS:
         raise UserError(
-            f"the body has {num_items} strings, arrays and objects; at most {MAX_ITEMS} are allowed"
+            f"has {num_items} strings, arrays and objects; at most {MAX_ITEMS} are allowed",
+            field="body",
         )
     if structure.count(b",") > MAX_NUMBERS:
-        raise UserError(f"the body has more than {MAX_NUMBERS} numbers")
+        raise UserError(f"has more than {MAX_NUMBERS} numbers", field="body")
 
 
 def compact(raw: bytes) -> bytes:
-    """The same JSON without white space and escapes. Raises UserError as `check_cost` and `decode` do.
+    """The same JSON without white space and escapes. Raises UserError.
 
     Runs in a worker process: its cost has no useful bound.
     """
     check_cost(raw)
-    return msgspec.json.encode(decode(raw))
-
-
-def decode(raw: bytes, kind: type[T] | Any = Any) -> T:
-    """Raises UserError for what is no JSON, and msgspec.ValidationError for JSON of another type."""
     try:
-        decoded: T = msgspec.json.decode(raw, type=kind)
-    except msgspec.ValidationError:
-        raise
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"the body is not valid JSON: {error}") from None
-    except RecursionError:
-        raise UserError("the body is nested too deeply") from None
-    return decoded
+        return msgspec.json.encode(decode_json(raw))
+    except (NotJson, OverflowError, UnicodeEncodeError) as error:
+        raise UserError(f"is not valid JSON: {error}", field="body") from error

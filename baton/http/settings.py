@@ -4,36 +4,62 @@ import msgspec
 
 from baton.core.errors import ConfigError
 
+MIN_KEY_CHARS = 8  # A shorter key is guessed over the network.
 
-class DoorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings that the engine server and the router share. Raises ConfigError that names the field."""
 
-    api_keys: tuple[str, ...] = ()  # Empty: no key is asked for.
-    allowed_hosts: tuple[str, ...] = ()  # Names in the Host header besides loopback's; "*" allows all.
+class DoorLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The option `--limits` of `baton serve` and `baton route`. Raises ConfigError that names the field."""
+
     max_connections: int = 4096  # Also at most a quarter of the process's file descriptors.
     header_s: float = 10.0  # For a connection's first byte up to the end of a request's headers.
     body_s: float = 30.0  # For a client to send its body.
     idle_s: float = 75.0  # Between two requests of a connection. Clients and proxies close idle ones earlier.
     max_body_bytes: int = 32 << 20
-    inline_body_bytes: int = 4 << 20  # The JSON of larger bodies is first checked by a worker process.
-    total_body_bytes: int = 256 << 20  # Of all bodies that are being read or parsed.
+    inline_body_bytes: int = 4 << 20  # A worker process checks the JSON of larger bodies first.
+    total_body_bytes: int = 256 << 20  # Of all bodies that are being read or decoded.
     max_token_ids: int = 1 << 20  # In one request.
-    max_text_chars: int = 4 << 20  # Of one rendered template.
+    max_text_chars: int = 4 << 20  # Of one prompt, as its chat template renders it.
     render_s: float = 1.0  # Processor time for one chat template.
     admission_s: float = 10.0  # For all work on a request before the engine has it.
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if isinstance(value, int | float) and not value > 0:
-                raise ConfigError("must be positive", field=name)
-        for key in self.api_keys:
-            if len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
-                raise ConfigError(
-                    f"each key has at least {MIN_KEY_CHARS} printable ASCII characters without spaces; "
-                    "for example: openssl rand -hex 32",
-                    field="api_keys",
-                )
+        for name in DoorLimits.__struct_fields__:
+            if not getattr(self, name) > 0:
+                raise ConfigError("must be positive", field=f"limits.{name}")
+
+    @classmethod
+    def from_json(cls, text: str) -> "DoorLimits":
+        """Raises ConfigError, or msgspec.ValidationError that names the key."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.ValidationError:
+            raise
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"is not JSON: {error}", field="limits") from error
 
 
-MIN_KEY_CHARS = 8  # A shorter key is guessed over the network.
+class DoorSettings(DoorLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that an operator configures of an HTTP door."""
+
+    api_keys: tuple[str, ...] = ()  # Empty: the door asks for no key.
+    allowed_hosts: tuple[str, ...] = ()  # Names in the Host header besides those of loopback; "*": any.
+
+    @classmethod
+    def of(cls, limits: DoorLimits, *, api_keys: tuple[str, ...], allowed_hosts: str) -> "DoorSettings":
+        """`allowed_hosts` is separated by commas."""
+        hosts = tuple(name.strip() for name in allowed_hosts.split(",") if name.strip())
+        return cls(**msgspec.structs.asdict(limits), api_keys=api_keys, allowed_hosts=hosts)
+
+
+def parse_api_keys(text: str, *, field: str) -> tuple[str, ...]:
+    """Keys separated by white space or commas; lines that begin with # are comments. Raises ConfigError."""
+    lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    keys = tuple(key for line in lines for key in line.replace(",", " ").split())
+    for key in keys:
+        if len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable():
+            raise ConfigError(
+                f"each key must have at least {MIN_KEY_CHARS} printable ASCII characters; "
+                "for example: openssl rand -hex 32",
+                field=field,
+            )
+    return keys

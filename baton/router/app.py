@@ -17,12 +17,17 @@ import httpx
 import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from baton.core.errors import UserError
+from baton.http.bodies import Bodies
+from baton.http.errors import ApiError
+from baton.http.gate import Gate
+from baton.http.workers import WorkerPool
 from baton.router.dashboard import PAGE
 from baton.router.dispatch import Dispatch
 from baton.router.errors import ClientGone, RouterError
@@ -58,6 +63,7 @@ class Router:
             limits=httpx.Limits(
                 max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEPALIVE_S
             ),
+            headers=_engine_key(settings),
             trust_env=False,  # A proxy of the environment must not get between us and our engines.
             follow_redirects=False,
         )
@@ -71,11 +77,15 @@ class Router:
         self._prober = Prober(
             self.fleet, self._client, settings.probe, introducer.hear_healthy if uses_introductions else None
         )
+        self._workers = WorkerPool()
+        self._bodies = Bodies(settings.doors, self._workers)
         self._fault: ProberDied | None = None
         self._num_requests = 0
 
-    def app(self) -> Starlette:
+    def app(self, *, has_admin_port: bool = False) -> Starlette:
+        """The application of the main port; its lifespan is the router's. See `admin_app`."""
         return Starlette(
+            middleware=self._gate,
             routes=[
                 Route("/v1/completions", _Endpoint(self, is_handoff=True), methods=["POST"]),
                 Route("/v1/chat/completions", _Endpoint(self, is_handoff=True), methods=["POST"]),
@@ -83,12 +93,32 @@ class Router:
                 Route("/tokenize", _Endpoint(self), methods=["POST"]),
                 Route("/detokenize", _Endpoint(self), methods=["POST"]),
                 Route("/health", self._health),
-                Route("/metrics", self._exposition),
-                Route("/fleet", self._fleet_state),
-                Route("/", self._dashboard),
+                *(() if has_admin_port else self._admin_routes),
             ],
             lifespan=self._life,
         )
+
+    def admin_app(self) -> Starlette:
+        """Metrics, the fleet's state and the dashboard, for a port of their own."""
+        return Starlette(middleware=self._gate, routes=self._admin_routes)
+
+    @property
+    def _gate(self) -> list[Middleware]:
+        return [
+            Middleware(
+                Gate,
+                api_keys=self._settings.doors.api_keys,
+                allowed_hosts=self._settings.checked_hosts,
+            )
+        ]
+
+    @property
+    def _admin_routes(self) -> list[Route]:
+        return [
+            Route("/metrics", self._exposition),
+            Route("/fleet", self._fleet_state),
+            Route("/", self._dashboard),
+        ]
 
     @asynccontextmanager
     async def _life(self, app: Starlette) -> AsyncIterator[None]:
@@ -104,6 +134,7 @@ class Router:
                 await watch
             await self._loans.close()
             await self._client.aclose()
+            self._workers.close()
 
     def _hear_prober(self, watch: asyncio.Task[None]) -> None:
         if watch.cancelled() or self._prober.is_stopping:
@@ -155,6 +186,8 @@ class Router:
             status = await self._answer(scope, headers, request_id, receive, wire, is_handoff=is_handoff)
         except UserError as error:
             status = await _refuse(wire, RouterError.of_user(error), request_id)
+        except ApiError as error:
+            status = await _refuse(wire, RouterError.of_door(error), request_id)
         except RouterError as error:
             status = await _refuse(wire, error, request_id)
         except ClientGone as error:
@@ -176,36 +209,32 @@ class Router:
     ) -> int:
         if self._num_requests > self._settings.max_requests:
             raise RouterError.unavailable(f"{self._settings.max_requests} requests are in flight; try again")
-        raw = await self._read_body(receive)
+        async with self._bodies.read(headers, receive) as raw:
+            body = parse_body(raw) if is_handoff else {}
         query = scope["query_string"].decode("latin-1")
         incoming = Incoming(
             method=scope["method"],
             path=scope["path"] + (f"?{query}" if query else ""),
-            headers={**end_to_end(headers), REQUEST_ID: request_id},
+            headers={**self._passed_on(headers), REQUEST_ID: request_id},
             request_id=request_id,
             body=raw,
             received_at_s=time.monotonic(),
         )
         if is_handoff:
-            return await _or_disconnect(self._proxy.complete(incoming, parse_body(raw), wire), receive, wire)
+            return await _or_disconnect(self._proxy.complete(incoming, body, wire), receive, wire)
         return await _or_disconnect(self._proxy.forward(incoming, wire), receive, wire)
 
-    async def _read_body(self, receive: Receive) -> bytes:
-        limit = self._settings.max_body_bytes
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self._settings.timeouts.body_s):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGone("left before its request was whole")
-                    body += message.get("body", b"")
-                    if len(body) > limit:
-                        raise RouterError(413, "invalid_request_error", f"the body is over {limit} bytes")
-                    if not message.get("more_body", False):
-                        return bytes(body)
-        except TimeoutError as error:
-            raise RouterError(408, "timeout_error", "the request did not arrive whole in time") from error
+    def _passed_on(self, headers: Headers) -> dict[str, str]:
+        """A key for this router, or one that the engines' replaces, is not for engines."""
+        passed = end_to_end(headers)
+        if self._settings.doors.api_keys or self._settings.engine_api_key is not None:
+            passed.pop("authorization", None)
+        return passed
+
+
+def _engine_key(settings: RouterSettings) -> dict[str, str]:
+    key = settings.engine_api_key
+    return {} if key is None else {"authorization": f"Bearer {key}"}
 
 
 class _Endpoint:

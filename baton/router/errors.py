@@ -3,7 +3,11 @@
 from typing import Any, Literal
 
 from baton.core.errors import BatonError, UserError
+from baton.http.bodies import ClientGone
+from baton.http.errors import ApiError
 from baton.router.sse import sse_event
+
+__all__ = ["ClientGone", "LegFailure", "RouterError", "error_event", "error_shape"]
 
 
 class RouterError(BatonError):
@@ -19,6 +23,10 @@ class RouterError(BatonError):
     @classmethod
     def of_user(cls, error: UserError) -> "RouterError":
         return cls(400, "invalid_request_error", str(error), param=error.field)
+
+    @classmethod
+    def of_door(cls, error: ApiError) -> "RouterError":
+        return cls(error.status, error.kind, str(error), param=error.param)
 
     @classmethod
     def gateway(cls, message: str) -> "RouterError":
@@ -43,10 +51,6 @@ def error_shape(status: int, kind: str, message: str, param: str | None = None) 
 def error_event(message: str) -> bytes:
     """The end of a stream that broke: an error that clients raise, then the mark that they wait for."""
     return sse_event(error_shape(502, "upstream_error", message)) + b"data: [DONE]\n\n"
-
-
-class ClientGone(BatonError):
-    """The client has closed its connection, or might as well have: nothing more can be said to it."""
 
 
 FailureKind = Literal["unreachable", "broken", "timeout"]

@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from baton.core.errors import ConfigError
+from baton.http.settings import DoorSettings
 
 Role = Literal["prefill", "decode"]
 Mode = Literal["pull", "push"]  # push: both legs start at once, and KV moves while it is computed.
@@ -23,7 +24,6 @@ class LegTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     answer_s: float = 600.0  # The whole of an answer that is not streamed.
     idle_s: float = 60.0  # Between two pieces of a stream; also how long a client may stop reading.
     total_s: float = 3600.0  # One request, all attempts together.
-    body_s: float = 30.0  # For the client to send its request.
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -59,9 +59,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     min_prefill_tokens: int = 0  # Shorter prompts (estimated) go straight to a decode engine; 0: none does.
     prefill_attempts: int = 2
     decode_attempts: int = 2
-    max_body_bytes: int = 32 << 20
     max_answer_bytes: int = 64 << 20  # Of an answer that is not streamed: it is held whole.
     max_requests: int = 4096  # In flight at once; more get 503.
+    doors: DoorSettings = DoorSettings()
+    checked_hosts: tuple[str, ...] | None = None  # None: any Host header is served; see `baton.http.gate`.
+    engine_api_key: str | None = None  # For requests to engines; None: the client's own key is passed on.
     timeouts: LegTimeouts = LegTimeouts()
     probe: ProbeSettings = ProbeSettings()
 
@@ -71,7 +73,6 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in (
             "prefill_attempts",
             "decode_attempts",
-            "max_body_bytes",
             "max_answer_bytes",
             "max_requests",
         ):

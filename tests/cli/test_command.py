@@ -12,6 +12,9 @@ import baton
 from baton.cli.main import COMMANDS, app
 
 SERVE_FLAGS = [
+    "--admin-port",
+    "--allowed-hosts",
+    "--api-key-file",
     "--block-size",
     "--config",
     "--device",
@@ -27,6 +30,7 @@ SERVE_FLAGS = [
     "--kv-cache-memory",
     "--kv-events-config",
     "--kv-transfer-config",
+    "--limits",
     "--log-level",
     "--max-concurrent-batches",
     "--max-model-len",

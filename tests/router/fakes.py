@@ -21,6 +21,7 @@ from baton.cli.processes import free_ports
 from baton.router.app import Router
 from baton.router.settings import LegTimeouts, ProbeSettings, RouterSettings
 
+JSON = {"Content-Type": "application/json"}
 TEST_DEADLINE_S = 60.0  # Never reached unless something hangs, which is what it is to show.
 LATER_S = 600.0  # A deadline that passes only if a test lets it; see `pass_time`.
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.router.baton_fakes import baton, introduced, stream
-from tests.router.fakes import Call, FakeEngine, answers, lends, run, system
+from tests.router.fakes import JSON, Call, FakeEngine, answers, lends, run, system
 from tests.router.vllm_fakes import vllm
 
 DEEP = b'{"a":' * 5000 + b"1" + b"}" * 5000
@@ -18,7 +18,7 @@ def test_a_clients_body_gets_400(path: str) -> None:
     async def main() -> None:
         prefill, decode = FakeEngine(lends), FakeEngine(answers)
         async with system([prefill], [decode]) as s:
-            answer = await s.client.post(path, content=DEEP)
+            answer = await s.client.post(path, content=DEEP, headers=JSON)
             metrics = (await s.client.get("/metrics")).text
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "body"

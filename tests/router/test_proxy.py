@@ -9,8 +9,10 @@ import httpx
 import msgspec
 import pytest
 
+from baton.http.settings import DoorSettings
 from baton.router.settings import LegTimeouts
 from tests.router.fakes import (
+    JSON,
     LATER_S,
     TICKET,
     Call,
@@ -212,7 +214,7 @@ def test_a_body_that_no_engine_may_see_gets_400_that_names_the_field(raw: bytes,
     async def main() -> None:
         prefill, decode = FakeEngine(lends), FakeEngine(answers)
         async with system([prefill], [decode]) as s:
-            answer = await s.client.post("/v1/completions", content=raw)
+            answer = await s.client.post("/v1/completions", content=raw, headers=JSON)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param
         assert answer.json()["error"]["type"] == "invalid_request_error"
@@ -235,7 +237,9 @@ def test_a_null_ticket_is_no_ticket() -> None:
 
 def test_a_body_over_the_limit_gets_413() -> None:
     async def main() -> None:
-        async with system([FakeEngine(lends)], [FakeEngine(answers)], max_body_bytes=100) as s:
+        async with system(
+            [FakeEngine(lends)], [FakeEngine(answers)], doors=DoorSettings(max_body_bytes=100)
+        ) as s:
             answer = await s.complete(prompt="x" * 100)
         assert answer.status_code == 413
 
@@ -244,9 +248,12 @@ def test_a_body_over_the_limit_gets_413() -> None:
 
 def test_a_body_that_never_comes_gets_408() -> None:
     async def main() -> None:
-        async with system([FakeEngine(lends)], [FakeEngine(answers)], timeouts=LegTimeouts(body_s=SOON)) as s:
+        async with system([FakeEngine(lends)], [FakeEngine(answers)], doors=DoorSettings(body_s=SOON)) as s:
             reader, writer = await asyncio.open_connection(s.client.base_url.host, s.client.base_url.port)
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n"
+                b"content-type: application/json\r\n\r\n{"
+            )
             assert b" 408 " in await reader.readline()
             writer.close()
             await writer.wait_closed()
@@ -582,8 +589,8 @@ def test_a_client_that_does_not_read_is_let_go() -> None:
             _, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
             body = msgspec.json.encode({"prompt": "a", "stream": True})
             writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
-                % (len(body), body)
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\n\r\n%b" % (len(body), body)
             )
             await decode.saw_disconnect.wait()
             await wait_at_rest(s.client)

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.cli.route import app
+from baton.http.connections import server_config
 
 URLS = ["--prefill", "http://p:1/", "--decode", "http://d:1/"]
 
@@ -40,11 +41,13 @@ def test_arguments_that_cannot_work_are_refused_by_name(arguments: list[str], co
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The settings of the routers that the command would have started."""
-    import uvicorn
-
     seen: list[Any] = []
-    monkeypatch.setattr("baton.router.app.create_app", seen.append)
-    monkeypatch.setattr(uvicorn, "run", lambda app, **kwargs: None)
+
+    def serve(settings: Any, **options: Any) -> int:
+        seen.append(settings)
+        return 0
+
+    monkeypatch.setattr("baton.router.run.serve", serve)
     return seen
 
 
@@ -91,14 +94,40 @@ def test_a_file_that_cannot_be_meant_is_refused(tmp_path: Path, text: str, compl
     assert complaint in result.output
 
 
-def test_idle_connections_are_closed_by_whoever_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a request sent when we close meets a reset; aiohttp keeps them for 15 s, nginx for 60."""
-    import uvicorn
-
-    seen: dict[str, Any] = {}
-    monkeypatch.setattr(uvicorn, "run", lambda app, **options: seen.update(options))
+def test_idle_connections_are_closed_by_clients_first(started: list[Any]) -> None:
+    """Else a request sent when the router closes meets a reset; aiohttp keeps them for 15 s, nginx for 60."""
     assert CliRunner().invoke(app, URLS).exit_code == 0
-    assert seen["timeout_keep_alive"] > 60
+    assert server_config(None, started[0].doors).timeout_keep_alive > 60
+
+
+def test_keys_hosts_and_limits_reach_the_doors(tmp_path: Path, started: list[Any]) -> None:
+    (tmp_path / "keys").write_text("# of the team\nfirst-key-000\nsecond-key-00\n")
+    (tmp_path / "keys").chmod(0o600)
+    given = [*URLS, "--api-key-file", str(tmp_path / "keys"), "--limits", '{"body_s": 5}']
+    result = CliRunner().invoke(
+        app, [*given, "--allowed-hosts", "a.example, b.example"], env={"BATON_ENGINE_API_KEY": "engine-key"}
+    )
+    assert result.exit_code == 0, result.output
+    (settings,) = started
+    assert settings.doors.api_keys == ("first-key-000", "second-key-00")
+    assert settings.engine_api_key == "engine-key"
+    assert settings.doors.body_s == 5
+    assert settings.checked_hosts == ("a.example", "b.example")
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (["--limits", '{"body_s": 0}'], "limits.body_s: must be positive"),
+        (["--limits", "{"], "limits: is not JSON"),
+        (["--limits", '{"bodies": 1}'], "bodies"),
+        (["--api-key-file", "/nowhere"], "api_key_file"),
+    ],
+)
+def test_door_options_that_cannot_work_are_refused_by_name(given: list[str], complaint: str) -> None:
+    result = CliRunner().invoke(app, [*URLS, *given], env={"COLUMNS": "300", "TERM": "dumb"})
+    assert result.exit_code == 2
+    assert complaint in result.output
 
 
 def test_what_is_shown_is_a_file_that_says_the_same(tmp_path: Path, started: list[Any]) -> None:

@@ -1,0 +1,57 @@
+"""Options of the HTTP doors that `baton serve` and `baton route` share, and the source of API keys."""
+
+import logging
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from baton.core.errors import ConfigError
+from baton.core.limited_file import read_limited
+from baton.http.settings import DoorLimits, parse_api_keys
+
+API_KEY_ENV = "BATON_API_KEY"  # What clients must send.
+ENGINE_API_KEY_ENV = "BATON_ENGINE_API_KEY"  # What the router sends to engines.
+MAX_KEY_FILE_BYTES = 1 << 16
+
+_DEFAULTS = ", ".join(f'"{name}": {value}' for name, value in msgspec.structs.asdict(DoorLimits()).items())
+LIMITS_HELP = f"JSON object of limits and deadlines of the HTTP door; the defaults are {{{_DEFAULTS}}}."
+API_KEY_HELP = (
+    f"File with the API keys that clients may use, one in a line; or set {API_KEY_ENV}. "
+    "Without keys every client is served."
+)
+ALLOWED_HOSTS_HELP = (
+    "Names, separated by commas, that the Host header may have besides loopback's own, for a server on "
+    "loopback; * allows all."
+)
+
+logger = logging.getLogger(__name__)
+
+
+def read_api_keys(
+    file: str | None, environment: Mapping[str, str], *, variable: str, field: str
+) -> tuple[str, ...]:
+    """The keys of the file, or else of the environment's variable. Raises ConfigError."""
+    if file is None:
+        return parse_api_keys(environment.get(variable, ""), field=variable)
+    path = Path(file)
+    content = read_limited(path, MAX_KEY_FILE_BYTES, field=field)
+    if path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+        logger.warning("%s can be read by other users of this machine; chmod 600 it", path)
+    try:
+        keys = parse_api_keys(content.decode(), field=field)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text", field=field) from error
+    if not keys:
+        raise ConfigError(f"{path} has no key", field=field)
+    return keys
+
+
+def warn_if_open(host: str, keys: tuple[str, ...], *, is_loopback: bool) -> None:
+    if not keys and not is_loopback:
+        logger.warning(
+            "every client that reaches %s is served: no API key is set (--api-key-file, %s)",
+            host,
+            API_KEY_ENV,
+        )

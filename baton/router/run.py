@@ -1,0 +1,61 @@
+"""The life of `baton route`: from its ports to its exit status."""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from baton.http.connections import raise_descriptor_limit, server_config
+from baton.router.app import Router
+from baton.router.settings import RouterSettings
+
+EXIT_STOPPED = 0
+EXIT_NOT_STARTED = 3  # uvicorn's.
+LAST_STREAMS_S = 5  # For streams in flight to end, once the router is told to stop.
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling: two servers may run in one process."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(
+    settings: RouterSettings, *, host: str, port: int, admin_port: int | None, log_config: dict[str, Any]
+) -> int:
+    """Returns the exit status after a signal. `admin_port`: for metrics, /fleet and the dashboard."""
+    raise_descriptor_limit()
+    router = Router(settings)
+    common: dict[str, Any] = {
+        "host": host,
+        "log_config": log_config,
+        "timeout_graceful_shutdown": LAST_STREAMS_S,
+    }
+    app = router.app(has_admin_port=admin_port is not None)
+    servers = [_Server(server_config(app, settings.doors, port=port, **common))]
+    if admin_port is not None:
+        config = server_config(router.admin_app(), settings.doors, port=admin_port, lifespan="off", **common)
+        servers.append(_Server(config))
+    asyncio.run(_serve(servers))
+    return EXIT_STOPPED if all(server.started for server in servers) else EXIT_NOT_STARTED
+
+
+async def _serve(servers: list[_Server]) -> None:
+    def stop() -> None:
+        for server in servers:
+            server.force_exit = server.should_exit  # The second signal.
+            server.should_exit = True
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        await asyncio.gather(*(server.serve() for server in servers))
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
