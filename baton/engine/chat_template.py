@@ -19,6 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.core.errors import UserError
+from baton.engine.content_format import takes_parts, with_content
 
 
 class ChatTemplate:
@@ -41,6 +42,10 @@ class ChatTemplate:
         except (jinja2.TemplateError, ValueError, RecursionError) as error:
             raise UserError(f"is not a valid template: {error}", field="chat_template") from error
 
+    @cached_property
+    def _takes_parts(self) -> bool:
+        return takes_parts(self._template.environment.parse(self.source))
+
     def check(self) -> None:
         """Raises UserError for a template that does not compile."""
         assert self._template is not None
@@ -58,7 +63,7 @@ class ChatTemplate:
         template = self._template
         context = {
             **self.special_tokens,
-            "messages": messages,
+            "messages": with_content(messages, as_parts=self._takes_parts),
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,

@@ -224,7 +224,7 @@ def test_a_prompt_is_a_text_or_token_ids_or_a_list_of_either(prompt: Any, prompt
     assert parse_body(json.dumps({"prompt": prompt}).encode(), CompletionRequest).prompts() == prompts
 
 
-def test_text_parts_of_a_message_are_joined_by_a_newline_as_in_vllm() -> None:
+def test_text_parts_of_a_message_stay_parts() -> None:
     body = {
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -233,8 +233,8 @@ def test_text_parts_of_a_message_are_joined_by_a_newline_as_in_vllm() -> None:
     }
     request = parse_body(json.dumps(body).encode(), ChatRequest)
     assert plain_messages(request.messages) == [
-        {"role": "user", "content": "a\nb"},
-        {"role": "assistant", "content": ""},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": []},
     ]
 
 

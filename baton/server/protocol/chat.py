@@ -12,7 +12,6 @@ from baton.server.protocol.sampling import SamplingFields
 from baton.server.protocol.usage import Usage
 
 MAX_MESSAGES = 4096
-PART_SEPARATOR = "\n"  # Between the text parts of a message, as in vLLM.
 
 _CALL = ("id", "function", "type")  # In vLLM's order; other keys follow.
 _FUNCTION = ("arguments", "name")
@@ -40,9 +39,10 @@ class ChatMessageParam(msgspec.Struct, frozen=True, kw_only=True):
     def plain(self, field: str) -> dict[str, Any]:
         """The message as a chat template gets it from vLLM. Raises UserError.
 
-        Text parts are joined, arguments of tool calls are objects, and reasoning has both of its names.
+        Content is a text or a list of text parts, arguments of tool calls are objects, and reasoning has both
+        of its names.
         """
-        plain: dict[str, Any] = {"role": self.role, "content": self._text(field)}
+        plain: dict[str, Any] = {"role": self.role, "content": self._content(field)}
         if self.role == "assistant":
             if self.tool_calls:
                 plain["tool_calls"] = [
@@ -58,11 +58,11 @@ class ChatMessageParam(msgspec.Struct, frozen=True, kw_only=True):
             plain["name"] = self.name
         return plain
 
-    def _text(self, field: str) -> str:
-        if not isinstance(self.content, list):
-            return self.content or ""
-        texts = []
-        for index, part in enumerate(self.content):
+    def _content(self, field: str) -> str | list[dict[str, str]]:
+        if isinstance(self.content, str):
+            return self.content
+        parts = []
+        for index, part in enumerate(self.content or ()):
             match part:
                 case str() as text:
                     pass
@@ -75,8 +75,8 @@ class ChatMessageParam(msgspec.Struct, frozen=True, kw_only=True):
                         "only parts of type text, with a text, are supported",
                         field=f"{field}.content[{index}]",
                     )
-            texts.append(text)
-        return PART_SEPARATOR.join(texts)
+            parts.append({"type": "text", "text": text})
+        return parts
 
 
 def _plain_call(call: dict[str, Any], field: str) -> dict[str, Any]:
