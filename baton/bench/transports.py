@@ -32,10 +32,11 @@ from baton.core.layout import CopySpan, Region
 from baton.transport.base import Transport
 from baton.transport.local import LocalTransport
 from baton.transport.nixl import NixlTransport
+from baton.transport.sealing import Integrity
 from baton.transport.tcp import TcpOptions, TcpTransport
 
 TOTAL_BYTES = 64 << 20
-BLOCK_SIZES = (2 << 10, 16 << 10, 256 << 10, 1 << 20)
+BLOCK_SIZES = (2 << 10, 4 << 10, 16 << 10, 256 << 10, 1 << 20)
 REPEATS = 9
 STREAM_BUFFER_BYTES = 1 << 20
 TIMEOUT_S = 120.0
@@ -46,9 +47,11 @@ TCP_ENOUGH_GB_PER_S = 2.0  # Reaching this is enough where the loopback stream i
 LIMITS = {
     "local": "memcpy",
     "nixl": "memcpy",
-    "tcp": "loopback stream",
-    "tcp, no checksum": "loopback stream",
+    "tcp": "loopback stream",  # With a MAC, as on the loopback by default.
+    "tcp, encrypt": "loopback stream",
+    "tcp, off": "loopback stream",
 }
+TCP_LEVELS: dict[str, Integrity] = {"tcp": "mac", "tcp, encrypt": "encrypt", "tcp, off": "off"}
 PRODUCER, CONSUMER = Address(EngineId("producer"), Epoch(1)), Address(EngineId("consumer"), Epoch(2))
 
 
@@ -164,7 +167,7 @@ def make(name: str, address: Address, cpu: int) -> Transport:
         case "nixl":
             return NixlTransport(address)
         case _:
-            return TcpTransport(address, TcpOptions(checksum=name == "tcp"), thread_cpus={cpu})
+            return TcpTransport(address, TcpOptions(integrity=TCP_LEVELS[name]), thread_cpus={cpu})
 
 
 def _way(name: str) -> str:
@@ -274,9 +277,10 @@ def _produce(pipe: Connection, total_bytes: int, cpu: int) -> None:
     memory = np.random.default_rng(0).integers(0, 256, total_bytes, dtype=np.uint8)
     regions = [Region(memory.ctypes.data, memory.nbytes)]
     transports: dict[str, Transport] = {}
-    for name in ("local", "nixl", "tcp"):
+    # A connection has the stronger level of its two ends, so the readers choose.
+    for name in ("local", "nixl", "tcp, off"):
         with contextlib.suppress(ConfigError):  # NIXL is optional.
-            transports[name] = make(name, PRODUCER, cpu)
+            transports[_way(name)] = make(name, PRODUCER, cpu)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoints = {name: transport.register(regions) for name, transport in transports.items()}
         pipe.send((endpoints, listener.getsockname()[1]))
@@ -293,7 +297,7 @@ def _produce(pipe: Connection, total_bytes: int, cpu: int) -> None:
 
 def print_table(rows: list[Row], console: Console) -> None:
     table = Table(title="Transports: scattered blocks between two processes, median")
-    for heading in ("transport", "block", "GB/s", "limit", "GB/s", "ratio", "target"):
+    for heading in ("transport", "block", "GB/s", "CPU s/GB", "limit", "GB/s", "ratio", "target"):
         table.add_column(heading, justify="left" if heading in ("transport", "limit") else "right")
     for row in rows:
         verdict = {None: "", True: "met", False: "missed"}[row.meets_target]
@@ -301,6 +305,7 @@ def print_table(rows: list[Row], console: Console) -> None:
             row.transport,
             f"{row.block_bytes >> 10} KiB",
             f"{row.gb_per_s:.2f}",
+            f"{row.cpu_s_per_gb:.2f}",
             row.limit,
             f"{row.limit_gb_per_s:.2f}",
             f"{row.ratio:.2f}",
@@ -330,19 +335,36 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     rows = run()
     print_table(rows, console)
-    costs = checksum_costs(rows)
-    console.print("checksum on tcp costs " + ", ".join(f"{c:.0%} at {s >> 10} KiB" for s, c in costs.items()))
+    for name in ("tcp", "tcp, encrypt"):
+        console.print(
+            f"{TCP_LEVELS[name]} on tcp costs "
+            + "; ".join(
+                f"{cost.share:.0%} of the rate and {cost.cpu_s_per_gb:+.2f} CPU s/GB at {size >> 10} KiB"
+                for size, cost in integrity_costs(rows, name).items()
+            )
+        )
     if comparisons := compare(rows, run_nixl()):
         print_comparisons(comparisons, console)
 
 
-def checksum_costs(rows: list[Row]) -> dict[int, float]:
-    """The share of the time that goes into it, by block size."""
-    speeds = {(row.transport, row.block_bytes): row.gb_per_s for row in rows}
+@dataclass(frozen=True)
+class Cost:
+    """Of a level of integrity, beside `off`."""
+
+    share: float  # Of the rate.
+    cpu_s_per_gb: float  # Of both processes.
+
+
+def integrity_costs(rows: list[Row], name: str) -> dict[int, Cost]:
+    """By block size."""
+    found = {(row.transport, row.block_bytes): row for row in rows}
     return {
-        size: 1 - speeds["tcp", size] / speeds["tcp, no checksum", size]
+        size: Cost(
+            1 - found[name, size].gb_per_s / found["tcp, off", size].gb_per_s,
+            found[name, size].cpu_s_per_gb - found["tcp, off", size].cpu_s_per_gb,
+        )
         for size in BLOCK_SIZES
-        if ("tcp", size) in speeds and ("tcp, no checksum", size) in speeds
+        if (name, size) in found and ("tcp, off", size) in found
     }
 
 

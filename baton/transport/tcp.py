@@ -3,12 +3,13 @@
     register   opens the owner's listener (tcp_owner); its address and token are the endpoint
     connect    a few lanes, each introduced in both directions (tcp_wire, tcp_reader)
     post_read  chunks of the copies become requests; `recvmsg` scatters each answer into the blocks,
-               where its checksum is verified
+               where its tag is checked (`sealing`)
 
-Bytes go from block to socket and from socket to block, with no buffer of ours between. A connection
-belongs to one incarnation by its first frames, so a read can never come from a successor.
+Bytes go from block to socket and from socket to block; an encrypted connection needs one buffer on either
+side. A connection belongs to one incarnation by its handshake, so a read can never come from a successor.
 """
 
+import logging
 import socket
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -23,17 +24,21 @@ from baton.core.layout import CopySpan, Region
 from baton.transport.base import Capabilities, Completion, OpId, PeerHandle, Prepared, Transport
 from baton.transport.completions import CompletionQueue
 from baton.transport.loopback import check_bind_host, is_loopback, is_wildcard
+from baton.transport.sealing import Integrity
 from baton.transport.spans import SpanTable, require_host_memory
 from baton.transport.tcp_owner import TcpCounters, TcpOwner, keep_alive
 from baton.transport.tcp_reader import TcpPeer
 from baton.transport.tcp_wire import (
     HANDSHAKE_TIMEOUT_S,
     VERSION,
+    Session,
     TcpEndpoint,
-    connection_key,
+    connection_keys,
     decode_endpoint,
     introduce,
 )
+
+logger = logging.getLogger(__name__)
 
 LANES = 2
 
@@ -46,7 +51,8 @@ class TcpOptions:
     port: int = 0  # 0: the kernel chooses a free port.
     advertise_host: str | None = None  # None: `host`. Required when `host` is a wildcard address.
     advertise_port: int = 0  # 0: the port that the owner listens on.
-    checksum: bool = True  # Of what it reads; see tcp_reader.
+    # What this end asks for; a connection has the stronger of its two ends. None: "encrypt" beyond this host.
+    integrity: Integrity | None = None
 
     def __post_init__(self) -> None:
         if self.advertise_host is None and is_wildcard(self.host):
@@ -57,6 +63,19 @@ class TcpOptions:
         for name in ("port", "advertise_port"):
             if not 0 <= getattr(self, name) < 2**16:
                 raise ConfigError(f"must be in [0, 65535]; is {getattr(self, name)}", field=f"tcp.{name}")
+        if self.integrity == "off" and not self.is_loopback:
+            raise ConfigError(
+                "off is for the loopback only; beyond it use mac or encrypt", field="tcp.integrity"
+            )
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the owner is reached within this host only."""
+        return all(is_loopback(host) for host in (self.host, self.advertise_host or self.host))
+
+    @property
+    def level(self) -> Integrity:
+        return self.integrity or ("mac" if self.is_loopback else "encrypt")
 
 
 @dataclass(frozen=True)
@@ -83,6 +102,8 @@ class TcpTransport(Transport):
         check_bind_host(options.host, secret, field="tcp.host")
         self._address = address
         self._options = options
+        if options.level == "off":
+            logger.warning("tcp.integrity is off: nothing notices KV that is changed between processes")
         self._secret = secret
         self._num_lanes = num_lanes
         self._thread_cpus = thread_cpus
@@ -113,6 +134,7 @@ class TcpTransport(Transport):
             self._options.host,
             self._options.port,
             self._secret,
+            self._options.level,
             self._thread_cpus,
             self.counters,
         )
@@ -132,23 +154,26 @@ class TcpTransport(Transport):
         named = decode_endpoint(address, endpoint)
         if self._secret is None and not is_loopback(named.host):
             raise TransferError(f"without a cluster secret only this host is dialled, not {named.host}")
-        key = connection_key(self._secret, named.token)
+        keys = connection_keys(self._secret, named.token)
         sockets: list[socket.socket] = []
+        lanes: list[tuple[socket.socket, Session]] = []
         try:
             for _ in range(self._num_lanes):
                 sockets.append(_dial(named.host, named.port))
-                introduce(sockets[-1], key, caller=self._address, target=address)
+                session = introduce(
+                    sockets[-1], keys, self._options.level, caller=self._address, target=address
+                )
+                lanes.append((sockets[-1], session))
             with self._lock:
                 if self._closed:
                     raise TransferError("the tcp transport is closed")
                 peer = TcpPeer(
                     address,
                     named,
-                    sockets,
+                    lanes,
                     self._completions,
                     self._thread_cpus,
                     self.counters,
-                    self._options.checksum,
                 )
                 self._peers.add(peer)
                 return peer

@@ -1,7 +1,14 @@
-"""The owner's end of tcp: listens, and serves reads of its registered regions straight out of them.
+"""The owner's end of tcp: listens, and serves reads of its registered regions.
 
-One thread accepts; one thread per connection serves it, asleep while nothing is asked. A caller that is
-no peer, or asks for what is not registered, loses its connection, and that is all that happens.
+    accepted --stranger--> handshake in time --peer--> requests, one after the other
+                       `--> closed                 `--> closed: a bad request, or the reader is gone
+
+One thread accepts; one thread for each connection serves it, and sleeps while no request comes. Strangers
+have few slots and little time; when all are taken, the oldest stranger loses its slot, so that a peer, which
+needs a round trip, still gets in. Peers have slots of their own.
+
+A request is authenticated before memory is touched. A caller that fails the handshake, or that asks for
+memory which is not registered, loses its connection. Nothing else happens.
 """
 
 import contextlib
@@ -20,9 +27,9 @@ from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError, PeerError, TransferError
 from baton.core.ids import Address
 from baton.core.layout import Region
-from baton.transport.checksum import checksum_of
 from baton.transport.iovec import ScatteredMemory, Scratch
-from baton.transport.spans import RegionTable
+from baton.transport.sealing import TAG_BYTES, Integrity
+from baton.transport.spans import Int64s, RegionTable
 from baton.transport.tcp_wire import (
     ANSWER,
     COPIES_MAX,
@@ -30,22 +37,23 @@ from baton.transport.tcp_wire import (
     DATA,
     FAIL,
     READ,
-    READ_SUMMED,
     REQUEST,
     REQUEST_BYTES_MAX,
     TOKEN_BYTES,
+    Session,
     admit,
-    connection_key,
+    connection_keys,
     receive_exactly,
 )
 from baton.transport.threads import join_all, start_owned_thread
 
 logger = logging.getLogger(__name__)
 
-CONNECTIONS_MAX = 512
+PEERS_MAX = 512  # Connections after their handshake.
+STRANGERS_MAX = 32  # Connections in their handshake. A peer is through within a round trip.
 BACKLOG = 128
-SEND_STALL_S = 30  # A reader that takes so long for one answer, however it dribbles, is cut off.
-ACCEPT_RETRY_S = 0.1  # After running out of file descriptors, say.
+SEND_STALL_S = 10  # A reader that takes longer for one answer, at whatever rate, is cut off.
+ACCEPT_RETRY_S = 0.1  # After running out of file descriptors or threads.
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -54,15 +62,17 @@ class TcpCounters:
     """Read by metrics from any thread."""
 
     served_bytes: int = 0
-    strangers: int = 0  # Connections that failed to introduce themselves.
-    refused: int = 0  # Requests outside the registered regions, or malformed.
-    checksum_mismatches: int = 0  # As a reader: bytes that arrived otherwise than they were sent.
-    turned_away: int = 0  # Connections above CONNECTIONS_MAX.
+    strangers: int = 0  # Connections that failed the handshake.
+    refused: int = 0  # Requests that are malformed or ask for memory that is not registered.
+    bad_requests: int = 0  # Requests whose tag is wrong.
+    bad_answers: int = 0  # As a reader: answers whose tag is wrong.
+    turned_away: int = 0  # Connections that lost or got no slot.
 
 
 @dataclass(eq=False)
-class _Session:
+class _Connection:
     sock: socket.socket
+    is_peer: bool = False  # The handshake is over.
     thread: threading.Thread | None = None
 
 
@@ -75,15 +85,16 @@ class TcpOwner:
     host: str
     port: int
     secret: ClusterSecret | None
+    integrity: Integrity
     thread_cpus: Collection[int] | None
     counters: TcpCounters = field(default_factory=TcpCounters)
     token: bytes = field(default_factory=lambda: secrets.token_bytes(TOKEN_BYTES), init=False)
 
     def __post_init__(self) -> None:
         self._table = RegionTable(self.regions)
-        self._key = connection_key(self.secret, self.token)
+        self._keys = connection_keys(self.secret, self.token)
         self._lock = threading.Lock()
-        self._sessions: set[_Session] = set()
+        self._connections: dict[_Connection, None] = {}  # Oldest first.
         self._closing = threading.Event()
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         self._listener = socket.socket(family, socket.SOCK_STREAM)
@@ -100,93 +111,154 @@ class TcpOwner:
         )
 
     def close(self) -> None:
-        """When this returns, nobody reads from the regions any more."""
+        """When this returns, no peer reads from the regions any more."""
         self._closing.set()
         _shut_down(self._listener)
         join_all([self._thread], CLOSE_TIMEOUT_S)
         self._listener.close()
         with self._lock:
-            sessions = list(self._sessions)
-            for session in sessions:
-                _shut_down(session.sock)
-        join_all([s.thread for s in sessions if s.thread is not None], CLOSE_TIMEOUT_S)
+            connections = list(self._connections)
+            for connection in connections:
+                _shut_down(connection.sock)
+        join_all([c.thread for c in connections if c.thread is not None], CLOSE_TIMEOUT_S)
 
     def _accept(self) -> None:
+        level = logging.WARNING
         while not self._closing.is_set():
             try:
                 sock, _ = self._listener.accept()
-            except OSError as error:
+                self._start_connection(sock)
+                level = logging.WARNING
+            except (OSError, RuntimeError) as error:  # No descriptor, or no thread, is left.
                 if not self._closing.is_set():
-                    logger.warning("cannot accept a tcp connection: %s", error)
+                    logger.log(level, "cannot accept a tcp connection: %s", error)
+                    level = logging.DEBUG  # The same fault again is no news.
                     self._closing.wait(ACCEPT_RETRY_S)
-                continue
-            self._start_session(sock)
 
-    def _start_session(self, sock: socket.socket) -> None:
+    def _start_connection(self, sock: socket.socket) -> None:
+        """Raises RuntimeError, with the connection closed, if no thread can be started."""
         with self._lock:
-            if len(self._sessions) >= CONNECTIONS_MAX or self._closing.is_set():
+            strangers = [c for c in self._connections if not c.is_peer]
+            if len(strangers) >= 2 * STRANGERS_MAX or self._closing.is_set():
+                # Those that lost their slot are still ending.
                 self.counters.turned_away += 1
                 sock.close()
                 return
-            session = _Session(sock)
-            self._sessions.add(session)
-            session.thread = start_owned_thread(
-                "baton-tcp-serve",
-                lambda: self._serve(session),
-                on_death=lambda _: self._end(session),
-                cpus=self.thread_cpus,
-            )
+            if len(strangers) >= STRANGERS_MAX:
+                self.counters.turned_away += 1
+                _shut_down(strangers[-STRANGERS_MAX].sock)
+            connection = _Connection(sock)
+            self._connections[connection] = None
+            try:
+                connection.thread = start_owned_thread(
+                    "baton-tcp-serve",
+                    lambda: self._serve(connection),
+                    on_death=lambda _: self._end(connection),
+                    cpus=self.thread_cpus,
+                )
+            except BaseException:
+                del self._connections[connection]
+                sock.close()
+                raise
 
-    def _serve(self, session: _Session) -> None:
-        sock = session.sock
+    def _serve(self, connection: _Connection) -> None:
+        sock = connection.sock
         try:
-            caller = admit(sock, self._key, ours=self.address)
+            caller, session = admit(sock, self._keys, self.integrity, ours=self.address)
         except (PeerError, TransferError, OSError) as error:
             self.counters.strangers += 1
             logger.info("turned a tcp caller away: %s", error)
-            self._end(session)
+            self._end(connection)
             return
         try:
+            self._become_peer(connection)
             _prepare_to_serve(sock)
-            header = Scratch.of(ANSWER.size)
+            requests = _Requests(sock, session, self._table, self.counters)
             while True:
-                self._serve_one(sock, header)
+                requests.serve_one()
         except (PeerError, TransferError, OSError) as error:
             # The ordinary end of a reader, too.
             logger.debug("tcp reader %s is gone: %s", caller.engine_id, error)
-        self._end(session)
+        self._end(connection)
 
-    def _serve_one(self, sock: socket.socket, header: Scratch) -> None:
-        kind, count, request = REQUEST.unpack(receive_exactly(sock, REQUEST.size))
-        if kind not in (READ, READ_SUMMED) or not 0 < count <= COPIES_MAX:
-            self.counters.refused += 1
-            raise PeerError("a malformed request")
-        copies = np.frombuffer(receive_exactly(sock, count * COPY_BYTES), dtype="<i8").reshape(-1, 2)
-        addresses, nbytes = copies[:, 0], copies[:, 1]
+    def _become_peer(self, connection: _Connection) -> None:
+        with self._lock:
+            if sum(c.is_peer for c in self._connections) >= PEERS_MAX:
+                self.counters.turned_away += 1
+                raise TransferError(f"there are {PEERS_MAX} connections of peers")
+            connection.is_peer = True
+
+    def _end(self, connection: _Connection) -> None:
+        with self._lock:
+            self._connections.pop(connection, None)
+            connection.sock.close()
+
+    def _lose_listener(self, error: BaseException) -> None:
+        """A bug of ours: the transport serves the peers that it has; the kernel refuses new ones."""
+        self._listener.close()
+
+
+class _Requests:
+    """Requests of one connection. Used by its thread."""
+
+    def __init__(
+        self, sock: socket.socket, session: Session, table: RegionTable, counters: TcpCounters
+    ) -> None:
+        self._sock = sock
+        self._session = session
+        self._table = table
+        self._counters = counters
+        self._number = 0  # Of the last request.
+        self._header = Scratch.of(ANSWER.size)
+        self._tag = Scratch.of(TAG_BYTES)
+        self._ciphertext = np.empty(REQUEST_BYTES_MAX if session.answers.encrypts else 0, dtype=np.uint8)
+
+    def serve_one(self) -> None:
+        """Raises PeerError for a bad request, OSError or TransferError when the connection is lost."""
+        request, addresses, nbytes = self._receive()
+        number = self._number
         if not self._table.covers(addresses, nbytes, REQUEST_BYTES_MAX) or nbytes.sum() > REQUEST_BYTES_MAX:
-            self.counters.refused += 1
-            sock.sendall(ANSWER.pack(FAIL, 0, request, 0))
+            self._counters.refused += 1
+            header = ANSWER.pack(FAIL, 0, number)
+            self._sock.sendall(header + self._session.answers.seal(number, header + request).tag())
             raise PeerError("a request for memory that is not registered")
-        checksum = checksum_of(addresses, nbytes) if kind == READ_SUMMED else 0
-        header.write(ANSWER.pack(DATA, 0, request, checksum))
+        header = ANSWER.pack(DATA, 0, number)
+        sealing = self._session.answers.seal(number, header + request)
+        self._header.write(header)
+        sealing.add(addresses, nbytes, self._ciphertext.data)
+        self._tag.write(sealing.tag())
+        if self._session.answers.encrypts:
+            addresses, nbytes = _one(self._ciphertext.ctypes.data), _one(int(nbytes.sum()))
         answer = ScatteredMemory(
-            np.concatenate((np.array([header.address]), addresses)), np.concatenate(([ANSWER.size], nbytes))
+            np.concatenate((_one(self._header.address), addresses, _one(self._tag.address))),
+            np.concatenate((_one(ANSWER.size), nbytes, _one(TAG_BYTES))),
         )
         deadline = time.monotonic() + SEND_STALL_S
         while answer.rest_bytes:
-            answer.send_to(sock.fileno(), socket.MSG_NOSIGNAL)
+            answer.send_to(self._sock.fileno(), socket.MSG_NOSIGNAL)
             if time.monotonic() > deadline:
                 raise TransferError(f"the reader did not take an answer within {SEND_STALL_S} s")
-        self.counters.served_bytes += answer.total_bytes - ANSWER.size
+        self._counters.served_bytes += answer.total_bytes - ANSWER.size - TAG_BYTES
 
-    def _end(self, session: _Session) -> None:
-        with self._lock:
-            self._sessions.discard(session)
-            session.sock.close()
+    def _receive(self) -> tuple[bytes, Int64s, Int64s]:
+        """The next request, authenticated; the addresses and lengths that it asks for."""
+        header = receive_exactly(self._sock, REQUEST.size)
+        kind, count, number = REQUEST.unpack(header)
+        if kind != READ or not 0 < count <= COPIES_MAX or number != self._number + 1:
+            self._counters.refused += 1
+            raise PeerError("a malformed request, or a request out of order")
+        body = receive_exactly(self._sock, count * COPY_BYTES + TAG_BYTES)
+        request, tag = bytes(header + body[:-TAG_BYTES]), bytes(body[-TAG_BYTES:])
+        if not self._session.requests.open(number, request).is_genuine(tag):
+            self._counters.bad_requests += 1
+            raise PeerError("a request with a wrong tag: it was changed on its way")
+        self._number = number
+        copies = np.frombuffer(request, dtype="<i8", offset=REQUEST.size).reshape(-1, 2)
+        return request, copies[:, 0], copies[:, 1]
 
-    def _lose_listener(self, error: BaseException) -> None:
-        """Without its listener a transport serves whom it serves; new peers are refused by the kernel."""
-        self._listener.close()
+
+def _one(number: int) -> Int64s:
+    return np.array([number], dtype=np.int64)
 
 
 def _prepare_to_serve(sock: socket.socket) -> None:
@@ -196,16 +268,16 @@ def _prepare_to_serve(sock: socket.socket) -> None:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Notice a host that went away without a word, within about half a minute."""
+    """Notice a host that went away silently, within about 11 s."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
 
 
 def _shut_down(sock: socket.socket) -> None:
-    """Wake whoever sleeps in it."""
-    with contextlib.suppress(OSError):  # Not connected any more: nobody sleeps in it.
+    """Wake the thread that sleeps in it."""
+    with contextlib.suppress(OSError):  # Not connected any more: no thread sleeps in it.
         sock.shutdown(socket.SHUT_RDWR)

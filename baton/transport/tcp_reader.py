@@ -6,8 +6,9 @@
 A lane is a connection and the thread that alone sends and receives on it. It keeps a few requests under
 way, so that the owner never waits for the next. Operations take turns, one chunk at a time.
 
-Every answer carries a checksum that the owner took from its memory; it is taken again from the blocks, once
-they are full. What differs is asked for a second time, and then given up.
+Every answer ends with a tag over the request and the bytes (`tcp_wire`). The tag is checked when the bytes
+are in the blocks. An answer with a wrong tag is asked for a second time, and then the reading fails. If the
+connection is encrypted, an answer is received into a buffer of the lane and decrypted into the blocks.
 
 A cancelled operation ends as soon as each lane has turned the rest of its answers away from the blocks
 into a scrap buffer, without the peer's help. A lane that fails takes the peer down: all its operations
@@ -22,7 +23,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,19 +31,20 @@ import numpy as np
 from baton.core.errors import TransferError
 from baton.core.ids import Address
 from baton.transport.base import OpId, PeerHandle
-from baton.transport.checksum import checksum_of
 from baton.transport.completions import CompletionQueue
 from baton.transport.iovec import ScatteredMemory, Scratch, iovec_array
+from baton.transport.sealing import TAG_BYTES, Opening
 from baton.transport.spans import Copies
 from baton.transport.tcp_owner import TcpCounters
 from baton.transport.tcp_wire import (
     ANSWER,
     COPIES_MAX,
     DATA,
+    FAIL,
     READ,
-    READ_SUMMED,
     REQUEST,
     REQUEST_BYTES_MAX,
+    Session,
     TcpEndpoint,
 )
 from baton.transport.threads import join_all, start_owned_thread
@@ -51,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 REQUESTS_PER_LANE = 2  # One being answered, one waiting at the owner.
 CHUNK_BYTES_MIN = 256 << 10  # Below, a request costs more than a second lane gains.
-STALL_S = 20.0  # An owner that takes so long for one answer, 4 MiB at most, is gone or as good as gone.
+STALL_S = 10.0  # An owner that takes so long for one answer, 4 MiB at most, is gone or as good as gone.
 CLOSE_TIMEOUT_S = 10.0
 _SCRAP_BYTES = 256 << 10
 
@@ -76,17 +78,19 @@ class Reading:
 class _Chunk:
     """One request under way on a lane."""
 
-    request: int
+    number: int  # Of the request.
     reading: Reading
     copies: Copies
     header: Scratch
-    target: ScatteredMemory
+    tag: Scratch
+    target: ScatteredMemory  # Of the whole answer, from header to tag.
+    opening: Opening
     is_second_try: bool = False
     discarded: bool = False
 
     @property
     def nbytes(self) -> int:
-        return self.target.total_bytes - ANSWER.size
+        return self.copies.total_bytes
 
     def discard(self, scrap: Scratch) -> None:
         """What is still to come of this answer goes to the scrap buffer, again and again the same one."""
@@ -113,22 +117,20 @@ class TcpPeer(PeerHandle):
         self,
         address: Address,
         endpoint: TcpEndpoint,
-        sockets: list[socket.socket],
+        lanes: Sequence[tuple[socket.socket, Session]],
         completions: CompletionQueue,
         thread_cpus: Collection[int] | None,
         counters: TcpCounters,
-        checksum: bool,
     ) -> None:
         self.address = address
         self.endpoint = endpoint
         self.counters = counters
-        self.checksum = checksum
         self.lost: str | None = None
         self.lock = threading.Lock()
         self._completions = completions
         self._queue: deque[Reading] = deque()
         self._by_op: dict[OpId, Reading] = {}
-        self._lanes = [_Lane(self, sock) for sock in sockets]
+        self._lanes = [_Lane(self, sock, session) for sock, session in lanes]
         self._threads = [
             start_owned_thread(
                 f"baton-tcp-{number}",
@@ -243,9 +245,12 @@ class TcpPeer(PeerHandle):
 class _Lane:
     """One connection. Everything but `wake` and `close_wake_fd` happens on its thread."""
 
-    def __init__(self, peer: TcpPeer, sock: socket.socket) -> None:
+    def __init__(self, peer: TcpPeer, sock: socket.socket, session: Session) -> None:
         self._peer = peer
         self._sock = sock
+        self._session = session
+        # Of the one answer that is being received. The operating system gives it pages as it is filled.
+        self._ciphertext = np.empty(REQUEST_BYTES_MAX if session.answers.encrypts else 0, dtype=np.uint8)
         self._sock.setblocking(False)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
@@ -294,15 +299,31 @@ class _Lane:
         if not self._under_way:
             self._progress_at = time.monotonic()
         self._requests += 1
-        header = Scratch.of(ANSWER.size)
+        number = self._requests
+        header, tag = Scratch.of(ANSWER.size), Scratch.of(TAG_BYTES)
+        addresses, nbytes = copies.local, copies.nbytes
+        if self._session.answers.encrypts:
+            addresses, nbytes = np.array([self._ciphertext.ctypes.data]), np.array([copies.total_bytes])
         target = ScatteredMemory(
-            np.concatenate((np.array([header.address]), copies.local)),
-            np.concatenate((np.array([ANSWER.size]), copies.nbytes)),
+            np.concatenate(([header.address], addresses, [tag.address])),
+            np.concatenate(([ANSWER.size], nbytes, [TAG_BYTES])),
         )
-        self._under_way.append(_Chunk(self._requests, reading, copies, header, target, is_second_try))
         wanted = iovec_array(copies.remote, copies.nbytes).astype("<i8", copy=False)
-        kind = READ_SUMMED if self._peer.checksum else READ
-        self._unsent += REQUEST.pack(kind, len(copies), self._requests) + wanted.tobytes()
+        request = REQUEST.pack(READ, len(copies), number) + wanted.tobytes()
+        self._unsent += request + self._session.requests.seal(number, request).tag()
+        opening = self._session.answers.open(number, ANSWER.pack(DATA, 0, number) + request)
+        self._under_way.append(
+            _Chunk(
+                number,
+                reading,
+                copies,
+                header,
+                tag,
+                target,
+                opening,
+                is_second_try=is_second_try,
+            )
+        )
 
     def _discard_cancelled(self) -> None:
         for chunk in self._under_way:
@@ -323,10 +344,12 @@ class _Lane:
         if count == 0:
             raise TransferError("the other end closed it")
         if chunk.target.done_bytes >= ANSWER.size:
-            kind, _, request, _ = ANSWER.unpack(chunk.header.read())
-            if kind != DATA or request != chunk.request:
+            header = chunk.header.read()
+            if header != ANSWER.pack(DATA, 0, chunk.number):
                 raise TransferError(
-                    "the owner refused the request" if kind != DATA else "answers out of order"
+                    "the owner refused the request"
+                    if header.startswith(FAIL)
+                    else "an answer that is not the next one"
                 )
         if chunk.target.rest_bytes == 0:
             self._under_way.popleft()
@@ -336,18 +359,21 @@ class _Lane:
         return True
 
     def _check_and_return(self, chunk: _Chunk) -> None:
-        """What lies in the blocks now is what the owner sent, or it is asked for again, once."""
-        copies = chunk.copies
-        _, _, _, expected = ANSWER.unpack(chunk.header.read())
-        if not self._peer.checksum or checksum_of(copies.local, copies.nbytes) == expected:
+        """The blocks hold what the owner sent for this request, or it is asked for again, once."""
+        chunk.opening.add(chunk.copies.local, chunk.copies.nbytes, self._ciphertext.data)
+        if chunk.opening.is_genuine(chunk.tag.read()):
             self._peer.return_chunk(chunk.reading, chunk.nbytes)
             return
-        self._peer.counters.checksum_mismatches += 1
+        self._peer.counters.bad_answers += 1
         if chunk.is_second_try:
-            self._peer.return_chunk(chunk.reading, 0, "the checksum was wrong, and again when read anew")
+            self._peer.return_chunk(
+                chunk.reading, 0, "the tag of an answer was wrong, and again when read anew"
+            )
         else:
-            logger.warning("a checksum of %s was wrong; reading again", self._peer.address.engine_id)
-            self._request(chunk.reading, copies, is_second_try=True)
+            logger.warning(
+                "the tag of an answer of %s was wrong; reading again", self._peer.address.engine_id
+            )
+            self._request(chunk.reading, chunk.copies, is_second_try=True)
 
     def _wait(self) -> None:
         """Sleep until there is something to do. Raises TransferError when the owner is gone or silent."""
@@ -363,6 +389,6 @@ class _Lane:
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
         if not self._under_way and self._sock.fileno() in ready:
-            # Nothing is owed: the owner has closed, or talks nonsense.
-            said = self._sock.recv(1)
-            raise TransferError("the other end closed it" if not said else "bytes that nobody asked for")
+            # No answer is due: the owner has closed, or sends nonsense.
+            received = self._sock.recv(1)
+            raise TransferError("the other end closed it" if not received else "bytes that answer no request")

@@ -1,20 +1,22 @@
-"""What two ends of a tcp connection say to each other. All integers little-endian, all sizes bounded.
+"""Messages of a tcp connection: the handshake, and the frames of reads. Integers are little-endian.
 
     owner -> reader   Challenge(nonce)
-    reader -> owner   Hello(version, caller, target, nonce, proof)    proof: MAC of nonces and addresses
-    owner -> reader   Welcome(proof)  or the connection closes
+    reader -> owner   Hello(version, caller, target, nonce, integrity, proofs)
+    owner -> reader   Welcome(integrity, proof)  or the connection closes
 
-    reader -> owner   READ | count | request | count * (address, nbytes)
-                      RSUM | ...                      the same, and a checksum is wanted
-    owner -> reader   DATA | 0     | request | checksum | the bytes, in the order asked for
-    owner -> reader   FAIL | 0     | request | 0                        and the connection closes
+    reader -> owner   READ | count | number | count * (address, nbytes)                         | tag
+    owner -> reader   DATA | 0     | number | the bytes, in the order of the request            | tag
+    owner -> reader   FAIL | 0     | number                               | tag, and the connection closes
 
-The checksum is the xxh3-64 of the bytes as they lie in the owner's memory, or 0 for READ.
+A proof is a MAC of both nonces, both addresses and the integrity. Its key comes from the cluster secret, if
+there is one, and from the token in the endpoint, which crosses the control channel only. While a secret is
+replaced, the reader sends a proof by each of its secrets and the owner takes the first one that it knows. A
+successor on the same port has another token and another epoch, so its proof is wrong.
 
-The key of the proofs comes from the cluster secret, if there is one, and the token in the endpoint: who
-was not given the endpoint over the control channel gets in nowhere, and a successor on the same port,
-which has another token and another epoch, is noticed before the first byte. Payload is not encrypted: run
-this inside a network that you would run NCCL or RDMA in.
+The connection has the stronger `integrity` of its two ends (`sealing`). Each direction has a key that is
+derived from the key of the proofs and both nonces. The tag of a request covers the request; the owner checks
+it before it touches memory. The tag of an answer covers the answer, the whole request that it answers, and
+the bytes. Both have the request's number as their nonce: 1, 2, 3, ... on each connection.
 """
 
 import hashlib
@@ -23,7 +25,9 @@ import secrets
 import socket
 import struct
 import time
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -33,20 +37,23 @@ from baton.core.ids import Address, EngineId, Epoch
 from baton.core.layout import Region
 from baton.transport.decoding import decode_from_peer
 from baton.transport.loopback import is_host
+from baton.transport.sealing import KEY_BYTES, Direction, Integrity, stronger
 from baton.transport.spans import check_regions
 
-VERSION = 2
+VERSION = 3
 TOKEN_BYTES = 32
 NONCE_BYTES = 32
 HELLO_BYTES_MAX = 4096
-HANDSHAKE_TIMEOUT_S = 5.0
-COPIES_MAX = 1023  # In one request; with the answer's header one full iovec array.
+PROOFS_MAX = 4  # One for each secret that is valid at a time; there are two.
+HANDSHAKE_TIMEOUT_S = 5.0  # Of the reader: connecting, and all messages.
+ADMIT_TIMEOUT_S = 3.0  # Of the owner: a peer answers within a round trip.
+COPIES_MAX = 1022  # In one request; with the answer's header and tag one full iovec array.
 REQUEST_BYTES_MAX = 4 << 20
 
-REQUEST = struct.Struct("<4sIQ")  # Kind, number of copies, request.
-ANSWER = struct.Struct("<4sIQQ")  # Kind, 0, request, checksum.
+REQUEST = struct.Struct("<4sIQ")  # Kind, number of copies, number of the request.
+ANSWER = struct.Struct("<4sIQ")  # Kind, 0, number of the request.
 COPY_BYTES = 16
-READ, READ_SUMMED, DATA, FAIL = b"READ", b"RSUM", b"DATA", b"FAIL"
+READ, DATA, FAIL = b"READ", b"DATA", b"FAIL"
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
@@ -70,59 +77,113 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     caller: tuple[str, int]
     target: tuple[str, int]
     nonce: bytes
-    proof: bytes
+    integrity: Integrity
+    proofs: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=PROOFS_MAX)]
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True):
+    integrity: Integrity
     proof: bytes
 
 
-def connection_key(secret: ClusterSecret | None, token: bytes) -> bytes:
-    shared = secret.derive("tcp-data") if secret is not None else b"baton tcp-data without a cluster secret"
-    return hmac.digest(shared, token, "sha256")
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Keys of one connection after its handshake."""
+
+    requests: Direction
+    answers: Direction
+
+
+@dataclass(frozen=True, slots=True)
+class _Handshake:
+    """What both ends have said, as they prove it and derive keys from it."""
+
+    challenge: bytes
+    nonce: bytes
+    caller: Address
+    target: Address
+
+    def proof(self, key: bytes, role: str, integrity: Integrity) -> bytes:
+        return self._mac(key, f"proof of the {role}", integrity)
+
+    def session(self, key: bytes, integrity: Integrity) -> Session:
+        requests, answers = (
+            self._mac(key, f"key of {messages}", integrity)[:KEY_BYTES]
+            for messages in ("requests", "answers")
+        )
+        # A request holds addresses and no KV, so it is authenticated only.
+        return Session(
+            Direction(requests, "off" if integrity == "off" else "mac"), Direction(answers, integrity)
+        )
+
+    def _mac(self, key: bytes, purpose: str, integrity: Integrity) -> bytes:
+        said = (purpose, VERSION, self.challenge, self.nonce, self.caller, self.target, integrity)
+        return hmac.digest(key, msgspec.msgpack.encode(said), hashlib.sha256)
+
+
+def connection_keys(secret: ClusterSecret | None, token: bytes) -> tuple[bytes, ...]:
+    """Keys that are accepted for an endpoint, the current one first."""
+    shared = secret.derive_all("tcp-data") if secret is not None else (b"baton tcp-data without a secret",)
+    return tuple(hmac.digest(key, token, "sha256") for key in shared)
 
 
 def decode_endpoint(address: Address, endpoint: bytes) -> TcpEndpoint:
-    """Raises PeerError for one that its owner cannot have made."""
+    """Raises PeerError for an endpoint that its owner cannot have made, TransferError for another version."""
     named = decode_from_peer(endpoint, TcpEndpoint, f"tcp endpoint of {address.engine_id}")
     if named.version != VERSION:
-        raise TransferError(f"tcp endpoint version {named.version} is not spoken here")
+        raise TransferError(
+            f"{address.engine_id} has version {named.version} of the tcp protocol, and this engine has "
+            f"version {VERSION}: run the same version of Baton on both"
+        )
     if len(named.token) != TOKEN_BYTES or not 0 < named.port < 65536:
         raise PeerError(f"malformed tcp endpoint of {address.engine_id}: no token, or no port")
     if not is_host(named.host):
         raise PeerError(f"malformed tcp endpoint of {address.engine_id}: {named.host[:100]!r} is no host")
     if (named.engine_id, named.epoch) != address:
-        raise PeerError(f"the tcp endpoint of {address.engine_id} speaks of another engine or epoch")
+        raise PeerError(f"the tcp endpoint of {address.engine_id} names another engine or epoch")
     check_regions(named.regions)
     return named
 
 
-def introduce(sock: socket.socket, key: bytes, *, caller: Address, target: Address) -> None:
+def introduce(
+    sock: socket.socket, keys: Sequence[bytes], integrity: Integrity, *, caller: Address, target: Address
+) -> Session:
     """The reader's half of the handshake. Raises PeerError when the other end is not `target`."""
     deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
     challenge = _receive(sock, Challenge, deadline)
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    proof = _proof(key, b"reader", challenge.nonce, nonce, caller, target)
-    _send(sock, Hello(VERSION, caller, target, nonce, proof), deadline)
+    said = _Handshake(challenge.nonce, secrets.token_bytes(NONCE_BYTES), caller, target)
+    proofs = tuple(said.proof(key, "reader", integrity) for key in keys)
+    _send(sock, Hello(VERSION, caller, target, said.nonce, integrity, proofs), deadline)
     welcome = _receive(sock, Welcome, deadline)
-    expected = _proof(key, b"owner", challenge.nonce, nonce, caller, target)
-    if not hmac.compare_digest(welcome.proof, expected):
-        raise PeerError(f"whoever listens there is not {target.engine_id}: its proof is wrong")
+    for key in keys:
+        if hmac.compare_digest(welcome.proof, said.proof(key, "owner", welcome.integrity)):
+            if stronger(integrity, welcome.integrity) != welcome.integrity:
+                raise PeerError(f"{target.engine_id} chose {welcome.integrity}, which is below {integrity}")
+            return said.session(key, welcome.integrity)
+    raise PeerError(f"the process that listens there is not {target.engine_id}: its proof is wrong")
 
 
-def admit(sock: socket.socket, key: bytes, *, ours: Address) -> Address:
-    """The owner's half. Returns who called; raises PeerError for a stranger, who is told nothing."""
-    deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
+def admit(
+    sock: socket.socket, keys: Sequence[bytes], integrity: Integrity, *, ours: Address
+) -> tuple[Address, Session]:
+    """The owner's half. Returns the caller; raises PeerError for a stranger, who learns nothing."""
+    deadline = time.monotonic() + ADMIT_TIMEOUT_S
     challenge = Challenge(secrets.token_bytes(NONCE_BYTES))
     _send(sock, challenge, deadline)
     hello = _receive(sock, Hello, deadline)
+    if hello.version != VERSION:
+        raise PeerError(
+            f"a caller with version {hello.version} of the tcp protocol; this engine has {VERSION}"
+        )
     caller = Address(EngineId(hello.caller[0]), Epoch(hello.caller[1]))
-    expected = _proof(key, b"reader", challenge.nonce, hello.nonce, caller, ours)
-    if hello.version != VERSION or hello.target != ours or not hmac.compare_digest(hello.proof, expected):
-        raise PeerError("a caller that does not know our endpoint, or means another incarnation")
-    proof = _proof(key, b"owner", challenge.nonce, hello.nonce, caller, ours)
-    _send(sock, Welcome(proof), deadline)
-    return caller
+    said = _Handshake(challenge.nonce, hello.nonce, caller, ours)
+    for key in keys:
+        expected = said.proof(key, "reader", hello.integrity)
+        if hello.target == ours and any(hmac.compare_digest(proof, expected) for proof in hello.proofs):
+            agreed = stronger(integrity, hello.integrity)
+            _send(sock, Welcome(agreed, said.proof(key, "owner", agreed)), deadline)
+            return caller, said.session(key, agreed)
+    raise PeerError("a caller that does not know the endpoint, or means another incarnation")
 
 
 def receive_exactly(sock: socket.socket, nbytes: int, deadline: float | None = None) -> bytearray:
@@ -137,13 +198,6 @@ def receive_exactly(sock: socket.socket, nbytes: int, deadline: float | None = N
             raise TransferError("the other end closed the connection")
         view = view[count:]
     return buffer
-
-
-def _proof(
-    key: bytes, role: bytes, challenge: bytes, nonce: bytes, caller: Address, target: Address
-) -> bytes:
-    said = msgspec.msgpack.encode((role, challenge, nonce, caller, target))
-    return hmac.digest(key, said, hashlib.sha256)
 
 
 def _send(sock: socket.socket, message: msgspec.Struct, deadline: float) -> None:

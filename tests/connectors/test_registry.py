@@ -87,6 +87,8 @@ def test_an_unfinished_connector_is_told_what_it_lacks(foreign: ModuleType) -> N
         ({"hsot": "x"}, r"kv_connector_extra_config\.hsot: is not known; known are host"),
         ({"port": "x"}, r"kv_connector_extra_config\.port: Expected"),
         ({"port": 70000}, r"kv_connector_extra_config\.port"),
+        ({"checksum": False}, r"checksum: is now integrity: mac"),
+        ({"integrity": "none"}, r"integrity: Invalid enum value 'none'"),
         ({"data_port": -1}, r"kv_connector_extra_config\.data_port"),
         ({"data_advertise_port": 70000}, r"kv_connector_extra_config\.data_advertise_port"),
         ({"timers": {"ttl": 3}}, r"unknown field `ttl`"),

@@ -4,13 +4,12 @@ import select
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -19,22 +18,24 @@ from baton.core.errors import ConfigError, PeerError, TransferError
 from baton.core.layout import Region
 from baton.testing.transport_producers import new_address, pattern, regions_of
 from baton.testing.transport_rig import BLOCK_SPAN, NUM_BLOCKS, drain, nothing_left_behind
-from baton.transport import tcp_owner, tcp_reader
-from baton.transport.base import Completion, OpId
-from baton.transport.checksum import checksum_of
+from baton.transport import tcp_owner, tcp_reader, tcp_wire
+from baton.transport.base import Completion
+from baton.transport.sealing import TAG_BYTES
 from baton.transport.tcp import TcpOptions, TcpTransport
 from baton.transport.tcp_wire import (
     ANSWER,
     COPIES_MAX,
+    COPY_BYTES,
     FAIL,
     READ,
-    READ_SUMMED,
     REQUEST,
     VERSION,
+    Session,
     TcpEndpoint,
     admit,
-    connection_key,
+    connection_keys,
     introduce,
+    receive_exactly,
 )
 
 SECRET = ClusterSecret(b"the secret of this cluster")
@@ -55,11 +56,14 @@ class Owner:
         return socket.create_connection((self.named.host, self.named.port), timeout=TIMEOUT_S)
 
     def dial_as_peer(self) -> socket.socket:
+        return self.dial_with_session()[0]
+
+    def dial_with_session(self) -> tuple[socket.socket, Session]:
         sock = self.dial()
-        key = connection_key(SECRET, self.named.token)
-        introduce(sock, key, caller=new_address("reader"), target=self.address)
+        keys = connection_keys(SECRET, self.named.token)
+        session = introduce(sock, keys, "mac", caller=new_address("reader"), target=self.address)
         sock.settimeout(TIMEOUT_S)
-        return sock
+        return sock, session
 
     def still_serves(self) -> bool:
         target = np.zeros_like(self.memory)
@@ -119,7 +123,7 @@ def test_after_all_that_noise_the_owner_serves(owner: Owner) -> None:
 def test_noise_from_a_peer_costs_it_the_connection(owner: Owner, noise: bytes) -> None:
     with owner.dial_as_peer() as sock:
         say_and_stop(sock, noise)
-        assert len(hears_the_end(sock)) <= ANSWER.size
+        assert len(hears_the_end(sock)) <= ANSWER.size + TAG_BYTES
 
 
 def test_requests_outside_the_regions_are_refused(owner: Owner) -> None:
@@ -135,13 +139,17 @@ def test_requests_outside_the_regions_are_refused(owner: Owner) -> None:
         [(region.address, 3 << 20), (region.address, 3 << 20)],  # More than one request may ask for.
     ]
     for copies in outside:
-        with owner.dial_as_peer() as sock:
-            body = np.array(copies, dtype="<i8").tobytes()
-            sock.sendall(REQUEST.pack(READ, len(copies), 17) + body)
-            assert hears_the_end(sock) == ANSWER.pack(FAIL, 0, 17, 0)
+        sock, session = owner.dial_with_session()
+        with sock:
+            request = REQUEST.pack(READ, len(copies), 1) + np.array(copies, dtype="<i8").tobytes()
+            sock.sendall(request + session.requests.seal(1, request).tag())
+            header = ANSWER.pack(FAIL, 0, 1)
+            answer = hears_the_end(sock)
+            assert answer[: ANSWER.size] == header
+            assert session.answers.open(1, header + request).is_genuine(answer[ANSWER.size :])
     for count in (0, COPIES_MAX + 1, 2**32 - 1):
         with owner.dial_as_peer() as sock:
-            sock.sendall(REQUEST.pack(READ, count, 17))
+            sock.sendall(REQUEST.pack(READ, count, 1))
             assert hears_the_end(sock) == b""
     assert owner.still_serves()
 
@@ -170,7 +178,7 @@ def test_an_impostor_who_listens_in_the_owners_place_is_unmasked() -> None:
             sock, _ = listener.accept()
             with sock:
                 sock.settimeout(TIMEOUT_S)
-                for message in ([b"n" * 32], [b"p" * 32]):
+                for message in ([b"n" * 32], ["mac", b"p" * 32]):
                     encoded = msgspec.msgpack.encode(message)
                     sock.sendall(len(encoded).to_bytes(4, "little") + encoded)
                 hears_the_end(sock)
@@ -202,6 +210,7 @@ class SilentOwner:
         self.address = new_address("owner")
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.sockets: list[socket.socket] = []
+        self.sessions: dict[socket.socket, Session] = {}
         self.named = TcpEndpoint(
             version=VERSION,
             engine_id=self.address.engine_id,
@@ -218,7 +227,17 @@ class SilentOwner:
         for _ in range(2):
             sock, _ = self.listener.accept()
             self.sockets.append(sock)
-            admit(sock, connection_key(None, bytes(32)), ours=self.address)
+            keys = connection_keys(None, bytes(32))
+            _, self.sessions[sock] = admit(sock, keys, "mac", ours=self.address)
+
+    def answer(self, sock: socket.socket, request: bytes, content: bytes) -> bytes:
+        """The whole answer to a request that has come without its tag."""
+        number = REQUEST.unpack_from(request)[2]
+        header = ANSWER.pack(b"DATA", 0, number)
+        sealing = self.sessions[sock].answers.seal(number, header + request)
+        memory = np.frombuffer(content, dtype=np.uint8)
+        sealing.add(np.array([memory.ctypes.data]), np.array([memory.nbytes]), memoryview(b""))
+        return header + content + sealing.tag()
 
     def close(self) -> None:
         self.thread.join(TIMEOUT_S)
@@ -251,15 +270,15 @@ def test_a_late_answer_to_a_cancelled_read_touches_no_block() -> None:
         silent.thread.join(TIMEOUT_S)
         # One lane got the request; half of the answer comes before the cancel, half after.
         lane = next(s for s in _readable(silent.sockets))
-        request = REQUEST.unpack(lane.recv(REQUEST.size))[2]
-        lane.sendall(ANSWER.pack(b"DATA", 0, request, 0) + b"\x01" * 1000)
+        answer = silent.answer(lane, _request(lane), b"\x01" * 1000 + b"\x02" * 3096)
+        lane.sendall(answer[:1000])
         reader.cancel(op)
         drain(reader, [op])
         target[:] = 0
-        lane.sendall(b"\x02" * 3096)
+        lane.sendall(answer[1000:])
         # The next answer on that lane follows the discarded one, so its end proves the other's.
         following = [reader.post_read(prepared, [block], [block]) for block in (1, 2)]
-        _answer_all(silent.sockets, len(following))
+        _answer_all(silent, len(following))
         assert all(c.ok for c in drain(reader, following))
         assert not target[0, :4096].any()
         assert (target[0, 4096 : 3 * 4096] == 3).all()
@@ -278,15 +297,55 @@ def test_an_owner_that_owes_an_answer_for_too_long_is_given_up(monkeypatch: pyte
         assert "no answer was complete" in completion.error
 
 
-def test_connections_above_the_cap_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_owner, "CONNECTIONS_MAX", 2)
+def test_peers_above_their_slots_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_owner, "PEERS_MAX", 2)
     owner = Owner()
     try:
-        with owner.dial_as_peer(), owner.dial_as_peer(), owner.dial() as third:
+        with owner.dial_as_peer(), owner.dial_as_peer(), owner.dial_as_peer() as third:
             assert hears_the_end(third) == b""
         assert owner.transport.counters.turned_away == 1
     finally:
         owner.transport.close()
+
+
+def test_strangers_cannot_keep_peers_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More silent connections than there are slots: the oldest go, and a peer gets in."""
+    monkeypatch.setattr(tcp_owner, "STRANGERS_MAX", 4)
+    owner = Owner()
+    with ExitStack() as stack:
+        stack.callback(owner.transport.close)
+        peer = stack.enter_context(owner.dial_as_peer())
+        strangers = []
+        for _ in range(12):
+            strangers.append(stack.enter_context(owner.dial()))
+            strangers[-1].recv(1)  # The challenge: it has a slot.
+        assert owner.still_serves()
+        assert all(hears_the_end(stranger) is not None for stranger in strangers[:8])
+        peer.settimeout(0.0)
+        with pytest.raises(BlockingIOError):
+            peer.recv(1)  # Its connection stays.
+
+
+def test_a_stranger_has_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_wire, "ADMIT_TIMEOUT_S", 0.05)
+    owner = Owner()
+    with closing(owner.transport), owner.dial() as stranger:
+        assert len(hears_the_end(stranger)) < 100
+
+
+def test_a_thread_that_cannot_be_started_costs_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = Owner()
+    start, failures = tcp_owner.start_owned_thread, ["no thread is left"]
+
+    def start_or_fail(*args: Any, **options: Any) -> threading.Thread:
+        if failures:
+            raise RuntimeError(failures.pop())
+        return start(*args, **options)
+
+    monkeypatch.setattr(tcp_owner, "start_owned_thread", start_or_fail)
+    with closing(owner.transport), owner.dial() as refused:
+        assert hears_the_end(refused) == b""
+        assert owner.still_serves()
 
 
 def test_without_a_secret_nothing_is_bound_or_dialled_beyond_this_host(owner: Owner) -> None:
@@ -334,50 +393,25 @@ def _readable(sockets: list[socket.socket]) -> list[socket.socket]:
     return ready
 
 
-def _answer_all(sockets: list[socket.socket], count: int) -> None:
+def _request(sock: socket.socket) -> bytes:
+    """The next request, of one block, without its tag."""
+    request = receive_exactly(sock, REQUEST.size + COPY_BYTES)
+    receive_exactly(sock, TAG_BYTES)
+    return bytes(request)
+
+
+def _answer_all(silent: SilentOwner, count: int) -> None:
     """Answer `count` one-block requests, on whatever lane they come, with threes."""
     while count:
-        for sock in _readable(sockets):
-            waiting = sock.recv(65536)
-            start = waiting.find(READ_SUMMED)
-            while start >= 0:
-                request = REQUEST.unpack_from(waiting, start)[2]
-                threes = b"\x03" * 4096
-                sock.sendall(ANSWER.pack(b"DATA", 0, request, xxhash.xxh3_64_intdigest(threes)) + threes)
-                count -= 1
-                start = waiting.find(READ_SUMMED, start + 1)
-
-
-# Integrity.
-
-
-class Corruption:
-    """Flips a byte of the owner's memory between its checksum and its answer, `count` times."""
-
-    def __init__(self, owner: Owner, count: int) -> None:
-        self._owner = owner
-        self._left = count
-        self.happened = 0
-
-    def __call__(self, addresses: np.ndarray, nbytes: np.ndarray) -> int:
-        honest = checksum_of(addresses, nbytes)
-        if self._left:
-            self._left -= 1
-            self.happened += 1
-            self._owner.memory[0, 7 * 4096 + 100] ^= 1
-        elif self.happened % 2:
-            self.happened += 1
-            self._owner.memory[0, 7 * 4096 + 100] ^= 1  # Whole again.
-            honest = checksum_of(addresses, nbytes)
-        return honest
+        for sock in _readable(silent.sockets):
+            sock.sendall(silent.answer(sock, _request(sock), b"\x03" * 4096))
+            count -= 1
 
 
 class Reader:
-    def __init__(self, owner: Owner, **options: Any) -> None:
+    def __init__(self, owner: Owner) -> None:
         self.memory = np.zeros_like(owner.memory)
-        self.transport = TcpTransport(
-            new_address("reader"), TcpOptions(**options), secret=SECRET, num_lanes=1
-        )
+        self.transport = TcpTransport(new_address("reader"), secret=SECRET, num_lanes=1)
         self.transport.register(regions_of(self.memory))
         peer = self.transport.connect(owner.address, owner.endpoint)
         self.prepared = self.transport.prepare(peer, [BLOCK_SPAN])
@@ -385,81 +419,6 @@ class Reader:
     def read_block_7(self) -> Completion:
         (completion,) = drain(self.transport, [self.transport.post_read(self.prepared, [3], [7])])
         return completion
-
-
-def test_bytes_that_changed_on_the_way_are_read_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    owner = Owner()
-    with closing(owner.transport):
-        monkeypatch.setattr(tcp_owner, "checksum_of", Corruption(owner, 1))
-        reader = Reader(owner)
-        with closing(reader.transport):
-            assert reader.read_block_7().ok
-            assert (reader.memory[0, 3 * 4096 : 4 * 4096] == pattern(4)[0, 7 * 4096 : 8 * 4096]).all()
-            assert reader.transport.counters.checksum_mismatches == 1
-            assert "reading again" in caplog.text
-
-
-def test_bytes_that_stay_wrong_fail_the_read_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = Owner()
-    with closing(owner.transport):
-        monkeypatch.setattr(tcp_owner, "checksum_of", Corruption(owner, 2))
-        reader = Reader(owner)
-        with closing(reader.transport):
-            completion = reader.read_block_7()
-            assert not completion.ok
-            assert "checksum" in (completion.error or "")
-            assert reader.transport.counters.checksum_mismatches == 2
-            assert reader.read_block_7().ok, "the lane goes on"
-
-
-def test_without_checksums_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = Owner()
-    corruption = Corruption(owner, 1)
-    with closing(owner.transport):
-        monkeypatch.setattr(tcp_owner, "checksum_of", corruption)
-        reader = Reader(owner, checksum=False)
-        with closing(reader.transport):
-            assert reader.read_block_7().ok
-            assert corruption.happened == 0
-
-
-def test_a_cancel_during_the_second_try_ends_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = Owner()
-    with closing(owner.transport):
-        reader = Reader(owner)
-        with closing(reader.transport):
-            ops: list[OpId] = []
-            second_try = threading.Event()
-
-            def wrong_at_first(addresses: np.ndarray, nbytes: np.ndarray) -> int:
-                if second_try.is_set():
-                    reader.transport.cancel(ops[0])
-                second_try.set()
-                return 0
-
-            monkeypatch.setattr(tcp_owner, "checksum_of", wrong_at_first)
-            ops.append(reader.transport.post_read(reader.prepared, [3], [7]))
-            (completion,) = drain(reader.transport, ops)
-            assert completion.error == "cancelled"
-
-
-@given(
-    pieces=st.lists(st.tuples(st.integers(0, 4000), st.integers(1, 90)), min_size=1, max_size=12),
-    flip=st.none() | st.integers(0, 10**6),
-)
-def test_a_checksum_is_that_of_the_pieces_one_after_the_other(
-    pieces: list[tuple[int, int]], flip: int | None
-) -> None:
-    memory = np.random.default_rng(9).integers(0, 256, 4096, dtype=np.uint8)
-    joined = bytearray(b"".join(memory[start : start + nbytes].tobytes() for start, nbytes in pieces))
-    starts, lengths = (np.array(column, dtype=np.int64) for column in zip(*pieces, strict=True))
-    ours = checksum_of(memory.ctypes.data + starts, lengths)
-    assert ours == xxhash.xxh3_64_intdigest(bytes(joined))
-    if flip is not None:
-        joined[flip % len(joined)] ^= 4
-        assert ours != xxhash.xxh3_64_intdigest(bytes(joined))
 
 
 # Owners and readers that are slow on purpose, and lanes that break.
@@ -474,9 +433,8 @@ def test_an_owner_that_dribbles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
     def dribble() -> None:
         silent.thread.join(TIMEOUT_S)
         lane = next(iter(_readable(silent.sockets)))
-        request = REQUEST.unpack(lane.recv(REQUEST.size))[2]
         with suppress(OSError):
-            lane.sendall(ANSWER.pack(b"DATA", 0, request, 0))
+            lane.sendall(silent.answer(lane, _request(lane), bytes(4096))[: ANSWER.size])
             while not over.wait(0.01):
                 lane.sendall(b"x")
 
@@ -509,8 +467,8 @@ def test_after_a_lost_lane_a_fresh_connect_works() -> None:
 
 def _break_connections(owner: Owner) -> None:
     assert owner.transport._owner is not None
-    for session in list(owner.transport._owner._sessions):
-        session.sock.shutdown(socket.SHUT_RDWR)
+    for connection in list(owner.transport._owner._connections):
+        connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def _read_until_refused(reader: Reader) -> None:

@@ -16,6 +16,7 @@ from baton.connectors.extra_config import FIELD, parse_extra
 from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError
 from baton.core.timers import Timers
+from baton.transport.sealing import Integrity
 from baton.transport.tcp import TcpOptions
 
 LOOPBACK = "127.0.0.1"
@@ -49,7 +50,9 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
     data_advertise_port: int = 0  # 0: the port that the rank listens on.
     # Those that this engine offers; as a reader it prefers the first. None: what works here, best first.
     transports: tuple[str, ...] | None = None
-    checksum: bool = True  # Verify what crosses a wire through our own processes (tcp).
+    # Of the tcp transport: "mac" notices changed bytes, "encrypt" also hides them, "off" (loopback only) does
+    # neither. None: "mac" on the loopback, "encrypt" beyond it. The stronger setting of both ends holds.
+    integrity: Integrity | None = None
     convert_dtype: bool = True  # Read caches of another dtype, with a declared loss; false: refuse them.
     timers: Timers = Timers()
     # Let the host keep a block of all layers in one piece, where it can: fewer and longer runs to read.
@@ -81,12 +84,17 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
             port=self.data_port + rank if self.data_port else 0,
             advertise_host=self.data_advertise_host or self.advertise_host,
             advertise_port=self.data_advertise_port + rank if self.data_advertise_port else 0,
-            checksum=self.checksum,
+            integrity=self.integrity,
         )
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], secret: ClusterSecret | None) -> Self:
         """Raises ConfigError naming the key."""
+        if "checksum" in extra:
+            raise ConfigError(
+                "is now integrity: mac (default on the loopback), encrypt (default beyond it) or off",
+                field=f"{FIELD}.checksum",
+            )
         settings = parse_extra(cls, extra)
         if (secret is None or secret.is_generated) and not _is_loopback(settings.host):
             why = "no other host has the generated secret of this user" if secret else "there is no secret"
