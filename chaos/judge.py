@@ -34,6 +34,7 @@ class Counts(msgspec.Struct, frozen=True):
     left: int
     longest_wait_s: float
     median_wait_s: float | None  # Of right answers that ended before the fault.
+    open_longest_s: float | None  # From the fault's begin to the last end of a request that was open then.
     after_begin_s: float | None  # From the fault's begin to the first right answer asked for since.
     after_end_s: float | None  # From the fault's end, likewise.
     details: tuple[str, ...]
@@ -85,6 +86,9 @@ def count(
         left=tally["left"],
         longest_wait_s=max((answer.waited_s for answer in answers), default=0.0),
         median_wait_s=before[len(before) // 2] if before else None,
+        open_longest_s=max(
+            (a.ended_s - began_s for a in answers if a.started_s < began_s < a.ended_s), default=None
+        ),
         after_begin_s=_first_after(right, began_s),
         after_end_s=_first_after(right, ended_s),
         details=tuple(

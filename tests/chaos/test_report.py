@@ -30,6 +30,7 @@ COUNTS = Counts(
     left=0,
     longest_wait_s=1.25,
     median_wait_s=0.1,
+    open_longest_s=0.4,
     after_begin_s=0.2,
     after_end_s=0.3,
     details=(),
