@@ -121,11 +121,6 @@ class EngineCore:
         return bool(self._batches) or self.scheduler.has_requests()
 
     @property
-    def num_in_flight(self) -> int:
-        """Steps that the ranks have been given and whose results have not been taken."""
-        return len(self._batches)
-
-    @property
     def has_unfinished_requests(self) -> bool:
         """False while there are only loans and reports to wait for."""
         return self.scheduler.has_unfinished_requests()

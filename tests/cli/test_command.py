@@ -151,3 +151,17 @@ def test_what_cannot_work_exits_2_and_says_what_to_change(
     status, output = run(*(argument.replace("{folder}", str(tmp_path)) for argument in arguments))
     assert status == 2
     assert all(word in output for word in words), output
+
+
+@pytest.mark.processes
+def test_a_router_that_is_told_to_stop_ends_with_status_0() -> None:
+    command = [sys.executable, "-m", "baton.cli", "route", "--port", "0"]
+    command += ["--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:9"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as router:
+        assert router.stderr is not None
+        for line in router.stderr:
+            if "Uvicorn running" in line:
+                break
+        router.terminate()
+        router.stderr.read()
+    assert router.returncode == 0

@@ -439,7 +439,7 @@ def test_two_ranks_with_steps_in_flight_say_what_one_engine_says(
                 assert core.add_request(request) is None
             for output in core.step().outputs:
                 said.setdefault(output.request_id, []).extend(output.new_token_ids)
-            most = max(most, core.num_in_flight)
+            most = max(most, len(core.scheduler.in_flight))
     finally:
         core.shutdown()
     assert said == {f"{turn}-{index}": reference[index] for turn in range(3) for index in range(len(PROMPTS))}

@@ -66,12 +66,6 @@ class HostMirror:
         with self._lock:
             self._expected.pop(claim, None)
 
-    @property
-    def num_expected(self) -> int:
-        """Claims that are still being read."""
-        with self._lock:
-            return len(self._expected)
-
     def _operation(self) -> CopyBlocksOp:
         if self._copy is None:
             raise ConfigError("this host gives no way to copy blocks to its device and back", field=FIELD)
