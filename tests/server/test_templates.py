@@ -180,7 +180,10 @@ def test_a_template_that_loops_over_content_takes_parts(source: str, takes_parts
 
 
 def test_parts_are_joined_by_a_newline_unless_the_template_takes_them() -> None:
-    messages = [{"role": "user", "content": parts("a ", " b")}, {"role": "user", "content": "c"}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": parts("a ", " b")},
+        {"role": "user", "content": "c"},
+    ]
     body = {"messages": messages}
     assert rendered(ITEMISED, body) == "<s>[user]a \n b[user]c"
     assert rendered(OF_PARTS, body) == "<user>ab</user><user>c</user>" == by_transformers(OF_PARTS, messages)

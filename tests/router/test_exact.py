@@ -1,0 +1,57 @@
+"""What two engines may say one after the other, beside what the engine's table of fields knows."""
+
+from typing import Any
+
+import pytest
+
+from baton.router import exact
+from baton.router.exact import can_go_behind
+from baton.server.protocol.fields import FIELDS
+
+BASE: dict[str, Any] = {"prompt": "a", "stream": True, "max_tokens": 9, "temperature": 0}
+
+# Fields that look back at the output, or that one of the two engines alone can answer.
+LOOKS_BACK: dict[str, Any] = {
+    "bad_words": ["a"],
+    "prompt_logprobs": 0,
+    "echo": True,
+    "logprobs": 0,
+    "truncate_prompt_tokens": 5,
+    "truncation_side": "left",
+    "return_tokens_as_token_ids": True,
+    "documents": [{"text": "a"}],
+    "reasoning_effort": "low",
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "auto",
+    "frequency_penalty": 1,
+    "presence_penalty": 1,
+    "stop": "a",
+    "n": 2,
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "a"},
+    "guided_regex": "a",
+    "use_beam_search": True,
+    "misspelt": 1,
+}
+
+
+@pytest.mark.parametrize("name", LOOKS_BACK)
+def test_a_field_that_looks_back_leaves_all_tokens_to_one_engine(name: str) -> None:
+    assert can_go_behind(BASE, is_chat=False)
+    assert not can_go_behind({**BASE, name: LOOKS_BACK[name]}, is_chat=False)
+
+
+def test_continuous_usage_leaves_all_tokens_to_one_engine() -> None:
+    options = {"include_usage": True}
+    assert can_go_behind({**BASE, "stream_options": options}, is_chat=False)
+    options["continuous_usage_stats"] = True
+    assert not can_go_behind({**BASE, "stream_options": options}, is_chat=False)
+
+
+def test_allowed_tokens_look_at_no_token_before() -> None:
+    assert can_go_behind({**BASE, "allowed_token_ids": [5]}, is_chat=False)
+
+
+def test_the_engine_ignores_no_field_unseen_that_is_harmless_here() -> None:
+    known = {field.name for field in FIELDS}
+    assert known >= exact._HARMLESS | exact._IDLE.keys()
