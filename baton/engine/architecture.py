@@ -36,6 +36,7 @@ FAMILIES: dict[str, Family] = {
     "GptOssForCausalLM": "gpt_oss",
 }
 HYBRIDS: frozenset[Family] = frozenset(("gemma3", "gpt_oss"))  # Of their layers, some always have a window.
+MAX_LAYERS = 4096  # Twenty times those of the deepest models; each is a list entry in many places.
 _DEFAULT_RMS_NORM_EPS = 1e-6
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -80,6 +81,16 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     windows: tuple[int | None, ...]  # Per layer: keys a query sees, itself included; None: all of them.
 
     @property
+    def num_parameters_at_least(self) -> int:
+        """Of the matrices alone."""
+        kv_rows = 2 * self.num_kv_heads * self.head_dim
+        attention = self.hidden_size * (2 * self.num_heads * self.head_dim + kv_rows)
+        mlp = (
+            3 * self.hidden_size * self.intermediate_size * (self.experts.num_experts if self.experts else 1)
+        )
+        return self.vocab_size * self.hidden_size + self.num_layers * (attention + mlp)
+
+    @property
     def digest(self) -> str:
         """Equal digests: the same function of the same weights."""
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()
@@ -97,7 +108,7 @@ def parse_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
             f"must divide num_attention_heads ({num_heads}), is {num_kv_heads}", "num_key_value_heads"
         )
     head_dim = _head_dim(config, family, hidden_size, num_heads)
-    num_layers = positive(config, "num_hidden_layers")
+    num_layers = positive(config, "num_hidden_layers", maximum=MAX_LAYERS)
     rope_theta, rope_scaling, local_rope_theta = parse_rope(config, family)
     is_gemma, is_gpt_oss = family == "gemma3", family == "gpt_oss"
     attention_bias = family in ("llama", "qwen3", "gemma3", "gpt_oss") and flag(

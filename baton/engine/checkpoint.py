@@ -10,16 +10,20 @@ Raises UserError naming the file and the field. Imports no torch.
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import xxhash
 
 from baton.core.config import ModelConfig
 from baton.core.errors import UserError
+from baton.core.json_text import NotJson, decode_json
+from baton.core.limited_file import open_regular, read_limited
 from baton.engine.architecture import DecoderArchitecture, parse_architecture
 
 DTYPES = ("float32", "bfloat16", "float16")
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MAX_POSITION = 1 << 27
+MAX_JSON_BYTES = 32 << 20  # The index of a checkpoint with 100,000 tensors has 10 MiB.
+MAX_ROPE_ENTRIES = 1 << 30  # Positions times head_dim: 4 GiB of tables.
 _HASH_CHUNK_BYTES = 1 << 22
 
 
@@ -39,6 +43,7 @@ def load_model_config(
     config = read_json(root / "config.json")
     generation = read_json(root / "generation_config.json", required=False)
     architecture = parse_architecture(config)
+    _check_size(architecture, weight_files(root))
     return ModelConfig(
         model=str(root.resolve()),
         served_model_name=served_model_name or root.resolve().name,
@@ -62,15 +67,14 @@ def load_model_config(
 
 def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
     """A JSON object; empty when the file is absent and not required."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
+    if not path.exists():
         if not required:
             return {}
-        raise UserError(f"{path.name} is missing in {path.parent}", field="model") from None
+        raise UserError(f"{path.name} is missing in {path.parent}", field="model")
+    content = read_limited(path, MAX_JSON_BYTES, field=path.name)
     try:
-        return msgspec.json.decode(content, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return decode_json(content, dict[str, Any])
+    except NotJson as error:
         raise UserError(f"is not a JSON object: {error}", field=path.name) from error
 
 
@@ -102,7 +106,7 @@ def weights_digest(folder: str | Path) -> str:
     buffer = bytearray(_HASH_CHUNK_BYTES)
     view = memoryview(buffer)
     for file in weight_files(folder):
-        with file.open("rb", buffering=0) as stream:
+        with open_regular(file) as stream:
             while num_read := stream.readinto(buffer):
                 digest.update(view[:num_read])
     return digest.hexdigest()
@@ -129,14 +133,35 @@ def _choose_max_model_len(
         raise UserError(
             f"must be a positive integer, is {limit!r}", field="config.json: max_position_embeddings"
         )
+    if limit > MAX_POSITION:
+        raise UserError(
+            f"must be at most {MAX_POSITION}, is {limit}", field="config.json: max_position_embeddings"
+        )
     if architecture.rope_scaling.kind == "linear" and architecture.family != "gemma3":
         # Unlike the others, this factor is not yet contained in max_position_embeddings.
         limit = int(limit * architecture.rope_scaling.factor)
-    if wanted is None:
-        return limit
-    if not 1 <= wanted <= limit:
+    chosen = limit if wanted is None else wanted
+    if not 1 <= chosen <= limit:
         raise UserError(f"must be in [1, {limit}], which is as far as the model goes", field="max_model_len")
-    return wanted
+    if chosen * architecture.head_dim > MAX_ROPE_ENTRIES:
+        raise UserError(
+            f"{chosen} positions of {architecture.head_dim} are too many; at most "
+            f"{MAX_ROPE_ENTRIES // architecture.head_dim} fit into the tables of rotary embedding",
+            field="max_model_len",
+        )
+    return chosen
+
+
+def _check_size(architecture: DecoderArchitecture, files: list[Path]) -> None:
+    """Before anything is allocated: the weights that config.json describes must be in the files."""
+    num_bytes = sum(file.stat().st_size for file in files)
+    if architecture.num_parameters_at_least > num_bytes:
+        raise UserError(
+            f"describes a model of at least {architecture.num_parameters_at_least} parameters, but the "
+            f"weight files have {num_bytes} bytes; check num_hidden_layers, hidden_size, intermediate_size, "
+            "vocab_size and num_local_experts",
+            field="config.json",
+        )
 
 
 def _eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:

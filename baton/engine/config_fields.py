@@ -10,8 +10,19 @@ def config_error(message: str, key: str) -> UserError:
     return UserError(message, field=f"config.json: {key}")
 
 
-def positive(config: Mapping[str, Any], key: str, *, default: int | None = None, minimum: int = 1) -> int:
-    """An integer of at least `minimum`. Raises UserError for anything else, and without value and default."""
+MAX_INTEGER = 1 << 24  # Far above every dimension of today's models; a product of four fits into 128 bits.
+MAX_NUMBER = 1e12  # Above every theta and factor; finite after each multiplication.
+
+
+def positive(
+    config: Mapping[str, Any],
+    key: str,
+    *,
+    default: int | None = None,
+    minimum: int = 1,
+    maximum: int = MAX_INTEGER,
+) -> int:
+    """An integer in [minimum, maximum]. Raises UserError for anything else, and without value and default."""
     value = config.get(key)
     if value is None:
         value = default
@@ -19,6 +30,8 @@ def positive(config: Mapping[str, Any], key: str, *, default: int | None = None,
         raise config_error("is missing", key)
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise config_error(f"must be an integer of at least {minimum}, is {value!r}", key)
+    if value > maximum:
+        raise config_error(f"must be at most {maximum}, is {value}", key)
     return value
 
 
@@ -32,8 +45,8 @@ def number(
         value = default
     if value is None:
         raise config_error("is missing", field)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise config_error(f"must be a positive number, is {value!r}", field)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
+        raise config_error(f"must be in (0, {MAX_NUMBER:g}], is {value!r}", field)
     return float(value)
 
 

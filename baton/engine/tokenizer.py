@@ -12,13 +12,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer as FastTokenizer
 
 from baton.core.errors import BatonError, UserError
+from baton.core.json_text import NotJson, decode_json
+from baton.core.limited_file import read_limited
 from baton.engine.chat_template import ChatTemplate
 from baton.engine.checkpoint import read_json
 from baton.engine.detokenizer import IncrementalDetokenizer
 
+MAX_TOKENIZER_BYTES = 256 << 20  # Those of large vocabularies have 33 MiB.
+MAX_TEMPLATE_BYTES = 4 << 20
+MAX_GROWTH = 64  # Of a text by the steps before and after the model; real tokenizers double a space at most.
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -43,14 +49,17 @@ class Tokenizer:
         """Raises UserError naming the file that is missing or wrong."""
         root = Path(folder)
         path = root / "tokenizer.json"
-        if not path.is_file():
+        if not path.exists():
             raise UserError(
                 f"tokenizer.json is missing in {root}; convert a sentencepiece tokenizer with "
                 "transformers' AutoTokenizer(...).save_pretrained(...)",
                 field="tokenizer",
             )
+        content = read_limited(path, MAX_TOKENIZER_BYTES, field="tokenizer.json")
+        _check_growth(content)
         try:
-            fast = FastTokenizer.from_file(str(path))
+            with _panics():
+                fast = FastTokenizer.from_buffer(content)
         except Exception as error:  # The library raises plain Exception for everything.
             raise UserError(f"cannot be read: {error}", field="tokenizer.json") from error
         # Settings for training batches; a served prompt is whole, and as long as it is.
@@ -136,6 +145,46 @@ def _panics() -> Iterator[None]:
         raise TokenizerPanic(f"the model's tokenizer failed: {error}") from error
 
 
+class _Steps(msgspec.Struct):
+    """The parts of tokenizer.json that rewrite text."""
+
+    normalizer: Any = None
+    decoder: Any = None
+
+
+def _check_growth(content: bytes) -> None:
+    """Refuses replacements that would turn a short text into gigabytes. Raises UserError."""
+    try:
+        steps = decode_json(content, _Steps)
+    except NotJson:
+        return  # The library says what is wrong.
+    for name in ("normalizer", "decoder"):
+        growth = _growth_of(getattr(steps, name))
+        if growth > MAX_GROWTH:
+            raise UserError(
+                f"replacements make a text {growth:.3g} times as long; at most {MAX_GROWTH} times is allowed",
+                field=f"tokenizer.json: {name}",
+            )
+
+
+def _growth_of(step: Any) -> float:
+    """The most characters that one character can become."""
+    if not isinstance(step, Mapping):
+        return 1.0
+    growth = 1.0
+    for value in step.values():
+        for inner in value if isinstance(value, list) else ():
+            growth *= _growth_of(inner)
+    written = step.get("content", step.get("prepend"))
+    if step.get("type") not in ("Replace", "Prepend") or not isinstance(written, str):
+        return growth
+    pattern = step.get("pattern")
+    fixed = pattern.get("String") if isinstance(pattern, Mapping) else None
+    if isinstance(fixed, str) and fixed:
+        return growth * max(1.0, len(written) / len(fixed))
+    return growth * (1 + len(written))  # A regular expression may match between any two characters.
+
+
 def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
     """Role to token, from the first source that has it; a token is a string or an object with `content`."""
     found: dict[str, str] = {}
@@ -151,11 +200,16 @@ def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
 
 def _template_source(root: Path, settings: Mapping[str, Any]) -> str | None:
     apart = root / "chat_template.jinja"
-    if apart.is_file():
-        return apart.read_text()
+    if apart.exists():
+        content = read_limited(apart, MAX_TEMPLATE_BYTES, field=apart.name)
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"is not text: {error}", field=apart.name) from error
     value = settings.get("chat_template")
     if isinstance(value, list):  # Several, by name; the default one is for conversations.
-        value = {entry.get("name"): entry.get("template") for entry in value}.get("default")
+        named = [entry for entry in value if isinstance(entry, Mapping)]
+        value = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
     return value if isinstance(value, str) else None
 
 

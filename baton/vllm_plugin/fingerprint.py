@@ -23,6 +23,7 @@ import xxhash
 from baton.core.errors import ConfigError, UserError
 from baton.core.hashing import HASH_SEED
 from baton.core.layout import ModelFingerprint
+from baton.core.limited_file import open_regular
 from baton.engine.architecture import parse_architecture
 from baton.engine.checkpoint import read_json, weights_digest
 
@@ -119,7 +120,7 @@ def _digest_of_files(folder: Path) -> str:
     digest = xxhash.xxh3_128()
     for file in files:
         digest.update(file.name.encode())
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             while chunk := stream.read(_CHUNK_BYTES):
                 digest.update(chunk)
     return f"files {digest.hexdigest()}"

@@ -1,0 +1,183 @@
+"""Model folders of strangers: each defect is refused by its field, without a hang and within memory."""
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.core.errors import UserError
+from baton.engine.architecture import parse_architecture
+from baton.engine.checkpoint import load_model_config
+from baton.engine.tokenizer import MAX_GROWTH, Tokenizer
+from baton.http.settings import DoorSettings
+from baton.http.workers import WorkerPool
+from baton.server.tokens import PromptEncoder
+from tests.server.fakes import model_config
+
+
+@pytest.fixture
+def folder(tmp_path: Path, checkpoint_of: Callable[[str], Path]) -> Path:
+    return Path(shutil.copytree(checkpoint_of("llama"), tmp_path / "model"))
+
+
+def change(file: Path, **fields: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "complaint"),
+    [
+        ("num_hidden_layers", 10**9, "num_hidden_layers"),
+        ("num_hidden_layers", 4000, "weight files"),
+        ("vocab_size", 10**12, "vocab_size"),
+        ("vocab_size", 1 << 24, "weight files"),
+        ("hidden_size", 1 << 23, "weight files"),
+        ("intermediate_size", 1 << 23, "weight files"),
+        ("max_position_embeddings", 1 << 60, "max_position_embeddings"),
+        ("max_position_embeddings", 1 << 27, "max_model_len"),
+        ("rope_theta", 1e300, "rope_theta"),
+        ("rope_scaling", {"rope_type": "linear", "factor": 1e300}, "factor"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_before_anything_is_allocated(
+    folder: Path, field: str, value: Any, complaint: str
+) -> None:
+    change(folder / "config.json", **{field: value})
+    with pytest.raises(UserError, match=complaint):
+        load_model_config(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_fifo_is_no_configuration(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(UserError, match=rf"{name}.*not a regular file"):
+        load_model_config(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+)
+def test_a_fifo_is_no_tokenizer(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(UserError, match=rf"{name}.*not a regular file"):
+        Tokenizer.from_folder(folder)
+
+
+def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        replace({"String": "a"}, "b" * (MAX_GROWTH + 1)),
+        replace({"Regex": ""}, "b" * MAX_GROWTH),
+        {"type": "Prepend", "prepend": "b" * MAX_GROWTH},
+        {"type": "Sequence", "normalizers": [replace({"String": "a"}, "a" * 9)] * 2},
+        {"type": "Sequence", "decoders": [replace({"Regex": "x*"}, "x")] * 7},
+    ],
+)
+def test_replacements_that_explode_are_refused(folder: Path, part: str, step: dict[str, Any]) -> None:
+    change(folder / "tokenizer.json", **{part: step})
+    with pytest.raises(UserError, match=rf"tokenizer\.json: {part}: replacements"):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 9**(9**9) }}",
+        "{{ 'a' * 10**10 }}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_template_that_never_ends_is_refused_at_start(folder: Path, template: str) -> None:
+    change(folder / "tokenizer_config.json", chat_template=template)
+    workers = WorkerPool(1)
+    encoder = PromptEncoder(
+        Tokenizer.from_folder(folder), model_config(), workers, DoorSettings(admission_s=0.3)
+    )
+    try:
+        with pytest.raises(UserError, match=r"chat_template: cannot be compiled and rendered"):
+            asyncio.run(encoder.check_template())
+    finally:
+        encoder.close()
+        workers.close()
+
+
+def test_a_macro_that_recurses_is_the_requests_fault(folder: Path) -> None:
+    change(
+        folder / "tokenizer_config.json",
+        chat_template="{% macro m(x) %}{{ m(x) }}{% endmacro %}{{ m(1) }}",
+    )
+    with pytest.raises(UserError, match="recurses"):
+        Tokenizer.from_folder(folder).render_chat([{"role": "user", "content": "a"}])
+
+
+KEYS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "sliding_window",
+    "layer_types",
+    "rms_norm_eps",
+    "num_local_experts",
+    "sliding_window_pattern",
+    "max_window_layers",
+    "use_sliding_window",
+    "query_pre_attn_scalar",
+)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(("rope_type", "factor", "rope_theta", "full_attention")), inner)
+    ),
+    max_leaves=5,
+)
+FAMILY_NAMES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM")
+COMPLETE = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+    "sliding_window": 8,
+    "max_window_layers": 1,
+    "num_local_experts": 4,
+    "rope_scaling": {"rope_type": "default"},
+}
+
+
+@settings(max_examples=300)
+@given(
+    family=st.sampled_from(FAMILY_NAMES),
+    changes=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3),
+)
+def test_any_value_of_any_field_is_parsed_or_refused_by_name(family: str, changes: dict[str, Any]) -> None:
+    try:
+        parse_architecture({"architectures": [family], **COMPLETE, **changes})
+    except UserError as error:
+        assert error.field is not None  # noqa: PT017  Both ways out are right.
