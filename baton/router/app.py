@@ -37,6 +37,7 @@ from baton.router.introductions import Introducer
 from baton.router.legs import parse_body
 from baton.router.loans import LoanReturns
 from baton.router.metrics import RouterMetrics
+from baton.router.pairs import Pairs
 from baton.router.proxy import Proxy
 from baton.router.settings import RouterSettings
 from baton.router.upstream import KEEPALIVE_S, Upstream, end_to_end
@@ -68,15 +69,18 @@ class Router:
             follow_redirects=False,
         )
         self.fleet = Fleet(settings)
-        self._metrics = RouterMetrics(self.fleet)
+        self._pairs = Pairs()
+        self._metrics = RouterMetrics(self.fleet, self._pairs)
         upstream = Upstream(self._client, self.fleet, self._metrics, settings)
-        introducer = Introducer(self._client, settings.probe.timeout_s, pushes=settings.mode == "push")
-        self._loans = LoanReturns(self._client, settings.probe.timeout_s)
-        self._proxy = Proxy(Dispatch(settings, self.fleet, upstream, self._metrics, introducer, self._loans))
-        uses_introductions = settings.mode == "push" or settings.first_token
-        self._prober = Prober(
-            self.fleet, self._client, settings.probe, introducer.hear_healthy if uses_introductions else None
+        timeout_s = settings.probe.timeout_s
+        self._introducer = Introducer(self._client, self.fleet, timeout_s, pushes=settings.mode == "push")
+        self._loans = LoanReturns(self._client, self._metrics, timeout_s)
+        self._proxy = Proxy(
+            Dispatch(
+                settings, self.fleet, upstream, self._metrics, self._introducer, self._loans, self._pairs
+            )
         )
+        self._prober = Prober(self.fleet, self._client, settings.probe, self._introducer.hear_healthy)
         self._workers = WorkerPool()
         self._bodies = Bodies(settings.doors, self._workers)
         self._fault: ProberDied | None = None
@@ -132,6 +136,7 @@ class Router:
             watch.cancel()
             with suppress(asyncio.CancelledError, ExceptionGroup):  # Heard of already, see `_hear_prober`.
                 await watch
+            await self._introducer.close()
             await self._loans.close()
             await self._client.aclose()
             self._workers.close()
@@ -163,6 +168,7 @@ class Router:
             "on_prefill_failure": self._settings.on_prefill_failure,
             "in_flight": self._num_requests,
             "engines": self.fleet.snapshot(),
+            "pairs": self._pairs.snapshot(self.fleet.engines, asyncio.get_running_loop().time()),
         }
         return Response(msgspec.json.encode(state), media_type="application/json")
 

@@ -53,7 +53,8 @@ def error_event(message: str) -> bytes:
     return sse_event(error_shape(502, "upstream_error", message)) + b"data: [DONE]\n\n"
 
 
-FailureKind = Literal["unreachable", "broken", "timeout"]
+# ejected: the engine was found to be silent meanwhile. too_large: a whole answer is over the router's limit.
+FailureKind = Literal["unreachable", "broken", "timeout", "ejected", "too_large"]
 
 
 class LegFailure(BatonError):

@@ -1,10 +1,10 @@
 """The engines that the router knows: who is up, how busy each is, who goes next.
 
     UNKNOWN --probe ok | answered--> UP
-    UNKNOWN, UP --connection refused | `failures_to_eject` failures in a row--> DOWN
+    UNKNOWN, UP --connection refused | `failures_to_eject` failures in a row | silence--> DOWN
     DOWN --probe ok--> UP
 
-An engine that nobody has heard of yet is eligible: start-up order must not matter. An answer with an error
+An engine that has not answered yet is eligible: start-up order must not matter. An answer with an error
 status is not a failure of the engine: one request that no engine can stomach must not eject them one by one.
 """
 
@@ -13,16 +13,19 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import httpx
 import msgspec
 
 from baton.core.errors import BatonError
+from baton.core.layout import ModelFingerprint
+from baton.router.asking import ask
 from baton.router.errors import LegFailure
 from baton.router.policies import POLICIES, EngineState, RoutedRequest
-from baton.router.settings import ProbeSettings, Role, RouterSettings
+from baton.router.settings import ProbeSettings, Role, RouterSettings, without_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -30,35 +33,116 @@ Status = Literal["unknown", "up", "down"]
 
 
 Kind = Literal["baton", "vllm"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Introduction(msgspec.Struct, frozen=True):
-    """What an engine says of its connector."""
+    """What an engine reports of its connector and its model."""
 
     engine_id: str
     introduction: str | None  # Signed, for other engines; None: nothing can be pushed from here.
-    max_model_len: int | None = None  # Of Baton's engines, which say it here.
+    max_model_len: int | None = None  # This and the rest are reported by Baton's engines only.
+    served_model_name: str | None = None
+    fingerprint: ModelFingerprint | None = None
+    secret_ids: tuple[str, ...] | None = None  # Of the secret that it signs with, then of others it accepts.
+
+
+class Identity(NamedTuple):
+    """The model that an engine serves, as far as engines of its kind report it."""
+
+    kind: Kind
+    name: str
+    checkpoint: tuple[str, str] | None = None  # Digests of architecture and weights.
+
+    def __str__(self) -> str:
+        digests = self.checkpoint
+        return f"{self.name!r}" + (f" (weights {digests[1][:12]}, {digests[0][:12]})" if digests else "")
+
+
+class Seat(NamedTuple):
+    """One engine in the vote on what the fleet serves."""
+
+    identity: Identity
+    is_decode: bool
+
+
+def choose_identity(seats: Sequence[Seat], incumbent: Identity | None) -> Identity | None:
+    """What most decode engines serve; among equals most engines, the incumbent, the first seat."""
+    identities = list(dict.fromkeys(seat.identity for seat in seats))
+    return max(
+        identities,
+        key=lambda identity: (
+            sum(seat.identity == identity and seat.is_decode for seat in seats),
+            sum(seat.identity == identity for seat in seats),
+            identity == incumbent,
+            -identities.index(identity),
+        ),
+        default=None,
+    )
 
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    url: str
+    address: str = field(repr=False)  # For requests. Only `url` is shown to anybody.
     role: Role
     status: Status = "unknown"
     in_flight: int = 0
     num_requests: int = 0
     num_failures: int = 0  # Legs without an answer, and answers of 500 and above.
     failures_in_row: int = 0
+    silent_in_row: int = 0  # Probes without an answer, and nothing else heard meanwhile.
+    num_heard: int = 0  # Pieces of answers that have come from it.
+    waits: set["EngineWait"] = field(default_factory=set, repr=False)  # For its answers.
     last_error: str | None = None
     last_error_unix_s: float | None = None
     kind: Kind | None = None  # None: not known, or another one.
     max_model_len: int | None = None  # Tokens of prompt and answer together, if it says so.
     introduction: Introduction | None = None
     is_introduced: bool = False  # It was asked, and answered; perhaps that it has none.
+    was_asked: bool = False  # For its introduction, at least once in this router's life.
+    identity: Identity | None = None  # As last reported, also while it is down.
+    refused: str | None = None  # Why it gets no requests: it serves another model than the fleet.
+    url: str = field(init=False)  # Without credentials.
+
+    def __post_init__(self) -> None:
+        self.url = without_credentials(self.address)
 
     @property
     def is_up(self) -> bool:
         return self.status != "down"
+
+    @property
+    def is_eligible(self) -> bool:
+        return self.is_up and self.refused is None
+
+
+class EngineWait:
+    """`with` it, wait for an engine, for at most `timeout_s`; less if the engine turns out to be silent.
+
+    Raises TimeoutError; `is_given_up` tells why.
+    """
+
+    def __init__(self, engine: Engine, timeout_s: float) -> None:
+        self._engine = engine
+        self._timeout = asyncio.timeout(timeout_s)
+        self.is_given_up = False
+
+    def give_up(self) -> None:
+        if not self._timeout.expired():
+            self.is_given_up = True
+            self._timeout.reschedule(asyncio.get_running_loop().time())
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        self._engine.waits.add(self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._engine.waits.discard(self)
+        await self._timeout.__aexit__(kind, error, trace)
+        self._engine.num_heard += 1
 
 
 class Fleet:
@@ -69,7 +153,9 @@ class Fleet:
         }
         self._policy = POLICIES[settings.policy]
         self._failures_to_eject = settings.probe.failures_to_eject
+        self._silences_to_eject = settings.probe.silences_to_eject
         self._unix_clock = unix_clock
+        self._serves: dict[Kind, Identity | None] = {}
 
     @property
     def engines(self) -> Sequence[Engine]:
@@ -86,7 +172,9 @@ class Fleet:
         """An engine of this role that is up, fit and not in `tried`."""
         engines = self._engines[role]
         states = [
-            EngineState(engine.url, engine.is_up and engine not in tried and is_fit(engine), engine.in_flight)
+            EngineState(
+                engine.url, engine.is_eligible and engine not in tried and is_fit(engine), engine.in_flight
+            )
             for engine in engines
         ]
         index = self._policy(states, request)
@@ -102,7 +190,7 @@ class Fleet:
             engine.in_flight -= 1
 
     def note_answer(self, engine: Engine, status: int) -> None:
-        engine.failures_in_row = 0
+        engine.failures_in_row = engine.silent_in_row = 0
         engine.status = "up"
         if status >= 500:
             engine.num_failures += 1
@@ -120,10 +208,23 @@ class Fleet:
         if error is None:
             if engine.status == "down":
                 logger.info("%s engine %s is back", engine.role, engine.url)
-            engine.failures_in_row = 0
+            engine.failures_in_row = engine.silent_in_row = 0
             engine.status = "up"
         else:
             self._count_against(engine, error, is_decisive=is_decisive)
+
+    def note_silence(self, engine: Engine, error: str) -> None:
+        """A probe got no answer, and nothing else came from the engine meanwhile.
+
+        An engine that is silent for too long is stopped, or hangs, with its connections open. So its legs are
+        given up, which would otherwise wait for as long as it is stopped. An engine that refuses connections
+        or requests may still finish what it has begun: its legs go on.
+        """
+        engine.silent_in_row += 1
+        self._count_against(engine, error, is_decisive=engine.silent_in_row >= self._silences_to_eject)
+        if engine.silent_in_row >= self._silences_to_eject:
+            for wait in engine.waits:
+                wait.give_up()
 
     def _count_against(self, engine: Engine, error: str, *, is_decisive: bool) -> None:
         engine.failures_in_row += 1
@@ -140,12 +241,41 @@ class Fleet:
     @property
     def can_serve(self) -> bool:
         """A decode engine has said that it is there; without one nothing can be answered."""
-        return any(engine.status == "up" for engine in self._engines["decode"])
+        return any(engine.status == "up" and engine.refused is None for engine in self._engines["decode"])
+
+    def note_identity(self, engine: Engine, identity: Identity | None) -> None:
+        """What the engine serves. Engines that serve something else than the fleet are refused from now on.
+
+        Engines of different kinds are not compared: they report different things.
+        """
+        if engine.identity == identity:
+            return
+        engine.identity = identity
+        for kind in KINDS:
+            seats = [
+                Seat(other.identity, other.role == "decode")
+                for other in self.engines
+                if other.identity is not None and other.identity.kind == kind
+            ]
+            self._serves[kind] = choose_identity(seats, self._serves.get(kind))
+        for other in self.engines:
+            wanted = self._serves[other.identity.kind] if other.identity is not None else None
+            refused = None
+            if other.identity != wanted:
+                refused = f"serves {other.identity}, but the fleet serves {wanted}"
+            if refused is not None and other.refused is None:
+                logger.error("%s engine %s is refused: it %s", other.role, other.url, refused)
+            elif refused is None and other.refused is not None:
+                logger.info("%s engine %s is accepted: it serves %s", other.role, other.url, wanted)
+            other.refused = refused
 
     def why_none(self, role: Role) -> str:
         """For an error message; the engines' addresses are the operator's affair, not the client's."""
-        num_down = sum(not engine.is_up for engine in self._engines[role])
-        return f"no {role} engine can take the request ({num_down} of {len(self._engines[role])} are down)"
+        engines = self._engines[role]
+        num_down = sum(not engine.is_up for engine in engines)
+        num_refused = sum(engine.is_up and engine.refused is not None for engine in engines)
+        refused = f", {num_refused} serve another model" if num_refused else ""
+        return f"no {role} engine can take the request ({num_down} of {len(engines)} are down{refused})"
 
     def snapshot(self) -> Mapping[str, Any]:
         return {
@@ -155,6 +285,8 @@ class Fleet:
                     "status": engine.status,
                     "kind": engine.kind,
                     "introduced": engine.introduction is not None,
+                    "model": engine.identity.name if engine.identity is not None else None,
+                    "refused": engine.refused,
                     "in_flight": engine.in_flight,
                     "requests": engine.num_requests,
                     "failures": engine.num_failures,
@@ -199,35 +331,38 @@ class Prober:
                 tasks.create_task(self._watch(engine))
 
     async def _watch(self, engine: Engine) -> None:
-        backoff_s = self._settings.backoff_first_s
         while not self._stopping.is_set():
             await self.probe(engine)
-            wait_s = self._settings.every_s if engine.is_up else backoff_s
-            backoff_s = self._settings.backoff_first_s if engine.is_up else 2 * backoff_s
-            backoff_s = min(backoff_s, self._settings.backoff_max_s)
+            if engine.is_up and engine.silent_in_row:
+                continue  # It has had its time. The second opinion is wanted at once.
+            wait_s = self._settings.every_s if engine.is_up else self._settings.down_every_s
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._stopping.wait()
 
     async def probe(self, engine: Engine) -> None:
+        num_heard = engine.num_heard
+        timeout_s = self._settings.timeout_s
         try:
-            async with asyncio.timeout(self._settings.timeout_s):
-                response = await self._client.get(f"{engine.url}/health", timeout=None)
+            answer = await ask(self._client, f"{engine.address}/health", timeout_s=timeout_s)
         except TimeoutError:
-            self._fleet.note_probe(engine, f"/health did not answer in {self._settings.timeout_s:g} s")
+            if engine.num_heard == num_heard:
+                self._fleet.note_silence(engine, f"/health did not answer in {timeout_s:g} s")
+            else:
+                engine.silent_in_row = 0  # It answers requests, and is only slow in this.
         except httpx.ConnectError as error:
             self._fleet.note_probe(engine, f"cannot connect: {error}", is_decisive=True)
         except httpx.HTTPError as error:
             self._fleet.note_probe(engine, f"/health failed: {type(error).__name__}: {error}")
         else:
-            if response.is_success:
+            if 200 <= answer.status < 300:
                 if self._on_healthy is not None:
                     await self._on_healthy(engine)
                 self._fleet.note_probe(engine, None)
             else:
-                # It says itself that it cannot serve: nothing to count.
+                # It reports itself that it cannot serve: nothing to count.
                 self._fleet.note_probe(
-                    engine, f"/health answered with status {response.status_code}", is_decisive=True
+                    engine, f"/health answered with status {answer.status}", is_decisive=True
                 )
 
 

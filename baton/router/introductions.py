@@ -18,7 +18,8 @@ import httpx
 import msgspec
 
 from baton.core.json_text import NotJson, decode_json
-from baton.router.fleet import Engine, Introduction
+from baton.router.asking import Answer, ask
+from baton.router.fleet import Engine, Fleet, Identity, Introduction
 from baton.router.legs import PARAMS
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ ASKING = {"prompt": [1], "max_tokens": 1, "temperature": 0}  # A vLLM's connecto
 
 
 class _Model(msgspec.Struct):
+    id: str | None = None
     owned_by: str | None = None
     max_model_len: int | None = None
 
@@ -47,10 +49,12 @@ class _Answer(msgspec.Struct):
 
 
 class Introducer:
-    def __init__(self, client: httpx.AsyncClient, timeout_s: float, *, pushes: bool) -> None:
+    def __init__(self, client: httpx.AsyncClient, fleet: Fleet, timeout_s: float, *, pushes: bool) -> None:
         self._client = client
+        self._fleet = fleet
         self._timeout_s = timeout_s
         self._pushes = pushes
+        self._asking: dict[Engine, asyncio.Task[None]] = {}
 
     async def of(self, engine: Engine) -> Introduction | None:
         """None: it has none (an engine without our connector), or does not answer."""
@@ -58,35 +62,56 @@ class Introducer:
             await self.refresh(engine)
         return engine.introduction
 
+    async def meet(self, engine: Engine) -> None:
+        """Before the first request to this engine. Later on, its probes ask it."""
+        if not engine.was_asked and engine.is_up:
+            await self.refresh(engine)
+
     async def hear_healthy(self, engine: Engine) -> None:
         """With every probe that went well."""
         if not (engine.kind == "vllm" and engine.is_introduced):
             await self.refresh(engine)
 
     async def refresh(self, engine: Engine) -> None:
+        """Requests that need the same engine's introduction at one moment share one question."""
+        task = self._asking.get(engine)
+        if task is None:
+            task = asyncio.create_task(self._refresh(engine), name=f"introduction of {engine.url}")
+            self._asking[engine] = task
+            task.add_done_callback(lambda _: self._asking.pop(engine, None))
+        await asyncio.shield(task)
+
+    async def close(self) -> None:
+        for task in self._asking.values():
+            task.cancel()
+        await asyncio.gather(*self._asking.values(), return_exceptions=True)
+
+    async def _refresh(self, engine: Engine) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._ask(engine)
         except (TimeoutError, httpx.HTTPError) as error:
             # What it said before still holds: whether it lives, its probe decides.
             logger.info("%s did not introduce itself: %s", engine.url, repr(error))
+        finally:
+            engine.was_asked = True
 
     async def _ask(self, engine: Engine) -> None:
-        response = await self._client.get(f"{engine.url}{PATH}", timeout=None)
-        if response.status_code >= 500:
+        answer = await self._get(engine, PATH)
+        if answer.status >= 500:
             engine.is_introduced = False
             return
-        introduction = _decode(response, Introduction) if response.status_code == 200 else None
+        introduction = _decode(engine, answer, Introduction)
         if introduction is not None:
             engine.kind, engine.introduction = "baton", introduction
             engine.max_model_len = introduction.max_model_len
+            self._fleet.note_identity(engine, _identity_of(introduction))
         else:
             await self._ask_other(engine)
         engine.is_introduced = True
 
     async def _ask_other(self, engine: Engine) -> None:
-        response = await self._client.get(f"{engine.url}{MODELS_PATH}", timeout=None)
-        models = _decode(response, _Models) if response.status_code == 200 else None
+        models = _decode(engine, await self._get(engine, MODELS_PATH), _Models)
         model = next((model for model in models.data if model.owned_by == "vllm"), None) if models else None
         introduction = None
         if model is not None and self._pushes and engine.role == "prefill":
@@ -94,24 +119,40 @@ class Introducer:
         engine.kind = "vllm" if model is not None else None
         engine.max_model_len = model.max_model_len if model is not None else None
         engine.introduction = introduction
+        name = model.id if model is not None else None
+        self._fleet.note_identity(engine, Identity("vllm", name) if name is not None else None)
 
     async def _ask_connector(self, engine: Engine) -> Introduction | None:
         asking = {**ASKING, PARAMS: {"baton_introduce": True}}
-        answer = await self._client.post(f"{engine.url}/v1/completions", json=asking, timeout=None)
-        said = _decode(answer, _Answer) if answer.status_code == 200 else None
+        url = f"{engine.address}/v1/completions"
+        answer = await ask(self._client, url, timeout_s=self._timeout_s, method="POST", body=asking)
+        said = _decode(engine, answer, _Answer)
         params = said.kv_transfer_params if said is not None else None
         if params is None or params.remote_engine_id is None or params.baton_introduction is None:
             return None  # It has no connector, or another one, or one that does not push.
         return Introduction(params.remote_engine_id, params.baton_introduction)
 
+    async def _get(self, engine: Engine, path: str) -> Answer:
+        return await ask(self._client, engine.address + path, timeout_s=self._timeout_s)
+
 
 Decoded = TypeVar("Decoded", bound=msgspec.Struct)
 
 
-def _decode(response: httpx.Response, kind: type[Decoded]) -> Decoded | None:
+def _decode(engine: Engine, answer: Answer, kind: type[Decoded]) -> Decoded | None:
     """None: it is something else."""
-    try:
-        return decode_json(response.content, kind)
-    except NotJson as error:
-        logger.warning("%s: no %s: %s", response.url, kind.__name__, error)
+    if answer.status != 200:
         return None
+    try:
+        return decode_json(answer.body, kind)
+    except NotJson as error:
+        logger.warning("%s: no %s: %s", engine.url, kind.__name__, error)
+        return None
+
+
+def _identity_of(introduction: Introduction) -> Identity | None:
+    """None: an engine of an older version, which does not report it."""
+    fingerprint, name = introduction.fingerprint, introduction.served_model_name
+    if fingerprint is None or name is None:
+        return None
+    return Identity("baton", name, (fingerprint.model, fingerprint.revision))

@@ -1,5 +1,6 @@
 """What an engine's answer means for the request: pure functions."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,6 +20,8 @@ _RETRYABLE_4XX = frozenset({408, 425, 429})
 # only the ticket is read, and D says all tokens.
 MAX_KEPT = 2 << 20
 _NULL = msgspec.Raw(b"null")
+PROMPT_HEADER = "x-baton-prompt"  # Tokens of the prompt: all, cached in this engine, loaded from another.
+_PROMPT_COUNTS = re.compile(r"total=(\d{1,9}); local=(\d{1,9}); transferred=(\d{1,9})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,21 @@ def blames_params(answer: LegAnswer) -> bool:
     except NotJson:
         return False
     return (error.param or "").startswith(PARAMS)
+
+
+def is_handed_over(answer: LegAnswer) -> bool | None:
+    """Whether D has loaded what P lent. None: it does not report it, or needed none of it.
+
+    Baton's engines report in a header what they did with the prompt, since a stream's usage comes last, if at
+    all. A prompt of which D has a part already is judged by the larger part.
+    """
+    found = _PROMPT_COUNTS.fullmatch(answer.headers.get(PROMPT_HEADER, ""))
+    if found is None:
+        return None
+    total, local, transferred = map(int, found.groups())
+    if transferred:
+        return True
+    return None if 2 * local >= total else False
 
 
 def read_prefill(answer: LegAnswer, *, may_be_complete: bool, is_kept: bool = False) -> PrefillOutcome:

@@ -1,5 +1,6 @@
 """What the router counts, in a registry of its own (so that two routers fit into one process)."""
 
+import asyncio
 from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -7,12 +8,13 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from baton.router.fleet import Fleet
+from baton.router.pairs import Pairs
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
 class RouterMetrics:
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, pairs: Pairs) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "baton:router_requests",
@@ -55,6 +57,20 @@ class RouterMetrics:
             ["agreed"],
             registry=self.registry,
         )
+        self.handoffs = Counter(
+            "baton:router_handoffs",
+            "Prompts that a prefill engine had lent, by what the decode engine did: handed_over, computed "
+            "(by itself), or refused (the ticket or the introduction).",
+            ["prefill", "decode", "outcome"],
+            registry=self.registry,
+        )
+        self.loan_returns = Counter(
+            "baton:router_loan_returns",
+            "Loans that no decode engine comes for, by what became of their return: returned, failed or "
+            "dropped.",
+            ["outcome"],
+            registry=self.registry,
+        )
         self.prefill_seconds = Histogram(
             "baton:router_prefill_seconds", "Of the prefill leg.", buckets=_SECONDS, registry=self.registry
         )
@@ -64,24 +80,42 @@ class RouterMetrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self.registry.register(_FleetCollector(fleet))
+        self.registry.register(_FleetCollector(fleet, pairs))
 
     def exposition(self) -> bytes:
+        """On the router's loop."""
         return generate_latest(self.registry)
 
 
 class _FleetCollector(Collector):
     """Read from the fleet when asked: nothing to keep in step."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, pairs: Pairs) -> None:
         self._fleet = fleet
+        self._pairs = pairs
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        return []  # Else the registry would collect before the loop runs.
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         up = GaugeMetricFamily("baton:router_engine_up", "1: gets requests.", labels=["role", "engine"])
         in_flight = GaugeMetricFamily(
             "baton:router_engine_in_flight", "Legs being served.", labels=["role", "engine"]
         )
+        refused = GaugeMetricFamily(
+            "baton:router_engine_refused",
+            "1: serves another model than the fleet, and gets no requests.",
+            labels=["role", "engine"],
+        )
+        usable = GaugeMetricFamily(
+            "baton:router_pair_usable",
+            "0: nothing is handed over between these engines; the decode engine computes alone.",
+            labels=["prefill", "decode"],
+        )
+        for pair in self._pairs.snapshot(self._fleet.engines, asyncio.get_running_loop().time()):
+            usable.add_metric([pair["prefill"], pair["decode"]], float(pair["usable"]))
         for engine in self._fleet.engines:
             up.add_metric([engine.role, engine.url], float(engine.is_up))
             in_flight.add_metric([engine.role, engine.url], engine.in_flight)
-        return [up, in_flight]
+            refused.add_metric([engine.role, engine.url], float(engine.refused is not None))
+        return [up, in_flight, refused, usable]

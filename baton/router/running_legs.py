@@ -11,14 +11,14 @@ result like any other, and a leg that nobody waits for any more leaves no compla
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from baton.core.errors import PeerError
 from baton.router.errors import LegFailure
 from baton.router.first_token import FirstTokenReader
 from baton.router.fleet import Engine
-from baton.router.judge import FirstSaid, PrefillOutcome, read_prefill
+from baton.router.judge import FirstSaid, Prefilled, PrefillOutcome, read_prefill
 from baton.router.sse import EventSplitter
 from baton.router.upstream import LegAnswer, LegRequest, Upstream
 
@@ -77,8 +77,11 @@ class PrefillLeg(_Leg):
         says_first_token: bool = False,
         shows_token_ids: bool = False,
         keeps_answer: bool = False,
+        on_lent: Callable[[Engine, Mapping[str, Any]], None],
     ) -> None:
+        """`on_lent` is called as soon as P has lent, also if the request has ended meanwhile."""
         super().__init__(upstream, engine, request)
+        self._on_lent = on_lent
         self._keeps_answer = keeps_answer
         self._says_first_token = says_first_token
         self._shows_token_ids = shows_token_ids
@@ -104,7 +107,7 @@ class PrefillLeg(_Leg):
                 )
             except PeerError as error:
                 raise LegFailure("broken", self.engine.url, str(error), was_sent=True) from error
-            _settle(self.outcome, outcome)
+            self._settle_outcome(outcome)
         elif not self._says_first_token:
             raise LegFailure(
                 "broken", self.engine.url, "streamed an answer that was not asked to be one", was_sent=True
@@ -112,8 +115,16 @@ class PrefillLeg(_Leg):
         else:
             reader = FirstTokenReader(shows_token_ids=self._shows_token_ids)
             first, events = await read_beginning(self.engine, answer, reader)
-            _settle(self.outcome, FirstSaid(answer, first))
+            self._settle_outcome(FirstSaid(answer, first))
             _settle(self.rest, await self._read_rest(events, answer.chunks))
+
+    def _settle_outcome(self, outcome: PrefillOutcome) -> None:
+        match outcome:
+            case Prefilled(ticket=ticket) if ticket is not None:
+                self._on_lent(self.engine, ticket)
+            case FirstSaid(first=first) if first.params:
+                self._on_lent(self.engine, first.params)
+        _settle(self.outcome, outcome)
 
     async def _read_rest(self, events: EventSplitter, chunks: AsyncIterator[bytes]) -> bytes:
         rest = bytearray()

@@ -1,7 +1,7 @@
 """What an operator may set on the router: frozen, validated once, every number with its unit."""
 
 from typing import Literal
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
@@ -32,20 +32,18 @@ class LegTimeouts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How the router finds out who is there. An engine that is down is asked less and less often."""
+    """How the router finds out which engines serve."""
 
     every_s: float = 2.0
     timeout_s: float = 2.0
-    backoff_first_s: float = 0.5
-    backoff_max_s: float = 10.0
+    down_every_s: float = 0.5  # Of an engine that is down, which is used soon after it is back.
     failures_to_eject: int = 3  # In a row. A refused connection needs no second one.
+    silences_to_eject: int = 2  # Probes in a row without an answer. Then its legs are given up, too.
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             if not getattr(self, name) > 0:
                 raise ConfigError("must be positive", field=f"probe.{name}")
-        if self.backoff_max_s < self.backoff_first_s:
-            raise ConfigError("must be at least probe.backoff_first_s", field="probe.backoff_max_s")
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,16 +80,22 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("must not be negative", field="min_prefill_tokens")
 
 
+def without_credentials(url: str) -> str:
+    """For logs, metrics, errors and `/fleet`."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
 def _check_urls(urls: tuple[str, ...], field: str) -> None:
     if not urls:
         raise ConfigError("needs at least one engine, e.g. http://127.0.0.1:8100", field=field)
-    if len(set(urls)) != len(urls):
+    if len({without_credentials(url) for url in urls}) != len(urls):
         raise ConfigError("names an engine twice", field=field)
     for url in urls:
-        parts = urlsplit(url)
+        parts, shown = urlsplit(url), without_credentials(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url!r} is no http(s) URL; e.g. http://127.0.0.1:8100", field=field)
+            raise ConfigError(f"{shown!r} is no http(s) URL; e.g. http://127.0.0.1:8100", field=field)
         if parts.query or parts.fragment or url.endswith("/"):
-            raise ConfigError(f"{url!r} must end before any query and without a slash", field=field)
+            raise ConfigError(f"{shown!r} must end before any query and without a slash", field=field)
         if parts.path.endswith("/v1"):
-            raise ConfigError(f"{url!r} must be the engine's root, without /v1", field=field)
+            raise ConfigError(f"{shown!r} must be the engine's root, without /v1", field=field)

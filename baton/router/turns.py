@@ -12,11 +12,12 @@ does, by signature and prompt, and computes what it cannot fetch.
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from baton.core.json_text import NotJson, decode_json
+from baton.router.fleet import Engine
 from baton.router.legs import PARAMS
 from baton.router.sse import RawObject, data_of, sse_event
 
@@ -28,23 +29,39 @@ SESSION_CHARS_MAX = 256
 _MARK = f'"{PARAMS}"'.encode()
 
 
+class Turn(NamedTuple):
+    keeper: Engine  # The decode engine that keeps the blocks.
+    params: dict[str, Any]
+
+
 class TurnTable:
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    """Not thread-safe. A turn that no prefill leg will bring is given back to its keeper."""
+
+    def __init__(
+        self, give_back: Callable[[Engine, dict[str, Any]], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._give_back = give_back
         self._clock = clock
-        self._kept: OrderedDict[str, tuple[float, dict[str, Any]]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[float, Turn]] = OrderedDict()
 
-    def put(self, session: str | None, params: dict[str, Any] | None) -> None:
-        if params is None or not session or len(session) > SESSION_CHARS_MAX:
+    def put(self, session: str | None, turn: Turn) -> None:
+        if not session or len(session) > SESSION_CHARS_MAX:
+            self._give_back(*turn)
             return
-        self._kept[session] = (self._clock() + KEPT_S, params)
-        self._kept.move_to_end(session)
+        if (replaced := self._kept.pop(session, None)) is not None:
+            self._give_back(*replaced[1])
+        self._kept[session] = (self._clock() + KEPT_S, turn)
         if len(self._kept) > TURNS_MAX:
-            self._kept.popitem(last=False)
+            _, (_, oldest) = self._kept.popitem(last=False)
+            self._give_back(*oldest)
 
-    def take(self, session: str | None) -> dict[str, Any] | None:
+    def take(self, session: str | None) -> Turn | None:
         """Once: a ticket is good for one fetch."""
-        until, params = self._kept.pop(session or "", (0.0, None))
-        return params if self._clock() < until else None
+        until, turn = self._kept.pop(session or "", (0.0, None))
+        if turn is not None and self._clock() >= until:
+            self._give_back(*turn)
+            return None
+        return turn
 
 
 class TurnSieve:

@@ -6,7 +6,6 @@ another engine may still be tried. Leaving the context ends the leg: a leg left 
 engine, which aborts it.
 """
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 import httpx
 
 from baton.router.errors import LegFailure
-from baton.router.fleet import Engine, Fleet
+from baton.router.fleet import Engine, EngineWait, Fleet
 from baton.router.metrics import RouterMetrics
 from baton.router.sending import send
 from baton.router.settings import RouterSettings
@@ -91,7 +90,7 @@ class Upstream:
     async def open(self, engine: Engine, leg: LegRequest) -> AsyncIterator[LegAnswer]:
         request = self._client.build_request(
             leg.method,
-            engine.url + leg.path,
+            engine.address + leg.path,
             # Errors have to be inserted into streams, and whole events cut: no compression on this hop.
             headers={**leg.headers, "accept-encoding": "identity"},
             content=leg.body,
@@ -101,14 +100,15 @@ class Upstream:
         answer: LegAnswer | None = None
         outcome = "cancelled"
         wait_s = _until(leg.deadline_s, leg.wait_s)
+        waiting = EngineWait(engine, wait_s)
         with self._fleet.using(engine):
             try:
                 try:
-                    async with asyncio.timeout(wait_s):
+                    async with waiting:
                         response = await send(self._client, request)
                         answer = await self._first_piece(engine, response, leg.deadline_s)
                 except (TimeoutError, httpx.HTTPError) as error:
-                    raise _failure(engine, error, f"in {wait_s:.3g} s") from error
+                    raise _failure(engine, error, f"in {wait_s:.3g} s", waiting) from error
                 outcome = str(answer.status)
                 self._fleet.note_answer(engine, answer.status)
                 yield answer
@@ -139,14 +139,13 @@ class Upstream:
     async def _read_whole(self, engine: Engine, chunks: AsyncIterator[bytes]) -> bytes:
         whole = bytearray()
         async for chunk in chunks:
+            engine.num_heard += 1
             whole += chunk
             if len(whole) > self._settings.max_answer_bytes:
-                raise LegFailure(
-                    "broken",
-                    engine.url,
-                    f"answered with over {self._settings.max_answer_bytes} bytes",
-                    was_sent=True,
-                )
+                limit = f"over {self._settings.max_answer_bytes} bytes"
+                failure = LegFailure("too_large", engine.url, f"answered with {limit}", was_sent=True)
+                failure.is_noted = True  # The client has asked for it.
+                raise failure
         return bytes(whole)
 
     async def _rest(
@@ -155,11 +154,12 @@ class Upstream:
         """Notes its own failure: whoever reads it turns the failure into an event and goes on."""
         while True:
             wait_s = _until(deadline_s, self._settings.timeouts.idle_s)
+            waiting = EngineWait(engine, wait_s)
             try:
-                async with asyncio.timeout(wait_s):
+                async with waiting:
                     chunk = await anext(chunks, None)
             except (TimeoutError, httpx.HTTPError) as error:
-                failure = _failure(engine, error, f"for {wait_s:.3g} s in a stream")
+                failure = _failure(engine, error, f"for {wait_s:.3g} s in a stream", waiting)
                 self._fleet.note_failure(engine, failure)
                 raise failure from error
             if chunk is None:
@@ -171,8 +171,14 @@ def _until(deadline_s: float, wait_s: float) -> float:
     return max(0.0, min(wait_s, deadline_s - time.monotonic()))
 
 
-def _failure(engine: Engine, error: Exception, waited: str) -> LegFailure:
+def _failure(engine: Engine, error: Exception, waited: str, waiting: EngineWait) -> LegFailure:
     match error:
+        case TimeoutError() if waiting.is_given_up:
+            failure = LegFailure(
+                "ejected", engine.url, "given up, because the engine is silent", was_sent=True
+            )
+            failure.is_noted = True  # Its probes have counted this.
+            return failure
         case httpx.ConnectError() | httpx.ConnectTimeout() | httpx.PoolTimeout():
             why = str(error) or type(error).__name__
             return LegFailure("unreachable", engine.url, f"cannot connect: {why}", was_sent=False)

@@ -2,8 +2,14 @@
 
 import msgspec
 
-from baton.core.config import EngineConfig
+from baton.core.config import ClusterSecret, EngineConfig
+from baton.core.layout import ModelFingerprint
 from baton.server.samples import Engine
+
+SECRET_ID_PURPOSE = "baton.secret_id.1"
+SECRET_ID_BYTES = (
+    8  # Enough to tell secrets apart. A guess of the secret costs as much as one of a signature.
+)
 
 
 class Introduction(msgspec.Struct, frozen=True):
@@ -13,6 +19,10 @@ class Introduction(msgspec.Struct, frozen=True):
     block_size: int
     tp_size: int
     max_model_len: int  # Tokens of prompt and answer together.
+    # What a router compares before it pairs two engines, or lets two engines answer under one name.
+    served_model_name: str
+    fingerprint: ModelFingerprint
+    secret_ids: tuple[str, ...]  # Hex. Of the secret that this engine signs with, then of others it accepts.
 
 
 async def introduce(config: EngineConfig, engine: Engine) -> Introduction | None:
@@ -27,4 +37,14 @@ async def introduce(config: EngineConfig, engine: Engine) -> Introduction | None
         block_size=config.cache_config.block_size,
         tp_size=config.parallel_config.tensor_parallel_size,
         max_model_len=config.model_config.max_model_len,
+        served_model_name=config.model_config.served_model_name,
+        fingerprint=config.model_config.fingerprint(config.cache_config.hash_seed),
+        secret_ids=secret_ids(config.cluster_secret),
     )
+
+
+def secret_ids(secret: ClusterSecret | None) -> tuple[str, ...]:
+    """By which two engines are seen to share a secret, or not. Empty without one."""
+    if secret is None:
+        return ()
+    return tuple(key[:SECRET_ID_BYTES].hex() for key in secret.derive_all(SECRET_ID_PURPOSE))

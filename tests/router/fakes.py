@@ -167,6 +167,7 @@ class FakeEngine:
     is_vllm_of: int | None = None  # Its max_model_len.
     models: Any = None  # What it says at /v1/models instead.
     says_max_model_len: int | None = None  # One of Baton's.
+    card: dict[str, Any] = field(default_factory=dict)  # What else its introduction page has.
     num_introductions: int = 0
     can_push: bool = True
     calls: list[Received] = field(default_factory=list)
@@ -174,6 +175,8 @@ class FakeEngine:
     was_called: asyncio.Event = field(default_factory=asyncio.Event)
     taken_back: list[Any] = field(default_factory=list)
     heard_of_loan: asyncio.Event = field(default_factory=asyncio.Event)
+    is_stopped: bool = False  # As by SIGSTOP: connections are accepted, and nothing is answered.
+    num_probes: int = 0
     page: Any = None  # An ASGI application that answers the router's own questions instead.
     url: str = ""
     # By transfer id: its prefill leg has come. Of all engines of a system.
@@ -194,6 +197,12 @@ class FakeEngine:
             await self.page(scope, receive, send)
             return
         if scope["path"] == "/health":
+            self.num_probes += 1
+        if self.is_stopped:
+            self.was_called.set()
+            await call.wait_disconnect()
+            return
+        if scope["path"] == "/health":
             await call.answer(self.health_status, {})
             return
         if scope["path"] == "/baton/introduction":
@@ -204,6 +213,7 @@ class FakeEngine:
                 "introduction": text,
                 "kv_role": "kv_both",
                 "max_model_len": self.says_max_model_len,
+                **self.card,
             }
             await (call.answer(200, card) if self.introduces_as else call.answer(404, {}))
             return
@@ -303,7 +313,7 @@ def dead_url() -> str:
     return f"http://127.0.0.1:{free_ports(1)[0]}"
 
 
-QUIET = ProbeSettings(every_s=3600, timeout_s=3600, backoff_first_s=3600, backoff_max_s=3600)
+QUIET = ProbeSettings(every_s=3600, timeout_s=3600, down_every_s=3600)
 
 
 @dataclass

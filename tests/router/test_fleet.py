@@ -126,7 +126,7 @@ def test_a_probe_that_hangs_is_given_up() -> None:
 def test_an_engine_that_comes_up_late_is_found_by_probing() -> None:
     async def main() -> None:
         decode = FakeEngine(answers, health_status=503)
-        probe = ProbeSettings(every_s=0.01, backoff_first_s=0.01, backoff_max_s=0.02)
+        probe = ProbeSettings(every_s=0.01, down_every_s=0.01)
         async with system([FakeEngine(lends)], [decode], probe=probe) as s:
             while (await s.client.get("/health")).status_code != 503:
                 pass
@@ -225,7 +225,7 @@ def test_settings_that_cannot_work_are_refused_by_name(wrong: dict[str, Any], fi
     [
         (LegTimeouts, {"idle_s": 0}),
         (ProbeSettings, {"every_s": -1}),
-        (ProbeSettings, {"backoff_first_s": 5, "backoff_max_s": 1}),
+        (ProbeSettings, {"down_every_s": 0}),
     ],
 )
 def test_a_wait_without_an_end_cannot_be_configured(kind: Any, wrong: dict[str, float]) -> None:

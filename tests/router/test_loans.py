@@ -6,8 +6,11 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.router.fleet import Engine
+from baton.router.fleet import Engine, Fleet
 from baton.router.loans import RETURNS_MAX, LoanReturns
+from baton.router.metrics import RouterMetrics
+from baton.router.pairs import Pairs
+from baton.router.settings import RouterSettings
 from tests.router.baton_fakes import baton, introduced, stream
 from tests.router.fakes import FakeEngine, answers, dead_url, dies, hangs, lends, responds, run, system
 from tests.router.vllm_fakes import vllm
@@ -157,15 +160,50 @@ def test_a_vllm_is_told_by_a_request(stops: bool) -> None:
 
 
 def test_engines_that_do_not_listen_hold_nobody_up() -> None:
+    """More loans than can be returned at once wait for their turn, and none is dropped silently."""
+
     async def main() -> None:
+        settings = RouterSettings(prefill_urls=("http://p:1",), decode_urls=("http://d:1",))
+        metrics = RouterMetrics(Fleet(settings), Pairs())
         async with httpx.AsyncClient(trust_env=False, verify=False) as client:
-            returns = LoanReturns(client, 30.0)
+            returns = LoanReturns(client, metrics, 30.0)
             gone = Engine(dead_url(), "prefill", kind="baton")
             for _ in range(2 * RETURNS_MAX):
                 returns.give_back(gone, {"baton_ticket": "signed"})
             assert len(returns._under_way) == RETURNS_MAX
             returns.give_back(gone, {})
+            while returns._under_way:
+                await asyncio.wait(returns._under_way)
+            failed = metrics.registry.get_sample_value(
+                "baton:router_loan_returns_total", {"outcome": "failed"}
+            )
+            assert failed == 2 * RETURNS_MAX
             await returns.close()
-            assert not returns._under_way
+
+    run(main())
+
+
+@pytest.mark.parametrize(("status", "num_asked", "outcome"), [(404, 1, "failed"), (503, 2, "failed")])
+def test_an_answer_that_is_no_yes_is_a_failed_return(status: int, num_asked: int, outcome: str) -> None:
+    async def main() -> None:
+        p = lender()
+
+        async def refuses(scope: Any, receive: Any, send: Any) -> None:
+            if scope["path"] != "/baton/take_back":
+                body = b'{"engine_id": "p", "introduction": null}' if "introduction" in scope["path"] else b""
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                return await send({"type": "http.response.body", "body": body})
+            p.taken_back.append(1)
+            await send({"type": "http.response.start", "status": status, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+        p.page = refuses
+        async with system([p], [FakeEngine(dies)]) as s:
+            await introduced(s)
+            assert (await s.complete()).status_code == 502
+            line = f'baton:router_loan_returns_total{{outcome="{outcome}"}} 1.0'
+            while line not in (await s.client.get("/metrics")).text:
+                pass
+        assert len(p.taken_back) == num_asked
 
     run(main())

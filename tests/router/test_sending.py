@@ -8,6 +8,7 @@ import httpx
 
 from baton.router.fleet import Fleet
 from baton.router.metrics import RouterMetrics
+from baton.router.pairs import Pairs
 from baton.router.settings import RouterSettings
 from baton.router.upstream import LegRequest, Upstream
 from tests.router.fakes import FakeEngine, Servers, hangs, run
@@ -26,7 +27,7 @@ def test_a_leg_that_is_cancelled_in_whatever_turn_of_the_loop_leaves_no_socket()
         settings = RouterSettings(prefill_urls=(url,), decode_urls=(url,))
         fleet = Fleet(settings)
         async with httpx.AsyncClient(trust_env=False, verify=False) as client:
-            upstream = Upstream(client, fleet, RouterMetrics(fleet), settings)
+            upstream = Upstream(client, fleet, RouterMetrics(fleet, Pairs()), settings)
 
             async def ask() -> None:
                 leg = LegRequest("POST", "/v1/completions", {}, b"{}", 3600.0, time.monotonic() + 3600.0)

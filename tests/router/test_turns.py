@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.router.turns import KEPT_S, SESSION_CHARS_MAX, TURNS_MAX, TurnSieve, TurnTable
+from baton.router.fleet import Engine
+from baton.router.turns import KEPT_S, SESSION_CHARS_MAX, TURNS_MAX, Turn, TurnSieve, TurnTable
 from tests.router.fakes import TICKET, Call, FakeEngine, lends, run, system
 
 KEPT = {
@@ -87,26 +88,40 @@ async def answers_without(call: Call) -> None:
         await call.answer(200, {"choices": [{"text": "answer"}]})
 
 
+D = Engine("http://d:1", "decode")
+
+
+def turn(name: str) -> Turn:
+    return Turn(D, {**KEPT, "baton_ticket": name})
+
+
 def test_a_session_is_remembered_for_its_time_and_only_so_many_are() -> None:
-    now = [0.0]
-    table = TurnTable(lambda: now[0])
-    table.put("a", KEPT)
+    """And what is not remembered is given back to its decode engine, which else keeps it for minutes."""
+    now, given_back = [0.0], []
+    table = TurnTable(lambda engine, params: given_back.append(params["baton_ticket"]), lambda: now[0])
+    table.put("a", turn("taken"))
     now[0] = KEPT_S - 1
-    assert table.take("a") == KEPT
+    assert table.take("a") == turn("taken")
     assert table.take("a") is None
-    table.put("a", KEPT)
+    assert not given_back
+    table.put("a", turn("late"))
     now[0] += KEPT_S
     assert table.take("a") is None
-    for number in range(TURNS_MAX + 1):
-        table.put(str(number), KEPT)
-    assert table.take("0") is None
-    assert table.take("1") == KEPT
+    table.put("a", turn("replaced"))
+    table.put("a", turn("evicted"))
+    for number in range(TURNS_MAX):
+        table.put(str(number), turn(str(number)))
+    assert given_back == ["late", "replaced", "evicted"]
+    assert table.take("a") is None
+    assert table.take("0") == turn("0")
 
 
 @pytest.mark.parametrize("session", [None, "", "x" * (SESSION_CHARS_MAX + 1)])
 def test_without_a_session_nothing_is_remembered(session: str | None) -> None:
-    table = TurnTable()
-    table.put(session, KEPT)
+    given_back: list[Any] = []
+    table = TurnTable(lambda engine, params: given_back.append((engine, params)))
+    table.put(session, turn("of D"))
+    assert given_back == [turn("of D")]
     assert table.take(session) is None
 
 

@@ -6,11 +6,22 @@ import httpx
 import msgspec
 import pytest
 
-from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig
-from baton.server.introduction import Introduction, introduce
+from baton.core.config import CacheConfig, ClusterSecret, EngineConfig, KVTransferConfig
+from baton.server.introduction import SECRET_ID_BYTES, Introduction, introduce, secret_ids
 from tests.server.fakes import MAX_MODEL_LEN, LiveServer, ScriptedEngine, model_config
 
-CARD = Introduction("p0", "signed", "kv_producer", 32, 1, MAX_MODEL_LEN)
+MODEL = model_config()
+CARD = Introduction(
+    "p0",
+    "signed",
+    "kv_producer",
+    32,
+    1,
+    MAX_MODEL_LEN,
+    MODEL.served_model_name,
+    MODEL.fingerprint(CacheConfig().hash_seed),
+    (),
+)
 TRANSFER = KVTransferConfig(kv_connector="BatonPushConnector", kv_role="kv_producer", engine_id="p0")
 
 
@@ -41,6 +52,16 @@ def test_a_router_reads_it_over_http_as_it_is_now_or_hears_404(
         for text in ("signed", "of the ranks that were started anew", None):
             engine.introduces_as = text
             card = msgspec.structs.replace(CARD, introduction=text)
-            assert http.get("/baton/introduction").json() == msgspec.to_builtins(card)
+            assert http.get("/baton/introduction").json() == msgspec.json.decode(msgspec.json.encode(card))
     finally:
         live.service.introduction = engine.introduces_as = None
+
+
+def test_engines_see_that_they_share_a_secret_and_nothing_of_it() -> None:
+    old, new = b"old secret of 16 bytes", b"new secret of 16 bytes"
+    (old_id,) = secret_ids(ClusterSecret(old))
+    new_id, previous_id = secret_ids(ClusterSecret(new, previous=old))
+    assert (old_id == previous_id, old_id == new_id) == (True, False)
+    assert len(bytes.fromhex(old_id)) == SECRET_ID_BYTES
+    assert bytes.fromhex(old_id) not in ClusterSecret(old).derive("baton.ticket.1")
+    assert secret_ids(None) == ()

@@ -1,0 +1,109 @@
+"""Which prefill and decode engines hand over to each other.
+
+    mismatch_of   why two engines cannot hand over, by what their introductions say
+    Pairs         what pairs did. A pair that hands nothing over is not used for a while: D computes alone.
+
+        USED --FAILURES_TO_STOP prompts in a row that D computed itself--> STOPPED
+        STOPPED --back-off over--> USED, and the next failure stops it for twice as long
+        any --a prompt was handed over--> USED, without a memory of failures
+
+Time is an argument. Nothing here knows HTTP.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.core.layout import differences
+from baton.router.fleet import Engine
+
+FAILURES_TO_STOP = 3  # One prompt may be computed for a reason of its own: a lease that lapsed, a full pool.
+BACKOFF_FIRST_S = 5.0
+BACKOFF_MAX_S = 300.0
+
+
+def mismatch_of(producer: Engine, consumer: Engine) -> str | None:
+    """None: they match, or one of them does not say enough to compare (an engine of another kind)."""
+    ours, theirs = consumer.introduction, producer.introduction
+    if ours is None or theirs is None:
+        return None
+    if ours.fingerprint is not None and theirs.fingerprint is not None:
+        different = differences(ours.fingerprint, theirs.fingerprint)
+        if different:
+            return "different models: " + "; ".join(different)
+    if ours.secret_ids is None or theirs.secret_ids is None or ours.secret_ids == theirs.secret_ids:
+        return None
+    if not theirs.secret_ids or not ours.secret_ids:
+        return "one engine has a cluster secret, the other has none"
+    if theirs.secret_ids[0] not in ours.secret_ids:
+        return "different cluster secrets: the decode engine does not accept what the prefill engine signs"
+    return None
+
+
+@dataclass(slots=True)
+class PairState:
+    num_handed_over: int = 0
+    num_computed: int = 0  # Prompts that D computed although P had lent them.
+    failures_in_row: int = 0
+    stopped_until_s: float = 0.0
+    backoff_s: float = 0.0  # Of the last stop; 0: it was never stopped since it last handed over.
+    why: str | None = None
+
+
+class Pairs:
+    """Not thread-safe: of the router's loop."""
+
+    def __init__(self) -> None:
+        self._states: dict[tuple[Engine, Engine], PairState] = {}
+
+    def why_not(self, producer: Engine, consumer: Engine, now_s: float) -> str | None:
+        """None: the pair may be used."""
+        if (mismatch := mismatch_of(producer, consumer)) is not None:
+            return mismatch
+        state = self._states.get((producer, consumer))
+        return state.why if state is not None and now_s < state.stopped_until_s else None
+
+    def note_handed_over(self, producer: Engine, consumer: Engine) -> None:
+        state = self._state(producer, consumer)
+        state.num_handed_over += 1
+        state.failures_in_row, state.backoff_s, state.stopped_until_s, state.why = 0, 0.0, 0.0, None
+
+    def note_computed(self, producer: Engine, consumer: Engine, why: str, now_s: float) -> bool:
+        """D computed what P had lent. True: the pair is stopped by this."""
+        state = self._state(producer, consumer)
+        state.num_computed += 1
+        state.failures_in_row += 1
+        state.why = why
+        if now_s < state.stopped_until_s or (
+            not state.backoff_s and state.failures_in_row < FAILURES_TO_STOP
+        ):
+            return False
+        state.backoff_s = min(BACKOFF_MAX_S, 2 * state.backoff_s or BACKOFF_FIRST_S)
+        state.stopped_until_s = now_s + state.backoff_s
+        return True
+
+    def snapshot(self, engines: Sequence[Engine], now_s: float) -> list[dict[str, Any]]:
+        """Of the pairs that did something, or that cannot."""
+        shown = []
+        for producer in (engine for engine in engines if engine.role == "prefill"):
+            for consumer in (engine for engine in engines if engine.role == "decode"):
+                state = self._states.get((producer, consumer))
+                why = self.why_not(producer, consumer, now_s)
+                if state is None and why is None:
+                    continue
+                state = state or PairState()
+                shown.append(
+                    {
+                        "prefill": producer.url,
+                        "decode": consumer.url,
+                        "usable": why is None,
+                        "reason": why,
+                        "handed_over": state.num_handed_over,
+                        "computed": state.num_computed,
+                        "retry_in_s": round(max(0.0, state.stopped_until_s - now_s), 1),
+                    }
+                )
+        return shown
+
+    def _state(self, producer: Engine, consumer: Engine) -> PairState:
+        return self._states.setdefault((producer, consumer), PairState())

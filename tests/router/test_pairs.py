@@ -1,0 +1,275 @@
+"""Engines that do not belong together: they are told apart, they are shown, and they never mix answers."""
+
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.router.fleet import Engine, Identity, Introduction, Seat, choose_identity
+from baton.router.pairs import BACKOFF_FIRST_S, BACKOFF_MAX_S, FAILURES_TO_STOP, Pairs, mismatch_of
+from tests.router.fakes import Call, FakeEngine, Respond, answers, lends, pass_time, responds, run, system
+
+REFUSAL = {"error": {"message": "no", "param": "kv_transfer_params.baton_ticket"}}
+FINGERPRINT = {
+    "model": "architecture",
+    "revision": "weights of A",
+    "dtype": "float32",
+    "num_layers": 2,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "hash_seed": "0",
+}
+
+
+def engine(
+    respond: Respond, name: str, *, model: str = "m", secrets: tuple[str, ...] = ("aa",), **fingerprint: Any
+) -> FakeEngine:
+    card = {
+        "served_model_name": model,
+        "fingerprint": {**FINGERPRINT, **fingerprint},
+        "secret_ids": secrets,
+    }
+    return FakeEngine(respond, introduces_as=name, card=card)
+
+
+def says(text: str) -> Respond:
+    return responds(200, {"choices": [{"text": text}]})
+
+
+@pytest.mark.parametrize("other", [{"revision": "weights of B"}, {"model": "n"}])
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_two_checkpoints_never_answer_under_one_name(
+    other: dict[str, str], position: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The smaller group is refused, wherever it stands in the configuration."""
+
+    async def main() -> None:
+        decode = [engine(says("A"), f"d{index}") for index in range(2)]
+        strange = engine(says("B"), "strange", **other)
+        decode.insert(position, strange)
+        async with system([engine(lends, "p")], list(decode), policy="round_robin") as s:
+            while any(not one.is_introduced for one in s.router.fleet.engines):
+                await s.client.get("/fleet")
+            got = {(await s.complete()).json()["choices"][0]["text"] for _ in range(6)}
+            state = (await s.client.get("/fleet")).json()["engines"]["decode"]
+            metrics = (await s.client.get("/metrics")).text
+        assert got == {"A"}
+        assert not strange.calls
+        assert [one["refused"] is not None for one in state] == [one is strange for one in decode]
+        assert f'baton:router_engine_refused{{engine="{strange.url}",role="decode"}} 1.0' in metrics
+        assert "is refused: it serves" in caplog.text
+
+    with caplog.at_level(logging.ERROR):
+        run(main())
+
+
+def test_engines_are_compared_before_the_first_request() -> None:
+    """Also if the request comes before the prober has asked anybody."""
+
+    async def main() -> None:
+        a, b = engine(says("A"), "a"), engine(says("B"), "b", revision="weights of B")
+        async with system([engine(lends, "p")], [a, b], policy="round_robin") as s:
+            for one in s.router.fleet.engines:
+                one.was_asked = one.is_introduced = False
+            got = {(await s.complete()).json()["choices"][0]["text"] for _ in range(4)}
+        assert got == {"A"}
+
+    run(main())
+
+
+def test_a_prefill_engine_of_another_model_is_not_asked() -> None:
+    async def main() -> None:
+        p, d = engine(lends, "p", revision="weights of B"), engine(says("A"), "d")
+        async with system([p], [d]) as s:
+            answer = await s.complete()
+            state = (await s.client.get("/fleet")).json()
+        assert answer.headers["x-baton-prefill"] == "local"
+        assert not p.calls
+        assert "weights of B"[:12] in state["engines"]["prefill"][0]["refused"]
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "fits"),
+    [
+        (("aa",), ("aa",), True),
+        (("aa",), ("bb",), False),
+        ((), ("aa",), False),
+        (("aa",), (), False),
+        ((), (), True),
+        (("new", "old"), ("old",), True),  # D has been restarted with a new secret, P has not.
+        (("old",), ("new", "old"), False),  # P signs with a secret that D does not know yet.
+        (("new", "old"), ("new", "old"), True),
+    ],
+)
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_engines_with_different_secrets_are_no_pair(
+    mode: str, ours: tuple[str, ...], theirs: tuple[str, ...], fits: bool
+) -> None:
+    async def main() -> None:
+        p, d = engine(lends, "p", secrets=theirs), engine(answers, "d", secrets=ours)
+        async with system([p], [d], mode=mode) as s:
+            for _ in range(2):
+                answer = await s.complete()
+                assert answer.status_code == 200
+                assert answer.headers["x-baton-prefill"] == ("remote" if fits else "local")
+            pairs = (await s.client.get("/fleet")).json()["pairs"]
+            metrics = (await s.client.get("/metrics")).text
+        assert bool(p.calls) is fits
+        assert [pair["usable"] for pair in pairs] == ([] if fits else [False])
+        if not fits:
+            assert "secret" in pairs[0]["reason"]
+            assert f'baton:router_pair_usable{{decode="{d.url}",prefill="{p.url}"}} 0.0' in metrics
+            assert 'baton:router_prefills_total{reason="no_pair",where="local"} 2.0' in metrics
+
+    run(main())
+
+
+def test_a_prefill_engine_that_fits_is_chosen_before_one_that_does_not() -> None:
+    async def main() -> None:
+        bad, good = engine(lends, "bad", secrets=("bb",)), engine(lends, "good")
+        async with system([bad, good], [engine(answers, "d")], policy="round_robin") as s:
+            for _ in range(4):
+                assert (await s.complete()).headers["x-baton-prefill"] == "remote"
+        assert (len(bad.calls), len(good.calls)) == (0, 4)
+
+    run(main())
+
+
+def computes(call_counts: str) -> Respond:
+    """A decode engine that does not load what it is lent, and reports what it did."""
+
+    async def respond(call: Call) -> None:
+        body = call.received.body
+        if body.get("stream"):
+            await call.start(200, "text/event-stream", x_baton_prompt=call_counts)
+            await call.piece(b'data: {"choices": [{"text": "a", "token_ids": [1]}]}\n\n')
+            await call.piece(b"data: [DONE]\n\n", more=False)
+        else:
+            await call.answer(200, {"choices": [{"text": "a"}]}, x_baton_prompt=call_counts)
+
+    return respond
+
+
+NOTHING = "total=100; local=0; transferred=0"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_pair_that_hands_nothing_over_is_stopped_and_tried_again_later(is_stream: bool) -> None:
+    async def main() -> None:
+        p, d = engine(lends, "p"), engine(computes(NOTHING), "d")
+        async with system([p], [d], first_token=False) as s:
+
+            async def ask() -> str:
+                answer = await s.complete(stream=is_stream)
+                assert answer.status_code == 200
+                return answer.headers["x-baton-prefill"]
+
+            for _ in range(FAILURES_TO_STOP):
+                assert await ask() == "remote"
+            while len(p.taken_back) < FAILURES_TO_STOP:  # Each loan comes back at once.
+                await s.client.get("/fleet")
+            assert await ask() == "local"
+            (pair,) = (await s.client.get("/fleet")).json()["pairs"]
+            assert (pair["usable"], pair["computed"]) == (False, FAILURES_TO_STOP)
+            pass_time(BACKOFF_FIRST_S)
+            assert await ask() == "remote"  # A trial, which fails as well.
+            assert await ask() == "local"
+            pass_time(BACKOFF_FIRST_S)
+            assert await ask() == "local"  # This time the back-off is longer.
+            pass_time(BACKOFF_FIRST_S)
+            d.respond = computes("total=100; local=0; transferred=96")
+            for _ in range(3):
+                assert await ask() == "remote"
+            (pair,) = (await s.client.get("/fleet")).json()["pairs"]
+            assert (pair["usable"], pair["handed_over"], pair["reason"]) == (True, 3, None)
+
+    run(main())
+
+
+def test_a_pair_whose_tickets_are_refused_is_stopped() -> None:
+    async def main() -> None:
+        async def refuses(call: Call) -> None:
+            await (responds(400, REFUSAL) if "kv_transfer_params" in call.received.body else answers)(call)
+
+        p, d = engine(lends, "p"), engine(refuses, "d")
+        async with system([p], [d], first_token=False) as s:
+            for _ in range(FAILURES_TO_STOP + 2):
+                assert (await s.complete()).status_code == 200
+        assert len(p.calls) == FAILURES_TO_STOP
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "counts",
+    ["total=100; local=96; transferred=0", "total=100; local=0; transferred=7", "nonsense", ""],
+)
+def test_a_prompt_that_d_had_already_says_nothing_against_the_pair(counts: str) -> None:
+    async def main() -> None:
+        p, d = engine(lends, "p"), engine(computes(counts), "d")
+        async with system([p], [d], first_token=False) as s:
+            for _ in range(FAILURES_TO_STOP + 1):
+                assert (await s.complete()).headers["x-baton-prefill"] == "remote"
+        assert not p.taken_back
+
+    run(main())
+
+
+# --- Pure parts -----------------------------------------------------------------------------------
+
+IDENTITIES = [Identity("baton", "m", ("a", "w")), Identity("baton", "m", ("a", "x")), Identity("baton", "n")]
+seats = st.lists(st.builds(Seat, st.sampled_from(IDENTITIES), st.booleans()), max_size=8)
+
+
+@given(seats=seats, incumbent=st.none() | st.sampled_from(IDENTITIES))
+def test_the_largest_group_serves(seats: list[Seat], incumbent: Identity | None) -> None:
+    chosen = choose_identity(seats, incumbent)
+    if not seats:
+        assert chosen is None
+        return
+    decoders = {one: sum(seat.is_decode and seat.identity == one for seat in seats) for one in IDENTITIES}
+    assert chosen is not None
+    assert decoders[chosen] == max(decoders.values())
+    engines = {one: sum(seat.identity == one for seat in seats) for one in IDENTITIES}
+    equals = [
+        one
+        for one in IDENTITIES
+        if decoders[one] == decoders[chosen] and engines[one] >= engines[chosen] and engines[one]
+    ]
+    assert engines[chosen] == max(engines[one] for one in equals)
+    if incumbent in [one for one in equals if engines[one] == engines[chosen]]:
+        assert chosen == incumbent
+
+
+def pair() -> tuple[Engine, Engine]:
+    return Engine("http://p:1", "prefill"), Engine("http://d:1", "decode")
+
+
+@given(outcomes=st.lists(st.tuples(st.booleans(), st.floats(0, 400)), max_size=40))
+def test_a_stopped_pair_is_always_tried_again_and_success_forgets_failures(
+    outcomes: list[tuple[bool, float]],
+) -> None:
+    pairs, (p, d), now_s = Pairs(), pair(), 0.0
+    for is_handed_over, passes_s in outcomes:
+        if pairs.why_not(p, d, now_s) is None:
+            if is_handed_over:
+                pairs.note_handed_over(p, d)
+                assert pairs.why_not(p, d, now_s) is None
+            else:
+                stopped = pairs.note_computed(p, d, "why", now_s)
+                assert stopped is (pairs.why_not(p, d, now_s) is not None)
+        assert pairs.why_not(p, d, now_s + BACKOFF_MAX_S) is None
+        now_s += passes_s
+
+
+def test_an_engine_that_reports_nothing_is_not_judged() -> None:
+    p, d = pair()
+    assert mismatch_of(p, d) is None
+    p.introduction = Introduction("p", None, secret_ids=("aa",))
+    assert mismatch_of(p, d) is None
+    d.introduction = Introduction("d", None)
+    assert mismatch_of(p, d) is None
