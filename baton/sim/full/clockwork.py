@@ -16,7 +16,8 @@ class Clockwork:
     def __init__(self, seed: int, *, traced: bool = False) -> None:
         self.rng = random.Random(seed)
         self.rng_of_models = random.Random(f"models {seed}")  # They leave the rest of a world alone.
-        self.faults = Faults.draw(self.rng)
+        self.rng_of_lies = random.Random(f"lies {seed}")  # ... and so do these.
+        self.faults = Faults.draw(self.rng).with_lies(self.rng_of_lies)
         self.now = 0.0
         self.num_events = 0
         self.paused_s = 0.0  # How long processes have stood still; no bound can be shorter.
@@ -34,6 +35,9 @@ class Clockwork:
 
     def chance(self, probability: float) -> bool:
         return probability > 0 and self.rng.random() < probability
+
+    def lies(self, probability: float) -> bool:
+        return probability > 0 and self.rng_of_lies.random() < probability
 
     def spread(self, mean_s: float) -> float:
         return self.rng.expovariate(1 / mean_s) if mean_s > 0 else 0.0

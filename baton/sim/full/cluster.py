@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import msgspec
 
-from baton.core.ids import EngineId
+from baton.core.ids import Address, EngineId
 from baton.core.kv_groups import group_layers
+from baton.protocol.signed_frame import ProcessKey
 from baton.sim.cluster import SIM_TIMERS
 from baton.sim.full.clockwork import Clockwork
 from baton.sim.full.engine import Engine
@@ -59,6 +60,8 @@ class Cluster:
         if self.is_hybrid:  # Theirs have to be alike.
             self._block_tokens = (clockwork.rng_of_models.choice(self._block_tokens),)
         self.keeps_turns = rng.random() < 0.3  # D's blocks serve the next turn's prefill.
+        self.meddler = ProcessKey(b"a member of the cluster, faulty!")
+        self.liar: str | None = None  # The machine of a faulty member.
         self.machines: dict[str, Machine] = {}
         self.engines: dict[str, Engine] = {}  # Who runs on it now, or ran last.
         num_producers, num_consumers = rng.choice([(1, 1), (1, 1), (2, 1), (1, 2), (2, 2)])
@@ -66,6 +69,8 @@ class Cluster:
             self._add(f"P{index}", is_producer=True, is_consumer=rng.random() < 0.2)
         for index in range(num_consumers):
             self._add(f"D{index}", is_producer=rng.random() < 0.2, is_consumer=True)
+        if clockwork.faults.member_lies:
+            self.liar = clockwork.rng_of_lies.choice(list(self.machines))
         self.can_hand_off = all(
             self._can_hand_off(self.machines[p], self.machines[d])
             for p in self.of_role("prefill")
@@ -129,6 +134,10 @@ class Cluster:
 
     def of_role(self, role: str) -> list[str]:
         return [name for name in self.machines if name[0] == ("P" if role == "prefill" else "D")]
+
+    def url_of(self, address: Address) -> str:
+        """Where this incarnation listens; empty if it does no longer."""
+        return next((e.machine.url for e in self.engines.values() if e.address == address), "")
 
     # --- Comings and goings -----------------------------------------------------------------------
 

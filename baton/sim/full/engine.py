@@ -10,12 +10,15 @@ nothing to compute sleeps until something happens to it, which is what polling i
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
+from baton.connectors.pull.agent import PullAgent
 from baton.connectors.push.scheduler import PushSchedulerHalf
 from baton.connectors.push.settings import PushSettings
 from baton.connectors.push.worker import PushWorkerHalf
@@ -30,6 +33,7 @@ from baton.engine.api import EngineOutput, EngineRequest, RequestError
 from baton.engine.remote_kv import Load
 from baton.engine.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
+from baton.protocol.signed_frame import ProcessKey
 from baton.sim.full.checkers import bounded, contained, fenced, fresh, whole
 from baton.sim.full.clockwork import Clockwork
 from baton.sim.full.counts import count_stats
@@ -84,14 +88,15 @@ class Engine:
         machine, rng = self.machine, self.clockwork.rng
         config = engine_config(machine, self.cluster, self.engine_id)
         self.groups = config.kv_cache_groups
-        epoch = Epoch(rng.getrandbits(64))
+        key = ProcessKey(hashlib.sha256(b"%d" % rng.getrandbits(64)).digest())
+        epoch = key.epoch
         self.address = Address(self.engine_id, epoch)
         is_push = self.cluster.mode == "push"
         self.half = (PushSchedulerHalf if is_push else PullSchedulerHalf)(
             self._identity(config),
             epoch=epoch,
             clock=self.clock,
-            control=lambda agent, lock: Station(self, machine.url, agent),
+            control=lambda agent, lock: self._station(agent, lock, key),
         )
         self.scheduler = Scheduler(config, self.half)
         self.pool = WatchedPool(
@@ -120,6 +125,10 @@ class Engine:
         handshakes = [worker.get_handshake_metadata() for worker in self.workers]
         self.half.set_xfer_handshake_metadata({r: h for r, h in enumerate(handshakes) if h is not None})
         self._aggregator = KVOutputAggregator.from_connector(self.half, machine.num_ranks)
+
+    def _station(self, agent: PullAgent, lock: threading.Lock, key: ProcessKey) -> Station:
+        self.station = Station(self, self.machine.url, agent, lock, key)
+        return self.station
 
     def _worker(self, config: EngineConfig, rank: int) -> PullWorkerHalf:
         machine = self.machine

@@ -1,7 +1,7 @@
 """Which faults a full world has: drawn from its seed, so that worlds differ in kind, not only in luck."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,13 @@ class Faults:
     ticket_alter: float = 0.0
     router_retry: float = 0.0  # A router gives up early on a leg and tries elsewhere.
 
+    # Lies, from random numbers of their own
+    frame_lies: float = 0.0  # A wire alters a control frame.
+    false_names: float = 0.0  # A member says something in another's name.
+    member_lies: float = 0.0  # One engine says other things than its machines do, in its own name.
+    read_lies: float = 0.0  # A wire alters, replays or exchanges requests and answers of reads.
+    link_loss: float = 0.0  # A link between two ranks is reset or stalls, at a read.
+
     @classmethod
     def draw(cls, rng: random.Random) -> "Faults":
         pick = rng.choice
@@ -69,4 +76,18 @@ class Faults:
             ticket_replay=pick([0.0, 0.4]),
             ticket_alter=pick([0.0, 0.2]),
             router_retry=pick([0.0, 0.2]),
+        )
+
+    def with_lies(self, rng: random.Random) -> "Faults":
+        """In every other world."""
+        pick = rng.choice
+        if rng.random() < 0.5:
+            return self
+        return replace(
+            self,
+            frame_lies=pick([0.0, 0.3]),
+            false_names=pick([0.0, 0.3]),
+            member_lies=pick([0.0, 0.0, 0.3]),
+            read_lies=pick([0.0, 0.02, 0.15]),
+            link_loss=pick([0.0, 0.15]),
         )

@@ -7,17 +7,22 @@ engine is changed when it has booted; nothing in production can be switched off.
 
 from __future__ import annotations
 
+import hmac
 from typing import Any
+
+import msgspec
 
 from baton.connectors.pull.door import Borrow, read_params
 from baton.connectors.push.prefills import _Step
 from baton.connectors.push.scheduler import PushSchedulerHalf
-from baton.core.errors import BadTransferParams
-from baton.core.ids import TransferId
+from baton.core.errors import BadTransferParams, PeerError
+from baton.core.ids import Address, TransferId
 from baton.protocol.effects import Send, StreamEffect
+from baton.protocol.messages import decode_envelope
 from baton.protocol.push_consumer import PushConsumer
 from baton.protocol.push_producer import PushProducer
 from baton.protocol.push_stream import PushStream
+from baton.protocol.signed_frame import ForgedFrame, OpenedFrame, ProcessKey
 from baton.protocol.ticket import BadTicket, TicketFault
 from baton.sim.full.engine import Engine
 from baton.sim.full.group_mutants import EARLY_GROUPS, GROUPS
@@ -149,6 +154,39 @@ def _announce_early(engine: Engine) -> None:
     prefills.scheduled = scheduled_and_told  # type: ignore[method-assign]
 
 
+class _AnyWriter(ProcessKey):
+    """Frames are not authenticated."""
+
+    def open(self, frame: bytes, own_address: Address) -> OpenedFrame:
+        try:
+            _, public_key, _, body = msgspec.msgpack.decode(frame)
+        except (ValueError, TypeError) as error:
+            raise PeerError("malformed") from error
+        envelope = decode_envelope(body)
+        return OpenedFrame(envelope, public_key, is_proved=envelope.target == own_address)
+
+
+class _AnyMember(ProcessKey):
+    """A frame is authentic if some member of the cluster wrote it, whatever sender it names."""
+
+    def open(self, frame: bytes, own_address: Address) -> OpenedFrame:
+        try:
+            return super().open(frame, own_address)
+        except ForgedFrame:
+            _, public_key, mac, body = msgspec.msgpack.decode(frame)
+            if mac != hmac.digest(self._pair_key(public_key), body, "sha256"):
+                raise
+            envelope = decode_envelope(body)
+            return OpenedFrame(envelope, public_key, is_proved=envelope.target == own_address)
+
+
+def _key(of: type[ProcessKey]) -> Parts:
+    def tamper(engine: Engine) -> None:
+        engine.station._key.__class__ = of
+
+    return Parts(tamper=tamper)
+
+
 PULL: dict[str, Parts] = {
     "fence": _machine("_consumer", NoFence),
     "drain_reads": _machine("_consumer", NoDrain),
@@ -161,6 +199,8 @@ PULL: dict[str, Parts] = {
     "unfilled_unfindable": Parts(tamper=_find_unfilled),
     "bound_reads": Parts(bound_reads=False),
     "checksum": Parts(verified_reads=False),
+    "frame_mac": _key(_AnyWriter),
+    "sender_bound": _key(_AnyMember),
 }
 
 PUSH: dict[str, Parts] = {

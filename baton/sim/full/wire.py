@@ -1,24 +1,38 @@
 """The control network, as unkind as networks are, and each engine's door to it.
 
-Frames cross it encoded, as in production. A way that was learnt from a ticket is a url: whoever listens there
-now is reached. A way that was learnt from a connection that came in dies with its peer.
+Frames cross it signed and encoded, as in production. A way that was learnt from a ticket is a url: whoever
+listens there now is reached. A way that was learnt from a connection that came in dies with its peer.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+import msgspec
 
 from baton.connectors.pull.agent import PullAgent
-from baton.core.errors import PeerError
-from baton.core.ids import Address
-from baton.protocol.messages import Envelope, Hello, Message, Welcome, decode_envelope, encode_envelope
+from baton.connectors.pull.control_thread import ControlThread, _Way
+from baton.protocol.messages import (
+    Announced,
+    Envelope,
+    Finished,
+    Hello,
+    Message,
+    Renewed,
+    Welcome,
+)
+from baton.protocol.signed_frame import ProcessKey
+from baton.sim import lies
 from baton.sim.full.clockwork import Clockwork
-from baton.sim.model import PUBLIC_KEY
+from baton.transport.control import ControlChannel
 
 if TYPE_CHECKING:
     from baton.sim.full.engine import Engine
 
+ABOUT_CONTENTS = (Announced, Finished, Renewed, Welcome)
+MEDDLER_URL = "tcp://10.0.9.9:14600"
 NEVER = float("inf")
 SOON_S = 1e-5
 
@@ -30,13 +44,10 @@ class Wire:
     cut: dict[tuple[str, str], float] = field(default_factory=dict)  # From url to url: lost until then.
     clogged: dict[tuple[str, str], float] = field(default_factory=dict)  # Held up until then.
 
-    def send(self, sender: Station, route: Route, frame: bytes, what: Envelope) -> None:
+    def send(self, sender: Station, route: Route, frame: bytes) -> None:
         clockwork, faults = self.clockwork, self.clockwork.faults
         url = route if isinstance(route, str) else route.url
         way = (sender.url, url)
-        if clockwork.trace is not None:
-            names = ", ".join(_told(message) for message in what.messages)
-            clockwork.note(sender.engine.name, f"-> {what.target.engine_id}: {names}"[:220])
         copies = 2 if clockwork.chance(faults.duplicate) else 1
         for copy in range(copies):
             if clockwork.now < self.cut.get(way, -NEVER) or clockwork.chance(faults.loss):
@@ -48,31 +59,57 @@ class Wire:
             free_at = self.clogged.get(way, -NEVER)
             if free_at > clockwork.now:
                 delay_s = free_at - clockwork.now
-            clockwork.after(delay_s, lambda: self._arrive(sender, route, frame))
+            arriving = frame
+            if clockwork.lies(faults.frame_lies):
+                arriving = self._altered(frame)
+            clockwork.after(delay_s, lambda arriving=arriving: self._arrive(sender, route, arriving))  # type: ignore[misc]
         if clockwork.chance(faults.malformed):
             garbage = bytes(clockwork.rng.randrange(256) for _ in range(clockwork.rng.choice([0, 3, 40])))
-            # 0xC1 begins nothing in msgpack: what is sealed on the way can be lost, not forged.
+            # 0xC1 begins nothing in msgpack.
             broken = frame[: clockwork.rng.randrange(3)] + b"\xc1" + garbage
             clockwork.after(
                 clockwork.spread(faults.delay_mean_s), lambda: self._arrive(sender, route, broken)
             )
 
+    def _altered(self, frame: bytes) -> bytes:
+        """What is signed is altered, or the frame as a whole."""
+        rng = self.clockwork.rng_of_lies
+        self.clockwork.count("frames altered by the wire")
+        version, public_key, mac, body = msgspec.msgpack.decode(frame)
+        if rng.random() < 0.2:
+            at = rng.randrange(len(frame))
+            return frame[:at] + bytes([lies.flip(rng, frame[at], 8)]) + frame[at + 1 :]
+        return msgspec.msgpack.encode([version, public_key, mac, lies.altered(rng, body)])
+
     def _arrive(self, sender: Station, route: Route, frame: bytes) -> None:
+        """Over a connection that the sender has dialled, or over one that the receiver has."""
         station = self.stations.get(route) if isinstance(route, str) else route
+        seen_as = sender if isinstance(route, str) else sender.url
         if station is not None:
-            station.engine.when_awake(lambda: station.receive(sender, frame))
+            station.engine.when_awake(lambda: station.receive(seen_as, frame))
 
 
-class Station:
-    """An engine's ControlPort: what ControlThread is in production, without the thread."""
+class _Door:
+    """What a station has of a ControlChannel."""
 
-    def __init__(self, engine: Engine, url: str, agent: PullAgent) -> None:
-        self.engine = engine
+    def __init__(self, url: str) -> None:
         self.url = url
-        self.num_bad_frames = 0
-        self.public_key = PUBLIC_KEY
-        self._agent = agent
-        self._routes: dict[Address, Route] = {}
+        self.station: Station
+
+    def send(self, to: Route, frame: bytes) -> None:
+        self.station.engine.wire.send(self.station, to, frame)
+
+
+class Station(ControlThread):
+    """An engine's ControlPort: the code of the control thread, called by events instead of a thread."""
+
+    def __init__(
+        self, engine: Engine, url: str, agent: PullAgent, lock: threading.Lock, key: ProcessKey
+    ) -> None:
+        door = _Door(url)
+        super().__init__(agent, lock, cast(ControlChannel, door), key, engine.clock)
+        door.station = self
+        self.engine = engine
         self._armed_for = NEVER  # Our clock.
         self._is_flushing = False
 
@@ -81,9 +118,6 @@ class Station:
     def start(self) -> None:
         self.engine.wire.stations[self.url] = self
 
-    def route(self, peer: Address, url: str, public_key: bytes | None) -> None:
-        self._routes[peer] = url
-
     def flush(self) -> None:
         if not self._agent.has_envelopes:
             self._arm()
@@ -91,24 +125,16 @@ class Station:
             self._is_flushing = True
             self._clockwork.after(SOON_S, lambda: self.engine.when_awake(self._flush))
 
-    def raise_if_dead(self) -> None:
-        return
-
     def close(self, timeout_s: float) -> None:
         self._pump()  # The last words.
 
     # --- What comes and what is due ---------------------------------------------------------------
 
-    def receive(self, sender: Station, frame: bytes) -> None:
-        try:
-            envelope = decode_envelope(frame)
-        except PeerError:
-            self.num_bad_frames += 1
-            self._clockwork.count("bad frames")
-            return
-        if not isinstance(self._routes.get(envelope.sender), str):
-            self._routes[envelope.sender] = sender
-        self._agent.receive(envelope, self.engine.clock())
+    def receive(self, route: Route, frame: bytes) -> None:
+        num_bad, num_forged = self.num_bad_frames, self.num_forged_frames
+        self._receive(route, frame)  # type: ignore[arg-type]  # Stations are what routes are here.
+        self._clockwork.count("bad frames", self.num_bad_frames - num_bad)
+        self._clockwork.count("forged frames", self.num_forged_frames - num_forged)
         self._pump()
         self.engine.poke()
 
@@ -126,11 +152,46 @@ class Station:
     def _pump(self) -> None:
         agent = self._agent
         agent.wake(self.engine.clock())
-        for envelope in agent.take_envelopes():
-            route = self._routes.get(envelope.target)
-            if route is not None:
-                self.engine.wire.send(self, route, encode_envelope(envelope), envelope)
+        for envelope, way in self._take_outgoing():
+            self._send(envelope, way)
         self._arm()
+
+    def _send(self, envelope: Envelope, way: _Way | None) -> None:
+        clockwork = self._clockwork
+        if way is None:
+            return
+        if clockwork.trace is not None:
+            names = ", ".join(_told(message) for message in envelope.messages)
+            clockwork.note(self.engine.name, f"-> {envelope.target.engine_id}: {names}"[:220])
+        super()._send(self._as_said(envelope), way)
+        if clockwork.lies(clockwork.faults.false_names):
+            self._say_falsely(envelope)
+
+    def _as_said(self, envelope: Envelope) -> Envelope:
+        """A faulty member says other things than its machines do. What would decide about the contents of
+        blocks stays true here: the protocol worlds play that, and can say whom it harms."""
+        clockwork, cluster = self._clockwork, self.engine.cluster
+        if self.engine.name != cluster.liar or not clockwork.lies(clockwork.faults.member_lies):
+            return envelope
+        if any(isinstance(message, ABOUT_CONTENTS) for message in envelope.messages):
+            return envelope
+        others = [e.address for e in cluster.engines.values() if e is not self.engine]
+        said = lies.untrue(clockwork.rng_of_lies, envelope, b"", others)
+        clockwork.count("lies of a member")
+        clockwork.note(self.engine.name, f"lies: {said.messages if said is not None else 'not well'}")
+        return said or envelope
+
+    def _say_falsely(self, envelope: Envelope) -> None:
+        """Another member has seen the frame, and says something in the name of one of the two."""
+        clockwork, cluster = self._clockwork, self.engine.cluster
+        false = lies.false_names(clockwork.rng_of_lies, envelope)
+        station = self.engine.wire.stations.get(cluster.url_of(false.target))
+        if station is not None:
+            clockwork.count("frames in another's name")
+            frame = cluster.meddler.sign(false, station.public_key)
+            clockwork.after(
+                0.0, lambda: station.engine.when_awake(lambda: station.receive(MEDDLER_URL, frame))
+            )
 
     def _arm(self) -> None:
         deadline = self._agent.next_deadline
