@@ -105,6 +105,11 @@ def flip(rng: random.Random, number: int, num_bits: int) -> int:
     return number ^ 1 << rng.randrange(num_bits)
 
 
+def flip_address(rng: random.Random, address: int) -> int:
+    """With one bit flipped that leaves it on the border of a word."""
+    return address ^ 1 << rng.randrange(2, 12)
+
+
 def _said_falsely(rng: random.Random, message: Message) -> tuple[Message | None, Message | None]:
     """(In the sender's name, in the name of the one that answers)."""
     match message:

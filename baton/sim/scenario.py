@@ -58,7 +58,7 @@ class Scenario:
     def _check_rest(self) -> None:
         for engine in self.cluster.engines.values():
             engine.check_rest()
-        contained.check_serves(self.cluster)
+        contained.check_serves(self.cluster.reads.num_false_serves)
 
     def _request(self, *, is_probe: bool = False, way: tuple[EngineId, EngineId] | None = None) -> Request:
         self._num_prompts += 1

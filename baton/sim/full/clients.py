@@ -29,6 +29,7 @@ class Ask:
     causes: set[str] = field(default_factory=set)  # What may excuse an error.
     num_transferred: int = 0
     session: str = ""  # Equal for the turns of one conversation.
+    way: tuple[str, str] | None = None  # P and D; None: the router's choice.
 
     def hear(self, token_ids: list[int]) -> None:
         self.said += token_ids
@@ -63,9 +64,10 @@ class Clients:
         prompt = [*rng.choice(self._systems), *self._words(rng.choice([1, 4, 16]))]
         self._turn(prompt, rng.choice([None, None, None, "salt"]), session, num_turns)
 
-    def probe(self) -> Ask:
+    def probe(self, way: tuple[str, str] | None = None) -> Ask:
         """A prompt that nobody has seen: all of its KV has to be computed, or handed over."""
-        return self._send([3, *self._words(self._clockwork.rng.randint(8, 20))], None, lambda ask: None)
+        prompt = [3, *self._words(self._clockwork.rng.randint(8, 20))]
+        return self._send(prompt, None, lambda ask: None, way=way)
 
     def make(self, prompt: list[int], salt: str | None, on_end: Callable[[Ask], None]) -> Ask:
         rng = self._clockwork.rng
@@ -110,10 +112,15 @@ class Clients:
         self._send(prompt, salt, go_on, session)
 
     def _send(
-        self, prompt: list[int], salt: str | None, on_end: Callable[[Ask], None], session: str = ""
+        self,
+        prompt: list[int],
+        salt: str | None,
+        on_end: Callable[[Ask], None],
+        session: str = "",
+        way: tuple[str, str] | None = None,
     ) -> Ask:
         ask = self.make(prompt, salt, on_end)
-        ask.session = session
+        ask.session, ask.way = session, way
         self._ask(ask)
         return ask
 

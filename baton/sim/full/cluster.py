@@ -50,7 +50,10 @@ class Cluster:
         self.timers_as_told = msgspec.to_builtins(SIM_TIMERS)
         self.wire = Wire(clockwork)
         self.reads = ReadNetwork(
-            clockwork, bound_reads=parts.bound_reads, verified_reads=parts.verified_reads
+            clockwork,
+            bound_reads=parts.bound_reads,
+            verified_reads=parts.verified_reads,
+            checks=parts.checks,
         )
         rng = clockwork.rng
         windows = draw_windows(clockwork.rng_of_models)
@@ -72,7 +75,7 @@ class Cluster:
         if clockwork.faults.member_lies:
             self.liar = clockwork.rng_of_lies.choice(list(self.machines))
         self.can_hand_off = all(
-            self._can_hand_off(self.machines[p], self.machines[d])
+            self.can_pair(self.machines[p], self.machines[d])
             for p in self.of_role("prefill")
             for d in self.of_role("decode")
         )
@@ -126,7 +129,7 @@ class Cluster:
         )
         return replace(machine, num_blocks=1 + needed + spare)
 
-    def _can_hand_off(self, p: Machine, d: Machine) -> bool:
+    def can_pair(self, p: Machine, d: Machine) -> bool:
         """Else the ticket is refused, for ever. Who keeps everything can serve who does not."""
         if self.mode == "push":
             return p.knows_groups == d.knows_groups

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -72,6 +73,7 @@ class Engine:
         self._paused_until = -NEVER
         self._commands: list[Callable[[], None]] = []
         self._listeners: dict[str, Listener] = {}
+        self._left: set[str] = set()  # Requests whose client has left.
         self._is_stepping = False
         self._turn_is_due = False
         self._was_poked = False
@@ -257,6 +259,9 @@ class Engine:
         self.poke()
 
     def abort(self, request_id: str) -> None:
+        """The client of this request has left, and the front end knows."""
+        self._left.add(request_id)
+
         def abort() -> None:
             self.clockwork.note(self.name, f"abort {request_id}")
             self._listeners.pop(request_id, None)
@@ -388,8 +393,22 @@ class Engine:
                     f"ended {output.request_id}: {output.finish_reason}"
                     + (f" ({output.error.message[:80]})" if output.error else ""),
                 )
-            if listener is not None:
+            if output.request_id in self._left:
+                self._drop(output)
+            elif listener is not None:
                 listener.say(output)
+
+    def _drop(self, output: EngineOutput) -> None:
+        """What the front end does with an output that nobody waits for: a loan in it ends now."""
+        params = output.kv_transfer_params
+        if params is None or "baton_ticket" not in params:
+            return
+        self.clockwork.count("answers dropped with a loan")
+        if self.cluster.parts.takes_back:
+            self._commands.append(lambda: self.scheduler.take_back(params))
+            self.poke()
+        check = partial(whole.check_dropped, self, params["baton_ticket"], self.clockwork.paused_s)
+        self.clockwork.after(whole.TAKEN_BACK_S, check)
 
     # --- Blocks -----------------------------------------------------------------------------------
 

@@ -86,6 +86,10 @@ class RankMemory:
         start = self._index(address)
         return self._flat[start : start + nbytes // WORD_BYTES]
 
+    def has(self, address: int, nbytes: int) -> bool:
+        offset = address - self.address
+        return offset >= 0 and offset + nbytes <= self._flat.nbytes and offset % WORD_BYTES == 0
+
     def land(self, address: int, words: Words, writer: int) -> None:
         start = self._index(address)
         self._flat[start : start + len(words)] = words

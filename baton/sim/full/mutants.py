@@ -24,6 +24,7 @@ from baton.protocol.push_producer import PushProducer
 from baton.protocol.push_stream import PushStream
 from baton.protocol.signed_frame import ForgedFrame, OpenedFrame, ProcessKey
 from baton.protocol.ticket import BadTicket, TicketFault
+from baton.sim.connection import Checks
 from baton.sim.full.engine import Engine
 from baton.sim.full.group_mutants import EARLY_GROUPS, GROUPS
 from baton.sim.full.parts import Parts
@@ -199,6 +200,10 @@ PULL: dict[str, Parts] = {
     "unfilled_unfindable": Parts(tamper=_find_unfilled),
     "bound_reads": Parts(bound_reads=False),
     "checksum": Parts(verified_reads=False),
+    "take_back": Parts(takes_back=False),
+    "request_mac": Parts(checks=Checks(requests=False)),
+    "bound_answers": Parts(checks=Checks(requests=False, bound_answers=False)),
+    "counters": Parts(checks=Checks(counters=False)),
     "frame_mac": _key(_AnyWriter),
     "sender_bound": _key(_AnyMember),
 }

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from baton.sim.connection import ALL_CHECKS, Checks
+
 if TYPE_CHECKING:
     from baton.sim.full.engine import Engine
 
@@ -21,6 +23,8 @@ class Parts:
     verified_reads: bool = (
         True  # The transport's part: bytes that arrive otherwise than they were sent are an error.
     )
+    checks: Checks = ALL_CHECKS  # ... and what a data connection verifies.
+    takes_back: bool = True  # The server's part: it takes a loan back whose ticket reaches no client.
 
 
 PRODUCTION = Parts()

@@ -6,18 +6,27 @@
 
 What is copied is what the source holds at that very instant. A read is bound to the incarnation that it was
 posted to: where another process has taken its place, it fails.
+
+Reads go over a connection (baton.sim.connection). In worlds where the wire lies about reads, a read is one
+request and one answer. A connection that was reset, stalled, or refused a request is lost with all of its
+reads.
 """
 
 from __future__ import annotations
 
 import enum
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address
 from baton.core.layout import CopySpan, Region
+from baton.sim import lies
+from baton.sim.connection import ALL_CHECKS, Checks, Connection
 from baton.sim.full.checkers import fenced
 from baton.sim.full.clockwork import Clockwork
 from baton.sim.full.model import WORD_BYTES
@@ -29,6 +38,8 @@ if TYPE_CHECKING:
     from baton.sim.full.memory import RankMemory
 
 SLOW = 100.0
+TRIES = 2  # An answer that does not verify is asked for once more.
+STALL_S = 4.0  # An owner that says nothing for so long has lost the connection.
 CANCEL_MEAN_S = 0.05
 CANCEL_MAX_S = 2.0
 Copy = tuple[int, int, int]  # Local address, remote address, bytes.
@@ -50,6 +61,7 @@ class Read:
     op: OpId
     reader: Port
     source: Port
+    link: Connection
     targets: tuple[int, ...]
     target_generations: list[int]
     origins: tuple[int, ...]
@@ -65,14 +77,22 @@ class Read:
 
 class ReadNetwork:
     def __init__(
-        self, clockwork: Clockwork, *, bound_reads: bool = True, verified_reads: bool = True
+        self,
+        clockwork: Clockwork,
+        *,
+        bound_reads: bool = True,
+        verified_reads: bool = True,
+        checks: Checks = ALL_CHECKS,
     ) -> None:
         self.clockwork = clockwork
         self.reads: dict[int, Read] = {}  # All that were ever posted, by number: provenance.
         self.live: list[Read] = []
         self.ports: dict[bytes, Port] = {}  # By endpoint.
+        self.links: list[Connection] = []
+        self.lost_ways: dict[tuple[str, str], None] = {}  # (source, reader) that lost a connection, in order.
         self.bound_reads = bound_reads
         self.verified_reads = verified_reads
+        self.checks = checks
 
     def enter(self, port: Port) -> bytes:
         endpoint = b"%d" % (len(self.ports) + 1)
@@ -81,8 +101,8 @@ class ReadNetwork:
 
     # --- The life of a read -----------------------------------------------------------------------
 
-    def post(self, reader: Port, source: Port, op: OpId, copies: list[Copy]) -> None:
-        clockwork = self.clockwork
+    def post(self, reader: Port, peer: _Peer, op: OpId, copies: list[Copy]) -> None:
+        clockwork, source = self.clockwork, peer.port
         if len(copies) == 1:
             copies = _halved(copies[0])
         targets = reader.memory.blocks_of((local, nbytes) for local, _, nbytes in copies)
@@ -92,6 +112,7 @@ class ReadNetwork:
             op,
             reader,
             source,
+            peer.link,
             targets,
             [reader.engine.pool.generation[block] for block in targets],
             origins,
@@ -111,7 +132,9 @@ class ReadNetwork:
             )
         took_s = clockwork.spread(clockwork.faults.read_mean_s) * (SLOW if reader.engine.is_slow else 1.0)
         half = clockwork.rng.randrange(len(copies)) if copies else 0
-        if half:
+        if clockwork.lies(clockwork.faults.link_loss):
+            self._break_link(peer.link, took_s)
+        if half and not clockwork.faults.read_lies:
             clockwork.after(took_s / 2, lambda: self._progress(read, half, ends=False))
         clockwork.after(took_s, lambda: self._progress(read, len(read.copies), ends=True))
 
@@ -129,7 +152,7 @@ class ReadNetwork:
 
     def _progress(self, read: Read, up_to: int, *, ends: bool) -> None:
         """Copy the first `up_to` of what is left."""
-        if not read.is_live or not read.reader.engine.is_alive:
+        if not read.is_live or not read.reader.engine.is_alive or read.link.is_stalled:
             return
         if read.reader.engine.is_paused:  # Its own process does the copying.
             wait_s = read.reader.engine.wakes_in_s
@@ -140,6 +163,8 @@ class ReadNetwork:
             if ends:
                 self.finish(read, error=f"{read.source.engine.name} is gone")
             return
+        if ends and self.clockwork.faults.read_lies and read.fate is _Fate.GOOD and read.copies:
+            return self.finish(read, self._exchange(read, source))
         if read.fate is not _Fate.ERROR and not (read.fate is _Fate.PARTIAL and ends):
             self._copy(read, source, up_to)
         if not ends:
@@ -174,6 +199,71 @@ class ReadNetwork:
                 words[self.clockwork.rng.randrange(len(words))] ^= 1 << self.clockwork.rng.randrange(32)
             read.reader.memory.land(local, words, read.number)
         del read.copies[:up_to]
+
+    def _exchange(self, read: Read, source: Port) -> str | None:
+        """Request and answer on a wire that lies. Returns the error, if one of them did not verify."""
+        clockwork, link, rng = self.clockwork, read.link, self.clockwork.rng_of_lies
+        request = link.ask(tuple([(remote, nbytes) for _, remote, nbytes in read.copies]))
+        for _ in range(TRIES):
+            bent = request
+            if clockwork.lies(clockwork.faults.read_lies):
+                what, bent = link.bend_request(
+                    rng, request, lambda run: (lies.flip_address(rng, run[0]), run[1])
+                )
+                clockwork.count(what)
+            shift = source.base - read.source.base
+            runs = [(remote + shift, nbytes) for remote, nbytes in bent.wanted]
+            if not link.serves(bent) or not all(source.memory.has(*run) for run in runs):
+                return "the owner refused the request"
+            self._check_source(read, source)
+            answer = link.answer(bent, tuple([source.memory.fetch(*run).tobytes() for run in runs]))
+            can_replay = link.can_replay(request, answer)
+            if clockwork.lies(0.5 if can_replay else clockwork.faults.read_lies):
+                what, answer = link.bend_answer(rng, request, answer, lambda payload: _flipped(rng, payload))
+                clockwork.count(what)
+            self._land(read, answer.payload)
+            if link.accepts(request, answer) and _lengths(answer.payload) == _lengths(read.copies):
+                return None
+            request = link.ask(request.wanted)
+        return "an answer did not verify"
+
+    def _land(self, read: Read, payload: tuple[bytes, ...]) -> None:
+        """Bytes are received into their blocks, and verified there."""
+        fenced.check_landing(read)
+        for (local, _, nbytes), part in zip(read.copies, payload, strict=False):
+            words = np.frombuffer(part[:nbytes], np.uint32)
+            read.reader.memory.land(local, words, read.number)
+
+    # --- Links ------------------------------------------------------------------------------------
+
+    def dial(self, address: Address, port: Port) -> _Peer:
+        link = Connection(self.checks)
+        self.links.append(link)
+        return _Peer(address, port, link)
+
+    def _break_link(self, link: Connection, took_s: float) -> None:
+        """Reset during this read or after it, or stalled until a timeout notices."""
+        clockwork, rng = self.clockwork, self.clockwork.rng_of_lies
+        if rng.random() < 0.5:
+            clockwork.count("links stalled")
+            link.is_stalled = True
+            clockwork.after(STALL_S, lambda: self._lose(link))
+        else:
+            clockwork.count("links reset")
+            clockwork.after(rng.uniform(0, 2 * took_s), lambda: self._lose(link))
+
+    def _lose(self, link: Connection) -> None:
+        if link.is_lost:
+            return
+        link.is_lost, link.is_stalled = True, False
+        broken = [read for read in self.live if read.link is link]
+        for read in broken:
+            self.lost_ways[read.source.engine.name, read.reader.engine.name] = None
+        self.end_soon(broken, "the connection is lost")
+
+    @property
+    def num_false_serves(self) -> int:
+        return sum(link.num_false_serves for link in self.links)
 
     def _check_source(self, read: Read, source: Port) -> None:
         pool = source.engine.pool
@@ -218,6 +308,7 @@ class ReadNetwork:
 class _Peer(PeerHandle):
     address: Address
     port: Port
+    link: Connection
 
 
 @dataclass(eq=False)
@@ -259,7 +350,7 @@ class Port(Transport):
         clockwork = self.network.clockwork
         if not port.engine.is_alive or clockwork.chance(clockwork.faults.connect_error):
             raise TransferError(f"{address.engine_id} cannot be reached")
-        return _Peer(address, port)
+        return self.network.dial(address, port)
 
     def prepare(self, peer: PeerHandle, spans: Sequence[CopySpan]) -> Prepared:
         assert isinstance(peer, _Peer)
@@ -269,13 +360,15 @@ class Port(Transport):
         self, prepared: Prepared, local_blocks: Sequence[int], remote_blocks: Sequence[int]
     ) -> OpId:
         assert isinstance(prepared, _Prepared)
+        if prepared.peer.link.is_lost:
+            raise TransferError("the connection is lost")
         copies = prepared.table.expand(local_blocks, remote_blocks)
         self._num_ops += 1
         op = OpId(self._num_ops)
         as_list = list(
             zip(copies.local.tolist(), copies.remote.tolist(), copies.nbytes.tolist(), strict=True)
         )
-        self.network.post(self, prepared.peer.port, op, as_list)
+        self.network.post(self, prepared.peer, op, as_list)
         return op
 
     def complete(self, completion: Completion) -> None:
@@ -294,7 +387,7 @@ class Port(Transport):
 
     def disconnect(self, peer: PeerHandle) -> None:
         assert isinstance(peer, _Peer)
-        theirs = [r for r in self.network.live if r.reader is self and r.source is peer.port]
+        theirs = [r for r in self.network.live if r.reader is self and r.link is peer.link]
         self.network.end_soon(theirs, "disconnected")
 
     def close(self) -> None:
@@ -307,3 +400,14 @@ def _halved(copy: Copy) -> list[Copy]:
     if not half:
         return [copy]
     return [(local, remote, half), (local + half, remote + half, nbytes - half)]
+
+
+def _lengths(runs: Sequence[Copy] | Sequence[bytes]) -> list[int]:
+    return [len(run) if isinstance(run, bytes) else run[2] for run in runs]
+
+
+def _flipped(rng: random.Random, payload: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    at = rng.randrange(len(payload))
+    part = bytearray(payload[at])
+    part[rng.randrange(len(part))] ^= 1 << rng.randrange(8)
+    return (*payload[:at], bytes(part), *payload[at + 1 :])

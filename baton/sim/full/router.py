@@ -100,6 +100,8 @@ class Router:
         if len(journey.tried[role]) >= ATTEMPTS:
             return None
         names = self.cluster.of_role(role)
+        if journey.ask.way is not None:
+            names = [journey.ask.way[role == "decode"]]
         states = [
             EngineState(
                 name,

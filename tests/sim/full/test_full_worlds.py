@@ -29,8 +29,19 @@ SEEDS = {
 }
 
 EVERYWHERE = {
+    "answer exchanged",
+    "answer flipped",
+    "answer replayed",
+    "answer truncated",
+    "answers dropped with a loan",
     "bad frames",
     "clog",
+    "forged frames",
+    "lies of a member",
+    "request flipped",
+    "request renumbered",
+    "request replayed",
+    "request truncated",
     "crash",
     "drained in time",
     "failed: deadline of 12 s passed",

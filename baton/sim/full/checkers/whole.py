@@ -5,10 +5,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from baton.protocol.ticket import open_ticket
 from baton.sim.checkers.violation import Violation
 
 if TYPE_CHECKING:
     from baton.sim.full.engine import Engine
+
+TAKEN_BACK_S = 3.0  # A few steps, and less than ttl_s.
+
+
+def check_dropped(engine: Engine, ticket: str, paused_s: float) -> None:
+    """TAKEN_BACK_S after an answer was dropped: its loan has ended, or a consumer has claimed it."""
+    if not engine.is_alive or engine.clockwork.paused_s > paused_s:
+        return
+    loan_id = open_ticket(ticket, engine.half._borrower._identity.ticket_key).loan_id
+    loan = engine.half._agent._producer._loans.get(loan_id)
+    if loan is not None and loan.claimer is None:
+        raise Violation("I5", "a loan outlives its dropped answer", engine.name)
 
 
 def check_loans(engine: Engine) -> None:
