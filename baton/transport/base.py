@@ -49,6 +49,7 @@ class PeerHandle(ABC):
     """A connection to one rank of one incarnation of a peer."""
 
     address: Address
+    lost: str | None = None  # Why nothing can be read over this connection any more. A new one may do better.
 
 
 class Prepared(ABC):  # noqa: B024  A marker: each transport prepares what it needs.

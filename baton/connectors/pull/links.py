@@ -3,6 +3,7 @@
     read --no link--> CONNECTING (background thread)
     CONNECTING --connected, planned--> READY               waiting reads are begun
     CONNECTING --no way, or the layouts do not fit--> gone    waiting reads end with the reason
+    READY --the connection is lost--> CONNECTING           at the next read
 
     begun, straight, everything prepared --> posted, at once
     begun, straight, an edge of a new shape --> prepared, then posted      (background)
@@ -173,7 +174,9 @@ class PeerLinks:
         read = Read(parts, order)
         link = self._links.get(key)
         if link is not None and link.ready is not None:
-            return self._begin(link, link.ready, read)
+            if link.ready.peer.lost is None:
+                return self._begin(link, link.ready, read)
+            return self._replace(link, link.ready, read)
         if link is not None:
             link.waiting.append(read)
             return None
@@ -184,6 +187,23 @@ class PeerLinks:
             return None
         link = self._links[key] = _Link(key, cards, waiting=[read])
         return partial(self._connect, link)
+
+    def _replace(self, lost: _Link, ready: Ready, read: Read) -> Job:
+        """Dial again: the peer may be well, and only this connection at an end."""
+        logger.warning(
+            "the connection to rank %d of %s is lost; connecting again: %s",
+            lost.key.source,
+            lost.key.producer.engine_id,
+            ready.peer.lost,
+        )
+        lost.is_lost = True
+        link = self._links[lost.key] = _Link(lost.key, lost.cards, waiting=[read])
+
+        def connect() -> None:
+            ready.transport.disconnect(ready.peer)
+            self._connect(link)
+
+        return connect
 
     def _begin(self, link: _Link, ready: Ready, read: Read) -> Job | None:
         """Returns what is left to do in the background."""
