@@ -89,5 +89,5 @@ class Faults:
             false_names=pick([0.0, 0.3]),
             member_lies=pick([0.0, 0.0, 0.3]),
             read_lies=pick([0.0, 0.02, 0.15]),
-            link_loss=pick([0.0]),
+            link_loss=pick([0.0, 0.15]),
         )

@@ -181,6 +181,14 @@ class _AnyMember(ProcessKey):
             return OpenedFrame(envelope, public_key, is_proved=envelope.target == own_address)
 
 
+def _keep_links(engine: Engine) -> None:
+    """D goes on with a connection that is lost."""
+    for worker in engine.workers:
+        links = worker._links
+        assert links is not None
+        links._replace = links._begin  # type: ignore[method-assign, assignment]
+
+
 def _key(of: type[ProcessKey]) -> Parts:
     def tamper(engine: Engine) -> None:
         engine.station._key.__class__ = of
@@ -204,6 +212,7 @@ PULL: dict[str, Parts] = {
     "request_mac": Parts(checks=Checks(requests=False)),
     "bound_answers": Parts(checks=Checks(requests=False, bound_answers=False)),
     "counters": Parts(checks=Checks(counters=False)),
+    "link_replaced": Parts(tamper=_keep_links),
     "frame_mac": _key(_AnyWriter),
     "sender_bound": _key(_AnyMember),
 }

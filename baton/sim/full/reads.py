@@ -214,6 +214,7 @@ class ReadNetwork:
             shift = source.base - read.source.base
             runs = [(remote + shift, nbytes) for remote, nbytes in bent.wanted]
             if not link.serves(bent) or not all(source.memory.has(*run) for run in runs):
+                self._lose(link)
                 return "the owner refused the request"
             self._check_source(read, source)
             answer = link.answer(bent, tuple([source.memory.fetch(*run).tobytes() for run in runs]))
@@ -309,6 +310,10 @@ class _Peer(PeerHandle):
     address: Address
     port: Port
     link: Connection
+
+    @property
+    def lost(self) -> str | None:  # type: ignore[override]
+        return "the connection was reset" if self.link.is_lost else None
 
 
 @dataclass(eq=False)

@@ -52,6 +52,8 @@ EVERYWHERE = {
     "handoffs of cache groups",
     "hung up",
     "leg: broken",
+    "links reset",
+    "links stalled",
     "leg: timeout",
     "leg: unreachable",
     "loans expired",
