@@ -44,6 +44,7 @@ class Fault:
     target: str | None = None
     needs: frozenset[Feature] = frozenset()
     variant: Variant = PLAIN
+    open_defects: str = ""  # Known and not mended yet: what stands in the table.
     strikes: bool = False  # The switch counts its strikes: without any the cell shows nothing.
 
 
@@ -71,6 +72,14 @@ def _kill_beside_stopped_core(name: str) -> Act:
         engine.processes()[0].kill()
 
     return begin
+
+
+def _both(first: Act, second: Act) -> Act:
+    def act(scene: Scene) -> None:
+        first(scene)
+        second(scene)
+
+    return act
 
 
 def _restart(name: str) -> Act:
@@ -170,11 +179,50 @@ def _layer(
 
 
 CUT = Rule(loss=1.0)
+NOT_CONTINUED = "B7: streams on it end with an error event"
+
+
+def _around(name: str) -> list[Rule]:
+    """No packet to or from that engine."""
+    others = [other for other in (FRONT, *ENGINES) if other != name]
+    return [_from_to(CUT, *pair) for other in others for pair in ((name, other), (other, name))]
+
 
 FAULTS: Sequence[Fault] = (
     Fault("none", "no fault", _nothing, _nothing),
     Fault("kill-p", "kill -9 of a prefill engine, restart", _kill("p0"), _restart_soon("p0"), target="p0"),
-    Fault("kill-d", "kill -9 of a decode engine, restart", _kill("d0"), _restart_soon("d0"), target="d0"),
+    Fault(
+        "kill-ps",
+        "kill -9 of both prefill engines, restart",
+        _both(_kill("p0"), _kill("p1")),
+        _both(_restart_soon("p0"), _restart_soon("p1")),
+        target="p0",
+    ),
+    Fault(
+        "kill-d",
+        "kill -9 of a decode engine, restart",
+        _kill("d0"),
+        _restart_soon("d0"),
+        target="d0",
+        open_defects=NOT_CONTINUED,
+    ),
+    Fault(
+        "kill-ds",
+        "kill -9 of both decode engines, restart",
+        _both(_kill("d0"), _kill("d1")),
+        _both(_restart_soon("d0"), _restart_soon("d1")),
+        target="d0",
+        open_defects="E9: without a decode engine, prefill engines answer nothing",
+    ),
+    Fault(
+        "vanish-p",
+        "a prefill engine's host goes without a word: no packet, then kill -9; restart",
+        _both(_rules(*_around("p0")), _kill("p0")),
+        _both(_restart_soon("p0"), _rules()),
+        target="p0",
+        needs=frozenset({"network"}),
+        strikes=True,
+    ),
     Fault(
         "core-p",
         "kill -9 of a prefill engine's core, restart",
@@ -188,6 +236,7 @@ FAULTS: Sequence[Fault] = (
         _kill("d0", only="baton-core"),
         _restart("d0"),
         target="d0",
+        open_defects=NOT_CONTINUED,
     ),
     Fault(
         "front-p",

@@ -25,7 +25,9 @@ Api = Literal["completions", "chat"]
 
 def write_model(folder: Path) -> Path:
     """A checkpoint as small as they come, whose heads two ranks can share."""
-    return write_checkpoint(folder, family="qwen3", hidden=64, layers=2, heads=4, kv_heads=2, seed=0)
+    return write_checkpoint(
+        folder, family="qwen3", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, seed=0
+    )
 
 
 @dataclass(frozen=True, slots=True)

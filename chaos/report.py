@@ -12,7 +12,7 @@ SERVES_GOAL_S = 2.0
 RESET_GOAL_S = 1.0  # What a request that was open at the fault's begin may take beyond the median.
 SILENCE_GOAL_S = 11.0  # The same where no connection is reset: `silence_s`, and the answer.
 RESETTING = ("kill-", "core-", "front-", "reset")
-SILENT = ("cut-", "partition")
+SILENT = ("cut-", "partition", "vanish-")
 
 _PREFACE = (
     "Written by `make chaos`; do not edit. Two prefill engines, two decode engines and a router run as real",
@@ -90,7 +90,8 @@ def write_report(records: Sequence[Record], *, machine: str, date: str) -> str:
     ]
     for fault in faults:
         marks = [_mark(cells.get((mode.name, fault.name))) for mode in modes]
-        lines.append(f"| {fault.name} | " + " | ".join(marks) + f" | {fault.what} |")
+        what = f"{fault.what} (open: {fault.open_defects})" if fault.open_defects else fault.what
+        lines.append(f"| {fault.name} | " + " | ".join(marks) + f" | {what} |")
     for mode in modes:
         ordered = [record for fault in FAULTS if (record := cells.get((mode.name, fault.name))) is not None]
         lines += ["", f"## {mode.name}: {mode.what}", ""]
