@@ -28,7 +28,7 @@ class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     deadline_s: float = 120.0  # D: one handoff, from start to outcome.
     loan_max_s: float = 180.0  # P: one loan, however often it is renewed.
     grant_every_s: float = 2.0  # D: heartbeat of a push that it waits for.
-    silence_s: float = 10.0  # D: a producer that says nothing for so long is given up.
+    silence_s: float = 6.0  # D: a producer that answers nothing for so long is given up.
     hold_s: float = 30.0  # P: a consumer that is not heard of for so long is forgotten; either leg's wait.
 
     def __post_init__(self) -> None:

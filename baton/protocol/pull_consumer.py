@@ -1,14 +1,18 @@
 """Consumer half of pull: read at once, ask meanwhile, accept what is proved.
 
-    QUEUED --start----------------------------------------------------------> OPEN       (fetch: both at once)
+    QUEUED --start----------------------------------------------------------> OPEN
     OPEN --all pairs read, and held_until lies after the last completion----> delivered
-    QUEUED, OPEN --Gone, read error, abort, deadline, producer lost---------> DRAINING   (fails now)
+    QUEUED, OPEN --Gone, read error, abort, deadline, silence, producer lost> DRAINING   (fails now)
     DRAINING --every own read has ended-------------------------------------> FreeTarget
 
 The fence is on completion. `held_until` is our belief in the lease, always less than the truth: counted from
 the *send* of a renewal, less the drift allowance. `completed_at` is when we hear of the last rank's last
 read, which is later than the truth. A read that outlived the belief is not lost yet: a later Renewed proves
 that the loan never ended (see pull_producer), Gone that it did.
+
+A question without an answer is asked again after a round trip. A producer that answers none of them for
+`silence_s` is stopped, dead or unreachable: the fetch fails, whatever its reads do, because computing here is
+always right.
 
     send of Renew                 heard of last read      held_until = sent + ttl_s * (1 - drift_max)
     |---------------- believed ---------|-------------------------|
@@ -39,7 +43,7 @@ class _Fetch:
     is_void: bool = False  # They do not count, and end before any other may begin.
     to_start: tuple[Pair, ...] | None = None  # Then.
     completed_at: float | None = None
-    is_only_unproved: bool = False  # `give_up_at` is for that; before the deadline.
+    silent_since: float = NEVER  # First question since the last answer.
     held_until: float = -NEVER
     draining: bool = False
     sent_at: dict[int, float] = field(default_factory=dict)  # By sequence, until answered.
@@ -151,6 +155,9 @@ class PullConsumer:
                 sent_at = fetch.sent_at.pop(sequence, None)
                 if sent_at is None:
                     return []  # A duplicate.
+                fetch.silent_since = NEVER
+                if fetch.completed_at is None:  # Later, each round trip without the proof is latency.
+                    fetch.next_renew = max(fetch.next_renew, fetch.renewed_at + self._timers.renew_every_s)
                 fetch.held_until = max(fetch.held_until, self._believed_until(sent_at, ttl_s))
                 return self._settle(fetch)
             case Gone(loan_id, claim):
@@ -163,13 +170,15 @@ class PullConsumer:
 
     def wake(self, now: float) -> list[ConsumerEffect]:
         effects: list[ConsumerEffect] = []
-        for fetch in [f for f in self._fetches.values() if not f.draining and now >= f.give_up_at]:
-            effects += self._fail(fetch, self._overdue(fetch))
+        for fetch in [f for f in self._fetches.values() if not f.draining and now >= self._gives_up_at(f)]:
+            effects += self._fail(fetch, self._overdue(fetch, now))
         open_fetches = [fetch for fetch in self._fetches.values() if not fetch.draining]
         due = {fetch.producer for fetch in open_fetches if now >= fetch.next_renew}
         for fetch in open_fetches:
             # What is nearly due goes along, so that a peer comes to hear one envelope per period.
-            if fetch.producer in due and fetch.next_renew - now < self._timers.renew_every_s / 2:
+            is_near = fetch.next_renew - now < self._timers.renew_every_s / 2
+            is_asked = now < fetch.renewed_at + self._ask_again_s
+            if fetch.producer in due and is_near and not is_asked:
                 effects.append(self._renew(fetch, now))
         return effects
 
@@ -183,7 +192,7 @@ class PullConsumer:
         if not self._fetches:
             return NEVER
         waiting = (f for f in self._fetches.values() if not f.draining)
-        return min((min(f.next_renew, f.give_up_at) for f in waiting), default=NEVER)
+        return min((min(f.next_renew, self._gives_up_at(f)) for f in waiting), default=NEVER)
 
     @property
     def num_open(self) -> int:
@@ -212,14 +221,19 @@ class PullConsumer:
         self._num_renewals += 1
         fetch.sent_at[self._num_renewals] = now
         fetch.renewed_at = now
-        fetch.next_renew = now + self._renew_every_s(fetch)
+        fetch.silent_since = min(fetch.silent_since, now)
+        fetch.next_renew = now + self._ask_again_s
         return Send(fetch.producer, Renew(fetch.loan_id, fetch.claim, self._num_renewals))
 
-    def _renew_every_s(self, fetch: _Fetch) -> float:
-        if fetch.completed_at is None:
-            return self._timers.renew_every_s
-        # Only the proof is missing now, and every round trip without it is latency.
+    @property
+    def _ask_again_s(self) -> float:
+        """From a question to the next one, unless it is answered."""
         return min(self._timers.renew_every_s, self._timers.round_trip_max_s)
+
+    def _gives_up_at(self, fetch: _Fetch) -> float:
+        # When everything is read, a producer that lives proves it by one of so many answers.
+        waits_since = min(fetch.silent_since, NEVER if fetch.completed_at is None else fetch.completed_at)
+        return min(fetch.give_up_at, waits_since + self._timers.silence_s)
 
     def _believed_until(self, sent_at: float, ttl_s: float) -> float:
         # Counted from the send, not the answer: P counts from the receipt, which lies between the two.
@@ -232,13 +246,9 @@ class PullConsumer:
         fetch.completed_at = now
         effects = self._settle(fetch)
         if fetch.claim in self._fetches:  # Unproved: ask again soon, at once if the last question is old.
-            fetch.next_renew = min(fetch.next_renew, fetch.renewed_at + self._renew_every_s(fetch))
+            fetch.next_renew = min(fetch.next_renew, fetch.renewed_at + self._ask_again_s)
             if now >= fetch.next_renew:
                 effects.append(self._renew(fetch, now))
-            # A producer that lives answers one of so many questions; computing here is always right.
-            if now + self._timers.silence_s < fetch.give_up_at:
-                fetch.give_up_at = now + self._timers.silence_s
-                fetch.is_only_unproved = True
         return effects
 
     def _settle(self, fetch: _Fetch) -> list[ConsumerEffect]:
@@ -253,8 +263,8 @@ class PullConsumer:
     def _is_proved(self, fetch: _Fetch, completed_at: float) -> bool:
         return completed_at < fetch.held_until
 
-    def _overdue(self, fetch: _Fetch) -> str:
-        if fetch.is_only_unproved:
+    def _overdue(self, fetch: _Fetch, now: float) -> str:
+        if now < fetch.give_up_at:
             return f"the producer has not answered for {self._timers.silence_s:g} s"
         if fetch.early:
             waited_for = "reads of an older run"

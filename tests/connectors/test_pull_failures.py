@@ -145,7 +145,8 @@ def test_under_policy_fail_it_is_promised_and_then_failed(world: World) -> None:
 
 
 def test_a_read_that_outlived_a_partition_is_not_believed(world: World) -> None:
-    p, d = world.engine("p"), world.engine("d")
+    patient = {"timers": {"silence_s": 100.0, "hold_s": 200.0}}
+    p, d = world.engine("p"), world.engine("d", extra=patient)
     world.network.hold()
     request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
     world.settle()
@@ -162,6 +163,19 @@ def test_a_read_that_outlived_a_partition_is_not_believed(world: World) -> None:
     assert d.read_out(request).valid_tokens == 0
     world.pass_time(31)
     world.assert_whole()
+
+
+def test_a_stopped_producer_is_given_up_while_its_reads_hang(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    world.network.hold()
+    request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
+    world.settle()
+    world.wire.is_cut = True
+    world.pass_time(15)
+    assert d.counted("failures") == {"the producer has not answered for 6 s": 1}
+    world.network.release()
+    world.settle()
+    assert d.read_out(request).valid_tokens == 0
 
 
 def test_a_lost_release_costs_only_time(world: World) -> None:

@@ -112,7 +112,7 @@ def test_who_cannot_be_found_costs_a_recompute(world: PushWorld, peer: str) -> N
     assert d.read_out(request).valid_tokens == 0
     (reason,) = d.counted("failures")
     assert reason == (
-        "the producer is another" if peer == P_PEER else "the producer has said nothing for 10 s"
+        "the producer is another" if peer == P_PEER else "the producer has said nothing for 6 s"
     )
     world.settle()
     world.assert_whole()

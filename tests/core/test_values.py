@@ -75,7 +75,7 @@ def test_the_default_timers_survive_two_lost_renewals() -> None:
         ({"loan_max_s": 150.0}, "loan_max_s"),
         ({"drift_max": 1.0}, "drift_max"),
         ({"silence_s": 4.0}, "silence_s"),
-        ({"hold_s": 10.0}, "hold_s"),
+        ({"hold_s": 6.0}, "hold_s"),
         ({"grant_every_s": 0.0}, "grant_every_s"),
     ],
 )

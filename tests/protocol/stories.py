@@ -89,7 +89,7 @@ from baton.protocol.push_consumer import PushConsumer
 from baton.protocol.push_producer import PushProducer
 from baton.protocol.ticket import Ticket
 
-TIMERS = Timers(ttl_s=8.0, deadline_s=30.0, loan_max_s=50.0, hold_s=20.0)  # Renews every 2 s.
+TIMERS = Timers(ttl_s=8.0, silence_s=10.0, deadline_s=30.0, loan_max_s=50.0, hold_s=20.0)  # Renews every 2 s.
 NUM_LAYERS = 2
 MODEL = ModelFingerprint(
     model="m", revision="r", dtype="bf16", num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=1, hash_seed="s"

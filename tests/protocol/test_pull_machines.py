@@ -1,5 +1,6 @@
 """What the transcripts do not show of the two lease machines: caps, false senders, timers."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -124,9 +125,9 @@ def test_the_lease_is_counted_from_the_question_less_the_drift() -> None:
 def test_a_short_answer_does_not_shorten_a_belief() -> None:
     consumer = PullConsumer(T)
     claim = fetching(consumer)
-    consumer.wake(T.renew_every_s)
-    consumer.receive(P, Renewed(LOAN, claim, 2, T.ttl_s), 8.0)
-    consumer.receive(P, Renewed(LOAN, claim, 1, 1.0), 8.0)
+    consumer.wake(T.round_trip_max_s)
+    consumer.receive(P, Renewed(LOAN, claim, 2, T.ttl_s), 2.0)
+    consumer.receive(P, Renewed(LOAN, claim, 1, 1.0), 2.0)
     assert consumer.is_held(claim, T.ttl_s)
 
 
@@ -137,6 +138,38 @@ def test_without_an_answer_a_finished_read_asks_every_round_trip() -> None:
     assert consumer.next_deadline == T.round_trip_max_s
     assert said(consumer.wake(1.0)) == [Renew(LOAN, claim, 2)]
     assert consumer.next_deadline == 2 * T.round_trip_max_s
+
+
+@pytest.mark.parametrize("stopped_at", [0.0, 0.001, 1.0, 7.4, 7.5, 7.6, 14.9, 15.1, 100.0])
+@pytest.mark.parametrize("is_queued", [True, False])
+def test_a_stopped_producer_costs_at_most_15_seconds(stopped_at: float, is_queued: bool) -> None:
+    """With default timers, while its reads hang, or before they have begun."""
+    consumer = PullConsumer(T)
+    reserved = consumer.reserve(LOAN, P, 0.0)
+    assert reserved is not None
+    claim, effects = reserved
+    if not is_queued:
+        consumer.start(claim, (PAIR,), 0.0)
+    now = 0.0
+    while not any(isinstance(effect, Fail) for effect in effects):
+        for renew in said(effects):
+            if isinstance(renew, Renew) and now < stopped_at:
+                consumer.receive(P, Renewed(LOAN, claim, renew.sequence, T.ttl_s), now)
+        now = consumer.next_deadline
+        assert now <= max(stopped_at, 0.0) + 15.0
+        effects = consumer.wake(now)
+
+
+def test_a_producer_that_answers_is_never_silent() -> None:
+    """However long its reads take, and with one answer lost of each two."""
+    consumer = PullConsumer(T)
+    claim = fetching(consumer)
+    while (now := consumer.next_deadline) < T.deadline_s:
+        for number, renew in enumerate(said(consumer.wake(now))):
+            assert isinstance(renew, Renew)
+            if renew.sequence % 2 and not number:
+                consumer.receive(P, Renewed(LOAN, claim, renew.sequence, T.ttl_s), now)
+    assert consumer.num_open == 1
 
 
 def test_every_claim_ends_once_and_its_blocks_come_back_once() -> None:
@@ -182,7 +215,13 @@ def test_belief_never_outlives_the_promise(
     ttl_s: float, receipt_after_s: float, answer_after_s: float, producer_rate: float, consumer_rate: float
 ) -> None:
     """True time against two clocks, each off by less than half of drift_max."""
-    timers = Timers(ttl_s=ttl_s, round_trip_max_s=min(ttl_s / 10, 5.0), loan_max_s=200.0 + 2 * ttl_s)
+    timers = Timers(
+        ttl_s=ttl_s,
+        round_trip_max_s=min(ttl_s / 10, 2.0),
+        silence_s=500.0,
+        hold_s=600.0,
+        loan_max_s=200.0 + 2 * ttl_s,
+    )
     producer, consumer = PullProducer(Epoch(5), timers), PullConsumer(timers)
     loan_id = lent(producer, 0.0)
     fetching(consumer, loan_id)

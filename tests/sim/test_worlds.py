@@ -16,12 +16,13 @@ SLICE = 500
 # its seed; when a change of the world moves it, `python -m baton.sim mutants` finds another.
 SEEDS = {
     ("pull", "claim_epoch"): 1615,
-    ("pull", "loan_cap"): 189,
-    ("pull", "incarnation"): 2363,
-    ("push", "drain_handed"): 622,
+    ("pull", "bound_ops"): 361,
+    ("pull", "loan_cap"): 516,
+    ("pull", "incarnation"): 4923,
+    ("push", "drain_handed"): 1070,
     ("push", "early_first"): 518,
     ("pull", "counters"): 260,
-    ("push", "counters"): 76,
+    ("push", "counters"): 688,
     ("push", "frame_mac"): 188,
 }
 TRIES = 300
