@@ -60,10 +60,21 @@ class Stopped(BatonError):
 class Child:
     """One process, leader of its own process group, its output in a file."""
 
-    def __init__(self, name: str, command: Sequence[str], *, env: Mapping[str, str], log_path: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log_path: Path,
+        keeps_log: bool = False,
+    ) -> None:
+        """`keeps_log`: what is in the file stays there."""
         self.name = name
+        self.command = command
+        self.env = env
         self.log_path = log_path
-        with log_path.open("wb") as log:
+        with log_path.open("ab" if keeps_log else "wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(_WITH_PARENT), str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
@@ -148,6 +159,13 @@ class Fleet:
         """`env` is added to the fleet's."""
         log_path = self.log_folder / f"{name}.log"
         child = Child(name, command, env={**self._env, **(env or {})}, log_path=log_path)
+        self.children.append(child)
+        return child
+
+    def start_again(self, ended: Child) -> Child:
+        """One that was forgotten, with the same command. Its log goes on in the same file."""
+        assert ended not in self.children
+        child = Child(ended.name, ended.command, env=ended.env, log_path=ended.log_path, keeps_log=True)
         self.children.append(child)
         return child
 

@@ -25,6 +25,9 @@ from baton.core.errors import ConfigError
 CONNECTORS = {"pull": "BatonPullConnector", "push": "BatonPushConnector"}
 STREAMS = ("off", "chunk", "layer")
 LOOPBACK = "127.0.0.1"
+ROUTER = "router"
+# Shorter than the router gives its streams: it can send the error events of its engines on when all end.
+ENGINE_SHUTDOWN_S = 2.0
 ROUTER_START_S = 120.0  # It takes a second; on a machine that is busy with engines, many.
 
 KVRole = Literal["kv_producer", "kv_consumer"]
@@ -57,6 +60,7 @@ class EngineArguments:
             "--served-model-name": self.served_model_name,
             "--kv-transfer-config": json.dumps(transfer_config) if transfer_config else None,
             "--drain-timeout-s": 0 if transfer_config else None,  # All end together: nobody comes for a loan.
+            "--shutdown-timeout-s": ENGINE_SHUTDOWN_S if transfer_config else None,
         }
         given = [text for key, value in options.items() if value is not None for text in (key, str(value))]
         return [sys.executable, "-m", "baton.cli", "serve", str(self.model), *given, *self.extra]
@@ -111,6 +115,12 @@ class SystemPlan:
     @property
     def engines(self) -> tuple[EnginePlan, ...]:
         return (*self.prefill, *self.decode, *self.single)
+
+    @property
+    def roles(self) -> tuple[tuple[str, ...], ...]:
+        """Names of processes, by the work that they do."""
+        engines = (self.prefill, self.decode, self.single)
+        return (*(tuple(engine.name for engine in role) for role in engines if role), (ROUTER,))
 
     @property
     def router_url(self) -> str:
@@ -173,7 +183,7 @@ def start_system(fleet: Fleet, plan: SystemPlan, *, timeout_s: float, console: C
     with _showing_start(console) as show:
         _start_engines(fleet, plan.engines, timeout_s, show)
         began_s = time.monotonic()
-        router = fleet.start("router", plan.router_command())
+        router = fleet.start(ROUTER, plan.router_command())
         show(router.name, None)
         fleet.wait_ready({router: f"{plan.router_url}/health"}, timeout_s=ROUTER_START_S)
         show(router.name, time.monotonic() - began_s)

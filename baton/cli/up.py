@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -42,12 +42,19 @@ def up(
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt plus answer.", min=1)] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name in the API.")] = None,
+    on_death: Annotated[
+        Literal["restart", "exit"],
+        typer.Option(
+            help="When a process dies: start it again, with a growing delay and up to 5 times in 10 minutes; "
+            "or stop all.",
+        ),
+    ] = "restart",
     log_dir: Annotated[Path, typer.Option(help="Folder for the logs.")] = Path(".baton/logs"),
     start_timeout_s: Annotated[
         float, typer.Option(help="For everything to be ready.", min=1)
     ] = START_TIMEOUT_S,
 ) -> None:
-    """Start engines and a router, and stop all of them on Ctrl-C or when one of them dies.
+    """Start engines and a router, start again what dies, and stop all of it on Ctrl-C.
 
     What follows `--` goes to each engine's `baton serve`, for example: baton up MODEL -- --max-num-seqs 64
     """
@@ -61,6 +68,7 @@ def up(
         is_port_free,
         raising_on_stop_signals,
     )
+    from baton.cli.supervision import supervise
     from baton.cli.system import EngineArguments, HandoffArguments, plan_system, start_system
     from baton.core.errors import ConfigError
 
@@ -104,6 +112,8 @@ def up(
                 soft_wrap=True,
             )
             console.print(_example(plan.router_url), soft_wrap=True, markup=False)
+            if on_death == "restart":
+                supervise(fleet, plan.roles, lambda line: console.print(line, markup=False, soft_wrap=True))
             ended = fleet.wait_exit(None)
             assert ended is not None
             raise ChildDied(ended)

@@ -1,8 +1,9 @@
-"""`baton up` with real engines: it serves, it ends as a whole, and it leaves nobody behind."""
+"""`baton up` with real engines: it serves, it mends itself, and it leaves no process behind."""
 
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,27 +69,45 @@ def assert_gone(family: list[psutil.Process]) -> None:
     assert alive == []
 
 
-@pytest.mark.timeout(START_S + 3 * END_S)
-def test_it_serves_handed_over_prompts_until_an_engine_dies_and_says_which(
-    small_model: Path, tmp_path: Path
-) -> None:
+@pytest.mark.timeout(START_S + 5 * END_S)
+def test_it_serves_handed_over_prompts_and_starts_again_what_dies(small_model: Path, tmp_path: Path) -> None:
     with up(small_model, tmp_path) as system:
-        family = system.family()
         prompt = list(range(300, 400))
-        answer = httpx.post(
-            f"{system.url}/v1/completions",
-            json={"prompt": prompt, "max_tokens": 4, "temperature": 0},
-            timeout=END_S,
-            trust_env=False,
-        )
+        answer = ask(system, prompt)
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-baton-prefill"] == "remote"
         assert answer.json()["usage"]["prompt_tokens"] == len(prompt)
-        system.serving("decode-0").kill()
+
+        # A stream of an engine that lives goes on while another one dies.
+        body = {"prompt": prompt, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{system.url}/v1/completions", json=body, timeout=END_S) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            system.serving("prefill-0").kill()
+            rest = list(lines)
+        assert rest[-2:] == ["data: [DONE]", ""]
+        assert not [line for line in rest if "error" in line]
+
+        deadline_s = time.monotonic() + START_S
+        while (answer := ask(system, prompt)).headers.get("x-baton-prefill") != "remote":
+            assert answer.status_code == 200, "the decode engine computes prompts meanwhile"
+            assert time.monotonic() < deadline_s
+        family = system.family()
+        system.process.send_signal(signal.SIGTERM)
         said, _ = system.process.communicate(timeout=END_S)
-        assert system.process.returncode == 1
-        assert "decode-0 was ended by SIGKILL" in said
+        assert "prefill-0 was ended by SIGKILL: starting it again in 1 s" in said
+        assert said.endswith("stopped\n")
+        assert system.process.returncode == 0
         assert_gone(family)
+
+
+def ask(system: Up, prompt: list[int]) -> httpx.Response:
+    return httpx.post(
+        f"{system.url}/v1/completions",
+        json={"prompt": prompt, "max_tokens": 4, "temperature": 0},
+        timeout=END_S,
+        trust_env=False,
+    )
 
 
 @pytest.mark.timeout(START_S + 3 * END_S)
