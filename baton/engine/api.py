@@ -3,6 +3,7 @@
 Imports no torch and reads no clock: the server, the scheduler and the simulator all speak it.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -13,6 +14,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_LOGPROBS = 20
 SAMPLING_EPS = 1e-5
+_ITEM_BYTES = 4  # Of an int32 and of a float32.
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +95,48 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top: tuple[TokenLogprob, ...]
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Of N consecutive tokens of a prompt, as raw arrays: objects of a long one would block an event loop.
+
+    W is 1 + the number of most likely tokens: a row has the prompt's token first, then those, best first.
+    """
+
+    width: int  # W.
+    token_ids: bytes  # int32 [N, W].
+    logprobs: bytes  # float32 [N, W].
+    ranks: bytes  # int32 [N], of the prompt's tokens.
+
+    def __len__(self) -> int:
+        return len(self.ranks) // _ITEM_BYTES
+
+    @classmethod
+    def joined(cls, parts: Sequence["PromptLogprobs"], *, width: int) -> "PromptLogprobs":
+        return cls(
+            width,
+            b"".join(part.token_ids for part in parts),
+            b"".join(part.logprobs for part in parts),
+            b"".join(part.ranks for part in parts),
+        )
+
+    def rows(self, start: int, stop: int) -> list[TokenLogprobs]:
+        """Rows `start` to `stop`, or to the end."""
+        width = self.width
+        span = slice(start * width * _ITEM_BYTES, stop * width * _ITEM_BYTES)
+        token_ids = memoryview(self.token_ids[span]).cast("i").tolist()
+        logprobs = memoryview(self.logprobs[span]).cast("f").tolist()
+        ranks = memoryview(self.ranks[start * _ITEM_BYTES : stop * _ITEM_BYTES]).cast("i").tolist()
+        entries = []
+        for index, rank in enumerate(ranks):
+            first, *top = zip(
+                token_ids[index * width : (index + 1) * width],
+                logprobs[index * width : (index + 1) * width],
+                [rank, *range(1, width)],
+                strict=True,
+            )
+            entries.append(TokenLogprobs(TokenLogprob(*first), tuple(TokenLogprob(*one) for one in top)))
+        return entries
+
+
 class RequestError(msgspec.Struct, frozen=True):
     """Why a request ended without an answer, for its client."""
 
@@ -111,8 +155,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     new_token_ids: list[int]
     new_logprobs: list[TokenLogprobs] | None = None
-    # With the first token, if they were asked for: one entry for each token of the prompt but the first.
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    # With the first token, if they were asked for: a row for each token of the prompt but the first.
+    prompt_logprobs: PromptLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # The stop id that ended it, if one did.
     error: RequestError | None = None  # With finish_reason "error".

@@ -22,6 +22,7 @@ from baton.engine.api import (
     EngineOutput,
     EngineRequest,
     FinishReason,
+    PromptLogprobs,
     RequestError,
     SamplingParams,
     TokenLogprobs,
@@ -40,7 +41,7 @@ class Completion:
     prompt_token_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] | None = None  # Of the prompt's tokens but the first.
+    prompt_logprobs: PromptLogprobs | None = None  # Of the prompt's tokens but the first.
     finish_reason: FinishReason | None = None
     error: RequestError | None = None
     kv_transfer_params: dict[str, Any] | None = None

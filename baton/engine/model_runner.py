@@ -22,12 +22,12 @@ import torch
 
 from baton.contract.base import KVConnectorMetadata, KVConnectorWorkerHalf
 from baton.core.config import EngineConfig
-from baton.engine.api import TokenLogprobs
+from baton.engine.api import PromptLogprobs
 from baton.engine.connector_step import ConnectorStep
 from baton.engine.forward_context import ForwardContext
 from baton.engine.graphs import DecodeGraphs
 from baton.engine.input_batch import InputBatch, IntArray, ScoredPrompt, StepInput
-from baton.engine.sampler import Sampler, SamplingRow, token_logprobs
+from baton.engine.sampler import Sampler, SamplingRow, prompt_logprobs
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
 WARM_UP_TOKENS = 8
@@ -164,13 +164,13 @@ class ModelRunner:
         """`hidden`: of the tokens `wanted`. A few rows at a time: a whole chunk's logits are gigabytes."""
         for scored in scored_prompts:
             first = int(np.searchsorted(wanted, scored.first_row))
-            entries: list[TokenLogprobs] = []
+            parts: list[PromptLogprobs] = []
             for start in range(0, len(scored.token_ids), SCORED_ROWS):
                 token_ids = scored.token_ids[start : start + SCORED_ROWS]
                 rows = hidden[first + start : first + start + len(token_ids)]
-                num_top = [scored.num_top] * len(token_ids)
-                entries += token_logprobs(self._model.compute_logits(rows), token_ids, num_top)
-            result.prompt_logprobs[scored.req_id] = (scored.first_position, entries)
+                parts.append(prompt_logprobs(self._model.compute_logits(rows), token_ids, scored.num_top))
+            joined = PromptLogprobs.joined(parts, width=parts[0].width)
+            result.prompt_logprobs[scored.req_id] = (scored.first_position, joined)
 
     def _learn(self, token_ids: list[int]) -> None:
         rows = self._untold_rows.popleft()

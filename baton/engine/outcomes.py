@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from baton.engine.api import EngineOutput, RequestError, TokenLogprobs
+from baton.engine.api import EngineOutput, PromptLogprobs, RequestError, TokenLogprobs
 from baton.engine.connector_calls import ConnectorCalls
 from baton.engine.in_flight import InFlight, KeptEnd
 from baton.engine.kv_cache import KVCache
@@ -133,7 +133,7 @@ class Outcomes:
         *,
         token_ids: list[int] | None = None,
         logprobs: list[TokenLogprobs] | None = None,
-        prompt_logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
         stop_token_id: int | None = None,
         error: RequestError | None = None,
     ) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from baton.core.hashing import HASH_SEED, BlockHash, block_hash, extra_key, root_hash
 from baton.core.prefilled import PrefilledTokens
-from baton.engine.api import EngineRequest, FinishReason, TokenLogprobs
+from baton.engine.api import EngineRequest, FinishReason, PromptLogprobs, TokenLogprobs
 from baton.engine.prefilled import prefilled_by
 
 
@@ -54,6 +54,7 @@ class Request:
         "_block_size",
         "_extra",
         "_hash_seed",
+        "_prompt_logprobs",
         "arrival_time",
         "asks_connector",
         "block_hashes",
@@ -71,7 +72,6 @@ class Request:
         "order",
         "output_logprobs",
         "priority",
-        "prompt_logprobs",
         "prompt_token_ids",
         "request_id",
         "sampling_params",
@@ -110,7 +110,7 @@ class Request:
         self.num_transferred_tokens = 0
         self.output_logprobs: list[TokenLogprobs] = []  # Of all output tokens, if anybody may ask for them.
         # Of the prompt's tokens behind the first, as far as computed. None: not wanted, or handed out.
-        self.prompt_logprobs: list[TokenLogprobs] | None = None if sampling.prompt_logprobs is None else []
+        self._prompt_logprobs: list[PromptLogprobs] | None = None if sampling.prompt_logprobs is None else []
         # vLLM's name, which connectors read: the whole prompt is computed here, without cache or load.
         self.skip_reading_prefix_cache = sampling.prompt_logprobs is not None
         self.is_known_to_ranks = False
@@ -167,17 +167,21 @@ class Request:
         """The output so far, as a connector hands it to the engine that goes on behind it."""
         return prefilled_by(self)
 
-    def add_prompt_logprobs(self, position: int, entries: list[TokenLogprobs]) -> None:
+    def add_prompt_logprobs(self, position: int, part: PromptLogprobs) -> None:
         """Of the tokens from `position` on. A preempted request computes its prompt from the start again."""
-        if self.prompt_logprobs is None:
+        if self._prompt_logprobs is None:
             return
-        assert 1 <= position <= len(self.prompt_logprobs) + 1, "chunks of a prompt are computed in order"
-        self.prompt_logprobs[position - 1 :] = entries
+        if position == 1:
+            self._prompt_logprobs.clear()
+        assert position == 1 + sum(map(len, self._prompt_logprobs)), "chunks of a prompt come in order"
+        self._prompt_logprobs.append(part)
 
-    def take_prompt_logprobs(self) -> list[TokenLogprobs] | None:
+    def take_prompt_logprobs(self) -> PromptLogprobs | None:
         """All of them, once: when the first token is there, so is the whole prompt."""
-        taken, self.prompt_logprobs = self.prompt_logprobs, None
-        return taken
+        parts, self._prompt_logprobs = self._prompt_logprobs, None
+        if parts is None:
+            return None
+        return PromptLogprobs.joined(parts, width=parts[0].width if parts else 1)
 
     def append_output_token(self, token_id: int) -> None:
         self._all_token_ids.append(token_id)

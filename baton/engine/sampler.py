@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.api import SamplingParams, TokenLogprob, TokenLogprobs
+from baton.engine.api import PromptLogprobs, SamplingParams, TokenLogprob, TokenLogprobs
 
 Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
@@ -92,6 +92,7 @@ class SamplingRow:
     blocked_token_ids: tuple[int, ...]  # Not before `min_tokens`: the ids that would end the output.
     counts: TokenCounts | None
     output: list[int] | None  # So far; only if a bad word has several tokens.
+    _forbidden: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -122,6 +123,15 @@ class SamplingRow:
             self.counts = TokenCounts(prompt, output)
         if self.output is not None:
             self.output = list(output)
+
+    def forbidden(self, vocab_size: int, device: torch.device) -> torch.Tensor:
+        """Bool [V]: what `allowed_token_ids` leaves out. Made once: the list may have all of V."""
+        if self._forbidden is None:
+            allowed = np.array(self.params.allowed_token_ids, np.int64)
+            mask = np.ones(vocab_size, np.bool_)
+            mask[allowed[allowed < vocab_size]] = False
+            self._forbidden = torch.from_numpy(mask).to(device)
+        return self._forbidden
 
     def banned_token_ids(self) -> list[int]:
         """Tokens that would complete a bad word now."""
@@ -159,10 +169,9 @@ class _Plan:
             if 0 <= token < vocab_size
         ]
         self.restricted = [row for row, state in enumerate(rows) if state.params.allowed_token_ids]
-        self.forbidden_AV = torch.ones((len(self.restricted), vocab_size), dtype=torch.bool, device=device)
-        for index, row in enumerate(self.restricted):
-            allowed = [token for token in rows[row].params.allowed_token_ids or () if token < vocab_size]
-            self.forbidden_AV[index, torch.tensor(allowed, device=device)] = False
+        if self.restricted:
+            masks = [rows[row].forbidden(vocab_size, device) for row in self.restricted]
+            self.forbidden_AV = torch.stack(masks)
         self.with_bad_words = [row for row, state in enumerate(rows) if state.params.bad_words_token_ids]
         self.blocked = [row for row, state in enumerate(rows) if state.blocked_token_ids]
         self.penalised = [row for row, state in enumerate(rows) if state.counts is not None]
@@ -349,31 +358,39 @@ def _logprobs(logits_BV: torch.Tensor, plan: _Plan, token_ids: list[int]) -> dic
     if not plan.with_logprobs:
         return {}
     wanted = [plan.rows[row].params.logprobs or 0 for row in plan.with_logprobs]
+    logprobs_LV = logits_BV[plan.with_logprobs].log_softmax(dim=-1)
     chosen_ids = [token_ids[row] for row in plan.with_logprobs]
-    entries = token_logprobs(logits_BV[plan.with_logprobs], chosen_ids, wanted)
-    return dict(zip(plan.with_logprobs, entries, strict=True))
-
-
-def token_logprobs(
-    logits_LV: torch.Tensor, chosen_ids: Sequence[int], wanted: Sequence[int]
-) -> list[TokenLogprobs]:
-    """Of `chosen_ids[i]` by the raw logits of row i, and of its `wanted[i]` most likely tokens."""
-    logprobs_LV = logits_LV.log_softmax(dim=-1)
-    chosen_L1 = logprobs_LV.gather(1, torch.tensor(chosen_ids, device=logits_LV.device)[:, None])
+    chosen_L1 = logprobs_LV.gather(1, torch.tensor(chosen_ids, device=logits_BV.device)[:, None])
     ranks: list[int] = ((logprobs_LV > chosen_L1).sum(dim=-1) + 1).tolist()
     chosen: list[float] = chosen_L1[:, 0].tolist()
-    top = logprobs_LV.topk(min(max(wanted), logits_LV.shape[1]), dim=-1)
+    top = logprobs_LV.topk(min(max(wanted), logits_BV.shape[1]), dim=-1)
     top_ids: list[list[int]] = top.indices.tolist()
     top_values: list[list[float]] = top.values.tolist()
-    return [
-        TokenLogprobs(
+    return {
+        row: TokenLogprobs(
             chosen=TokenLogprob(chosen_ids[i], chosen[i], ranks[i]),
             top=tuple(
                 TokenLogprob(token, value, rank)
                 for rank, (token, value) in enumerate(
-                    zip(top_ids[i][:count], top_values[i][:count], strict=True), start=1
+                    zip(top_ids[i][: wanted[i]], top_values[i][: wanted[i]], strict=True), start=1
                 )
             ),
         )
-        for i, count in enumerate(wanted)
-    ]
+        for i, row in enumerate(plan.with_logprobs)
+    }
+
+
+def prompt_logprobs(logits_LV: torch.Tensor, token_ids: Sequence[int], num_top: int) -> PromptLogprobs:
+    """Of `token_ids[i]` by the raw logits of row i, and of the `num_top` most likely tokens."""
+    logprobs_LV = logits_LV.log_softmax(dim=-1)
+    ids_L1 = torch.tensor(token_ids, device=logits_LV.device)[:, None]
+    own_L1 = logprobs_LV.gather(1, ids_L1)
+    ranks_L = (logprobs_LV > own_L1).sum(dim=-1) + 1
+    top = logprobs_LV.topk(min(num_top, logits_LV.shape[1]), dim=-1)
+    ids_LW = torch.cat((ids_L1, top.indices), dim=1)
+    return PromptLogprobs(
+        ids_LW.shape[1],
+        ids_LW.to(torch.int32).cpu().numpy().tobytes(),
+        torch.cat((own_L1, top.values), dim=1).cpu().numpy().tobytes(),
+        ranks_L.to(torch.int32).cpu().numpy().tobytes(),
+    )

@@ -264,10 +264,10 @@ class Scheduler:
     def _take_tokens(self, result: ModelRunnerOutput, failures: LoadFailures) -> None:
         requests, take_tokens = self._outcomes.requests, self._outcomes.take_tokens
         any_finished = False
-        for request_id, (position, entries) in result.prompt_logprobs.items():
+        for request_id, (position, part) in result.prompt_logprobs.items():
             request = requests.get(request_id)
             if request is not None and self._counts_for(request, failures):
-                request.add_prompt_logprobs(position, entries)
+                request.add_prompt_logprobs(position, part)
         for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
             request = requests.get(request_id)
             if not token_ids or request is None or not self._counts_for(request, failures):

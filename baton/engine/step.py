@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from baton.engine.api import SamplingParams, TokenLogprobs
+from baton.engine.api import PromptLogprobs, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from baton.contract import KVConnectorMetadata, KVConnectorOutput
@@ -73,8 +73,8 @@ class ModelRunnerOutput:
     req_ids: list[str] = field(default_factory=list)
     sampled_token_ids: list[list[int]] = field(default_factory=list)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
-    # Of the prompts' tokens: where the first of them stands in the prompt, and an entry for each.
-    prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)
+    # Of the prompts' tokens: where the first of them stands in the prompt, and a row for each.
+    prompt_logprobs: dict[str, tuple[int, PromptLogprobs]] = field(default_factory=dict)
     kv_connector_output: KVConnectorOutput | None = None
     connector_error: str | None = None  # What a worker half raised; contained, and already logged.
     loads_failed: bool = False  # It did so before this step's loads had begun: they will not be reported.

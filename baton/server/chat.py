@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from baton.core.errors import UserError
-from baton.engine.api import TokenLogprobs
+from baton.engine.api import PromptLogprobs, TokenLogprobs
 from baton.server.collect import TokenCount, collect
 from baton.server.logprobs import LogprobFormat
 from baton.server.protocol.chat import (
@@ -23,7 +23,7 @@ from baton.server.protocol.chat import (
     plain_messages,
     plain_tools,
 )
-from baton.server.protocol.logprob import PromptLogprobs
+from baton.server.protocol.logprob import ShownPromptLogprobs
 from baton.server.protocol.sampling import check_logprobs
 from baton.server.protocol.usage import Usage
 from baton.server.samples import Piece, RunningSamples, Sample
@@ -60,7 +60,7 @@ class ChatWork:
             ],
             usage=answer.usage,
             prompt_token_ids=self._prompt_token_ids,
-            prompt_logprobs=self._prompt_logprobs(answer.choices[0].prompt_logprobs),
+            prompt_logprobs=await self._prompt_logprobs(answer.choices[0].prompt_logprobs),
             kv_transfer_params=answer.kv_transfer_params,
         )
 
@@ -121,8 +121,8 @@ class ChatWork:
             return None
         return self._format.chat(logprobs, num_top=self.request.top_logprobs or 0)
 
-    def _prompt_logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> PromptLogprobs | UnsetType:
-        return UNSET if logprobs is None else self._format.prompt(logprobs)
+    async def _prompt_logprobs(self, logprobs: PromptLogprobs | None) -> ShownPromptLogprobs | UnsetType:
+        return UNSET if logprobs is None else await self._format.prompt(logprobs)
 
     @property
     def _format(self) -> LogprobFormat:

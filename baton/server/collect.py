@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from baton.engine.api import TokenLogprobs
+from baton.engine.api import PromptLogprobs, TokenLogprobs
 from baton.server.protocol.usage import PromptTokensDetails, Usage
 from baton.server.samples import Finish, Piece, RunningSamples, Sample
 
@@ -20,7 +20,7 @@ class Choice:
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
-    prompt_logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: PromptLogprobs | None
     finish: Finish
 
     @classmethod

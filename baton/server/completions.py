@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from baton.core.errors import UserError
-from baton.engine.api import TokenLogprobs
+from baton.engine.api import PromptLogprobs, TokenLogprobs
 from baton.server.collect import TokenCount, collect
 from baton.server.logprobs import LogprobFormat
 from baton.server.protocol.completion import (
@@ -43,7 +43,7 @@ class CompletionWork:
                 CompletionChoice(
                     index=choice.sample.index,
                     text=self.text(choice.sample, choice.text, is_first=True),
-                    logprobs=self.logprobs(choice.sample, choice.logprobs, choice.prompt_logprobs),
+                    logprobs=await self.logprobs(choice.sample, choice.logprobs, choice.prompt_logprobs),
                     finish_reason=choice.finish.reason,
                     stop_reason=choice.finish.stop_reason,
                     token_ids=choice.token_ids if self.request.return_token_ids else UNSET,
@@ -51,7 +51,7 @@ class CompletionWork:
                     prompt_logprobs=(
                         UNSET
                         if choice.prompt_logprobs is None
-                        else self._format.prompt(choice.prompt_logprobs)
+                        else await self._format.prompt(choice.prompt_logprobs)
                     ),
                 )
                 for choice in answer.choices
@@ -66,7 +66,7 @@ class CompletionWork:
         async with RunningSamples(self.service.engine, self.samples, self.service.metrics) as running:
             async for piece in running.pieces():
                 count.add(piece)
-                if (chunk := stream.chunk(piece)) is not None:
+                if (chunk := await stream.chunk(piece)) is not None:
                     yield chunk
         if self.request.includes_usage:
             yield self.body(choices=[], usage=count.usage())
@@ -85,11 +85,11 @@ class CompletionWork:
         echo = self.echoes[sample.prompt_index] if is_first else ""
         return echo if self.shows_prompt_only else echo + generated
 
-    def logprobs(
+    async def logprobs(
         self,
         sample: Sample,
         logprobs: Sequence[TokenLogprobs],
-        prompt_logprobs: Sequence[TokenLogprobs] | None,
+        prompt_logprobs: PromptLogprobs | None,
         *,
         offset: int = 0,
     ) -> CompletionLogprobs | None:
@@ -99,11 +99,9 @@ class CompletionWork:
             return None
         if not self.request.echo or prompt_logprobs is None:
             return self._format.completion(logprobs, num_top=num_top, offset=offset)
-        return self._format.completion(
-            [*prompt_logprobs, *(() if self.shows_prompt_only else logprobs)],
-            num_top=num_top,
-            first_token_id=sample.request.prompt_token_ids[0],
-        )
+        first_token_id = sample.request.prompt_token_ids[0]
+        shown = () if self.shows_prompt_only else logprobs
+        return await self._format.echo(first_token_id, prompt_logprobs, shown, num_top=num_top)
 
     @property
     def _format(self) -> LogprobFormat:
@@ -123,7 +121,7 @@ class _ChunkStream:
         self._count = count
         self._num_shown: dict[int, int] = {}  # By choice: characters of its tokens so far, for offsets.
 
-    def chunk(self, piece: Piece) -> Completion | None:
+    async def chunk(self, piece: Piece) -> Completion | None:
         """None when the piece has nothing to show yet."""
         work, sample = self._work, piece.sample
         is_first = sample.index not in self._num_shown
@@ -133,7 +131,7 @@ class _ChunkStream:
         if not (text or piece.finish or wants_tokens):
             return None
         offset = self._num_shown.get(sample.index, 0)
-        logprobs = work.logprobs(sample, piece.logprobs, piece.prompt_logprobs, offset=offset)
+        logprobs = await work.logprobs(sample, piece.logprobs, piece.prompt_logprobs, offset=offset)
         self._num_shown[sample.index] = offset + sum(map(len, logprobs.tokens if logprobs else ()))
         usage: Usage | UnsetType | None = None if work.request.includes_usage else UNSET
         if work.request.includes_continuous_usage:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from baton.engine.api import EngineOutput, EngineRequest, SchedulerStats, TokenLogprobs
+from baton.engine.api import EngineOutput, EngineRequest, PromptLogprobs, SchedulerStats, TokenLogprobs
 from baton.server.errors import ApiError
 from baton.server.metrics import ServerMetrics
 from baton.server.text import SampleText
@@ -82,7 +82,7 @@ class Piece:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] | None = None  # With the first token, if they were asked for.
+    prompt_logprobs: PromptLogprobs | None = None  # With the first token, if they were asked for.
     finish: Finish | None = None
 
 

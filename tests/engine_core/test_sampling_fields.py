@@ -8,7 +8,7 @@ import torch
 
 from baton.contract.factory import load_factory
 from baton.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from baton.engine.api import SamplingParams, TokenLogprobs
+from baton.engine.api import PromptLogprobs, SamplingParams
 from baton.engine.llm import LLM
 from baton.engine.queues import RequestQueues
 from baton.engine.request import Request
@@ -46,8 +46,10 @@ def expected(reference: Callable[[list[int]], torch.Tensor]) -> Logprobs:
     return [reference(prompt).log_softmax(-1) for prompt in PROMPTS]
 
 
-def check(prompt: list[int], found: list[TokenLogprobs] | None, expected: torch.Tensor) -> None:
-    assert found is not None
+def check(prompt: list[int], raw: PromptLogprobs | None, expected: torch.Tensor) -> None:
+    assert raw is not None
+    found = raw.rows(0, len(raw))
+    assert raw.rows(1, 3) == found[1:3]
     assert [entry.chosen.token_id for entry in found] == prompt[1:]
     for entry, logprobs in zip(found, expected, strict=False):
         chosen = entry.chosen

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from baton.engine.api import (
     EngineOutput,
     EngineRequest,
     FinishReason,
+    PromptLogprobs,
     SchedulerStats,
     TokenLogprob,
     TokenLogprobs,
@@ -207,11 +209,18 @@ class ScriptedEngine:
             raise EngineDeadError("killed by the test")
 
 
-def _prompt_logprobs(request: EngineRequest) -> list[TokenLogprobs] | None:
+def _prompt_logprobs(request: EngineRequest) -> PromptLogprobs | None:
     count = request.sampling_params.prompt_logprobs
     if count is None:
         return None
-    return [_logprobs(token, count) for token in request.prompt_token_ids[1:]]
+    entries = [_logprobs(token, count) for token in request.prompt_token_ids[1:]]
+    shown = [one for entry in entries for one in (entry.chosen, *entry.top)]
+    return PromptLogprobs(
+        1 + min(count, 3),
+        array("i", [one.token_id for one in shown]).tobytes(),
+        array("f", [one.logprob for one in shown]).tobytes(),
+        array("i", [entry.chosen.rank for entry in entries]).tobytes(),
+    )
 
 
 def _logprobs(token: int, count: int) -> TokenLogprobs:

@@ -11,5 +11,5 @@ class PromptLogprob(msgspec.Struct, frozen=True):
     decoded_token: str
 
 
-PromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
+ShownPromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
 """One entry for each token of the prompt, null for the first: the token itself, then the likeliest ones."""
