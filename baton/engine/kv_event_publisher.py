@@ -18,6 +18,7 @@ word.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import threading
 from collections import deque
@@ -154,9 +155,19 @@ def _attach(socket: zmq.Socket[bytes], endpoint: str, field: str) -> str:
         if not is_ours:
             socket.connect(endpoint)
             return endpoint
+        socket.setsockopt(zmq.IPV6, "::" in host)
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         raise ConfigError(f"cannot be used: {error}", field=f"kv_events_config.{field}") from error
-    if endpoint.startswith(("tcp://*", "tcp://0.0.0.0", "tcp://::", "tcp://[::]")):
+    if endpoint.startswith("tcp://") and not _is_loopback(host.rpartition(":")[0].strip("[]")):
         logger.warning("KV events, which hold token ids, are readable by whoever reaches %s", endpoint)
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # "*", or the name of an interface.

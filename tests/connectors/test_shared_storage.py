@@ -131,6 +131,18 @@ def test_swapped_files_are_nobodys(start: Start, tmp_path: Path) -> None:
         assert by_b.num_transferred_tokens == 0
 
 
+def test_while_a_secret_is_replaced_what_the_old_one_signed_is_read(start: Start, tmp_path: Path) -> None:
+    old, new = b"the old secret of the cluster", b"the new secret of the cluster"
+    prompt = prompt_of(43)
+    said_by_a = fill(start(storage(tmp_path), secret=ClusterSecret(old)), tmp_path, prompt, num_files=6)
+    (by_both,) = start(storage(tmp_path), secret=ClusterSecret(new, old)).generate([prompt], GREEDY)
+    assert by_both.token_ids == said_by_a
+    assert by_both.num_transferred_tokens == 40
+    (by_new,) = start(storage(tmp_path), secret=ClusterSecret(new)).generate([prompt], GREEDY)
+    assert by_new.token_ids == said_by_a
+    assert by_new.num_transferred_tokens == 0
+
+
 def test_another_model_another_secret_another_chunk_find_nothing(
     start: Start, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -243,8 +243,8 @@ def test_nothing_is_written_before_every_rank_has_its_copy(tmp_path: Path) -> No
 
 def test_without_a_handshake_of_ours_the_ranks_reports_tell_the_layout(tmp_path: Path) -> None:
     halves = Halves.start(tmp_path, num_ranks=2)
-    assert halves.step(EMPTY).namespace is None
-    assert halves.step(EMPTY).namespace is not None
+    assert halves.step(EMPTY).namespaces == ()
+    assert halves.step(EMPTY).namespaces
     halves.close()
 
 
@@ -252,9 +252,9 @@ def test_an_empty_order_in_place_of_a_lost_one_changes_nothing(tmp_path: Path) -
     halves = Halves.start(tmp_path)
     halves.shake_hands()
     (half,) = halves.ranks
-    half.bind_connector_metadata(StorageMetadata(step=1, namespace="n", saves=(SaveChunk(b"1", (0, 1)),)))
+    half.bind_connector_metadata(StorageMetadata(step=1, namespaces=("n",), saves=(SaveChunk(b"1", (0, 1)),)))
     half.wait_for_save()
-    half.bind_connector_metadata(StorageMetadata(step=2, namespace="n", write=(1,)))
+    half.bind_connector_metadata(StorageMetadata(step=2, namespaces=("n",), write=(1,)))
     half.bind_connector_metadata(StorageMetadata())
     halves.close()
     assert len(files_in(tmp_path)) == 1
@@ -267,11 +267,11 @@ def test_copies_that_wait_to_be_written_are_bounded(tmp_path: Path) -> None:
     of_chunk = 2 * BLOCK * 4 * 4  # Bytes.
     half._backlog_bytes = (1 << 20) - of_chunk
     metadata = StorageMetadata(
-        step=1, namespace="n", saves=(SaveChunk(b"1", (0, 1)), SaveChunk(b"2", (2, 3)))
+        step=1, namespaces=("n",), saves=(SaveChunk(b"1", (0, 1)), SaveChunk(b"2", (2, 3)))
     )
     half.bind_connector_metadata(metadata)
     half.wait_for_save()
-    half.bind_connector_metadata(StorageMetadata(step=2, namespace="n", drop=(1,)))
+    half.bind_connector_metadata(StorageMetadata(step=2, namespaces=("n",), drop=(1,)))
     stats = half.get_kv_connector_stats()
     assert stats is not None
     assert stats.data["not_saved"] == {"backlog": 1, "tainted": 1}
@@ -289,10 +289,10 @@ def test_what_cannot_be_written_is_counted_and_told_now_and_then(
     (tmp_path / "n").write_text("a file where the folder should be")
     for step in range(1, 12):
         half.bind_connector_metadata(
-            StorageMetadata(step=step, namespace="n", saves=(SaveChunk(bytes([step]), (0, 1)),))
+            StorageMetadata(step=step, namespaces=("n",), saves=(SaveChunk(bytes([step]), (0, 1)),))
         )
         half.wait_for_save()
-        half.bind_connector_metadata(StorageMetadata(step=20 + step, namespace="n", write=(step,)))
+        half.bind_connector_metadata(StorageMetadata(step=20 + step, namespaces=("n",), write=(step,)))
         wait_for(lambda: half._backlog_bytes == 0)
         now[0] += 5.0
     stats = half.get_kv_connector_stats()
@@ -359,7 +359,7 @@ def test_a_read_that_hangs_costs_its_own_load_and_while_all_hang_no_load_waits(t
 
     def load(step: int, **keys: bytes) -> None:
         loads = tuple(LoadChunks(name, (ChunkPart(key, (1,)),)) for name, key in keys.items())
-        half.bind_connector_metadata(StorageMetadata(step=step, namespace="n", loads=loads))
+        half.bind_connector_metadata(StorageMetadata(step=step, namespaces=("n",), loads=loads))
 
     load(1, stuck=b"hangs", free=b"free")
     wait_for(lambda: "free" in finished())

@@ -182,6 +182,24 @@ def test_an_endpoint_that_cannot_be_used_is_named(publisher: Publish, field: str
         publisher(**{field: endpoint})
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "warns"),
+    [
+        ("tcp://127.0.0.1:*", False),
+        ("tcp://[::1]:*", False),
+        ("tcp://localhost:*", False),
+        ("tcp://*:*", True),
+        ("tcp://[::]:*", True),
+        ("tcp://[::ffff:0.0.0.0]:*", True),
+    ],
+)
+def test_an_endpoint_beyond_the_loopback_is_warned_about(
+    publisher: Publish, caplog: pytest.LogCaptureFixture, endpoint: str, warns: bool
+) -> None:
+    publisher(endpoint=endpoint)
+    assert ("readable by whoever reaches" in caplog.text) == warns
+
+
 def test_a_port_that_is_taken_is_a_configuration_error(publisher: Publish) -> None:
     taken = publisher()
     with pytest.raises(ConfigError, match=r"kv_events_config\.endpoint.*in use"):

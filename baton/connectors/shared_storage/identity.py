@@ -78,15 +78,22 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
         return kinds_of(self.groups, chunk_blocks=self.chunk_blocks, block_tokens=self.block_tokens)
 
     @property
-    def signing_key(self) -> bytes:
-        """Of the files' checksums: nobody without the cluster secret, if there is one, can forge a file."""
-        return b"" if self.secret is None else self.secret.derive(KEY_PURPOSE)
+    def signing_keys(self) -> tuple[bytes, ...]:
+        """Keys of the files' checksums. The first one signs; that of the previous secret is accepted as well.
 
-    def namespace(self, layouts: Mapping[int, str]) -> str:
-        """A folder's name. `layouts`: each rank's `layout_digest`."""
+        With them a checksum is a signature. Only with `insecure_no_secret` the key is empty, and a checksum
+        shows accidents alone.
+        """
+        return (b"",) if self.secret is None else self.secret.derive_all(KEY_PURPOSE)
+
+    def namespaces(self, layouts: Mapping[int, str]) -> tuple[str, ...]:
+        """The folder's name for each of `signing_keys`. `layouts`: each rank's `layout_digest`."""
+        return tuple(self._namespace(layouts, key) for key in self.signing_keys)
+
+    def _namespace(self, layouts: Mapping[int, str], signing_key: bytes) -> str:
         assert len(layouts) == self.num_ranks
         # The key by its digest: engines with another one would take our files for corrupted, and remove them.
-        signed_by = hashlib.blake2b(b"", key=self.signing_key, digest_size=NAMESPACE_BYTES).hexdigest()
+        signed_by = hashlib.blake2b(b"", key=signing_key, digest_size=NAMESPACE_BYTES).hexdigest()
         parts = [FORMAT, msgspec.structs.asdict(self.fingerprint), self.chunk_tokens, signed_by]
         if is_hybrid(self.groups):
             # Of each layer; into how many groups those of one window are cut, no file shows.

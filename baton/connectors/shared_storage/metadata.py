@@ -49,7 +49,9 @@ class LoadChunks:
 @dataclass(frozen=True, slots=True)
 class StorageMetadata(KVConnectorMetadata):
     step: int = 0
-    namespace: str | None = None  # None: not known yet, for want of the ranks' layouts.
+    # Where files are written, and after a change of the secret, where they are read as well. Empty: the
+    # ranks' layouts are not known yet.
+    namespaces: tuple[str, ...] = ()
     loads: tuple[LoadChunks, ...] = ()
     saves: tuple[SaveChunk, ...] = ()
     write: tuple[int, ...] = ()  # Steps that are proved right: what was copied in them may be written.

@@ -65,7 +65,7 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         _make(self._folder, for_group=settings.group_access)
         self._wake: Callable[[], None] = lambda: None
         self._layouts: dict[int, str] = {}  # By rank.
-        self._namespace: str | None = None
+        self._namespaces: tuple[str, ...] = ()  # Of the current secret, and of the previous one.
         self._prompts: dict[str, Prompt] = {}
         self._step = 0
         self._loads: list[LoadChunks] = []
@@ -164,13 +164,13 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
         self._step += 1
-        saves = self._find_saves(scheduler_output) if self._identity.saves and self._namespace else []
+        saves = self._find_saves(scheduler_output) if self._identity.saves and self._namespaces else []
         loads, self._loads = self._loads, []
         write, self._write = self._write, []
         drop, self._drop = self._drop, []
         return StorageMetadata(
             step=self._step,
-            namespace=self._namespace,
+            namespaces=self._namespaces,
             loads=tuple(loads),
             saves=tuple(saves),
             write=tuple(write),
@@ -244,18 +244,18 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
 
     def _learn_layout(self, rank: int, layout: str) -> None:
         self._layouts[rank] = layout
-        if self._namespace is None and len(self._layouts) == self._identity.num_ranks:
-            self._namespace = self._identity.namespace(self._layouts)
-            logger.info("KV is kept in %s", self._folder / self._namespace)
+        if not self._namespaces and len(self._layouts) == self._identity.num_ranks:
+            self._namespaces = self._identity.namespaces(self._layouts)
+            logger.info("KV is kept in %s", self._folder / self._namespaces[0])
 
     def _look_up(self, prompt: Prompt) -> None:
         """Also for an engine that only saves: what is stored need not be copied again."""
         keys = list(prompt.extend_keys())
         now = self._clock()
-        if self._namespace is None or not keys or self._is_lookup_overdue(now):
+        if not self._namespaces or not keys or self._is_lookup_overdue(now):
             return
         prompt.lookup = self._last_lookup = Lookup(now + self._identity.settings.lookup_timeout_s)
-        self._lookups.put(partial(self._find_stored, prompt.lookup, self._namespace, keys))
+        self._lookups.put(partial(self._find_stored, prompt.lookup, self._namespaces, keys))
 
     def _is_lookup_overdue(self, now: float) -> bool:
         """Then the thread hangs: nobody else shall wait for it, until it has answered."""
@@ -263,16 +263,18 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             last = self._last_lookup
             return last is not None and last.num_stored is None and last.deadline_s <= now
 
-    def _find_stored(self, lookup: Lookup, namespace: str, keys: list[BlockHash]) -> None:
+    def _find_stored(self, lookup: Lookup, namespaces: tuple[str, ...], keys: list[BlockHash]) -> None:
         """On the lookup's thread. A file that is there is whole; whether it is right, the load finds out."""
 
         @cache
         def is_stored(kind: LayerKind, chunk: int) -> bool:
-            names = (
-                ChunkName(namespace, keys[chunk], rank, kind.window)
+            return all(
+                any(
+                    ChunkName(namespace, keys[chunk], rank, kind.window).path_in(self._folder).exists()
+                    for namespace in namespaces
+                )
                 for rank in range(self._identity.num_ranks)
             )
-            return all(name.path_in(self._folder).exists() for name in names)
 
         try:
             num_stored = num_served(self._kinds, len(keys), is_stored)

@@ -25,6 +25,7 @@ from baton.connectors.shared_storage.chunk_name import ChunkName
 from baton.connectors.shared_storage.identity import StorageIdentity, layout_digest
 from baton.connectors.shared_storage.loads import Load, LoadEnd
 from baton.connectors.shared_storage.metadata import (
+    ChunkPart,
     StorageHandshake,
     StorageMetadata,
     StorageReport,
@@ -70,8 +71,8 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         self._identity = identity
         self._folder = Path(settings.path)
         self._clock = clock
-        self._key = identity.signing_key
-        self._namespace: str | None = None
+        self._keys = identity.signing_keys
+        self._namespaces: tuple[str, ...] = ()  # One for each key.
         self._blocks: tuple[CacheBlocks, ...] = ()  # Of each kind of layers.
         self._layout = ""
         self._wake: Callable[[], None] = lambda: None
@@ -118,7 +119,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StorageMetadata)
         # A host that contains a failed `build_connector_meta` sends an empty one in its place.
-        self._namespace = connector_metadata.namespace or self._namespace
+        self._namespaces = connector_metadata.namespaces or self._namespaces
         for step in connector_metadata.drop:
             self._drop(self._staged.pop(step, []), "tainted")
         for step in connector_metadata.write:
@@ -198,7 +199,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
 
     def build_connector_worker_meta(self) -> StorageReport | None:
         bound = self._connector_metadata
-        is_known = isinstance(bound, StorageMetadata) and bound.namespace is not None
+        is_known = isinstance(bound, StorageMetadata) and bool(bound.namespaces)
         with self._lock:
             failed, self._failed = self._failed, set()
         copied, self._copied = self._copied, set()
@@ -222,8 +223,8 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         """On the writer's thread."""
         from baton.connectors.shared_storage import files
 
-        assert self._namespace is not None, "the scheduler orders nothing before it knows"
-        name = ChunkName(self._namespace, copy.key, self._identity.rank, copy.window)
+        assert self._namespaces, "the scheduler orders nothing before it knows"
+        name = ChunkName(self._namespaces[0], copy.key, self._identity.rank, copy.window)
         path = name.path_in(self._folder)
         started = self._clock()
         try:
@@ -232,7 +233,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
                 return
             fsync = self._identity.settings.fsync
             group = self._identity.settings.group_access
-            files.write(path, name, copy.form, copy.body, self._key, fsync=fsync, for_group=group)
+            files.write(path, name, copy.form, copy.body, self._keys[0], fsync=fsync, for_group=group)
         except OSError as error:
             self._tell_unwritten(path, error)
             self._drop([copy], "io")
@@ -295,14 +296,13 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         """Raises Unusable; then no block of it was touched, and a file that is bad is gone."""
         from baton.connectors.shared_storage import files
 
-        assert self._namespace is not None
         part = load.order.parts[index]
         blocks = self._blocks[part.kind]
-        name = ChunkName(self._namespace, part.key, self._identity.rank, blocks.kind.window)
+        name, key = self._find(part, blocks)
         path = name.path_in(self._folder)
         started = self._clock()
         try:
-            body = files.read(path, name, blocks.form, self._key)
+            body = files.read(path, name, blocks.form, key)
         except files.Unusable as error:
             if error.reason in ("corrupt", "foreign"):
                 _remove(path)
@@ -314,6 +314,15 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         _renew(path, load.used_ns - index * OLDER_BY_NS)
         with self._lock:
             self._stats.add(loaded_chunks=1, loaded_bytes=blocks.form.nbytes, load_s=self._clock() - started)
+
+    def _find(self, part: ChunkPart, blocks: CacheBlocks) -> tuple[ChunkName, bytes]:
+        """The chunk's file and the key that signed it: the current one, or else the previous one."""
+        found = [
+            (ChunkName(namespace, part.key, self._identity.rank, blocks.kind.window), key)
+            for namespace, key in zip(self._namespaces, self._keys, strict=True)
+        ]
+        stored = (pair for pair in found if pair[0].path_in(self._folder).exists())
+        return next(stored, found[0])
 
     def _end_load(self, end: LoadEnd | None) -> None:
         """From any thread. None: it goes on."""
