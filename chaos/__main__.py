@@ -25,7 +25,7 @@ from chaos.matrix import (
     source_commit,
     without_done,
 )
-from chaos.modes import MODES, VLLM_PYTHON, mode_named
+from chaos.modes import MODES
 from chaos.report import summary, write_report
 from chaos.soak import plot, run_soak, write_soak_report
 
@@ -93,10 +93,9 @@ def run(
 
     folder = WORK / f"run-{os.getpid()}"
     began_s = time.monotonic()
-    kinds = {mode.kind for mode, _ in cells if mode.kind == "baton" or VLLM_PYTHON.exists()}
     if cells:
-        with raising_on_stop_signals(), make_site(folder, kinds, say, proxies=proxies) as site:
-            run_cells(site, cells, commit=commit, hang_s=hang_s, on_record=on_record, say=say)
+        with raising_on_stop_signals(), make_site(folder, say, proxies=proxies) as site:
+            run_cells(site, cells, commit=commit, hang_s=hang_s, on_record=on_record)
     say(f"{summary(records)} {time.monotonic() - began_s:.0f} s.")
     if not quick:
         _write(journal)
@@ -123,14 +122,13 @@ def soak(
     """Steady load with faults; writes docs/soak.md and its plot. Exit status 1: a leak or a wrong answer."""
     _check_names([mode], [m.name for m in MODES], "mode")
     folder = WORK / f"soak-{os.getpid()}"
-    with raising_on_stop_signals(), make_site(folder, {mode_named(mode).kind}, say) as site:
+    with raising_on_stop_signals(), make_site(folder, say) as site:
         outcome, samples = run_soak(
             site,
             mode=mode,
             hours=hours,
             commit=source_commit(ROOT),
             hang_s=hang_s,
-            say=say,
             folder=folder / "system",
         )
     plot(samples, SOAK_REPORT.with_suffix(".png"))

@@ -4,9 +4,9 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -107,16 +107,28 @@ class Site:
     folder: Path
     run: str
     questions: Sequence[Question]
-    expected: Mapping[Kind, Mapping[int, Answer]]
     refused: str | None  # Why there is no switch.
     may_mount: bool
+    say: Callable[[str], None]
+    _expected: dict[Kind, Mapping[int, Answer]] = field(default_factory=dict, init=False)
+
+    def expected(self, kind: Kind) -> Mapping[int, Answer]:
+        """The answers of a single engine of this kind, which is asked once. Raises BatonError."""
+        if kind not in self._expected:
+            host, folder = self.network.addresses[FRONT], self.folder / "single"
+            with single_engine(kind, self.model, host=host, folder=folder) as url:
+                answers = ask_all(url, self.questions, num_at_once=NUM_AT_ONCE, hang_s=SINGLE_HANG_S)
+            bad = [answer for answer in answers.values() if not answer.is_complete]
+            if bad:
+                raise BatonError(f"the single engine ({kind}) itself fails: {bad[0]}")
+            self._expected[kind] = answers
+            self.say(f"a single engine ({kind}) has answered {len(answers)} questions")
+        return self._expected[kind]
 
 
 @contextmanager
-def make_site(
-    folder: Path, kinds: Collection[Kind], say: Callable[[str], None], *, proxies: bool = False
-) -> Iterator[Site]:
-    """Namespaces, the switch, the model and the single engine's answers.
+def make_site(folder: Path, say: Callable[[str], None], *, proxies: bool = False) -> Iterator[Site]:
+    """Namespaces, the switch and the model.
 
     `proxies`: do without namespaces. Moves our process into the clients' namespace and, where that is
     allowed, gives it a /dev/shm of its own.
@@ -126,7 +138,6 @@ def make_site(
     folder.mkdir(parents=True, exist_ok=True)
     may_mount = _isolate_mounts(say)
     model = write_model(folder / MODEL_NAME)
-    questions = make_questions()
     with ExitStack() as stack:
         stack.callback(end_orphans, run)
         fleet = stack.enter_context(Fleet(folder / "switch"))
@@ -136,15 +147,7 @@ def make_site(
         make_network = Switched if refused is None else Proxied
         network = stack.enter_context(make_network(fleet, folder, HOSTS))
         network.enter(FRONT)
-        expected = {}
-        for kind in kinds:
-            with single_engine(kind, model, host=network.addresses[FRONT], folder=folder / "single") as url:
-                expected[kind] = ask_all(url, questions, num_at_once=NUM_AT_ONCE, hang_s=SINGLE_HANG_S)
-            bad = [answer for answer in expected[kind].values() if not answer.is_complete]
-            if bad:
-                raise BatonError(f"the single engine itself fails: {bad[0]}")
-            say(f"a single engine ({kind}) has answered {len(questions)} questions")
-        yield Site(network, model, folder, run, questions, expected, refused, may_mount)
+        yield Site(network, model, folder, run, make_questions(), refused, may_mount, say)
 
 
 def _isolate_mounts(say: Callable[[str], None]) -> bool:
@@ -172,7 +175,6 @@ def run_cells(
     commit: str,
     hang_s: float,
     on_record: Callable[[Record], None],
-    say: Callable[[str], None],
 ) -> None:
     """A system serves cells until one of them leaves it in a bad state."""
     system: System | None = None
@@ -187,12 +189,13 @@ def run_cells(
                 continue
             began_s = time.monotonic()
             try:
+                expected = site.expected(mode.kind)
                 if system is None or key != (mode.name, fault.variant):
                     _close(system, site.run)
                     system = None
                     num_systems += 1
                     folder = site.folder / f"{num_systems:03}-{mode.name}"
-                    say(f"{mode.name}: starting ({folder.name})")
+                    site.say(f"{mode.name}: starting ({folder.name})")
                     key = mode.name, fault.variant
                     system = System(
                         mode,
@@ -207,7 +210,7 @@ def run_cells(
                     fault,
                     record,
                     questions=site.questions,
-                    expected=site.expected[mode.kind],
+                    expected=expected,
                     run=site.run,
                     hang_s=hang_s,
                 )

@@ -6,7 +6,7 @@ Faults strike p0, d0 and the links; p1, d1 and the router live as long as the ru
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from statistics import median
@@ -16,6 +16,7 @@ import msgspec
 import psutil
 
 from baton.cli.processes import Stopped
+from chaos.answers import Answer
 from chaos.cell import NUM_CLIENTS, SERVES_MAX_S
 from chaos.faults import Scene, fault_named
 from chaos.judge import judge_answer
@@ -117,10 +118,10 @@ def run_soak(
     hours: float,
     commit: str,
     hang_s: float,
-    say: Callable[[str], None],
     folder: Path,
 ) -> tuple[Outcome, list[Sample]]:
     """Samples also go to `folder`/samples.jsonl, one a line, while it runs."""
+    expected = site.expected(mode_named(mode).kind)
     outcome = Outcome(hours=hours, commit=commit)
     samples: list[Sample] = []
     system = System(
@@ -147,15 +148,15 @@ def run_soak(
                     for sample in take_samples(system, time.monotonic() - began_s):
                         samples.append(sample)
                         journal.write(msgspec.json.encode(sample) + b"\n")
-                    _judge(load, site, outcome)
+                    _judge(load, expected, outcome)
                     time.sleep(SAMPLE_EVERY_S)
                 name = next(turns)
                 outcome.faults[name] = outcome.faults.get(name, 0) + 1
                 _strike(scene, name)
                 if outcome.faults[name] == 1 or name == FAULTS_IN_TURN[-1]:
-                    say(f"{(time.monotonic() - began_s) / 3600:.2f} h, {name}: {outcome.judgements}")
+                    site.say(f"{(time.monotonic() - began_s) / 3600:.2f} h, {name}: {outcome.judgements}")
         load.stop()
-        _judge(load, site, outcome)
+        _judge(load, expected, outcome)
         wait_until(lambda: not system.not_at_rest(), AT_REST_MAX_S)
         outcome.held = system.not_at_rest()
         wait_until(lambda: not orphans(site.run), END_S)
@@ -183,8 +184,7 @@ def _strike(scene: Scene, name: str) -> None:
         wait_until(lambda: engine.is_healthy() or engine.child.has_ended(), SERVES_MAX_S)
 
 
-def _judge(load: Load, site: Site, outcome: Outcome) -> None:
-    [expected] = site.expected.values()
+def _judge(load: Load, expected: Mapping[int, Answer], outcome: Outcome) -> None:
     for answer in load.take():
         judgement = judge_answer(answer, expected[answer.question])
         outcome.judgements[judgement] = outcome.judgements.get(judgement, 0) + 1
