@@ -72,7 +72,6 @@ def run_cell(
 ) -> None:
     """Fills the record. Raises SystemFailed, NetworkFailed or ChildDied when the cell cannot go on."""
     dice = random.Random(f"{record.mode} {record.fault}")
-    files_before = system.num_files()
     load = Load(
         system.router_url, questions, num_clients=NUM_CLIENTS, hang_s=hang_s, seed=dice.randrange(1 << 30)
     )
@@ -82,6 +81,7 @@ def run_cell(
         warm_s = time.monotonic()
         wait_until(lambda: load.num_ended_since(warm_s) >= WARM_ANSWERS, WARM_MAX_S)
         time.sleep(WARM_S)
+        files_before = system.num_files()
         began_s = time.monotonic()
         fault.begin(scene)
         time.sleep(fault.lasts_s)

@@ -10,7 +10,8 @@ from typing import Any, Literal
 from chaos.questions import MAX_MODEL_LEN
 from chaos.rules import CONTROL_PORT, DATA_PORT
 
-VLLM_PYTHON = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
+ROOT = Path(__file__).parents[1]
+VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 PREFILL = ("p0", "p1")
 DECODE = ("d0", "d1")
 ENGINES = (*PREFILL, *DECODE)
@@ -50,6 +51,7 @@ class Server:
     environment: Mapping[str, str]
     used_at_rest: float
     is_silent_at_rest: bool  # Its metrics are those of its last step.
+    leaves_files: bool  # By itself, without a connector: killed, or compiling as it goes.
 
 
 def _baton_command(model: Path, num_blocks: int) -> list[str]:
@@ -67,7 +69,7 @@ def _vllm_command(model: Path, num_blocks: int) -> list[str]:
 
 
 SERVERS: Mapping[Kind, Server] = {
-    "baton": Server(_baton_command, 300.0, {"TOKENIZERS_PARALLELISM": "false"}, 0.0, False),
+    "baton": Server(_baton_command, 300.0, {"TOKENIZERS_PARALLELISM": "false"}, 0.0, False, False),
     "vllm": Server(
         _vllm_command,
         900.0,
@@ -79,8 +81,11 @@ SERVERS: Mapping[Kind, Server] = {
             "VLLM_NO_USAGE_STATS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "HF_HUB_OFFLINE": "1",
+            # Kernels are compiled at their first use, for a minute, while requests wait: once for all runs.
+            "TORCHINDUCTOR_CACHE_DIR": str(ROOT / ".chaos" / "inductor"),
         },
         0.01,
+        True,
         True,
     ),
 }

