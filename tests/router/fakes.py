@@ -94,7 +94,7 @@ class Servers:
             listener.close()
             for connection in list(server.server_state.connections):
                 connection.shutdown()
-        for server, _ in self._running:
+        for server, _ in reversed(self._running):  # The router first: it leaves engines that do not answer.
             while server.server_state.connections or server.server_state.tasks:  # noqa: ASYNC110
                 await asyncio.sleep(0)  # uvicorn offers nothing to wait for.
             await server.lifespan.shutdown()
