@@ -72,6 +72,9 @@ def route(
     answer_timeout_s: Annotated[float, typer.Option(help="For an answer that is not streamed.")] = 600.0,
     idle_timeout_s: Annotated[float, typer.Option(help="Between two pieces of a stream.")] = 60.0,
     total_timeout_s: Annotated[float, typer.Option(help="For one request, all attempts together.")] = 3600.0,
+    drain_timeout_s: Annotated[
+        float, typer.Option(help="For running requests to end after SIGTERM, before they are cut.", min=0)
+    ] = 30.0,
     admin_port: Annotated[
         int | None,
         typer.Option(
@@ -128,6 +131,7 @@ def route(
         "policy": policy,
         "on_prefill_failure": on_prefill_failure,
         "min_prefill_tokens": min_prefill_tokens,
+        "drain_timeout_s": drain_timeout_s,
         "timeouts": {
             "connect_s": connect_timeout_s,
             "prefill_s": prefill_timeout_s,

@@ -1,7 +1,8 @@
 """The router as an ASGI application.
 
-A client that goes away, in whatever phase, ends its request at once: `_or_disconnect` runs the work beside an
-ear on the connection and cancels whichever is left over. Cancelled work closes its leg; the engine aborts.
+A client that goes away, in whatever phase, ends its request at once: `_attend` runs the work beside a
+listener on the connection and cancels whichever is left over. Cancelled work closes its leg; the engine
+aborts.
 """
 
 import asyncio
@@ -17,12 +18,14 @@ import httpx
 import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+import baton
 from baton.core.errors import UserError
 from baton.http.bodies import Bodies
 from baton.http.errors import ApiError
@@ -30,7 +33,7 @@ from baton.http.gate import Gate
 from baton.http.workers import WorkerPool
 from baton.router.dashboard import PAGE
 from baton.router.dispatch import Dispatch
-from baton.router.errors import ClientGone, RouterError
+from baton.router.errors import ClientGone, RouterError, error_event
 from baton.router.fleet import Fleet, Prober, ProberDied
 from baton.router.incoming import Incoming
 from baton.router.introductions import Introducer
@@ -85,6 +88,10 @@ class Router:
         self._bodies = Bodies(settings.doors, self._workers)
         self._fault: ProberDied | None = None
         self._num_requests = 0
+        self._is_draining = False
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._has_to_end = asyncio.Event()  # Requests that run are ended now.
 
     def app(self, *, has_admin_port: bool = False) -> Starlette:
         """The application of the main port; its lifespan is the router's. See `admin_app`."""
@@ -97,14 +104,20 @@ class Router:
                 Route("/tokenize", _Endpoint(self), methods=["POST"]),
                 Route("/detokenize", _Endpoint(self), methods=["POST"]),
                 Route("/health", self._health),
+                Route("/version", _version),
                 *(() if has_admin_port else self._admin_routes),
             ],
             lifespan=self._life,
+            exception_handlers={HTTPException: _refuse_http},
         )
 
     def admin_app(self) -> Starlette:
         """Metrics, the fleet's state and the dashboard, for a port of their own."""
-        return Starlette(middleware=self._gate, routes=self._admin_routes)
+        return Starlette(
+            middleware=self._gate,
+            routes=self._admin_routes,
+            exception_handlers={HTTPException: _refuse_http},
+        )
 
     @property
     def _gate(self) -> list[Middleware]:
@@ -147,7 +160,32 @@ class Router:
         self._fault = ProberDied(f"the task that watches the engines has ended: {watch.exception()!r}")
         logger.critical("%s", self._fault, exc_info=watch.exception())
 
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, and return when the running ones have ended, by themselves or after that time.
+
+        A stream that is ended gets an error event and [DONE]; a request without an answer gets a 503.
+        """
+        self._is_draining = True
+        logger.info("draining for at most %g s: %d requests are running", timeout_s, self._num_requests)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._is_idle.wait()
+        except TimeoutError:
+            logger.warning("%d requests are ended after %g s", self._num_requests, timeout_s)
+        self.end_requests()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSING_S):
+                await self._is_idle.wait()
+
+    def end_requests(self) -> None:
+        self._is_draining = True
+        self._has_to_end.set()
+
     async def _health(self, request: Request) -> Response:
+        if self._is_draining:
+            return JSONResponse(
+                {"status": "draining", "reason": "the router is shutting down"}, status_code=503
+            )
         if self._fault is not None:
             return JSONResponse({"status": "broken", "reason": str(self._fault)}, status_code=500)
         if not self.fleet.can_serve:
@@ -186,6 +224,7 @@ class Router:
             request_id = str(uuid.uuid4())
         wire = _Wire(send)
         self._num_requests += 1
+        self._is_idle.clear()
         self._metrics.in_flight.set(self._num_requests)
         status = CLIENT_CLOSED_REQUEST
         try:
@@ -200,6 +239,8 @@ class Router:
             logger.info("%s: client: %s", request_id, error)
         finally:
             self._num_requests -= 1
+            if not self._num_requests:
+                self._is_idle.set()
             self._metrics.in_flight.set(self._num_requests)
             self._metrics.requests.labels(str(status)).inc()
 
@@ -213,6 +254,8 @@ class Router:
         *,
         is_handoff: bool,
     ) -> int:
+        if self._is_draining:
+            raise RouterError.unavailable("the router is shutting down")
         if self._num_requests > self._settings.max_requests:
             raise RouterError.unavailable(f"{self._settings.max_requests} requests are in flight; try again")
         async with self._bodies.read(headers, receive) as raw:
@@ -227,8 +270,30 @@ class Router:
             received_at_s=time.monotonic(),
         )
         if is_handoff:
-            return await _or_disconnect(self._proxy.complete(incoming, body, wire), receive, wire)
-        return await _or_disconnect(self._proxy.forward(incoming, wire), receive, wire)
+            return await self._attend(self._proxy.complete(incoming, body, wire), receive, wire)
+        return await self._attend(self._proxy.forward(incoming, wire), receive, wire)
+
+    async def _attend(self, work: Coroutine[Any, Any, int], receive: Receive, wire: "_Wire") -> int:
+        """The work's result. Cancelled to its end if the client goes away first, or the router has to end."""
+        working = asyncio.create_task(work)
+        listening = asyncio.create_task(_wait_disconnect(receive))
+        ending = asyncio.create_task(self._has_to_end.wait())
+        try:
+            await asyncio.wait({working, listening, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done() and wire.has_ended:
+                # A server calls that a disconnect too. What is left of the work is to close its legs.
+                await asyncio.wait({working}, timeout=CLOSING_S)
+            if not working.done() and listening.done():
+                raise ClientGone("closed its connection")
+            if not working.done():
+                working.cancel()
+                await asyncio.wait({working})
+                return await _cut_short(wire)
+            return working.result()
+        finally:
+            for task in (working, listening, ending):
+                task.cancel()
+            await asyncio.gather(working, listening, ending, return_exceptions=True)
 
     def _passed_on(self, headers: Headers) -> dict[str, str]:
         """A key for this router, or one that the engines' replaces, is not for engines."""
@@ -291,22 +356,27 @@ async def _refuse(wire: _Wire, error: RouterError, request_id: str) -> int:
     return error.status
 
 
-async def _or_disconnect(work: Coroutine[Any, Any, int], receive: Receive, wire: _Wire) -> int:
-    """The work's result, unless the client goes away first: then the work is cancelled, to its end."""
-    working = asyncio.create_task(work)
-    listening = asyncio.create_task(_wait_disconnect(receive))
-    try:
-        await asyncio.wait({working, listening}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done() and wire.has_ended:
-            # A server calls that a disconnect too. What is left of the work is to close its legs.
-            await asyncio.wait({working}, timeout=CLOSING_S)
-        if not working.done():
-            raise ClientGone("closed its connection")
-        return working.result()
-    finally:
-        for task in (working, listening):
-            task.cancel()
-        await asyncio.gather(working, listening, return_exceptions=True)
+async def _cut_short(wire: _Wire) -> int:
+    """Raises RouterError if nothing has been sent."""
+    message = "the router is shutting down"
+    if not wire.has_started:
+        raise RouterError.unavailable(message)
+    if not wire.has_ended:
+        await wire(
+            {"type": "http.response.body", "body": error_event(message, status=503), "more_body": False}
+        )
+    return 200  # Only a stream can be here: what is whole is sent at once.
+
+
+async def _refuse_http(request: Request, error: Exception) -> Response:
+    """A path or a method that the router does not have."""
+    assert isinstance(error, HTTPException)
+    known = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    return JSONResponse(msgspec.to_builtins(known.body()), status_code=known.status, headers=error.headers)
+
+
+async def _version(request: Request) -> Response:
+    return JSONResponse({"version": baton.__version__})
 
 
 async def _wait_disconnect(receive: Receive) -> None:

@@ -48,9 +48,10 @@ def error_shape(status: int, kind: str, message: str, param: str | None = None) 
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
-def error_event(message: str) -> bytes:
+def error_event(message: str, *, status: int = 502) -> bytes:
     """The end of a stream that broke: an error that clients raise, then the mark that they wait for."""
-    return sse_event(error_shape(502, "upstream_error", message)) + b"data: [DONE]\n\n"
+    kind = "upstream_error" if status == 502 else "unavailable_error"
+    return sse_event(error_shape(status, kind, message)) + b"data: [DONE]\n\n"
 
 
 # ejected: the engine was found to be silent meanwhile. too_large: a whole answer is over the router's limit.

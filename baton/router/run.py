@@ -14,7 +14,8 @@ from baton.router.settings import RouterSettings
 
 EXIT_STOPPED = 0
 EXIT_NOT_STARTED = 3  # uvicorn's.
-LAST_STREAMS_S = 5  # For streams in flight to end, once the router is told to stop.
+LAST_STREAMS_S = 5  # For connections to close, once the router has drained.
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class _Server(uvicorn.Server):
@@ -41,21 +42,35 @@ def serve(
     if admin_port is not None:
         config = server_config(router.admin_app(), settings.doors, port=admin_port, lifespan="off", **common)
         servers.append(_Server(config))
-    asyncio.run(_serve(servers))
+    asyncio.run(_serve(router, servers, settings.drain_timeout_s))
     return EXIT_STOPPED if all(server.started for server in servers) else EXIT_NOT_STARTED
 
 
-async def _serve(servers: list[_Server]) -> None:
-    def stop() -> None:
+async def _serve(router: Router, servers: list[_Server], drain_timeout_s: float) -> None:
+    """The first signal drains the router and then ends it; the second one ends it at once."""
+    stop = asyncio.Event()
+
+    def hear() -> None:
+        if stop.is_set():
+            router.end_requests()
+            for server in servers:
+                server.force_exit = True
+        stop.set()
+
+    async def end() -> None:
+        await stop.wait()
+        await router.drain(drain_timeout_s)
         for server in servers:
-            server.force_exit = server.should_exit  # The second signal.
             server.should_exit = True
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    for number in _STOP_SIGNALS:
+        loop.add_signal_handler(number, hear)
+    ending = asyncio.create_task(end())
     try:
         await asyncio.gather(*(server.serve() for server in servers))
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        ending.cancel()
+        await asyncio.gather(ending, return_exceptions=True)
+        for number in _STOP_SIGNALS:
             loop.remove_signal_handler(number)

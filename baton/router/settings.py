@@ -57,7 +57,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     min_prefill_tokens: int = 0  # Shorter prompts (estimated) go straight to a decode engine; 0: none does.
     prefill_attempts: int = 2
     decode_attempts: int = 2
-    max_answer_bytes: int = 64 << 20  # Of an answer that is not streamed: it is held whole.
+    max_answer_bytes: int = 32 << 20  # Of an answer that is not streamed: it is held whole.
+    drain_timeout_s: float = 30.0  # For running requests to end, once the router is told to stop.
     max_requests: int = 4096  # In flight at once; more get 503.
     doors: DoorSettings = DoorSettings()
     checked_hosts: tuple[str, ...] | None = None  # None: any Host header is served; see `baton.http.gate`.
@@ -76,6 +77,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if getattr(self, name) < 1:
                 raise ConfigError("must be at least 1", field=name)
+        if self.drain_timeout_s < 0:
+            raise ConfigError("must not be negative", field="drain_timeout_s")
         if self.min_prefill_tokens < 0:
             raise ConfigError("must not be negative", field="min_prefill_tokens")
 

@@ -1,7 +1,9 @@
 """Both legs against fake engines on real sockets: what is sent, what comes back, how each failure ends."""
 
 import asyncio
+import base64
 import json
+import logging
 import re
 from typing import Any
 
@@ -9,6 +11,7 @@ import httpx
 import msgspec
 import pytest
 
+import baton
 from baton.http.settings import DoorSettings
 from baton.router.settings import LegTimeouts
 from tests.router.fakes import (
@@ -597,3 +600,62 @@ def test_a_client_that_does_not_read_is_let_go() -> None:
             writer.transport.abort()
 
     run(main())
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v2", 404), ("GET", "/v1/completions", 405)])
+def test_what_the_router_does_not_have_is_refused_in_openais_form(
+    method: str, path: str, status: int
+) -> None:
+    async def main() -> None:
+        async with system([FakeEngine(lends)], [FakeEngine(answers)]) as s:
+            answer = await s.client.request(method, path)
+            assert answer.status_code == status
+            error = answer.json()["error"]
+            assert error["code"] == status
+            assert path in error["message"]
+            assert (await s.client.get("/version")).json() == {"version": baton.__version__}
+
+    run(main())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_large_answer_is_not_its_engines_failure(role: str) -> None:
+    """The client has asked for it: by logprobs, by many choices, by an echo."""
+
+    async def main() -> None:
+        large = responds(200, {"choices": [{"text": "x" * 2000}]})
+        prefill = FakeEngine(large if role == "prefill" else lends)
+        decode = [FakeEngine(large if role == "decode" else answers) for _ in range(2)]
+        async with system([prefill], [*decode], max_answer_bytes=1000) as s:
+            for _ in range(4):
+                answer = await s.complete()
+                if role == "decode":
+                    assert answer.status_code == 400
+                    assert "over 1000 bytes" in answer.json()["error"]["message"]
+                else:
+                    assert answer.headers["x-baton-prefill"] == "local"
+            state = (await s.client.get("/fleet")).json()["engines"][role]
+        assert [(one["status"], one["failures"]) for one in state] == [("up", 0)] * len(state)
+        assert len(decode[0].calls + decode[1].calls) == 4  # No second engine is asked for the same.
+
+    run(main())
+
+
+def test_credentials_of_engines_are_used_and_never_shown(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        decode = FakeEngine(answers)
+        async with system([dead_url().replace("http://", "http://user:hidden@")], [decode]) as s:
+            engine = s.router.fleet.engines[1]
+            engine.address = engine.address.replace("http://", "http://user:hidden@")
+            assert (await s.complete()).status_code == 200
+            decode.respond = dies
+            assert (await s.complete()).status_code == 502
+            shown = [(await s.client.get(path)).text for path in ("/fleet", "/metrics", "/")]
+            shown.append(repr(engine))
+        basic = "Basic " + base64.b64encode(b"user:hidden").decode()
+        assert decode.calls[0].headers["authorization"] == basic
+        assert not any("hidden" in text for text in [*shown, caplog.text])
+        assert "cannot connect" in caplog.text
+
+    with caplog.at_level(logging.DEBUG, logger="baton"):
+        run(main())
