@@ -83,10 +83,11 @@ class Engine:
         self._machines = (self.producer, self.consumer, self.prefills, self.streams, self.peers)
         self.lender, self.fetcher = Lender(self), Fetcher(self)
         self._paused_until = 0.0
+        self._never_before = -NEVER  # Its clock has been here.
         self._armed_at = NEVER
 
     def clock(self) -> float:
-        return self.world.now * self.rate + self.skew_s
+        return max(self._never_before, self.world.now * self.rate + self.skew_s)
 
     # --- The process ------------------------------------------------------------------------------
 
@@ -101,6 +102,14 @@ class Engine:
 
     def pause(self, for_s: float) -> None:
         self._paused_until = self.world.now + for_s
+
+    def step_clock(self, by_s: float) -> None:
+        """A negative step: it stands still for so long. A monotonic clock does not go back."""
+        self._never_before = self.clock()
+        self.skew_s += by_s
+        self.world.note(self.address.engine_id, f"its clock steps by {by_s} s")
+        self._armed_at = NEVER  # Timers are relative to the clock.
+        self._arm()
 
     def drain(self, for_s: float) -> None:
         """No new loans and fetches; gone when nothing is left, or at the deadline."""
@@ -181,6 +190,11 @@ class Engine:
         envelope = contained.decode_or_none(sealed.frame)
         if envelope is None:
             return self.world.count("malformed frames")
+        if self.world.lies(self.world.faults.suspends):
+            self.world.count("suspended as it hears something")
+            self.cluster.pause(self.address.engine_id, self.world.rng_of_lies.choice([0.5, 3.0, 7.0]))
+            if self.world.lies(0.5):
+                return self.when_awake(lambda: self.hear(sealed))  # Before it has read it, else right after.
         if parts.binds_senders:
             if envelope.sender != sealed.source:
                 return self.world.count("frames in another's name dropped")

@@ -88,10 +88,26 @@ class Scenario:
             if world.chance(faults.drains):
                 for_s = rng.choice([0.5, 4.0, 15.0])
                 some_time(lambda name=name, for_s=for_s: self._drain(name, for_s))  # type: ignore[misc]
+        for name in list(cluster.engines):
+            if world.lies(faults.clock_steps):
+                world.after(world.rng_of_lies.uniform(0, BREAK_S), partial(self._step_clock, name))
         if world.chance(faults.partitions):
             one, other = rng.choice(cluster.producers), rng.choice(cluster.consumers)
             for_s, both = rng.choice([3.0, 40.0]), rng.random() < 0.5
             some_time(lambda: cluster.wire.cut_off(one, other, for_s, both=both))
+
+    def _step_clock(self, name: EngineId) -> None:
+        """The promise of a lease stands on clocks that run alike. A consumer's clock may step forward and a
+        producer's may stand still: both only lose time. The other directions break the assumption."""
+        cluster, step_s = self.cluster, self.world.rng_of_lies.choice([0.5, 4.0, 30.0])
+        if name in cluster.producers and name in cluster.consumers:
+            return
+        self.world.count("clock steps")
+        if name in cluster.consumers:
+            cluster.engines[name].step_clock(step_s)
+        else:
+            cluster.paused_s += step_s
+            cluster.engines[name].step_clock(-step_s)
 
     def _kill_rank(self, name: EngineId) -> None:
         engine = self.cluster.engines[name]

@@ -71,6 +71,8 @@ class Faults:
     member_lies: float = 0.0  # One engine says other things than its machines do, in its own name.
     read_lies: float = 0.0  # A wire alters, replays or exchanges requests and answers of reads.
     link_loss: float = 0.0  # A link between two ranks is reset or stalls, at a read.
+    suspends: float = 0.0  # A process stands still in the moment in which it hears something.
+    clock_steps: float = 0.0  # Of an engine, in the direction that costs no promise.
 
     @classmethod
     def draw(cls, rng: random.Random) -> "Faults":
@@ -135,6 +137,8 @@ class Faults:
             member_lies=pick([0.0, 0.0, 0.3]),
             read_lies=pick([0.0, 0.02, 0.15]),
             link_loss=pick([0.0, 0.2]),
+            suspends=pick([0.0, 0.0, 0.05]),
+            clock_steps=pick([0.0, 0.5]),
         )
 
 

@@ -33,6 +33,7 @@ LIES = {
     "answer flipped",
     "answer replayed",
     "answer truncated",
+    "clock steps",
     "frames in another's name dropped",
     "lies of a member",
     "links reset",
@@ -41,6 +42,7 @@ LIES = {
     "request renumbered",
     "request replayed",
     "request truncated",
+    "suspended as it hears something",
 }
 HAPPENS = {
     "pull": LIES

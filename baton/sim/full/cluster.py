@@ -187,6 +187,17 @@ class Cluster:
         self.clockwork.count("pause")
         self.engines[name].pause(for_s)
 
+    def step_clock(self, machine: Machine) -> None:
+        """A consumer's clock steps forward, a producer's stands still: see the protocol worlds."""
+        clockwork = self.clockwork
+        step_s = clockwork.rng_of_lies.choice([0.5, 4.0, 30.0])
+        clockwork.count("clock steps")
+        if machine.is_consumer:
+            self.engines[machine.name].step_clock(step_s)
+        else:
+            clockwork.paused_s += step_s
+            self.engines[machine.name].step_clock(-step_s)
+
     def partition(self, one: str, other: str, for_s: float, *, both: bool) -> None:
         self.clockwork.count("partition")
         self.clockwork.note(one, f"cannot reach {other} for {for_s} s{', nor back' if both else ''}")

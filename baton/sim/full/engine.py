@@ -70,6 +70,8 @@ class Engine:
         self.engine_id = engine_id
         self.is_alive = True
         self.is_draining = False
+        self._stepped_s = 0.0  # By which its clock has stepped.
+        self._never_before = -NEVER  # Its clock has been here.
         self._paused_until = -NEVER
         self._commands: list[Callable[[], None]] = []
         self._listeners: dict[str, Listener] = {}
@@ -167,7 +169,13 @@ class Engine:
     # --- The process ------------------------------------------------------------------------------
 
     def clock(self) -> float:
-        return self.clockwork.now * self.rate + self.machine.skew_s
+        return max(self._never_before, self.clockwork.now * self.rate + self.machine.skew_s + self._stepped_s)
+
+    def step_clock(self, by_s: float) -> None:
+        """A negative step: it stands still for so long. A monotonic clock does not go back."""
+        self.clockwork.note(self.name, f"its clock steps by {by_s} s")
+        self._never_before = self.clock()
+        self._stepped_s += by_s
 
     @property
     def is_paused(self) -> bool:
@@ -305,12 +313,23 @@ class Engine:
         self._is_stepping = True
         took_s = EMPTY_STEP_S
         if output.num_scheduled_tokens:
-            took_s = self.clockwork.spread(self.machine.step_mean_s)
+            took_s = self.clockwork.spread(self.machine.step_mean_s) + self._hangs_s()
             if any(reports_layers(worker) for worker in self.workers):
                 self.clockwork.after(
                     took_s / 2, lambda: self.when_awake(lambda: self._compute_layers(output))
                 )
         self.clockwork.after(took_s, lambda: self.when_awake(lambda: self._end_step(output)))
+
+    def _hangs_s(self) -> float:
+        """The engine's thread hangs in this step; its control thread goes on."""
+        clockwork = self.clockwork
+        if not clockwork.lies(clockwork.faults.hung_steps):
+            return 0.0
+        for_s = clockwork.rng_of_lies.choice([2.0, 8.0, 25.0])
+        clockwork.count("hung steps")
+        clockwork.note(self.name, f"a step hangs for {for_s} s")
+        clockwork.paused_s += for_s
+        return for_s
 
     def _compute_layers(self, output: SchedulerOutput) -> None:
         """In the middle of a step: its first layer is computed, and can be read."""

@@ -148,6 +148,11 @@ class Scenario:
                 some_time(partial(cluster.pause, name, rng.choice([0.5, 3.0, 8.0])))
             if clockwork.chance(faults.drains):
                 some_time(partial(cluster.drain, name, rng.choice([0.5, 5.0, 15.0])))
+        for machine in cluster.machines.values():
+            if clockwork.lies(faults.clock_steps) and machine.is_producer != machine.is_consumer:
+                clockwork.after(
+                    clockwork.rng_of_lies.uniform(0, BREAK_S), partial(cluster.step_clock, machine)
+                )
         if clockwork.chance(faults.partitions):
             for_s = rng.choice([2.0, 8.0, 30.0])
             some_time(partial(cluster.partition, *self._way(), for_s, both=rng.random() < 0.5))

@@ -131,6 +131,13 @@ class Station(ControlThread):
     # --- What comes and what is due ---------------------------------------------------------------
 
     def receive(self, route: Route, frame: bytes) -> None:
+        clockwork, engine = self._clockwork, self.engine
+        if clockwork.lies(clockwork.faults.suspends):
+            clockwork.count("suspended as it hears something")
+            engine.pause(clockwork.rng_of_lies.choice([0.5, 3.0, 8.0]))
+            if clockwork.lies(0.5):
+                # Before it has read it, else right after.
+                return engine.when_awake(lambda: self.receive(route, frame))
         num_bad, num_forged = self.num_bad_frames, self.num_forged_frames
         self._receive(route, frame)  # type: ignore[arg-type]  # Stations are what routes are here.
         self._clockwork.count("bad frames", self.num_bad_frames - num_bad)
