@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from baton.core.errors import UserError
@@ -23,7 +24,6 @@ from baton.server.protocol.chat import (
     plain_messages,
     plain_tools,
 )
-from baton.server.protocol.logprob import ShownPromptLogprobs
 from baton.server.protocol.sampling import check_logprobs
 from baton.server.protocol.usage import Usage
 from baton.server.samples import Piece, RunningSamples, Sample
@@ -121,7 +121,7 @@ class ChatWork:
             return None
         return self._format.chat(logprobs, num_top=self.request.top_logprobs or 0)
 
-    async def _prompt_logprobs(self, logprobs: PromptLogprobs | None) -> ShownPromptLogprobs | UnsetType:
+    async def _prompt_logprobs(self, logprobs: PromptLogprobs | None) -> msgspec.Raw | UnsetType:
         return UNSET if logprobs is None else await self._format.prompt(logprobs)
 
     @property

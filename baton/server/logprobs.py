@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
+import msgspec
+
 from baton.engine.api import PromptLogprobs, TokenLogprob, TokenLogprobs
 from baton.server.protocol.chat import ChatLogprobs, ChatTokenLogprob, TopLogprob
 from baton.server.protocol.completion import CompletionLogprobs
-from baton.server.protocol.logprob import PromptLogprob, ShownPromptLogprobs
+from baton.server.protocol.logprob import PromptLogprob
 from baton.server.tokens import Tokenizer
 
 ROWS_AT_ONCE = 64  # Of a prompt, with 21 tokens each: about 5 ms.
@@ -54,12 +56,12 @@ class LogprobFormat:
             top_logprobs=top_logprobs,
         )
 
-    async def prompt(self, logprobs: PromptLogprobs) -> ShownPromptLogprobs:
-        """Of all tokens of a prompt; the first has none."""
-        shown: ShownPromptLogprobs = [None]
+    async def prompt(self, logprobs: PromptLogprobs) -> msgspec.Raw:
+        """Of all tokens of a prompt; the first has none. As JSON, which is made piece by piece as well."""
+        rows = [b"null"]
         async for entries in _slices(logprobs):
-            shown += map(self._of_prompt, entries)
-        return shown
+            rows += (msgspec.json.encode(self._of_prompt(entry)) for entry in entries)
+        return msgspec.Raw(b"[%b]" % b",".join(rows))
 
     def _of_prompt(self, entry: TokenLogprobs) -> dict[int, PromptLogprob]:
         return {

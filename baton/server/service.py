@@ -22,7 +22,7 @@ from baton.http.settings import DoorSettings
 from baton.server import first_token
 from baton.server.introduction import Introduction
 from baton.server.metrics import ServerMetrics
-from baton.server.protocol.sampling import SamplingFields
+from baton.server.protocol.sampling import MAX_PROMPT_LOGPROBS, SamplingFields
 from baton.server.samples import Engine, Sample
 from baton.server.stop_strings import StopStringFinder
 from baton.server.text import SampleText
@@ -118,6 +118,14 @@ class Service:
         if (names_first or is_behind) and len(prompts) * n > 1:
             key = first_token.KEY if names_first else first_token.GOES_ON
             raise UserError("stands for one answer", field=f"{TRANSFER_FIELD}.{key}")
+        allowed_token_ids = fields.checked_allowed_ids(self.model_config.vocab_size, len(prompts) * n)
+        num_shown = sum(map(len, prompts)) * n * (1 + (prompt_logprobs or 0))
+        if prompt_logprobs is not None and num_shown > MAX_PROMPT_LOGPROBS:
+            raise UserError(
+                f"would be {num_shown} log-probabilities with those of the alternatives; at most "
+                f"{MAX_PROMPT_LOGPROBS} fit into one answer: ask for fewer alternatives or for less text",
+                field="prompt_logprobs" if fields.prompt_logprobs is not None else "logprobs",
+            )
         arrival_time_s = time.monotonic()
         samples = []
         for prompt_index, token_ids in enumerate(prompts):
@@ -136,6 +144,7 @@ class Service:
                 vocab_size=self.model_config.vocab_size,
                 defaults=self.model_config.generation_config,
                 prompt_logprobs=prompt_logprobs,
+                allowed_token_ids=allowed_token_ids,
                 bad_words=bad_words,
             )
             goes_on = is_prefill_leg and room > 1

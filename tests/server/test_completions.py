@@ -6,7 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.fakes import ScriptedEngine
+from baton.server.tokens import bad_words_in_tokens
+from tests.server.fakes import CharacterTokenizer, ScriptedEngine
 
 
 def post(http: httpx.Client, **body: Any) -> dict[str, Any]:
@@ -311,3 +312,24 @@ def test_usage_comes_with_every_chunk_on_demand(http: httpx.Client) -> None:
     assert last["usage"]["total_tokens"] == 6
     without = stream(http, max_tokens=3, stream_options={"continuous_usage_stats": True})
     assert all("usage" not in chunk for chunk in without), "as in vLLM, include_usage has to be set too"
+
+
+def test_a_bad_word_counts_with_a_space_before_if_that_is_another_token_and_no_longer() -> None:
+    ids = {
+        "the": [1],
+        " the": [2],
+        "do": [3, 4],
+        " do": [5, 4],
+        "as": [6],
+        " as": [7, 6],
+        "be": [8, 9],
+        " be": [8, 9],
+    }
+
+    class Words(CharacterTokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            assert not add_special_tokens
+            return ids[text]
+
+    words = ["the", " the", "do", "as", "be"]
+    assert bad_words_in_tokens(words, Words()) == ((1,), (2,), (3, 4), (5, 4), (6,), (8, 9))

@@ -28,6 +28,8 @@ def admit(body: bytes, kind: type[Request]) -> None:
     else:
         plain_messages(request.messages)
         request.check_tool_choice()
+    allowed = request.checked_allowed_ids(vocab_size=100, num_choices=1)
+    assert allowed is None or sorted(set(allowed)) == list(allowed)
     request.sampling_params(max_tokens=16, logprobs=None, vocab_size=100, defaults={})
     assert request.num_samples >= 1
     assert all(request.stop_strings)
@@ -75,6 +77,7 @@ def field_of(body: dict[str, Any] | bytes, kind: type[Request] = CompletionReque
         ({"priority": 2**40}, "priority"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"allowed_token_ids": [3, 100]}, "allowed_token_ids[1]"),
+        ({"allowed_token_ids": [3] * 101}, "allowed_token_ids"),
         ({"bad_words": [""]}, "bad_words[0]"),
         ({"bad_words": ["a" * 257]}, "bad_words[0]"),
         ({"bad_words": [str(n) for n in range(129)]}, "bad_words"),

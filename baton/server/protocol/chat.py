@@ -7,7 +7,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from baton.core.errors import UserError
-from baton.server.protocol.logprob import ShownPromptLogprobs
 from baton.server.protocol.sampling import SamplingFields
 from baton.server.protocol.usage import Usage
 
@@ -224,7 +223,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: ShownPromptLogprobs | UnsetType = UNSET
+    prompt_logprobs: msgspec.Raw | UnsetType = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 

@@ -6,7 +6,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from baton.core.errors import UserError
-from baton.server.protocol.logprob import ShownPromptLogprobs
 from baton.server.protocol.sampling import SamplingFields
 from baton.server.protocol.usage import Usage
 
@@ -67,7 +66,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | str | None = None  # The stop string or stop token id that ended it.
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: ShownPromptLogprobs | UnsetType = UNSET
+    prompt_logprobs: msgspec.Raw | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,8 @@
-"""`prompt_logprobs` of an answer, in vLLM's words."""
+"""`prompt_logprobs` of an answer, in vLLM's words.
 
-from typing import TypeAlias
+A list with one entry for each token of the prompt: null for the first, else an object from token ids to
+`PromptLogprob`, the token itself first, then the most likely ones. Answers hold the list as JSON.
+"""
 
 import msgspec
 
@@ -9,7 +11,3 @@ class PromptLogprob(msgspec.Struct, frozen=True):
     logprob: float
     rank: int  # 1 is the most likely token.
     decoded_token: str
-
-
-ShownPromptLogprobs: TypeAlias = list[dict[int, PromptLogprob] | None]
-"""One entry for each token of the prompt, null for the first: the token itself, then the likeliest ones."""

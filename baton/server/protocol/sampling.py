@@ -16,6 +16,8 @@ MAX_BIAS = 100.0
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 PRIORITY_MAX = 2**31
 MAX_CACHE_SALT_CHARS = 1024
+MAX_ALLOWED_IDS = 1 << 20  # Times choices: 20 ms of checking and copying.
+MAX_PROMPT_LOGPROBS = 1 << 17  # Tokens of prompts, with their alternatives, in one answer.
 MAX_BAD_WORDS = 128  # vLLM's.
 MAX_BAD_WORD_CHARS = 256
 ALL_THAT_FITS = -1  # `truncate_prompt_tokens`: one token of the context is left for the answer.
@@ -154,6 +156,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         vocab_size: int,
         defaults: dict[str, Any],
         prompt_logprobs: int | None = None,
+        allowed_token_ids: tuple[int, ...] | None = None,
         bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> SamplingParams:
         """`defaults`: the checkpoint's generation_config.json. `bad_words`: in tokens. Raises UserError."""
@@ -179,7 +182,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=self._checked_bias(vocab_size),
-            allowed_token_ids=self._checked_allowed_ids(vocab_size),
+            allowed_token_ids=allowed_token_ids,
             bad_words_token_ids=bad_words,
             stop_token_ids=self._checked_stop_ids(vocab_size),
             ignore_eos=bool(self.ignore_eos),
@@ -187,9 +190,15 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             prompt_logprobs=prompt_logprobs,
         )
 
-    def _checked_allowed_ids(self, vocab_size: int) -> tuple[int, ...] | None:
+    def checked_allowed_ids(self, vocab_size: int, num_choices: int) -> tuple[int, ...] | None:
+        """Each once, ascending; each choice has a list of its own. Raises UserError."""
         if self.allowed_token_ids is None:
             return None
+        if len(self.allowed_token_ids) > min(vocab_size, MAX_ALLOWED_IDS // num_choices):
+            raise UserError(
+                f"at most {vocab_size} ids, and {MAX_ALLOWED_IDS} for all choices together",
+                field="allowed_token_ids",
+            )
         if not self.allowed_token_ids:
             raise UserError(
                 "must have at least one token id; leave it out to allow all", field="allowed_token_ids"
