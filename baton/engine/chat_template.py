@@ -39,7 +39,9 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             return environment.from_string(self.source)
-        except (jinja2.TemplateError, ValueError, RecursionError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:  # Jinja makes Python of it: a SyntaxError is possible, for example.
             raise UserError(f"is not a valid template: {error}", field="chat_template") from error
 
     @cached_property

@@ -88,9 +88,11 @@ def _decode_long(raw: bytes) -> Any:
 
 def _first_ids(prompt: msgspec.Raw) -> list[Any]:
     """Of a long prompt: as many as routing looks at."""
-    head, _, _ = bytes(memoryview(prompt)[:_FIRST_IDS_BYTES]).rpartition(b",")
+    text = bytes(memoryview(prompt)[: _FIRST_IDS_BYTES + 1])
+    if len(text) > _FIRST_IDS_BYTES:
+        text = text.rpartition(b",")[0] + b"]"
     try:
-        return list(decode_json(head + b"]", list[Any]))
+        return list(decode_json(text, list[Any]))
     except NotJson:
         return []  # The engine refuses it.
 
@@ -154,13 +156,13 @@ def shape_of(body: Mapping[str, Any]) -> Shape:
     direct_reason = _direct_reason(body)
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]
-    if isinstance(prompt, msgspec.Raw):
-        key = _key(body, repr(_first_ids(prompt)[:PREFIX_TOKENS]))
-        return Shape(bytes(prompt).count(b",") + 1, key, direct_reason)
     if isinstance(messages, list):
         texts = list(_texts(messages))
         num_chars = sum(len(text) for text in texts)
         return Shape(num_chars // CHARS_PER_TOKEN, _key(body, _leading(texts)), direct_reason)
+    if isinstance(prompt, msgspec.Raw):
+        key = _key(body, repr(_first_ids(prompt)[:PREFIX_TOKENS]))
+        return Shape(bytes(prompt).count(b",") + 1, key, direct_reason)
     if isinstance(prompt, str):
         return Shape(len(prompt) // CHARS_PER_TOKEN, _key(body, prompt[:PREFIX_CHARS]), direct_reason)
     if isinstance(prompt, list):

@@ -2,11 +2,12 @@
 
 import asyncio
 import threading
+import time
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import uvicorn
@@ -37,10 +38,12 @@ SPECIAL = {EOS: "<eos>", 1: "<user>", 2: "<assistant>"}
 VOCAB_SIZE = 0x3000
 MAX_MODEL_LEN = 200
 JSON = {"Content-Type": "application/json"}
+TURN_S = 0.001  # Between two looks at the loop.
 WAIT_S = 60.0  # Far more than anything here takes; a test that needs it has failed.
 
 
 TEMPLATE = (
+    "{% if spin %}{% for i in range(spin) %}{% for j in range(spin) %}{% endfor %}{% endfor %}{% endif %}"
     # Refuses with all that it was given, for tests to see.
     "{% if shows_input %}{{ raise_exception({'messages': messages, 'tools': tools, 'documents': documents, "
     "'reasoning_effort': reasoning_effort|default(none), 'enable_thinking': enable_thinking|default(none)}"
@@ -291,18 +294,12 @@ class QuietServer(uvicorn.Server):
         return f"http://127.0.0.1:{self.servers[0].sockets[0].getsockname()[1]}"
 
 
-class LiveServer:
-    """A real server on a loopback port, in a thread with a loop of its own."""
+class LiveApp:
+    """An application at a real server on a loopback port, in a thread with a loop of its own."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    def __init__(self, app: Any, limits: DoorSettings, *, lifespan: Literal["on", "off"] = "off") -> None:
         config = server_config(
-            build_app(service),
-            service.limits,
-            port=0,
-            log_config=None,
-            lifespan="off",
-            timeout_graceful_shutdown=5,
+            app, limits, port=0, log_config=None, lifespan=lifespan, timeout_graceful_shutdown=5
         )
         self._server = QuietServer(config)
         self._thread = threading.Thread(target=self._run)
@@ -315,14 +312,6 @@ class LiveServer:
     def start(self) -> None:
         self._thread.start()
         assert self._server.is_up.wait(WAIT_S)
-
-    def reset(self, engine: ScriptedEngine) -> None:
-        """Between tests, when nothing runs."""
-        self.service.engine = engine
-        self.service.door = core_door
-        self.service.is_draining = False
-        self.service.metrics = ServerMetrics("toy")
-        engine.on_stats = self.service.metrics.observe_stats
 
     def stop(self) -> None:
         self._server.should_exit = True
@@ -339,3 +328,42 @@ class LiveServer:
 
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=WAIT_S, trust_env=False)
+
+    @contextmanager
+    def longest_turn(self) -> Iterator[list[float]]:
+        """Afterwards the list holds the most processor seconds that the loop spent between two turns.
+
+        A stream of tokens stands still for as long. Processor time, not wall-clock time: a machine that is
+        busy with other work does not count.
+        """
+        longest = [0.0]
+
+        async def tick() -> None:
+            last_s = time.thread_time()
+            while True:
+                await asyncio.sleep(TURN_S)
+                now_s = time.thread_time()
+                longest[0] = max(longest[0], now_s - last_s)
+                last_s = now_s
+
+        ticking = asyncio.run_coroutine_threadsafe(tick(), self._loop)
+        try:
+            yield longest
+        finally:
+            ticking.cancel()
+
+
+class LiveServer(LiveApp):
+    """The engine's server."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(build_app(service), service.limits)
+        self.service = service
+
+    def reset(self, engine: ScriptedEngine) -> None:
+        """Between tests, when nothing runs."""
+        self.service.engine = engine
+        self.service.door = core_door
+        self.service.is_draining = False
+        self.service.metrics = ServerMetrics("toy")
+        engine.on_stats = self.service.metrics.observe_stats

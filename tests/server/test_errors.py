@@ -70,6 +70,7 @@ def test_an_unknown_path_and_method_have_the_same_shape(http: httpx.Client) -> N
         ({"prompt": ["a"] * 100, "allowed_token_ids": [3] * 12_000}, "allowed_token_ids"),
         ({"prompt": ["a" * 150] * 100, "prompt_logprobs": 20}, "prompt_logprobs"),
         ({"prompt": ["a" * 150] * 100, "echo": True, "logprobs": 20}, "logprobs"),
+        ({"top_k": 10**4000}, "top_k"),
     ],
 )
 def test_what_cannot_run_is_refused_at_the_door(

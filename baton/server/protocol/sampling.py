@@ -15,6 +15,7 @@ MAX_BIASED_TOKENS = 1024
 MAX_BIAS = 100.0
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 PRIORITY_MAX = 2**31
+MAX_TOP_K = 2**31 - 1
 MAX_CACHE_SALT_CHARS = 1024
 MAX_ALLOWED_IDS = 1 << 20  # Times choices: 20 ms of checking and copying.
 MAX_PROMPT_LOGPROBS = 1 << 17  # Tokens of prompts, with their alternatives, in one answer.
@@ -162,6 +163,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         """`defaults`: the checkpoint's generation_config.json. `bad_words`: in tokens. Raises UserError."""
         if self.seed is not None and not SEED_MIN <= self.seed <= SEED_MAX:
             raise UserError("must fit into 64 bits", field="seed")
+        if self.top_k is not None and not -1 <= self.top_k <= MAX_TOP_K:
+            raise UserError(f"must be in [-1, {MAX_TOP_K}]", field="top_k")
 
         def chosen(name: str, default: float) -> float:
             given = getattr(self, name)

@@ -1,0 +1,154 @@
+"""Any JSON, any bytes and any header at real doors: an answer below 500, and the door still works.
+
+FUZZ_SCALE=100 python -m pytest tests/fuzz/test_bodies.py      a hundred times as many examples
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from baton.core.errors import UserError
+from baton.http.settings import DoorSettings
+from baton.router import legs
+from baton.router.app import Router
+from baton.router.settings import RouterSettings
+from baton.server.protocol.chat import ChatRequest
+from baton.server.protocol.completion import CompletionRequest
+from tests.server.fakes import JSON, LiveApp, LiveServer, ScriptedEngine, service_around
+
+SCALE = int(os.environ.get("FUZZ_SCALE", "1"))
+SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+FIELDS = sorted(
+    {field.name for kind in (CompletionRequest, ChatRequest) for field in msgspec.structs.fields(kind)}
+)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=20)
+    | st.sampled_from(["user", "assistant", "text", "toy", "\x00", "🙂"])
+)
+trees = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(("role", "content", "type", "text", "self")) | st.text(max_size=4), inner
+        )
+    ),
+    max_leaves=8,
+)
+message = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]) | scalars, "content": trees})
+bodies = st.fixed_dictionaries(
+    {},
+    optional={
+        **{name: trees for name in FIELDS},
+        "prompt": st.text(max_size=9) | st.lists(st.integers(-1, 200), max_size=9) | trees,
+        "messages": st.lists(message, max_size=3) | trees,
+        "tokens": st.lists(st.integers(-1, 200), max_size=9) | trees,
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[LiveServer]:
+    with service_around(ScriptedEngine(answer="b"), limits=DoorSettings()) as service:
+        server = LiveServer(service)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+@pytest.fixture(scope="module")
+def router(engine: LiveServer) -> Iterator[LiveApp]:
+    settings = RouterSettings(prefill_urls=(engine.url,), decode_urls=(engine.url,))
+    live = LiveApp(Router(settings).app(), settings.doors, lifespan="on")
+    live.start()
+    try:
+        yield live
+    finally:
+        live.stop()
+
+
+@pytest.fixture(scope="module", params=["engine", "router"])
+def client(request: pytest.FixtureRequest, engine: LiveServer, router: LiveApp) -> Iterator[httpx.Client]:
+    with (engine if request.param == "engine" else router).client() as client:
+        yield client
+
+
+def check(client: httpx.Client, answer: httpx.Response) -> None:
+    assert answer.status_code in (200, 400, 404), answer.text
+    if answer.status_code != 200:
+        assert answer.json()["error"]["message"], answer.text
+    assert client.get("/health").status_code == 200
+
+
+@settings(max_examples=60 * SCALE, suppress_health_check=SHARED, deadline=None)
+@given(path=st.sampled_from(PATHS), body=bodies | trees)
+@example(
+    path=PATHS[1], body={"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"self": 1}}
+)
+@example(path=PATHS[0], body={"prompt": "a", "stream": True, "n": 2})
+def test_any_json_is_answered_or_refused(client: httpx.Client, path: str, body: Any) -> None:
+    check(client, client.post(path, content=msgspec.json.encode(body), headers=JSON))
+
+
+@settings(max_examples=40 * SCALE, suppress_health_check=SHARED, deadline=None)
+@given(path=st.sampled_from(PATHS), body=st.binary(max_size=40))
+@example(path=PATHS[0], body=b"[" * 5000)
+@example(path=PATHS[0], body=b'{"prompt": "a", "top_k": ' + b"9" * 4000 + b"}")
+@example(path=PATHS[0], body=b'{"prompt": "\\ud800"}')
+@example(path=PATHS[0], body=b"")
+def test_any_bytes_are_answered_or_refused(client: httpx.Client, path: str, body: bytes) -> None:
+    check(client, client.post(path, content=body, headers=JSON))
+
+
+@settings(max_examples=40 * SCALE, suppress_health_check=SHARED, deadline=None)
+@given(
+    name=st.sampled_from(
+        ["x-request-id", "authorization", "x-other", "host", "content-type", "connection", "te"]
+    ),
+    value=st.binary(max_size=20),
+)
+@example(name="x-other", value=b"\xff\xfe")
+@example(name="connection", value=b"content-type, host")
+def test_any_header_is_answered_or_refused(client: httpx.Client, name: str, value: bytes) -> None:
+    headers = httpx.Headers(list({**{b"content-type": b"application/json"}, name.encode(): value}.items()))
+    try:
+        answer = client.post(PATHS[0], content=b'{"prompt": "a", "max_tokens": 1}', headers=headers)
+    except (httpx.LocalProtocolError, httpx.RemoteProtocolError):
+        return  # It is no HTTP, by the judgement of one of the two sides.
+    if answer.status_code != 415:
+        assert answer.status_code in (200, 400), answer.text
+    assert client.get("/health").status_code == 200
+
+
+@settings(max_examples=100 * SCALE)
+@given(body=bodies)
+@example(body={"prompt": [7] * 300})
+@example(body={"prompt": list(range(10_000))})
+def test_a_long_body_is_routed_as_a_short_one(body: dict[str, Any]) -> None:
+    """The router leaves a long prompt of ids encoded; legs and routing must not show it."""
+    raw = msgspec.json.encode(body)
+    try:
+        short = legs.parse_body(raw)
+    except UserError:
+        return
+    patch = pytest.MonkeyPatch()
+    with patch.context() as context:
+        context.setattr(legs, "LONG_BODY_BYTES", 0)
+        long = legs.parse_body(raw)
+    assert msgspec.json.decode(msgspec.json.encode(long)) == msgspec.json.decode(msgspec.json.encode(short))
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > 1 and all(type(part) is int for part in prompt):
+        assert legs.shape_of(long) == legs.shape_of(short)
