@@ -103,3 +103,45 @@ def test_tokenize_and_back(http: httpx.Client) -> None:
 def test_a_long_text_is_encoded_off_the_event_loop_and_equally(http: httpx.Client) -> None:
     text = "ab" * 6000
     assert http.post("/tokenize", json={"prompt": text}).json()["tokens"] == [97, 98] * 6000
+
+
+def test_it_sends_a_history_with_tool_calls_and_gets_calls_as_text(
+    client: openai.OpenAI, engine: ScriptedEngine
+) -> None:
+    call = '<tool_call>{"name": "add"}</tool_call>'
+    engine.answer = call
+    answer = client.chat.completions.create(
+        model="toy",
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+                ],
+            },
+        ],
+        tools=[{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
+        tool_choice="auto",
+        parallel_tool_calls=False,
+        reasoning_effort="low",
+    )
+    assert answer.choices[0].message.content == call
+    assert answer.choices[0].message.tool_calls is None
+    with pytest.raises(openai.BadRequestError, match="none or auto") as refused:
+        client.chat.completions.create(
+            model="toy", messages=[{"role": "user", "content": "Hi"}], tool_choice="required"
+        )
+    assert refused.value.param == "tool_choice"
+
+
+def test_it_gets_the_logprobs_of_an_echoed_prompt(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="toy", prompt="Say", max_tokens=0, echo=True, logprobs=1, extra_body={"prompt_logprobs": 0}
+    )
+    [choice] = answer.choices
+    assert choice.text == "Say"
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs == [None, -0.5, -0.5]
+    shown = choice.model_dump()["prompt_logprobs"]
+    assert [entry and list(entry) for entry in shown] == [None, ["97"], ["121"]]
