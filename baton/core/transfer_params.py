@@ -19,6 +19,9 @@ Without a `transfer_id` both engines call the transfer after the request's own i
 
 Besides, and with any of these or none, `"baton_offload": "off" | "load_only" | "store_only"` says what an
 engine that offloads its KV may not do for this request.
+
+The producer's answer also has `"baton_cached_tokens"`, unless it is 0: how many tokens of the prompt the
+producer had in its cache. The consumer needs the number for its `usage` and believes it for nothing else.
 """
 
 from collections.abc import Mapping
@@ -113,6 +116,14 @@ def parse_offload_choice(raw: Mapping[str, Any] | None) -> OffloadChoice:
             f"must be one of {', '.join(OFFLOAD_CHOICES)}", field=f"{FIELD}.baton_offload"
         )
     return OFFLOAD_CHOICES[value]
+
+
+CACHED_TOKENS = "baton_cached_tokens"
+
+
+def parse_cached_tokens(raw: Mapping[str, Any] | None) -> int:
+    """Tokens of the prompt that the producer had in its cache. Raises BadTransferParams."""
+    return _ranged(raw or {}, CACHED_TOKENS, 0, 2**53) or 0
 
 
 def parse_transfer_params(raw: Mapping[str, Any] | None) -> KVTransferParams | None:

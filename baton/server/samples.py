@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from baton.core.transfer_params import CACHED_TOKENS
 from baton.engine.api import EngineOutput, EngineRequest, PromptLogprobs, SchedulerStats, TokenLogprobs
 from baton.server.errors import ApiError
 from baton.server.metrics import ServerMetrics
@@ -60,6 +61,8 @@ class Sample:
     include_stop: bool = False  # Show the stop token (or string) that ended it.
     waits_for_first: bool = False  # Submit once the first sample has its first token.
     names_first_token: bool = False  # Its first chunk is sent in any case, with its token ids.
+    # Tokens of the prompt that the prefill engine had in its cache. None: there is no prefill engine.
+    num_cached_at_prefill: int | None = None
     goes_on_elsewhere: bool = False  # Reaching the limit is not the answer's end.
 
 
@@ -203,13 +206,14 @@ def _piece(sample: Sample, output: EngineOutput) -> Piece:
     if output.finish_reason is not None and sample.text.stopped_by is None and not goes_on:
         piece.text += sample.text.finish()
     if sample.text.stopped_by is not None:
-        piece.finish = _finish("stop", sample.text.stopped_by, output)
+        piece.finish = _finish(sample, "stop", sample.text.stopped_by, output)
     elif goes_on:
-        piece.finish = _finish(None, None, output)
+        piece.finish = _finish(sample, None, None, output)
     elif output.finish_reason is not None:
         # The engine names the end-of-sequence token too; only a stop token that was asked for is a reason.
         asked_for = output.stop_token_id in sample.request.sampling_params.stop_token_ids
-        piece.finish = _finish(output.finish_reason, output.stop_token_id if asked_for else None, output)
+        stop_reason = output.stop_token_id if asked_for else None
+        piece.finish = _finish(sample, output.finish_reason, stop_reason, output)
     return piece
 
 
@@ -220,11 +224,20 @@ def _end_here(finish: Finish, engine: Engine) -> Finish:
     return replace(finish, kv_transfer_params=None)
 
 
-def _finish(reason: str | None, stop_reason: int | str | None, output: EngineOutput) -> Finish:
+def _finish(
+    sample: Sample, reason: str | None, stop_reason: int | str | None, output: EngineOutput
+) -> Finish:
+    params, num_cached = output.kv_transfer_params, output.num_cached_tokens
+    if sample.num_cached_at_prefill is not None:
+        # What the prefill engine has computed for this request was in no cache.
+        num_local = num_cached - output.num_transferred_tokens
+        num_cached = max(num_local, min(sample.num_cached_at_prefill, num_cached))
+    if params is not None and num_cached > 0:
+        params = {**params, CACHED_TOKENS: num_cached}
     return Finish(
         reason=reason,
         stop_reason=stop_reason,
-        kv_transfer_params=output.kv_transfer_params,
-        num_cached_tokens=output.num_cached_tokens,
+        kv_transfer_params=params,
+        num_cached_tokens=num_cached,
         num_transferred_tokens=output.num_transferred_tokens,
     )

@@ -14,7 +14,7 @@ import msgspec
 from baton.core.config import ModelConfig
 from baton.core.errors import UserError
 from baton.core.transfer_params import FIELD as TRANSFER_FIELD
-from baton.core.transfer_params import parse_transfer_params
+from baton.core.transfer_params import parse_cached_tokens, parse_transfer_params
 from baton.engine.api import EngineRequest
 from baton.http.bodies import Bodies
 from baton.http.errors import ApiError
@@ -126,6 +126,9 @@ class Service:
                 f"{MAX_PROMPT_LOGPROBS} fit into one answer: ask for fewer alternatives or for less text",
                 field="prompt_logprobs" if fields.prompt_logprobs is not None else "logprobs",
             )
+        num_cached_at_prefill = None
+        if _is_set(fields, "do_remote_prefill"):
+            num_cached_at_prefill = parse_cached_tokens(fields.kv_transfer_params)
         arrival_time_s = time.monotonic()
         samples = []
         for prompt_index, token_ids in enumerate(prompts):
@@ -180,6 +183,7 @@ class Service:
                         waits_for_first=not is_first and _is_set(fields, "do_remote_prefill"),
                         names_first_token=names_first,
                         goes_on_elsewhere=goes_on,
+                        num_cached_at_prefill=num_cached_at_prefill,
                     )
                 )
         return samples

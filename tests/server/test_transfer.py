@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import httpx
+import pytest
 
 from baton.core.errors import BadTransferParams
 from tests.server.fakes import LiveServer, ScriptedEngine
@@ -121,3 +122,40 @@ def test_a_stop_string_in_the_first_token_still_ends_a_prefill_leg(
     answer = complete(http, kv_transfer_params=COMPUTE, stop="H").json()
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["kv_transfer_params"] == RETURNED
+
+
+@pytest.mark.parametrize(
+    ("at_prefill", "cached", "transferred", "reported"),
+    [
+        ({}, 150, 150, 0),  # The prefill engine has computed all of it for this request.
+        ({"baton_cached_tokens": 64}, 150, 150, 64),
+        ({"baton_cached_tokens": 64}, 150, 50, 100),  # 100 were in this engine's own cache.
+        ({"baton_cached_tokens": 64}, 0, 0, 0),  # The transfer failed, and this engine computed the prompt.
+    ],
+)
+def test_tokens_computed_for_this_request_elsewhere_are_not_cached(
+    http: httpx.Client,
+    engine: ScriptedEngine,
+    at_prefill: dict[str, int],
+    cached: int,
+    transferred: int,
+    reported: int,
+) -> None:
+    engine.num_cached_tokens, engine.num_transferred_tokens = cached, transferred
+    ticket = {"do_remote_prefill": True, "baton_ticket": "signed", "remote_engine_id": "p", **at_prefill}
+    usage = complete(http, kv_transfer_params=ticket).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": reported, "transferred_tokens": transferred}
+
+
+def test_a_prefill_engine_names_what_it_had_in_its_cache(http: httpx.Client, engine: ScriptedEngine) -> None:
+    engine.transfer_params = {"baton_ticket": "signed"}
+    engine.num_cached_tokens = 32
+    answer = complete(http, kv_transfer_params={"do_remote_decode": True})
+    assert answer.json()["kv_transfer_params"] == {"baton_ticket": "signed", "baton_cached_tokens": 32}
+
+
+def test_a_number_of_cached_tokens_that_is_none_is_refused(http: httpx.Client) -> None:
+    ticket = {"do_remote_prefill": True, "baton_ticket": "signed", "remote_engine_id": "p"}
+    for wrong in (-1, "32", True, 2**60):
+        answer = complete(http, kv_transfer_params={**ticket, "baton_cached_tokens": wrong})
+        assert refused_field(answer) == "kv_transfer_params.baton_cached_tokens"

@@ -41,7 +41,9 @@ def test_killed_engines_cost_a_local_prefill_a_broken_stream_or_a_502_but_never_
 
         handed_over = client.post("/v1/completions", json=body)
         assert handed_over.headers["x-baton-prefill"] == "remote"
-        assert handed_over.json()["usage"]["prompt_tokens_details"]["transferred_tokens"] > 0
+        details = handed_over.json()["usage"]["prompt_tokens_details"]
+        assert details["transferred_tokens"] > 0
+        assert details["cached_tokens"] == 0, "no engine had any of it"
 
         os.kill(pids["prefill-0"], signal.SIGKILL)
         # Another salt: nothing of the prompt is in the decode engine's cache.

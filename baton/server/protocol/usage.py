@@ -5,7 +5,11 @@ from msgspec import UNSET, UnsetType
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """`transferred_tokens` is ours: those of the cached ones that a KV connector loaded."""
+    """`cached_tokens`: no engine has computed them for this request. Of a prompt that a prefill engine has
+    computed, those count that it, or this engine, had in its cache.
+
+    `transferred_tokens` is ours: a KV connector loaded them. They may or may not have been cached.
+    """
 
     cached_tokens: int = 0
     transferred_tokens: int = 0
