@@ -18,20 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NewType
 
-import msgspec
-
 from baton.core.ids import Address
 from baton.core.layout import CopySpan, Region
 
 OpId = NewType("OpId", int)  # Unique within one transport; never reused.
-
-
-class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan may rely on. Speaks of this transport as it runs here, on this machine."""
-
-    same_host: bool  # Reaches only processes of this host.
-    one_sided: bool  # The owner's process takes no part in a read.
-    devices: tuple[str, ...] = ("cpu",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +39,7 @@ class PeerHandle(ABC):
     """A connection to one rank of one incarnation of a peer."""
 
     address: Address
-    lost: str | None = None  # Why nothing can be read over this connection any more. A new one may do better.
+    lost: str | None = None  # Why nothing can be read any more; only another `connect` helps.
 
 
 class Prepared(ABC):  # noqa: B024  A marker: each transport prepares what it needs.
@@ -60,10 +50,6 @@ class Transport(ABC):
     """Raises TransferError where the network or the kernel is at fault, PeerError where the peer is."""
 
     name: ClassVar[str]
-
-    @property
-    @abstractmethod
-    def capabilities(self) -> Capabilities: ...
 
     @abstractmethod
     def register(self, regions: Sequence[Region]) -> bytes:

@@ -1,11 +1,14 @@
 """The ends of operations: each operation that was opened is finished exactly once, from whatever thread."""
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable
 
 from baton.transport.base import Completion, OpId
+
+logger = logging.getLogger(__name__)
 
 
 class CompletionQueue:
@@ -36,7 +39,10 @@ class CompletionQueue:
             self._ended.append(Completion(op, error is None, nbytes, duration_s, error))
             self._changed.notify_all()
         if self._on_completion is not None:
-            self._on_completion()
+            try:
+                self._on_completion()
+            except Exception:  # Others' code: it must not end the thread that serves a peer.
+                logger.exception("the hook of a completion failed")
 
     def is_open(self, op: OpId) -> bool:
         with self._changed:

@@ -22,7 +22,7 @@ import msgspec
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address
 from baton.core.layout import CopySpan, Region
-from baton.transport.base import Capabilities, Completion, OpId, PeerHandle, Prepared, Transport
+from baton.transport.base import Completion, OpId, PeerHandle, Prepared, Transport
 from baton.transport.completions import CompletionQueue
 from baton.transport.cuda_driver import HANDLE_BYTES, CudaDriver, DeviceMemory
 from baton.transport.decoding import decode_from_peer
@@ -110,10 +110,6 @@ class CudaIpcTransport(Transport):
             batch_copies_max=BATCH_COPIES_MAX,
             batch_bytes_max=BATCH_BYTES_MAX,
         )
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(same_host=True, one_sided=True, devices=("cuda",))
 
     def register(self, regions: Sequence[Region]) -> bytes:
         assert not self._regions, "register() is called once"

@@ -25,7 +25,7 @@ import numpy as np
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address
 from baton.core.layout import CopySpan, Region
-from baton.transport.base import Capabilities, Completion, OpId, PeerHandle, Prepared, Transport
+from baton.transport.base import Completion, OpId, PeerHandle, Prepared, Transport
 from baton.transport.completions import CompletionQueue
 from baton.transport.decoding import decode_from_peer
 from baton.transport.host_identity import HostProcess, require_same_host, this_process
@@ -105,10 +105,6 @@ class LocalTransport(Transport):
             batch_copies_max=CALL_COPIES_MAX,
             batch_bytes_max=CALL_BYTES_MAX,
         )
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(same_host=True, one_sided=True)
 
     def register(self, regions: Sequence[Region]) -> bytes:
         assert not self._registered, "register() is called once"

@@ -17,7 +17,7 @@ import msgspec
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address
 from baton.core.layout import CopySpan, Region
-from baton.transport.base import Capabilities, Completion, OpId, PeerHandle, Prepared, Transport
+from baton.transport.base import Completion, OpId, PeerHandle, Prepared, Transport
 from baton.transport.completions import CompletionQueue
 from baton.transport.decoding import decode_from_peer
 from baton.transport.spans import Copies, SpanTable, check_regions, require_host_memory
@@ -35,7 +35,7 @@ class MemoryPeer(PeerHandle):
     address: Address
     endpoint: MemoryEndpoint
     owner: "MemoryTransport"
-    connected: bool = True
+    lost: str | None = None
 
 
 @dataclass(frozen=True)
@@ -166,10 +166,6 @@ class MemoryTransport(Transport):
         self._peers: set[MemoryPeer] = set()
         self._closed = False
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(same_host=True, one_sided=True)
-
     def register(self, regions: Sequence[Region]) -> bytes:
         assert self._endpoint is None, "register() is called once"
         require_host_memory(self.name, regions)
@@ -198,8 +194,8 @@ class MemoryTransport(Transport):
     ) -> OpId:
         assert isinstance(prepared, MemoryPrepared)
         copies = prepared.table.expand(local_blocks, remote_blocks)
-        if not prepared.peer.connected:
-            raise TransferError(f"disconnected from {prepared.peer.address.engine_id}")
+        if prepared.peer.lost is not None:
+            raise TransferError(f"cannot read from {prepared.peer.address.engine_id}: {prepared.peer.lost}")
         op = self.completions.open()
         self.network.post(_Reading(op, prepared.peer, copies))
         return op
@@ -215,7 +211,7 @@ class MemoryTransport(Transport):
 
     def disconnect(self, peer: PeerHandle) -> None:
         assert isinstance(peer, MemoryPeer)
-        peer.connected = False
+        peer.lost = peer.lost or "disconnected"
         self._peers.discard(peer)
         self.network.end(lambda r: r.peer is peer, "disconnected")
 

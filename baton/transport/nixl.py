@@ -25,7 +25,7 @@ import msgspec
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address
 from baton.core.layout import CopySpan, Region
-from baton.transport.base import Capabilities, Completion, OpId, PeerHandle, Prepared, Transport
+from baton.transport.base import Completion, OpId, PeerHandle, Prepared, Transport
 from baton.transport.completions import CompletionQueue
 from baton.transport.decoding import decode_from_peer
 from baton.transport.host_identity import HostProcess, require_same_host, this_process
@@ -91,10 +91,6 @@ class NixlTransport(Transport):
         self._peers: set[NixlPeer] = set()
         self._closed = False
         self.counters = NixlCounters()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(same_host=not has_rdma(), one_sided=True, devices=("cpu", "cuda"))
 
     def register(self, regions: Sequence[Region]) -> bytes:
         assert self._owner is None, "register() is called once"

@@ -38,7 +38,7 @@ from baton.transport.threads import join_all, start_owned_thread
 BATCH_BYTES_MAX = 8 << 20  # Bounds how long a cancel waits: NIXL's own cancel cannot be trusted.
 BATCH_PIECES_MAX = 4096  # 10 ms or so of 2 KiB pieces.
 REQUESTS_MAX = 2  # One that the wire works on, one waiting.
-STALL_S = 20.0  # A batch that takes so long never ends.
+STALL_S = 10.0  # A batch that takes so long never ends.
 CANCEL_S = 1.0  # ... or so long, once nobody wants it any more.
 PROVE_TIMEOUT_S = 5.0
 POLL_MIN_S, POLL_MAX_S = 20e-6, 500e-6

@@ -3,10 +3,12 @@
     post --> waiting: [reading, reading ...] --one batch of each in turn--> thread: copy --> completion
 
 A reading goes to the back of the queue after each batch: a long prompt must not hold up a short one. `copy`
-gets a peer and a batch, and returns when the bytes lie in place and count, or raises TransferError. A
-cancelled reading begins no further batch, and ends when those that run have ended.
+gets a peer and a batch, and returns when the bytes lie in place and count. Whatever it raises loses that peer
+only: its readings end, not ok, and it has to be connected to again. A cancelled reading begins no further
+batch, and ends when those that run have ended.
 """
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -19,6 +21,8 @@ from baton.transport.base import OpId
 from baton.transport.completions import CompletionQueue
 from baton.transport.spans import Copies
 from baton.transport.threads import join_all, start_owned_thread
+
+logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0  # A thread ends after the batch that it is in.
 
@@ -139,12 +143,13 @@ class ReaderPool(Generic[PeerT]):
                 self._copy(reading.peer, batch)
             except TransferError as failure:
                 error = str(failure)
-            except BaseException as bug:
-                error = f"the reader thread died: {bug!r}"
-                raise
-            finally:
-                if self._end_batch(reading, batch, error):
-                    self._finish(reading)
+            except Exception as bug:  # The border of one peer: the thread serves the others, too.
+                logger.exception("a read from %s failed", reading.peer.address.engine_id)
+                error = f"a fault of this engine: {bug!r}"
+            if error is not None:
+                self.lose(reading.peer, error)
+            if self._end_batch(reading, batch, error):
+                self._finish(reading)
 
     def _next_turn(self) -> tuple[_Reading[PeerT], Copies | None] | None:
         """The longest waiting reading with a batch to copy, or without when it is over. None: closed."""
@@ -190,7 +195,7 @@ class ReaderPool(Generic[PeerT]):
         return reading.peer.lost or ("the transport was closed" if self._closed else None)
 
     def _fail_all(self, error: BaseException) -> None:
-        """A thread died of a bug: nobody may wait for it. The other one ends what it is copying."""
+        """A thread died of a bug of this pool: its readings end. The other one ends what it is copying."""
         with self._changed:
             self._died = f"the reader thread died: {error!r}"
             self._closed = True

@@ -21,7 +21,7 @@ from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError, TransferError
 from baton.core.ids import Address
 from baton.core.layout import CopySpan, Region
-from baton.transport.base import Capabilities, Completion, OpId, PeerHandle, Prepared, Transport
+from baton.transport.base import Completion, OpId, PeerHandle, Prepared, Transport
 from baton.transport.completions import CompletionQueue
 from baton.transport.loopback import check_bind_host, is_loopback, is_wildcard
 from baton.transport.sealing import Integrity
@@ -119,10 +119,6 @@ class TcpTransport(Transport):
     def port(self) -> int:
         """Of the listener, once registered."""
         return self._owner.port if self._owner is not None else self._options.port
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(same_host=False, one_sided=False)
 
     def register(self, regions: Sequence[Region]) -> bytes:
         assert self._owner is None, "register() is called once"

@@ -289,6 +289,7 @@ class Engine:
             epoch,
             transports=lambda address: {"memory": MemoryTransport(address, self.world.network)},
             run_in_background=lambda job: job(),
+            clock=lambda: self.world.now,
         )
         heads = len(kv_heads_of(rank, tp_size=self.tp, num_kv_heads=HEADS))
         shape = (LAYERS, self.config.cache_config.num_gpu_blocks, heads, BLOCK, 2 * HEAD_DIM)
@@ -469,7 +470,7 @@ class Engine:
         values = [stats[name] for stats in self.stats]
         if name == "transfers":
             return [record for value in values for record in value]
-        if name in ("failures", "refused", "peer_failures"):
+        if name in ("failures", "refused", "peer_failures", "lost_links"):
             total: dict[str, int] = {}
             for value in values:
                 for reason, count in value.items():

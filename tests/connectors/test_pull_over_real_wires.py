@@ -1,6 +1,8 @@
 """The same halves over a real control channel, real transports and real threads, in one process."""
 
+import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -43,6 +45,31 @@ def test_a_handoff(
     (record,) = stats.to_dict()["transfers"]
     assert record["transport"] == transport
     assert record["bytes"] == 8 * LAYERS * HEADS * BLOCK * 2 * HEAD_DIM * 4
+
+
+def test_a_reset_data_connection_is_replaced_and_counted(
+    start: Callable[[EngineConfig], Engine],
+) -> None:
+    """E2: after one lost connection the pair hands over again."""
+    extra = {"transports": ["tcp"]}
+    p, d = (start(engine_config(name, extra=extra)) for name in ("p", "d"))
+    for request_id in ("before", "after"):
+        params, theirs = lend(p, request_id)
+        ask(d, params, request_id)
+        output = d.step_until(lambda output: bool(output.finished_recving))
+        assert (output.finished_recving, output.invalid_block_ids) == ({request_id}, set())
+        assert torch.equal(d.cache[:, OURS], p.cache[:, theirs])
+        if request_id == "before":
+            transport = p.worker.worker_half._transports["tcp"]  # type: ignore[attr-defined]
+            for connection in list(transport._owner._connections):
+                with suppress(OSError):  # The reader closes all lanes when one is lost.
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+            d.step_until(lambda _: counts_a_lost_link(d))
+
+
+def counts_a_lost_link(d: Engine) -> bool:
+    stats = d.scheduler.get_kv_connector_stats()
+    return stats is not None and stats.to_dict()["lost_links"] == {"p": 1}
 
 
 def test_a_producer_that_is_gone_fails_the_request_and_nothing_else(

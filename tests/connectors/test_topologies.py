@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
+from baton.connectors.pull import links as links_module
 from baton.connectors.pull.cache_layout import layout_of
 from baton.connectors.pull.conversion import convert
-from baton.connectors.pull.links import RunInBackground
+from baton.connectors.pull.links import RETRY_MAX_S, PeerLinks, RunInBackground
 from baton.connectors.pull.metadata import ReadBlocks, ReadEnd
 from baton.connectors.pull.staging import Staging
 from baton.contract import KVConnectorHandshakeMetadata
@@ -498,3 +499,110 @@ def test_a_part_of_a_block_of_an_unknown_packing_is_not_guessed_at(pair: Callabl
     [end] = moved.wait_ended(1)
     assert not end.ok
     assert "a part of a block cannot be read" in end.error
+
+
+# --- Links that are lost -------------------------------------------------------------------------
+
+
+def break_links(links: PeerLinks) -> None:
+    """The transport loses every peer, as it does when a connection is reset."""
+    for link in links._links.values():
+        assert link.ready is not None
+        link.ready.transport.disconnect(link.ready.peer)
+        assert link.ready.peer.lost
+
+
+@pytest.mark.parametrize("wire", ["memory", "local", "tcp"])
+def test_a_lost_link_is_replaced_at_once(
+    pair: Callable[..., Pair], threads: RunInBackground, wire: str
+) -> None:
+    wires = {} if wire == "memory" else {"wires": Wires(wire)}
+    one = pair(Shape(), Shape(), run_in_background=threads, **wires)
+    [links] = one.d.links
+    one.read(claim=1)
+    assert one.wait_ended(1)[0].ok
+    assert links.take_lost() == []
+    break_links(links)
+    one.read(claim=2)
+    assert one.wait_ended(1)[0].ok
+    assert one.is_right
+    assert [lost.producer for lost in links.take_lost()] == [one.p.address.engine_id]
+    assert links.take_lost() == []
+
+
+def test_a_lost_link_is_counted_without_another_read(
+    pair: Callable[..., Pair], threads: RunInBackground
+) -> None:
+    one = pair(Shape(), Shape(), run_in_background=threads)
+    [links] = one.d.links
+    one.read(claim=1)
+    assert one.wait_ended(1)[0].ok
+    break_links(links)
+    assert links.take_ended() == []
+    assert len(links.take_lost()) == 1
+
+
+def test_a_dead_peer_is_asked_ever_more_rarely(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = pair(Shape(), Shape())
+    [links] = one.d.links
+    now, attempts = [1000.0], []
+    monkeypatch.setattr(links, "_clock", lambda: now[0])
+
+    def choose(*_: object, **__: object) -> object:
+        attempts.append(now[0])
+        raise TransferError("it does not answer")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(links_module, "choose_transport", choose)
+        for claim in range(400):
+            one.read(claim)
+            (end,) = one.wait_ended(1)
+            assert not end.ok
+            now[0] += 0.1
+    assert len(attempts) < 20
+    assert attempts[:2] == [1000.0, 1000.1], "the first failure delays nothing"
+    assert max(after - before for before, after in itertools.pairwise(attempts)) < RETRY_MAX_S + 0.2
+    assert len(caplog.records) < 10
+    now[0] += RETRY_MAX_S
+    one.read(claim=401)
+    assert one.wait_ended(1)[0].ok
+
+
+def test_a_thread_that_cannot_be_started_costs_one_read(pair: Callable[..., Pair]) -> None:
+    failures = ["can't start new thread"]
+
+    def run(job: Callable[[], None]) -> None:
+        if failures:
+            raise RuntimeError(failures.pop())
+        job()
+
+    one = pair(Shape(), Shape(), run_in_background=run)
+    one.read(claim=1)
+    (end,) = one.wait_ended(1)
+    assert end.error == "can't start new thread"
+    one.read(claim=2)
+    assert one.wait_ended(1)[0].ok
+
+
+def test_a_fault_in_one_of_the_reads_that_wait_costs_that_read(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[Callable[[], None]] = []
+    one = pair(Shape(), Shape(), run_in_background=jobs.append)
+    [links] = one.d.links
+    one.read(claim=1)
+    one.read(claim=2)
+    begin = links._begin
+
+    def begin_or_fail(link: Any, ready: Any, read: Any) -> Any:
+        if read.parts.claim == 1:
+            raise ZeroDivisionError("a bug")
+        return begin(link, ready, read)
+
+    monkeypatch.setattr(links, "_begin", begin_or_fail)
+    [connect] = jobs
+    connect()
+    ends = {end.claim: end.error for end in one.wait_ended(2)}
+    assert ends == {1: "a bug", 2: ""}

@@ -99,6 +99,7 @@ def test_a_read_that_fails_half_way_has_ended_all_the_same(
         assert not completion.ok
         assert "illegal memory access" in (completion.error or "")
         connection.memory[0] = 9  # The blocks are somebody else's now.
+        connection.peer = reader.connect(producer.address, producer.endpoint)  # The failure lost the peer.
         other = connection.prepare(CopySpan(1, 0, BLOCK_BYTES, 0, 0, BLOCK_BYTES, BLOCK_BYTES))
         assert connection.read(other, [0], [0]).ok
         assert (connection.memory[0] == 9).all()

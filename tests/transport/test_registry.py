@@ -130,7 +130,6 @@ def test_each_known_name_makes_its_transport() -> None:
     for name in ("memory", "local", "tcp"):
         transport = make_transport(name, address=new_address("ours"))
         assert transport.name == name
-        assert "cpu" in transport.capabilities.devices
         transport.close()
 
 

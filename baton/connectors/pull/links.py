@@ -3,7 +3,10 @@
     read --no link--> CONNECTING (background thread)
     CONNECTING --connected, planned--> READY               waiting reads are begun
     CONNECTING --no way, or the layouts do not fit--> gone    waiting reads end with the reason
-    READY --the connection is lost--> CONNECTING           at the next read
+    READY --the transport has lost the peer--> gone           counted; the next read connects anew
+
+The first loss or failure is answered with a new attempt at once. After several in a row, reads fail without
+an attempt until a delay has passed, which doubles up to RETRY_MAX_S (`Attempts`).
 
     begun, straight, everything prepared --> posted, at once
     begun, straight, an edge of a new shape --> prepared, then posted      (background)
@@ -20,10 +23,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from baton.connectors.pull.link_wire import LinkWire, Ready, StagedOrder
-from baton.connectors.pull.metadata import ReadBlocks, ReadEnd
+from baton.connectors.pull.metadata import LostLink, ReadBlocks, ReadEnd
 from baton.connectors.pull.operations import Operations, Spans
 from baton.connectors.pull.parts import Parts, Read
 from baton.core.errors import PeerError, TransferError
@@ -43,7 +46,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RunInBackground = Callable[[Callable[[], None]], None]
-Job: TypeAlias = Callable[[], None]
 
 
 class _LinkKey(NamedTuple):
@@ -52,17 +54,59 @@ class _LinkKey(NamedTuple):
     sources: tuple[int, ...]  # All that we read from for a claim: the shares depend on them.
 
 
+RETRY_FIRST_S = 0.25
+RETRY_MAX_S = 5.0  # So an engine that is back on the network is read from within that time.
+STEADY_S = 10.0  # A link that lived longer is no sign of a peer that is dead or a network that fails.
+
+
+@dataclass(slots=True)
+class Attempts:
+    """Failures in a row of one link: to connect, or soon after. Time is an argument."""
+
+    num_failed: int = 0
+    next_at: float = 0.0
+
+    def lost(self, connected_at: float, now: float) -> None:
+        if now - connected_at >= STEADY_S:
+            self.num_failed = 0
+        self.failed(now)
+
+    def failed(self, now: float) -> None:
+        self.num_failed += 1
+        doublings = self.num_failed - 2
+        delay_s = 0.0 if doublings < 0 else min(RETRY_FIRST_S * 2.0 ** min(doublings, 16), RETRY_MAX_S)
+        self.next_at = now + delay_s
+
+    @property
+    def is_news(self) -> bool:
+        """The first, second, fourth, ... failure: the others must not fill the log."""
+        return self.num_failed & (self.num_failed - 1) == 0
+
+
 @dataclass(slots=True, eq=False)
 class _Link:
     key: _LinkKey
     cards: tuple[RankCard, ...]  # Of all the producer's ranks.
     ready: Ready | None = None
+    connected_at: float = 0.0
     is_lost: bool = False
     waiting: list[Read] = field(default_factory=list)
 
     @property
     def card(self) -> RankCard:
         return self.cards[self.key.source]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Work for a background thread: connects `link`, or moves `read` over it."""
+
+    run: Callable[[], None]
+    link: _Link
+    read: Read | None = None
+
+    def __call__(self) -> None:
+        self.run()
 
 
 class PeerLinks:
@@ -77,8 +121,10 @@ class PeerLinks:
         *,
         staged: StagedReader | None = None,
         converts_dtype: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Without a staged reader, peers that need one are peers that cannot be read."""
+        self._clock = clock
         self._layout = layout
         self._rank = layout.pp_rank * layout.tp_size + layout.tp_rank
         self._transports = transports
@@ -90,6 +136,9 @@ class PeerLinks:
         self._changed = self._operations.changed  # The lock of everything here.
         self._cards: dict[Address, tuple[RankCard, ...]] = {}
         self._links: dict[_LinkKey, _Link] = {}
+        self._attempts: dict[_LinkKey, Attempts] = {}  # Of links that have failed.
+        self._num_lost = 0
+        self._lost: list[LostLink] = []  # Since the last `take_lost`.
         self._parts: dict[tuple[int, Pair], Parts] = {}  # Whose end has not come.
         self._ended: list[ReadEnd] = []
 
@@ -104,8 +153,13 @@ class PeerLinks:
         for pair in pairs:
             with self._changed:
                 job = self._read_pair(order, pair, _LinkKey(order.producer, pair.producer_rank, sources))
-            if job is not None:
+            if job is None:
+                continue
+            try:
                 self._run_in_background(job)
+            except RuntimeError as error:  # No thread can be started.
+                with self._changed:
+                    self._give_up(job, str(error))
 
     def cancel(self, claim: int) -> None:
         with self._changed:
@@ -114,6 +168,8 @@ class PeerLinks:
     def lose(self, producer: Address) -> None:
         with self._changed:
             self._cards.pop(producer, None)
+            for key in [key for key in self._attempts if key.producer == producer]:
+                del self._attempts[key]
             for key in [key for key in self._links if key.producer == producer]:
                 link = self._links.pop(key)
                 link.is_lost = True
@@ -133,8 +189,15 @@ class PeerLinks:
         """Reads that have ended since, each once. Never blocks."""
         with self._changed:
             self._operations.collect()
+            self._drop_lost_links()
             ended, self._ended = self._ended, []
             return ended
+
+    def take_lost(self) -> list[LostLink]:
+        """Links that were lost since the last call. Never blocks."""
+        with self._changed:
+            lost, self._lost = self._lost, []
+            return lost
 
     @property
     def num_moving(self) -> int:
@@ -163,7 +226,7 @@ class PeerLinks:
 
     # --- With the lock held --------------------------------------------------------------------
 
-    def _read_pair(self, order: ReadBlocks, pair: Pair, key: _LinkKey) -> Job | None:
+    def _read_pair(self, order: ReadBlocks, pair: Pair, key: _LinkKey) -> _Job | None:
         """Returns what is left to do in the background."""
         parts = self._parts.setdefault((order.claim, pair), Parts(order.claim, pair))
         parts.is_complete |= order.is_last
@@ -172,11 +235,10 @@ class PeerLinks:
             return None
         parts.num_open += 1
         read = Read(parts, order)
+        self._drop_lost_links()
         link = self._links.get(key)
         if link is not None and link.ready is not None:
-            if link.ready.peer.lost is None:
-                return self._begin(link, link.ready, read)
-            return self._replace(link, link.ready, read)
+            return self._begin(link, link.ready, read)
         if link is not None:
             link.waiting.append(read)
             return None
@@ -185,27 +247,56 @@ class PeerLinks:
             read.fail("the peer is not known")
             self._end(read)
             return None
+        attempts = self._attempts.get(key)
+        if attempts is not None and (delay_s := attempts.next_at - self._clock()) > 0:
+            read.fail(
+                f"{attempts.num_failed} connections to {key.producer.engine_id} failed in a row; "
+                f"the next attempt is in {delay_s:.2f} s"
+            )
+            self._end(read)
+            return None
         link = self._links[key] = _Link(key, cards, waiting=[read])
-        return partial(self._connect, link)
+        return _Job(partial(self._connect, link), link)
 
-    def _replace(self, lost: _Link, ready: Ready, read: Read) -> Job:
-        """Dial again: the peer may be well, and only this connection at an end."""
-        logger.warning(
-            "the connection to rank %d of %s is lost; connecting again: %s",
-            lost.key.source,
-            lost.key.producer.engine_id,
-            ready.peer.lost,
-        )
-        lost.is_lost = True
-        link = self._links[lost.key] = _Link(lost.key, lost.cards, waiting=[read])
+    def _drop_lost_links(self) -> None:
+        """Forget links whose peer the transport has lost, so that the next read connects anew."""
+        now = self._clock()
+        for key, link in list(self._links.items()):
+            ready = link.ready
+            if ready is None or ready.peer.lost is None:
+                continue
+            del self._links[key]
+            link.is_lost = True
+            attempts = self._attempts.setdefault(key, Attempts())
+            attempts.lost(link.connected_at, now)
+            self._num_lost += 1
+            self._lost.append(LostLink(key.producer.engine_id, self._rank, self._num_lost))
+            logger.log(
+                logging.WARNING if attempts.is_news else logging.DEBUG,
+                "lost the link to %s, rank %d, by %s (%d in a row): %s",
+                key.producer.engine_id,
+                key.source,
+                ready.transport.name,
+                attempts.num_failed,
+                ready.peer.lost,
+            )
+            try:
+                self._run_in_background(partial(ready.transport.disconnect, ready.peer))
+            except RuntimeError as error:  # No thread can be started. The transport's close ends the rest.
+                logger.warning("cannot disconnect from %s: %s", key.producer.engine_id, error)
 
-        def connect() -> None:
-            ready.transport.disconnect(ready.peer)
-            self._connect(link)
+    def _give_up(self, job: _Job, reason: str) -> None:
+        """The job will not be run."""
+        logger.warning("cannot read from %s: %s", job.link.key.producer.engine_id, reason)
+        if job.read is not None:
+            job.read.fail(reason)
+            self._end(job.read)
+        else:
+            self._end_waiting(job.link, reason)
+            if not job.link.is_lost:
+                del self._links[job.link.key]  # The next read tries again.
 
-        return connect
-
-    def _begin(self, link: _Link, ready: Ready, read: Read) -> Job | None:
+    def _begin(self, link: _Link, ready: Ready, read: Read) -> _Job | None:
         """Returns what is left to do in the background."""
         order, layers = read.order, self._layers_of(link, ready.share, read.order)
         if read.parts.error or not layers:  # Cancelled before, or nothing of this part is there.
@@ -236,15 +327,15 @@ class PeerLinks:
         if len(found) == len(pieces):
             self._post(link, ready, read, pieces, found)
             return None
-        return partial(self._prepare_and_post, link, ready, read, layers, pieces)
+        return _Job(partial(self._prepare_and_post, link, ready, read, layers, pieces), link, read)
 
-    def _begin_staged(self, link: _Link, ready: Ready, read: Read, layers: tuple[str, ...]) -> Job | None:
+    def _begin_staged(self, link: _Link, ready: Ready, read: Read, layers: tuple[str, ...]) -> _Job | None:
         if self._staged is None or not ready.way.can_be_staged:
             read.fail("a part of a block cannot be read from caches that are packed like this")
             self._end(read)
             return None
         read.is_staged = True
-        return partial(self._read_staged, link, ready, read, layers)
+        return _Job(partial(self._read_staged, link, ready, read, layers), link, read)
 
     def _layers_of(self, link: _Link, share: Share, order: ReadBlocks) -> tuple[str, ...]:
         """Those of the share that the part names: positions in P's order become names."""
@@ -315,22 +406,35 @@ class PeerLinks:
             ready = self._open(link)
         except Exception as error:
             # Whatever went wrong went wrong with this peer: its reads fail, the rank goes on.
-            reason = _explain(error, link)
             with self._changed:
-                self._end_waiting(link, reason)
-                if not link.is_lost:
-                    del self._links[link.key]  # The next read tries again.
+                attempts = self._attempts.setdefault(link.key, Attempts())
+                attempts.failed(self._clock())
+                self._end_waiting(link, _explain(error, link, is_news=attempts.is_news))
+                if link.is_lost:
+                    del self._attempts[link.key]
+                else:
+                    del self._links[link.key]
             return
         with self._changed:
             if link.is_lost:
                 ready.transport.disconnect(ready.peer)
                 return
             link.ready = ready
+            link.connected_at = self._clock()
             waiting, link.waiting = link.waiting, []
-            jobs = [self._begin(link, ready, read) for read in waiting]
+            jobs = [self._begin_contained(link, ready, read) for read in waiting]
         for job in jobs:
             if job is not None:
                 job()
+
+    def _begin_contained(self, link: _Link, ready: Ready, read: Read) -> _Job | None:
+        """With the lock held. A fault of ours costs this read: the others of the link wait for it as well."""
+        try:
+            return self._begin(link, ready, read)
+        except Exception as error:
+            read.fail(_explain(error, link))
+            self._end(read)
+            return None
 
     def _open(self, link: _Link) -> Ready:
         remote = link.card.layout
@@ -397,8 +501,9 @@ def _names_of_group(layout: RankLayout, group: int) -> frozenset[str]:
     return frozenset(layer.name for layer in layout.layers if layer.group == group)
 
 
-def _explain(error: Exception, link: _Link) -> str:
+def _explain(error: Exception, link: _Link, *, is_news: bool = True) -> str:
     expected = isinstance(error, TransferError | PeerError)
     engine_id = link.key.producer.engine_id
-    logger.warning("cannot read from %s: %s", engine_id, error, exc_info=not expected)
+    level = logging.WARNING if is_news or not expected else logging.DEBUG
+    logger.log(level, "cannot read from %s: %s", engine_id, error, exc_info=not expected)
     return str(error) or type(error).__name__

@@ -107,9 +107,19 @@ class ReadEnd:
     error: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class LostLink:
+    """A connection to a peer's rank broke, other than by the peer's orderly end."""
+
+    producer: str  # Engine id.
+    rank: int  # Of ours that had it.
+    number: int  # Of the link among those that the rank has lost: no two records are equal.
+
+
 @dataclass(kw_only=True)
 class PullWorkerReport(RankReport):
     step: NotCombined[int] = 0  # That this rank has computed, with all before it.
     ended: AnyRank[set[ReadEnd] | None] = (
         None  # Each pair belongs to one rank; the machine waits for all pairs.
     )
+    lost_links: AnyRank[set[LostLink] | None] = None

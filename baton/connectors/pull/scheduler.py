@@ -253,8 +253,12 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         with self._lock:
             if isinstance(report, PullWorkerReport):
                 now = self._clock()
-                ended = self._reports.combine(report.each_rank()).ended or ()
-                for end in sorted(ended, key=lambda end: (end.claim, end.pair)):  # A set has no order.
+                combined = self._reports.combine(report.each_rank())
+                for link in combined.lost_links or ():
+                    self._stats.add_for("lost_links", link.producer)
+                for end in sorted(
+                    combined.ended or (), key=lambda end: (end.claim, end.pair)
+                ):  # A set has no order.
                     self._borrower.read_ended(end, now)
                 self._control.flush()
             self._absorb()

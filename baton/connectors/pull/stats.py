@@ -10,6 +10,7 @@ transfers               baton:kv_transfer_seconds, baton:kv_transfer_wire_second
                         baton:kv_peer_bytes_total, baton:kv_peer_wire_seconds_total
 failures {reason: n}    baton:kv_transfer_failures_total      fetches that failed
 peer_failures {peer: n} baton:kv_peer_failures_total          of them, those from a producer that is known
+lost_links {peer: n}    baton:kv_links_lost_total             connections to it that broke
 refused {reason: n}     baton:kv_tickets_refused_total        tickets refused before anything was allocated
 num_loans               baton:kv_loans_total                  prompts lent to a consumer
 num_expired_loans       baton:kv_loans_expired_total          loans that nobody released
@@ -41,6 +42,7 @@ class PullStats(CountedStats):
     labelled: ClassVar[Mapping[str, LabelledCount]] = {
         "failures": LabelledCount("baton:kv_transfer_failures", "reason", "Fetches that failed."),
         "peer_failures": LabelledCount("baton:kv_peer_failures", "peer", "Fetches from it that failed."),
+        "lost_links": LabelledCount("baton:kv_links_lost", "peer", "Connections to it that broke."),
         "refused": LabelledCount("baton:kv_tickets_refused", "reason", "Tickets refused."),
     }
 
@@ -65,6 +67,7 @@ class PullStats(CountedStats):
             "avg ms": round(sum(t["ms"] for t in transfers) / len(transfers), 3) if transfers else 0.0,
             "GB/s": round(nbytes / wire_s / 1e9, 3) if wire_s else 0.0,
             "failures": sum(self.data["failures"].values()),
+            "lost links": sum(self.data["lost_links"].values()),
             "refused": sum(self.data["refused"].values()),
             "loans": self.data["num_loans"],
             "expired loans": self.data["num_expired_loans"],

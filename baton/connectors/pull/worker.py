@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, assert_never
@@ -66,11 +67,13 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         epoch: Epoch | None = None,
         transports: Callable[[Address], Mapping[str, Transport]] | None = None,
         run_in_background: RunInBackground | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`transports` makes this rank's, given its address; without it, those that the settings name."""
         self._identity = identity
         self._epoch = epoch if epoch is not None else new_epoch()
         self._given_transports = transports
+        self._clock = clock
         self._background = Background(f"baton-connect-{identity.rank}")
         self._run_in_background = run_in_background or self._background.run
         self._wake: Callable[[], None] | None = None  # The host, if it can be woken.
@@ -107,6 +110,7 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
             self._run_and_wake,
             staged=staged,
             converts_dtype=self._identity.settings.convert_dtype,
+            clock=self._clock,
         )
 
     def _groups_of(self, in_order: list[str]) -> Mapping[str, int] | None:
@@ -153,7 +157,10 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, PullMetadata)
         for order in connector_metadata.orders:
-            self._carry_out(order)
+            if isinstance(order, ReadBlocks):
+                self.take_order(order)
+            else:
+                self._carry_out(order)
 
     def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
         """Loads are under way since the metadata was bound."""
@@ -205,12 +212,17 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
 
     def build_connector_worker_meta(self) -> PullWorkerReport | None:
         ended = self._take_ended()
+        lost_links = set(self._links.take_lost()) if self._links is not None else set()
         bound = self._connector_metadata
-        if not isinstance(bound, PullMetadata):
-            return PullWorkerReport(rank=self._identity.rank, ended=set(ended)) if ended else None
-        if not ended and not bound.wants_report:
+        is_wanted = isinstance(bound, PullMetadata) and bound.wants_report
+        if not ended and not lost_links and not is_wanted:
             return None
-        return PullWorkerReport(rank=self._identity.rank, step=bound.step, ended=set(ended))
+        return PullWorkerReport(
+            rank=self._identity.rank,
+            step=bound.step if isinstance(bound, PullMetadata) else 0,
+            ended=set(ended),
+            lost_links=lost_links or None,
+        )
 
     def _take_ended(self) -> list[ReadEnd]:
         ended = self._links.take_ended() if self._links is not None else []
@@ -241,7 +253,6 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         return SLOT
 
     def _carry_out(self, order: Order) -> None:
-        self._background.raise_if_dead()
         links = self._links
         assert links is not None, "ordered to read before the cache was registered"
         match order:

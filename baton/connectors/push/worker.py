@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,11 @@ class PushWorkerHalf(PullWorkerHalf):
         epoch: Epoch | None = None,
         transports: Callable[[Address], Mapping[str, Transport]] | None = None,
         run_in_background: RunInBackground | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(identity, epoch=epoch, transports=transports, run_in_background=run_in_background)
+        super().__init__(
+            identity, epoch=epoch, transports=transports, run_in_background=run_in_background, clock=clock
+        )
         self._layer_index: dict[str, int] = {}
         self._reporter = LayerReporter(identity.tp_rank)
 

@@ -157,6 +157,7 @@ class Engine:
             epoch=Epoch(self.clockwork.rng.getrandbits(64)),
             transports=transports,
             run_in_background=self._in_background,
+            clock=self.clock,
         )
         worker.register_kv_caches(memory.kv_caches)
         return worker

@@ -186,7 +186,7 @@ def _keep_links(engine: Engine) -> None:
     for worker in engine.workers:
         links = worker._links
         assert links is not None
-        links._replace = links._begin  # type: ignore[method-assign, assignment]
+        links._drop_lost_links = lambda: None  # type: ignore[method-assign]
 
 
 def _key(of: type[ProcessKey]) -> Parts:

@@ -30,7 +30,7 @@ from baton.sim.connection import ALL_CHECKS, Checks, Connection
 from baton.sim.full.checkers import fenced
 from baton.sim.full.clockwork import Clockwork
 from baton.sim.full.model import WORD_BYTES
-from baton.transport.base import Capabilities, Completion, OpId, PeerHandle, Prepared, Transport
+from baton.transport.base import Completion, OpId, PeerHandle, Prepared, Transport
 from baton.transport.spans import SpanTable
 
 if TYPE_CHECKING:
@@ -336,10 +336,6 @@ class Port(Transport):
     _regions: tuple[Region, ...] = ()
     _num_ops: int = 0
     _ended: list[Completion] = field(default_factory=list)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(same_host=True, one_sided=True)
 
     def register(self, regions: Sequence[Region]) -> bytes:
         """Behind the cache comes the staging buffer, which nothing passes through here."""
