@@ -8,7 +8,7 @@ import functools
 import hashlib
 import hmac
 import uuid
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -16,12 +16,26 @@ from baton.core.errors import ConfigError
 from baton.core.hashing import HASH_SEED
 from baton.core.kv_groups import KVCacheGroup, group_layers, one_group
 from baton.core.layout import ModelFingerprint
+from baton.core.validation import explain
+
+T = TypeVar("T")
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 LoadFailurePolicy = Literal["recompute", "fail"]
 
 MIN_SECRET_BYTES = 16
 _SCRYPT_N, _SCRYPT_R = 1 << 14, 8  # 16 MiB (128 * n * r bytes), the largest that hashlib allows unasked.
+
+
+def _from_json(text: str | bytes, kind: type[T], field: str) -> T:
+    """Raises ConfigError naming the field."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.ValidationError as error:
+        problem, path = explain(error, kind)
+        raise ConfigError(problem, field=field + path) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(str(error), field=field) from error
 
 
 class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,10 +91,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     @classmethod
     def from_json(cls, text: str | bytes) -> "KVTransferConfig":
         """Raises ConfigError naming the field."""
-        try:
-            return msgspec.json.decode(text, type=cls)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ConfigError(str(error), field="kv_transfer_config") from error
+        return _from_json(text, cls, "kv_transfer_config")
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,10 +121,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @classmethod
     def from_json(cls, text: str | bytes) -> "KVEventsConfig":
         """Raises ConfigError naming the field."""
-        try:
-            return msgspec.json.decode(text, type=cls)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ConfigError(str(error), field="kv_events_config") from error
+        return _from_json(text, cls, "kv_events_config")
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):

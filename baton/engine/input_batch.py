@@ -186,7 +186,7 @@ class InputBatch:
     def _scored_prompts(
         self, req_ids: list[str], rows: IntArray, computed: IntArray, query_start: IntArray
     ) -> list[ScoredPrompt]:
-        """The row of a token scores the token behind it, as far as the prompt goes."""
+        """Prompts of this step that want log-probabilities: the row of a token scores the next token."""
         is_scored = self._scores_prompt[rows]
         if not is_scored.any():
             return []

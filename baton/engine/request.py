@@ -109,7 +109,7 @@ class Request:
         self.num_cached_tokens = -1  # As reported to the client; -1 until the request first runs.
         self.num_transferred_tokens = 0
         self.output_logprobs: list[TokenLogprobs] = []  # Of all output tokens, if anybody may ask for them.
-        # Of the prompt's tokens behind the first, as far as computed. None: not wanted, or handed out.
+        # Of the prompt's tokens after the first, as far as computed. None: not wanted, or handed out.
         self._prompt_logprobs: list[PromptLogprobs] | None = None if sampling.prompt_logprobs is None else []
         # vLLM's name, which connectors read: the whole prompt is computed here, without cache or load.
         self.skip_reading_prefix_cache = sampling.prompt_logprobs is not None

@@ -190,7 +190,10 @@ async def admit_completion(service: Service, request: CompletionRequest, request
         echoes = [
             prompt
             if isinstance(prompt, str) and len(token_ids) == len(whole)
-            else service.tokenizer.decode(token_ids, skip_special_tokens=True)
+            # As in vLLM, special tokens are shown if the client has sent them.
+            else await service.encoder.decode(
+                token_ids, "prompt", skip_special_tokens=isinstance(prompt, str)
+            )
             for prompt, whole, token_ids in zip(prompts, encoded, kept, strict=True)
         ]
     return CompletionWork(service, request, samples, echoes, f"cmpl-{request_id}", int(time.time()))

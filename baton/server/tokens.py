@@ -87,12 +87,12 @@ class PromptEncoder:
             len(prompt), lambda: self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         )
 
-    async def decode(self, token_ids: list[int], field: str) -> str:
-        """With special tokens. Raises UserError."""
+    async def decode(self, token_ids: list[int], field: str, *, skip_special_tokens: bool = False) -> str:
+        """Raises UserError."""
         await self._check_ids(token_ids, field)
         return await self._run(
             len(token_ids) * SHORT_CHARS // SHORT_TOKENS,
-            lambda: self._tokenizer.decode(token_ids, skip_special_tokens=False),
+            lambda: self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens),
         )
 
     async def encode_chat(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.config import ClusterSecret, KVTransferConfig
+from baton.core.config import ClusterSecret, KVEventsConfig, KVTransferConfig
 from baton.core.errors import ConfigError
 from baton.core.hashing import block_hash, extra_key, prompt_hash, root_hash
 from baton.core.layout import ModelFingerprint, declared_loss, differences
@@ -109,6 +109,13 @@ def test_a_kv_transfer_config_reads_vllms_json() -> None:
 def test_a_wrong_kv_transfer_config_names_the_field(text: str) -> None:
     with pytest.raises(ConfigError, match="kv_transfer_config"):
         KVTransferConfig.from_json(text)
+
+
+def test_a_wrong_choice_in_a_configuration_lists_the_choices() -> None:
+    with pytest.raises(ConfigError, match=r"^kv_transfer_config\.kv_role: .*; one of kv_both, kv_consumer"):
+        KVTransferConfig.from_json('{"kv_connector": "X", "kv_role": "kv_reader"}')
+    with pytest.raises(ConfigError, match=r"^kv_events_config\.publisher: .*; one of null, zmq$"):
+        KVEventsConfig.from_json('{"publisher": "kafka"}')
 
 
 def test_a_refusal_names_every_field_that_differs() -> None:

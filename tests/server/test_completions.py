@@ -279,6 +279,10 @@ def test_an_echo_with_logprobs_begins_with_those_of_the_prompt(http: httpx.Clien
     assert offsets == [[0, 1, 2, 3], [4], [5]]
 
 
+def test_an_echo_of_ids_shows_special_tokens_as_vllm_does(http: httpx.Client) -> None:
+    assert post(http, prompt=[72, 1, 105], echo=True, max_tokens=0)["choices"][0]["text"] == "H<user>i"
+
+
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_an_echo_of_no_tokens_is_the_prompt_alone(http: httpx.Client, logprobs: int | None) -> None:
     answer = post(http, echo=True, max_tokens=0, logprobs=logprobs)
