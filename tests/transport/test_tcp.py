@@ -18,7 +18,7 @@ from baton.core.errors import ConfigError, PeerError, TransferError
 from baton.core.layout import Region
 from baton.testing.transport_producers import new_address, pattern, regions_of
 from baton.testing.transport_rig import BLOCK_SPAN, NUM_BLOCKS, drain, nothing_left_behind
-from baton.transport import tcp_owner, tcp_reader, tcp_wire
+from baton.transport import nixl_peer, tcp_owner, tcp_reader, tcp_wire
 from baton.transport.base import Completion
 from baton.transport.sealing import TAG_BYTES
 from baton.transport.tcp import TcpOptions, TcpTransport
@@ -282,6 +282,12 @@ def test_a_late_answer_to_a_cancelled_read_touches_no_block() -> None:
         assert all(c.ok for c in drain(reader, following))
         assert not target[0, :4096].any()
         assert (target[0, 4096 : 3 * 4096] == 3).all()
+
+
+def test_reads_from_a_stopped_owner_end_within_15_s() -> None:
+    """Connecting and each answer have deadlines; a stopped process takes connections, and answers nothing."""
+    assert tcp_wire.HANDSHAKE_TIMEOUT_S + tcp_reader.STALL_S <= 15
+    assert nixl_peer.PROVE_TIMEOUT_S + nixl_peer.STALL_S <= 15
 
 
 def test_an_owner_that_owes_an_answer_for_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,275 @@
+"""Which changed bytes each way between engines notices (docs/protocol.md, section 13).
+
+tcp has a file of its own (test_tcp_integrity). NIXL's fake agent is in test_nixl.
+"""
+
+import contextlib
+import ctypes
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from baton.core.config import ClusterSecret
+from baton.core.errors import TransferError
+from baton.testing.transport_producers import HostDevice, new_address, pattern, regions_of
+from baton.testing.transport_rig import BLOCK_SPAN, drain
+from baton.transport import local
+from baton.transport.base import Completion, Transport
+from baton.transport.control import ControlChannel
+from baton.transport.cuda_ipc import CudaIpcTransport
+from baton.transport.iovec import read_process_memory
+from baton.transport.local import LocalTransport
+from baton.transport.spans import Copies
+
+SECRET = ClusterSecret(b"the secret of this cluster")
+TIMEOUT_S = 30.0
+
+
+# --- Ways that copy memory: local, cuda_ipc, memory -----------------------------------------------
+
+
+class Copier:
+    """An owner and a reader in this process, over a way whose copies a test can change."""
+
+    def __init__(self, make: Callable[[], Transport]) -> None:
+        self.memory, self.target = pattern(4).copy(), np.zeros_like(pattern(4))
+        self.owner, self.reader = make(), make()
+        endpoint = self.owner.register(regions_of(self.memory))
+        self.reader.register(regions_of(self.target))
+        self.peer = self.reader.connect(self.owner._address, endpoint)  # type: ignore[attr-defined]
+        self.prepared = self.reader.prepare(self.peer, [BLOCK_SPAN])
+
+    def close(self) -> None:
+        self.reader.close()
+        self.owner.close()
+
+    def read(self) -> Completion:
+        """Block 5 into block 3."""
+        (completion,) = drain(self.reader, [self.reader.post_read(self.prepared, [3], [5])])
+        return completion
+
+    @property
+    def is_right(self) -> bool:
+        rows, source = (memory[0].reshape(-1, 4096) for memory in (self.target, self.memory))
+        return bool((rows[3] == source[5]).all())
+
+
+class BentDevice(HostDevice):
+    """A GPU's driver that changes what it copies, or reports less than success."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bend: Callable[[Copies], Copies] = lambda copies: copies
+
+    def copy(self, copies: Copies, device: int) -> None:
+        super().copy(self.bend(copies), device)
+
+
+def test_local_notices_a_short_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Copier(lambda: LocalTransport(new_address("local")))) as copier:
+        assert copier.read().ok
+        copier.target[:] = 0
+
+        def nothing_but_the_page(pid: int, to: np.ndarray, source: np.ndarray) -> int:
+            return read_process_memory(pid, to[:1], source[:1])
+
+        monkeypatch.setattr(local, "read_process_memory", nothing_but_the_page)
+        assert not copier.read().ok
+
+
+@pytest.mark.parametrize("page", [0, -1])
+def test_local_notices_a_changed_identity_page(monkeypatch: pytest.MonkeyPatch, page: int) -> None:
+    with closing(Copier(lambda: LocalTransport(new_address("local")))) as copier:
+
+        def flip(pid: int, to: np.ndarray, source: np.ndarray) -> int:
+            count = read_process_memory(pid, to, source)
+            _byte_at(int(to[page, 0]))[0] ^= 1
+            return count
+
+        monkeypatch.setattr(local, "read_process_memory", flip)
+        assert not copier.read().ok
+
+
+def test_cuda_ipc_notices_what_its_driver_reports_and_an_owner_that_withdraws() -> None:
+    device = BentDevice()
+    with closing(Copier(lambda: CudaIpcTransport(new_address("cuda"), driver=device))) as copier:
+        assert copier.read().ok
+
+        def fail(copies: Copies) -> Copies:
+            raise TransferError("CUDA_ERROR_ECC_UNCORRECTABLE")
+
+        device.bend = fail
+        assert "ECC" in (copier.read().error or "")
+    device = BentDevice()
+    with closing(Copier(lambda: CudaIpcTransport(new_address("cuda"), driver=device))) as copier:
+
+        def withdraw(copies: Copies) -> Copies:
+            copier.owner._identity.void()  # type: ignore[attr-defined]
+            return copies
+
+        device.bend = withdraw
+        assert "withdrawn" in (copier.read().error or "")
+
+
+def test_ways_without_a_wire_do_not_check_the_payload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As documented: nothing but the machine's ECC protects a copy from memory to memory."""
+    device = BentDevice()
+    with closing(Copier(lambda: CudaIpcTransport(new_address("cuda"), driver=device))) as copier:
+        device.bend = lambda copies: Copies(copies.local, copies.remote + 1, copies.nbytes - 1)
+        assert copier.read().ok
+        assert not copier.is_right
+    with closing(Copier(lambda: LocalTransport(new_address("local")))) as copier:
+
+        def flip(pid: int, to: np.ndarray, source: np.ndarray) -> int:
+            count = read_process_memory(pid, to, source)
+            _byte_at(int(to[1, 0]))[0] ^= 1
+            return count
+
+        monkeypatch.setattr(local, "read_process_memory", flip)
+        assert copier.read().ok
+        assert not copier.is_right
+
+
+def _byte_at(address: int) -> np.ndarray:
+    return np.ctypeslib.as_array((ctypes.c_ubyte * 1).from_address(address))
+
+
+# --- The control channel --------------------------------------------------------------------------
+
+
+class ByteProxy:
+    """Passes the bytes of each connection on, changed by `bend`. One piece is what one `recv` returned."""
+
+    def __init__(self, target: int) -> None:
+        self.bend: Callable[[bytes], list[bytes]] = lambda piece: [piece]
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        for sock in (self._listener, *self._sockets):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive()
+        for sock in (self._listener, *self._sockets):
+            sock.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                dialler, _ = self._listener.accept()
+                listener = socket.create_connection(("127.0.0.1", self._target), timeout=TIMEOUT_S)
+                listener.settimeout(None)
+                self._sockets += [dialler, listener]
+                for source, to, bends in ((dialler, listener, True), (listener, dialler, False)):
+                    self._threads.append(threading.Thread(target=self._pump, args=(source, to, bends)))
+                    self._threads[-1].start()
+
+    def _pump(self, source: socket.socket, to: socket.socket, bends: bool) -> None:
+        with contextlib.suppress(OSError):
+            while piece := source.recv(65536):
+                for changed in self.bend(piece) if bends else [piece]:
+                    to.sendall(changed)
+        for sock in (source, to):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+class Bent:
+    """Two channels with a proxy between, and the pieces that have passed."""
+
+    def __init__(self, secret: ClusterSecret | None) -> None:
+        self.here, self.there = ControlChannel(secret=secret), ControlChannel(secret=secret)
+        self.beside = ControlChannel(secret=secret)
+        self.proxy = ByteProxy(self.there.port)
+        self.frames: list[bytes] = []
+
+    def close(self) -> None:
+        for channel in (self.here, self.beside, self.there):
+            channel.close()
+        self.proxy.close()
+
+    def send_bent(
+        self, bend: Callable[[bytes], list[bytes]], until: Callable[[list[bytes]], bool]
+    ) -> list[bytes]:
+        """What arrives, `until` then: FRAME, changed on its way, and a later frame of another channel."""
+        passed = threading.Event()
+
+        def bend_frame(piece: bytes) -> list[bytes]:
+            passed.set()
+            return bend(piece)
+
+        self.here.send(self.proxy.url, b"before")
+        self._receive_until(lambda received: b"before" in received)
+        self.proxy.bend = bend_frame
+        self.here.send(self.proxy.url, FRAME)
+        while not passed.wait(0.001):
+            self.here.poll(0.0)
+        self.beside.send(self.there.url, b"after")
+        return self._receive_until(until)
+
+    def _receive_until(self, until: Callable[[list[bytes]], bool]) -> list[bytes]:
+        received: list[bytes] = []
+        pause = threading.Event()
+        for _ in range(int(TIMEOUT_S / 0.002)):
+            self.here.poll(0.0)
+            self.beside.poll(0.0)
+            received += [message.frame for message in self.there.poll(0.0)]
+            if until(received):
+                return received
+            pause.wait(0.002)
+        raise AssertionError(f"only {received} arrived")
+
+
+@pytest.fixture
+def bent() -> Iterator[Callable[[ClusterSecret | None], Bent]]:
+    with contextlib.ExitStack() as stack:
+
+        def make(secret: ClusterSecret | None) -> Bent:
+            made = Bent(secret)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+FRAME = bytes(range(64))
+
+
+def _flip(at: int) -> Callable[[bytes], list[bytes]]:
+    def bend(piece: bytes) -> list[bytes]:
+        changed = bytearray(piece)
+        changed[at % len(changed)] ^= 4
+        return [bytes(changed)]
+
+    return bend
+
+
+@pytest.mark.parametrize(
+    "bend",
+    [_flip(0), _flip(1), _flip(12), _flip(40), _flip(-1), lambda p: [p, p], lambda p: [p[: len(p) // 2]]],
+    ids=["flag", "length", "nonce", "payload", "end", "twice", "truncated"],
+)
+def test_with_a_secret_no_changed_control_frame_arrives(
+    bent: Callable[[ClusterSecret | None], Bent], bend: Callable[[bytes], list[bytes]]
+) -> None:
+    received = bent(SECRET).send_bent(bend, until=lambda received: b"after" in received)
+    assert set(received) <= {FRAME, b"before", b"after"}
+    assert received.count(FRAME) <= 1
+
+
+def test_without_a_secret_the_channel_itself_notices_nothing(
+    bent: Callable[[ClusterSecret | None], Bent],
+) -> None:
+    """The MAC in each frame (`baton.protocol.signed_frame`) notices it then."""
+    changed = FRAME[:-1] + bytes([FRAME[-1] ^ 4])
+    assert changed in bent(None).send_bent(_flip(-1), until=lambda received: changed in received)
