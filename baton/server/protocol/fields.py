@@ -213,10 +213,6 @@ FIELDS: tuple[Field, ...] = (
 _BY_ENDPOINT: dict[Endpoint, dict[str, Field]] = {
     endpoint: {field.name: field for field in FIELDS if endpoint in field.endpoints} for endpoint in PATHS
 }
-_REFUSED: dict[Endpoint, dict[str, Field]] = {
-    endpoint: {name: field for name, field in fields.items() if field.status == "refused"}
-    for endpoint, fields in _BY_ENDPOINT.items()
-}
 _logged_names: set[str] = set()
 
 
@@ -226,10 +222,13 @@ def check_fields(body: dict[str, msgspec.Raw], endpoint: Endpoint) -> None:
     `body` is the JSON object with its values undecoded: those of fields that are implemented or ignored are
     not looked at.
     """
-    for name in body.keys() & _REFUSED[endpoint].keys():
-        _check_refused(_REFUSED[endpoint][name], bytes(body[name]))
-    for name in body.keys() - _BY_ENDPOINT[endpoint].keys():
-        _log_unknown(name, endpoint)
+    known = _BY_ENDPOINT[endpoint]
+    for name, raw in body.items():
+        field = known.get(name)
+        if field is None:
+            _log_unknown(name, endpoint)
+        elif field.status == "refused":
+            _check_refused(field, bytes(raw))
 
 
 def _check_refused(field: Field, raw: bytes) -> None:
