@@ -95,10 +95,10 @@ def blames_params(answer: LegAnswer) -> bool:
 
 
 def is_handed_over(answer: LegAnswer) -> bool | None:
-    """Whether D has loaded what P lent. None: it does not report it, or needed none of it.
+    """Whether D has loaded what P lent. None: it does not report it, or needed little of it.
 
-    Baton's engines report in a header what they did with the prompt, since a stream's usage comes last, if at
-    all. A prompt of which D has a part already is judged by the larger part.
+    Baton's engines report in a header what they did with the prompt, because a stream's usage comes last, if
+    at all.
     """
     found = _PROMPT_COUNTS.fullmatch(answer.headers.get(PROMPT_HEADER, ""))
     if found is None:

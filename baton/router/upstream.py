@@ -41,6 +41,7 @@ _PER_HOP = frozenset(
         "date",
         "server",
         "x-request-id",
+        "x-baton-prompt",
     }
 )
 

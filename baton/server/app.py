@@ -141,8 +141,10 @@ async def _generate(
         async with _admission_deadline(service):
             work = await admit(service, request, request_id)
         if request.stream:
-            return EventStream(work.chunks(), request_id=request_id)
-        return json_response(await _whole(service, http, work), request_id=request_id)
+            return EventStream(work.chunks(), request_id=request_id, late_headers=work.headers)
+        answer = json_response(await _whole(service, http, work), request_id=request_id)
+        answer.headers.update(work.headers)
+        return answer
     except ClientGone:
         logger.debug("request %s: the client has gone", request_id)
         return Response(status_code=CLIENT_GONE)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from baton.core.errors import UserError
 from baton.engine.api import PromptLogprobs, TokenLogprobs
-from baton.server.collect import TokenCount, collect
+from baton.server.collect import TokenCount, collect, prompt_header
 from baton.server.logprobs import LogprobFormat
 from baton.server.protocol.chat import (
     ChatChoice,
@@ -39,10 +39,12 @@ class ChatWork:
     samples: Sequence[Sample]
     id: str
     created: int
+    headers: dict[str, str] = field(default_factory=dict)  # Of the answer; known with its first token.
 
     async def answer(self) -> ChatCompletion:
         async with RunningSamples(self.service.engine, self.samples, self.service.metrics) as running:
             answer = await collect(running, self.samples)
+        self.headers.update(answer.headers)
         return ChatCompletion(
             id=self.id,
             created=self.created,
@@ -70,6 +72,8 @@ class ChatWork:
         async with RunningSamples(self.service.engine, self.samples, self.service.metrics) as running:
             async for piece in running.pieces():
                 count.add(piece)
+                if not self.headers:
+                    self.headers.update(prompt_header(piece))
                 index = piece.sample.index
                 is_first = index not in begun
                 if is_first:

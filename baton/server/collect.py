@@ -69,12 +69,26 @@ class TokenCount:
         )
 
 
+PROMPT_HEADER = "X-Baton-Prompt"
+
+
+def prompt_header(piece: Piece) -> dict[str, str]:
+    """What this engine did with a prompt, for a router: its tokens, those cached here, those loaded.
+
+    In a header, because a stream's usage comes last, and only if the client asks for it.
+    """
+    total, transferred = len(piece.sample.request.prompt_token_ids), piece.num_transferred_tokens
+    local = max(0, piece.num_cached_tokens - transferred)
+    return {PROMPT_HEADER: f"total={total}; local={local}; transferred={transferred}"}
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """All choices, finished, in the order of their indices."""
 
     choices: list[Choice]
     usage: Usage
+    headers: dict[str, str]
 
     @property
     def kv_transfer_params(self) -> dict[str, Any] | UnsetType:
@@ -91,4 +105,5 @@ async def collect(running: RunningSamples, samples: Sequence[Sample]) -> Answer:
     async for piece in running.pieces():
         count.add(piece)
         pieces[piece.sample.index].append(piece)
-    return Answer([Choice.of(sample, pieces[sample.index]) for sample in samples], count.usage())
+    choices = [Choice.of(sample, pieces[sample.index]) for sample in samples]
+    return Answer(choices, count.usage(), prompt_header(pieces[samples[0].index][-1]))

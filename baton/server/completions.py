@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec import UNSET, UnsetType
 
 from baton.core.errors import UserError
 from baton.engine.api import PromptLogprobs, TokenLogprobs
-from baton.server.collect import TokenCount, collect
+from baton.server.collect import TokenCount, collect, prompt_header
 from baton.server.logprobs import LogprobFormat
 from baton.server.protocol.completion import (
     DEFAULT_MAX_TOKENS,
@@ -34,10 +34,12 @@ class CompletionWork:
     echoes: Sequence[str]  # By prompt; empty strings without `echo`.
     id: str
     created: int
+    headers: dict[str, str] = field(default_factory=dict)  # Of the answer; known with its first token.
 
     async def answer(self) -> Completion:
         async with RunningSamples(self.service.engine, self.samples, self.service.metrics) as running:
             answer = await collect(running, self.samples)
+        self.headers.update(answer.headers)
         return self.body(
             choices=[
                 CompletionChoice(
@@ -66,6 +68,8 @@ class CompletionWork:
         async with RunningSamples(self.service.engine, self.samples, self.service.metrics) as running:
             async for piece in running.pieces():
                 count.add(piece)
+                if not self.headers:
+                    self.headers.update(prompt_header(piece))
                 if (chunk := await stream.chunk(piece)) is not None:
                     yield chunk
         if self.request.includes_usage:

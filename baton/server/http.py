@@ -8,7 +8,7 @@ import asyncio
 import logging
 import re
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -87,7 +87,15 @@ class EventStream(Response):
     the status is gone.
     """
 
-    def __init__(self, events: AsyncGenerator[Any, None], *, request_id: str) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[Any, None],
+        *,
+        request_id: str,
+        late_headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """`late_headers` are read when the first event is there."""
+        self._late_headers = {} if late_headers is None else late_headers
         self.status_code = 200
         self.background = None
         self.media_type = "text/event-stream"
@@ -110,6 +118,7 @@ class EventStream(Response):
             except Exception as error:  # Told to the client, with its status.
                 await error_response(error, self._request_id)(scope, receive, send)
                 return
+            self.headers.update(self._late_headers)
             start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
             await send(start)
             await _send_body(send, _event(first))

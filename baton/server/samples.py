@@ -87,6 +87,8 @@ class Piece:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None  # With the first token, if they were asked for.
     finish: Finish | None = None
+    num_cached_tokens: int = 0
+    num_transferred_tokens: int = 0
 
 
 _END = None  # In the queue: one sample has ended.
@@ -190,7 +192,12 @@ def _raise_if_failed(output: EngineOutput) -> None:
 
 def _piece(sample: Sample, output: EngineOutput) -> Piece:
     """Decode the output's tokens, up to a stop string."""
-    piece = Piece(sample, prompt_logprobs=output.prompt_logprobs)
+    piece = Piece(
+        sample,
+        prompt_logprobs=output.prompt_logprobs,
+        num_cached_tokens=max(0, output.num_cached_tokens),
+        num_transferred_tokens=output.num_transferred_tokens,
+    )
     logprobs = output.new_logprobs or []
     # Ended by EOS or by a stop token: that token is the last one, and is not shown.
     ended_by_token = output.finish_reason == "stop" and not sample.include_stop

@@ -1,6 +1,8 @@
 """`GET /baton/introduction`: who this engine is to the others of its cluster."""
 
 import asyncio
+import re
+from typing import Any
 
 import httpx
 import msgspec
@@ -65,3 +67,30 @@ def test_engines_see_that_they_share_a_secret_and_nothing_of_it() -> None:
     assert len(bytes.fromhex(old_id)) == SECRET_ID_BYTES
     assert bytes.fromhex(old_id) not in ClusterSecret(old).derive("baton.ticket.1")
     assert secret_ids(None) == ()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "prompt", "total"),
+    [
+        ("/v1/completions", {"prompt": [5, 6, 7]}, 3),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, None),
+    ],
+)
+def test_every_answer_tells_a_router_what_was_loaded(
+    http: httpx.Client,
+    engine: ScriptedEngine,
+    path: str,
+    prompt: dict[str, Any],
+    total: int | None,
+    is_stream: bool,
+) -> None:
+    engine.num_cached_tokens, engine.num_transferred_tokens = 3, 2
+    try:
+        answer = http.post(path, json={**prompt, "max_tokens": 2, "stream": is_stream})
+    finally:
+        engine.num_cached_tokens = engine.num_transferred_tokens = 0
+    assert answer.status_code == 200
+    found = re.fullmatch(r"total=(\d+); local=1; transferred=2", answer.headers["x-baton-prompt"])
+    assert found is not None
+    assert int(found[1]) == total or total is None

@@ -44,6 +44,8 @@ def test_killed_engines_cost_a_local_prefill_a_broken_stream_or_a_502_but_never_
         details = handed_over.json()["usage"]["prompt_tokens_details"]
         assert details["transferred_tokens"] > 0
         assert details["cached_tokens"] == 0, "no engine had any of it"
+        (pair,) = client.get("/fleet").json()["pairs"]
+        assert (pair["usable"], pair["handed_over"], pair["computed"]) == (True, 1, 0)
 
         os.kill(pids["prefill-0"], signal.SIGKILL)
         # Another salt: nothing of the prompt is in the decode engine's cache.
