@@ -53,8 +53,19 @@ def hidden_states_name(layer: int) -> str:
 
 
 class KVConnectorRole(enum.Enum):
+    """Equal to vLLM's enum of the same name, member by member, so that `role == KVConnectorRole.WORKER` holds
+    in both hosts. `is` does not compare across the two enums."""
+
     SCHEDULER = 0
     WORKER = 1
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, enum.Enum) and type(other).__name__ == type(self).__name__:
+            return self.name == other.name
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
 
 class KVConnectorMetadata(ABC):  # noqa: B024  A marker: each connector defines its own fields.
@@ -116,8 +127,9 @@ class KVConnectorSchedulerHalf(ABC):
     def get_external_cache_hit_sources(
         self, request: host.Request, num_external_tokens: int
     ) -> dict[str, int]:
-        """Where the external tokens come from; sums to `num_external_tokens`."""
-        return {"EXTERNAL_UNSPECIFIED": num_external_tokens} if num_external_tokens else {}
+        """Tokens by where they come from: the values of vLLM's `CacheHitSource` ("host", "p2p", "disk",
+        "external_unspecified"). Sums to `num_external_tokens`."""
+        return {"external_unspecified": num_external_tokens} if num_external_tokens else {}
 
     @abstractmethod
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
@@ -138,6 +150,18 @@ class KVConnectorSchedulerHalf(ABC):
         `finished_sending`. The params go into the response.
         """
         return False, None
+
+    def register_finished_partial_tail(
+        self,
+        request: host.Request,
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        """Before `request_finished`, for blocks that the last step has filled in part. vLLM alone calls it.
+
+        True: the blocks stay until the id is reported in `finished_sending`.
+        """
+        return False
 
     def take_prefilled_tokens(self, request_id: str) -> PrefilledTokens | None:
         """Output tokens that the prompt's producer has sampled already; each request's once.
@@ -229,10 +253,9 @@ class KVConnectorWorkerHalf(ABC):
 
     # --- Start ---------------------------------------------------------------------------------
 
-    @property
-    def prefer_cross_layer_blocks(self) -> bool:
-        """Asked before the cache is allocated. True: one contiguous unit per block, over all layers."""
-        return False
+    prefer_cross_layer_blocks: bool = False
+    """Read before the cache is allocated. True: one contiguous unit per block, over all layers. False on the
+    class; an instance that wants it sets it when it is made."""
 
     @property
     def hidden_states_wanted(self) -> tuple[int, ...]:
@@ -337,7 +360,7 @@ class KVConnectorWorkerHalf(ABC):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """What hosts call; wraps `get_finished` unless a connector tells failures apart itself."""
         sending, recving = self.get_finished(finished_req_ids)
-        return KVConnectorTransferResults(sending, recving, None)
+        return KVConnectorTransferResults(sending or set(), recving or set())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that could not be loaded: at or before the step that reports the request as received."""
@@ -388,7 +411,7 @@ class KVConnectorBase_V1(KVConnectorSchedulerHalf, KVConnectorWorkerHalf):
         self._vllm_config = vllm_config
         self._kv_transfer_config = vllm_config.kv_transfer_config
         self._kv_cache_config = kv_cache_config
-        self._role = role
+        self._role = KVConnectorRole[role.name]  # vLLM passes a member of its own enum.
         self._connector_metadata = None
 
     @property

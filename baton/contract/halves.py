@@ -48,10 +48,11 @@ class TwoHalves(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler_half: KVConnectorSchedulerHalf | None = None
         self._worker_half: KVConnectorWorkerHalf | None = None
-        if role is KVConnectorRole.SCHEDULER:
+        if role == KVConnectorRole.SCHEDULER:
             self._scheduler_half = self.make_scheduler_half(vllm_config, kv_cache_config)
         else:
             self._worker_half = self.make_worker_half(vllm_config, kv_cache_config)
+            self.prefer_cross_layer_blocks = self._worker_half.prefer_cross_layer_blocks
 
     @classmethod
     @abstractmethod
@@ -122,6 +123,14 @@ class TwoHalves(KVConnectorBase_V1):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler_half.request_finished(request, block_ids)
 
+    def register_finished_partial_tail(
+        self,
+        request: host.Request,
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        return self.scheduler_half.register_finished_partial_tail(request, block_ids, partial_tail_offloads)
+
     def take_prefilled_tokens(self, request_id: str) -> PrefilledTokens | None:
         return self.scheduler_half.take_prefilled_tokens(request_id)
 
@@ -161,10 +170,6 @@ class TwoHalves(KVConnectorBase_V1):
         return self.scheduler_half.reset_cache()
 
     # --- Worker half ---------------------------------------------------------------------------
-
-    @property
-    def prefer_cross_layer_blocks(self) -> bool:
-        return self.worker_half.prefer_cross_layer_blocks
 
     @property
     def hidden_states_wanted(self) -> tuple[int, ...]:

@@ -118,7 +118,12 @@ class HostConfig(Protocol):
 
 
 class ForwardContext(Protocol):
-    """What one forward pass shows the hooks. `attn_metadata` is None in a dummy run."""
+    """What `start_load_kv` is shown: `vllm.forward_context.ForwardContext`, as far as connectors need it."""
 
     @property
-    def attn_metadata(self) -> Any: ...
+    def attn_metadata(self) -> Any:
+        """By layer name; None in a dummy run and in a step without tokens."""
+
+    @property
+    def no_compile_layers(self) -> Any:
+        """By layer name; an attention layer has `kv_cache`."""

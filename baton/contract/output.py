@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, Self
 
 from baton.contract.events import KVConnectorKVEvents
 from baton.contract.reports import AllRanks, AnyRank, FailedOf, Merge, NotCombined, Quorum
@@ -38,12 +38,16 @@ class RankReport(KVConnectorWorkerMetadata):
         return [(report.rank, report) for report in (replace(self, others=()), *self.others)]
 
 
-class KVConnectorTransferResults(NamedTuple):
-    """What ended since the last step on one rank. A failed receive is in `finished_recving` too."""
+@dataclass(slots=True)
+class KVConnectorTransferResults:
+    """What ended since the last step on one rank (vLLM's class of the same name, and its fields).
 
-    finished_sending: set[str] | None = None
-    finished_recving: set[str] | None = None
-    failed_recving: set[str] | None = None
+    A failed receive is in `finished_recving` too.
+    """
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)

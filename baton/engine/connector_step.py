@@ -110,7 +110,7 @@ class ConnectorStep:
 
     def _start_loads(self) -> None:
         if self._is_bound:
-            self._load("start_load_kv", lambda: self._half.start_load_kv(self._context))
+            self._load("start_load_kv", lambda: self._half.start_load_kv(self._context.for_connector()))
 
     def _finish(self) -> None:
         half = self._half
@@ -146,9 +146,9 @@ class ConnectorStep:
             lambda: _checked_ends(self._half.get_transfer_results(self._scheduler_output.finished_req_ids)),
             KVConnectorTransferResults(),
         )
-        report.finished_sending = results.finished_sending
-        report.finished_recving = results.finished_recving
-        report.failed_recving = results.failed_recving
+        report.finished_sending = results.finished_sending or None
+        report.finished_recving = results.finished_recving or None
+        report.failed_recving = results.failed_recving or None
         invalid: set[int] | None = self._contain(
             "get_block_ids_with_load_errors",
             lambda: {operator.index(block) for block in self._half.get_block_ids_with_load_errors()},
@@ -156,7 +156,7 @@ class ConnectorStep:
         )
         if invalid is None:
             # Which blocks are bad is unknown, so none of what arrived may be used.
-            report.failed_recving = set(results.finished_recving or ()) | set(results.failed_recving or ())
+            report.failed_recving = results.finished_recving | results.failed_recving
         else:
             report.invalid_block_ids = invalid
         if self._scheduler_output.has_sync_kv_loads and (self.loads_failed or invalid is None):
@@ -246,7 +246,12 @@ def _checked(answer: Any, kind: type[Any]) -> Any:
 
 
 def _checked_ends(answer: Any) -> KVConnectorTransferResults:
-    return KVConnectorTransferResults(*(None if ids is None else _checked_ids(ids) for ids in answer))
+    """Of anything with these three attributes: vLLM's connectors answer with vLLM's class."""
+    names = ("finished_sending", "finished_recving", "failed_recving")
+    missing = [name for name in names if not hasattr(answer, name)]
+    if missing:
+        raise TypeError(f"answered with {answer!r:.100}, which has no {', '.join(missing)}")
+    return KVConnectorTransferResults(*(_checked_ids(getattr(answer, name) or ()) for name in names))
 
 
 def _checked_ids(answer: Any) -> set[str]:

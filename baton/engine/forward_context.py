@@ -12,9 +12,9 @@ Passed as an argument to everything that needs it; there is no current context o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -58,12 +58,31 @@ class AttentionMetadata:
         self.positions = torch.from_numpy(self.positions_np)
 
 
+class AttentionLayer(NamedTuple):
+    """One layer as connectors are shown it."""
+
+    kv_cache: torch.Tensor  # The pool's blocks, without scratch blocks.
+    group: int  # Of its KV cache; see `baton.core.kv_groups`.
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorContext:
+    """What `start_load_kv` is shown of a forward pass, by the names of vLLM's ForwardContext.
+
+    `attn_metadata` is by layer; layers of one cache group share one. None in a step without tokens.
+    """
+
+    attn_metadata: dict[str, AttentionMetadata] | None
+    no_compile_layers: Mapping[str, AttentionLayer]
+
+
 @dataclass(slots=True)
 class ForwardContext:
     """`attn_metadata` None: a dummy run, in which attention does nothing and no connector is called."""
 
     attn_metadata: AttentionMetadata | None = None  # Of the first group, where there are several.
     kv_caches: dict[str, torch.Tensor] = field(default_factory=dict)
+    layers: Mapping[str, AttentionLayer] = field(default_factory=dict)
     worker_half: KVConnectorWorkerHalf | None = None
     # Indices into T of the hidden states that anybody wants: of a prompt, the last one's at most. None: all.
     # A model may leave out the others once all keys and values are written.
@@ -77,6 +96,14 @@ class ForwardContext:
 
     def metadata_of(self, group: int) -> AttentionMetadata | None:
         return self.group_metadata[group] if self.group_metadata else self.attn_metadata
+
+    def for_connector(self) -> ConnectorContext:
+        metadata = self.attn_metadata
+        if metadata is None:
+            return ConnectorContext(None, self.layers)
+        groups = self.group_metadata or (metadata,)
+        of_layers = {name: groups[layer.group] for name, layer in self.layers.items()}
+        return ConnectorContext(of_layers, self.layers)
 
     @property
     def watcher(self) -> KVConnectorWorkerHalf | None:

@@ -23,6 +23,7 @@ import torch
 from baton.contract.base import KVConnectorMetadata, KVConnectorWorkerHalf
 from baton.core.config import EngineConfig
 from baton.engine.api import PromptLogprobs
+from baton.engine.attention.kv_memory import attention_layers
 from baton.engine.connector_step import ConnectorStep
 from baton.engine.forward_context import ForwardContext
 from baton.engine.graphs import DecodeGraphs
@@ -62,6 +63,7 @@ class ModelRunner:
         """`wait_for_device` returns when all that was launched is done; by default, torch's way to know."""
         self._model = model
         self._kv_caches = kv_caches
+        self._layers = attention_layers(kv_caches, config.cache_config.num_gpu_blocks, config.kv_cache_groups)
         self._half = half
         self._device = device
         self._wait_for_device = wait_for_device or (lambda: _wait_for(device))
@@ -96,11 +98,17 @@ class ModelRunner:
             for token_ids in told_token_ids:
                 self._learn(token_ids)
         self._batch.update(output)
-        context = ForwardContext(kv_caches=self._kv_caches)
+        context = ForwardContext(kv_caches=self._kv_caches, layers=self._layers)
         result = ModelRunnerOutput()
+        step_input: StepInput | None = None
+        if output.num_scheduled_tokens:
+            # Before the connector's part: synchronous loads start before the forward and read the metadata.
+            step_input = self._batch.step_input(output.num_scheduled_tokens)
+            context.attn_metadata = step_input.attn_metadata
+            context.group_metadata = step_input.group_metadata
         with ConnectorStep(self._half, output, context, self._block_size) as step:
-            if output.num_scheduled_tokens:
-                self._compute(output, context, result)
+            if step_input is not None:
+                self._compute(output, step_input, context, result)
                 self._wait_for_device()
             elif not self._is_driver:
                 self._untold_rows.append(np.zeros(0, np.int64))
@@ -109,10 +117,14 @@ class ModelRunner:
         result.kv_connector_output = None if step.report.is_empty() else step.report
         return result
 
-    def _compute(self, output: SchedulerOutput, context: ForwardContext, result: ModelRunnerOutput) -> None:
-        step_input = self._batch.step_input(output.num_scheduled_tokens)
-        context.attn_metadata = metadata = step_input.attn_metadata
-        context.group_metadata = step_input.group_metadata
+    def _compute(
+        self,
+        output: SchedulerOutput,
+        step_input: StepInput,
+        context: ForwardContext,
+        result: ModelRunnerOutput,
+    ) -> None:
+        metadata = step_input.attn_metadata
         last_tokens = metadata.query_start_loc_np[1:][step_input.sampled_index] - 1
         wanted = _wanted_tokens(last_tokens, step_input)
         if len(wanted) < metadata.num_actual_tokens:

@@ -13,7 +13,7 @@ Status names are vLLM's, since connectors read them. Satisfies `baton.contract.h
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import Any, ClassVar
 
 from baton.core.hashing import HASH_SEED, BlockHash, block_hash, extra_key, root_hash
 from baton.core.prefilled import PrefilledTokens
@@ -48,6 +48,11 @@ FINISH_REASONS: dict[RequestStatus, FinishReason] = {
 class Request:
     """`order` is the request's place in every queue and in the running list: smaller goes first, larger is
     preempted first."""
+
+    # vLLM's, for connectors that read them. This engine has no multimodal inputs and no adapters.
+    mm_features: ClassVar[tuple[Any, ...]] = ()
+    lora_request: ClassVar[None] = None
+    prompt_embeds: ClassVar[None] = None
 
     __slots__ = (
         "_all_token_ids",

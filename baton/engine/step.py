@@ -7,7 +7,7 @@ processes of one engine, which we started ourselves; never between hosts).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from baton.engine.api import PromptLogprobs, SamplingParams, TokenLogprobs
 
@@ -25,6 +25,10 @@ class NewRequestData:
     block_ids: tuple[list[int], ...]  # Per KV-cache group; the embedded engine has one.
     num_computed_tokens: int
     output_token_ids: list[int] = field(default_factory=list)  # Handed over by the engine that prefilled.
+    # vLLM's, for connectors that read them. This engine has no multimodal inputs and no adapters.
+    mm_features: tuple[Any, ...] = ()
+    lora_request: None = None
+    prompt_embeds: None = None
 
 
 @dataclass(slots=True)
@@ -42,6 +46,10 @@ class CachedRequestData:
     new_block_ids: list[tuple[list[int], ...] | None] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=list)
     num_output_tokens: list[int] = field(default_factory=list)
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.req_ids)
 
 
 @dataclass(slots=True)

@@ -15,6 +15,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from baton import contract
+
 if TYPE_CHECKING:
     from baton.vllm_plugin.connector import BatonPullConnector, BatonPushConnector
     from baton.vllm_plugin.decode_bench import BatonDecodeBenchConnector
@@ -45,9 +47,23 @@ CONNECTORS: Final = {
 
 
 def register() -> None:
-    """Tell vLLM's factory our names. Harmless when called again: vLLM loads its plug-ins per process."""
+    """Register our names and base classes with vLLM. Idempotent: vLLM loads its plug-ins in each process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+        KVConnectorWorkerMetadata,
+        SupportsHMA,
+    )
 
+    # vLLM asserts that a connector, and what passes between its processes, is of its own base classes.
+    # Baton's have the same methods, so a class of Baton's `KVConnectorBase_V1` runs in vLLM as it is.
+    KVConnectorBase_V1.register(contract.KVConnectorBase_V1)
+    KVConnectorMetadata.register(contract.KVConnectorMetadata)
+    KVConnectorHandshakeMetadata.register(contract.KVConnectorHandshakeMetadata)
+    KVConnectorWorkerMetadata.register(contract.KVConnectorWorkerMetadata)
+    SupportsHMA.register(contract.SupportsHMA)
     for name, module in CONNECTORS.items():
         if name not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(name, module, name)

@@ -6,15 +6,10 @@ import os
 from functools import partial
 from typing import Any, ClassVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from baton.connectors.pull.identity import EngineIdentity
-from baton.connectors.pull.metadata import PullHandshake, PullMetadata, PullWorkerReport
+from baton.connectors.pull.metadata import PullHandshake, PullMetadata
 from baton.connectors.pull.settings import PullSettings
 from baton.connectors.push.settings import PushSettings
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
@@ -26,11 +21,6 @@ from baton.vllm_plugin.packing import find_packing
 from baton.vllm_plugin.scheduler_half import VllmPullSchedulerHalf, VllmPushSchedulerHalf
 from baton.vllm_plugin.stats import PullVllmPromMetrics, PullVllmStats
 from baton.vllm_plugin.worker_half import VllmPullWorkerHalf, VllmPushWorkerHalf
-
-# vLLM asserts that what passes between its processes is of its kinds. They are empty, so ours are.
-KVConnectorMetadata.register(PullMetadata)
-KVConnectorHandshakeMetadata.register(PullHandshake)
-KVConnectorWorkerMetadata.register(PullWorkerReport)
 
 
 class BatonPullConnector(ForwardingConnector):

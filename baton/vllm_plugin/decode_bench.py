@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any, ClassVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from baton.connectors.decode_bench.connector import WARNING
@@ -22,8 +21,6 @@ from baton.vllm_plugin.groups import groups_of
 from baton.vllm_plugin.stats import BatonPromMetrics, BatonStats
 
 logger = logging.getLogger(__name__)
-
-KVConnectorMetadata.register(DecodeBenchMetadata)
 
 
 class DecodeBenchVllmStats(BatonStats):

@@ -10,8 +10,6 @@
         @classmethod
         def make_worker_half(cls, vllm_config, kv_cache_config, settings): return OtherWorkerHalf(...)
 
-    KVConnectorMetadata.register(OtherMetadata)     # and its worker metadata, which vLLM looks at as well
-
 and its name in `baton.vllm_plugin.CONNECTORS`. vLLM makes one instance beside its scheduler and one in each
 worker. An instance holds one half, by `role`, and forwards each method by name; nothing is inherited
 silently, so that a method that vLLM adds shows up in the drift test. Requests, scheduler outputs and blocks
@@ -346,16 +344,10 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         return results.finished_sending or None, results.finished_recving or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        sending, recving, failed = self._contained.call(
+        return self._contained.call(
             "get_finished",
             lambda: self.worker_half.get_transfer_results(finished_req_ids),
-            otherwise=(None, None, None),
-        )
-        # Sets, where our contract has None for nothing: MultiConnector iterates over them.
-        return KVConnectorTransferResults(
-            finished_sending=set(sending or ()),
-            finished_recving=set(recving or ()),
-            failed_recving=set(failed or ()),
+            otherwise=KVConnectorTransferResults(),
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:

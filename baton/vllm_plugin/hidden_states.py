@@ -20,7 +20,6 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from baton.connectors.extra_config import FIELD
@@ -48,8 +47,6 @@ EXAMPLE = (
 )
 
 logger = logging.getLogger(__name__)
-
-KVConnectorMetadata.register(HiddenStatesMetadata)
 
 
 class HiddenStatesVllmStats(BatonStats):

@@ -20,7 +20,7 @@ from baton.core.config import EngineConfig
 from baton.core.kv_groups import is_hybrid
 from baton.testing.contract.case import ConnectorCase, find_class
 from baton.vllm_plugin.hidden_states import METHOD, BatonHiddenStatesConnector
-from baton.vllm_plugin.kit_site import VllmHMAScheduler, VllmSite, VllmWorker, group_of_layers
+from baton.vllm_plugin.kit_site import VllmHMAScheduler, VllmSite
 
 LAYERS = (0, 2)  # Of a model that has at least two.
 STATES = "cache_only_layers.states"
@@ -47,7 +47,7 @@ class StatesSite(VllmSite):
         pages = torch.zeros(
             cache.num_gpu_blocks, len(LAYERS), cache.block_size, config.model_config.hidden_size
         )
-        return _Worker(connector, group_of_layers(config), pages)
+        return _Worker(connector, pages)
 
     def describe_engine(self, folder: str) -> Any:
         config = super().describe_engine(folder)
@@ -93,11 +93,18 @@ class _Scheduler(VllmHMAScheduler):
         return super().request_finished_all_groups(request, tables)
 
 
-class _Worker(VllmWorker):
-    def __init__(self, connector: Any, groups: dict[str, int], pages: torch.Tensor) -> None:
+class _Worker:
+    """The connector, which is shown the states' layer with the others."""
+
+    def __init__(self, connector: Any, pages: torch.Tensor) -> None:
         """`pages`: of the states' layer, `[num_blocks, layers, block tokens, hidden size]`."""
-        super().__init__(connector, groups)
+        self._connector = connector
         self._pages = pages
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "_connector":  # While it is being copied or unpickled.
+            raise AttributeError(name)
+        return getattr(self._connector, name)
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.connector.register_kv_caches({**kv_caches, STATES: self._pages})
+        self._connector.register_kv_caches({**kv_caches, STATES: self._pages})

@@ -1,7 +1,7 @@
 """The conformance kit over connectors of vLLM's own base class: vLLM's objects in, vLLM's answers out.
 
     the kit's engine --Request, SchedulerOutput, KVConnectorOutput--> VllmScheduler --vLLM's--> connector
-    the kit's ranks  --ForwardContext------------------------------> VllmWorker    --vLLM's--> connector
+    the kit's ranks  --ConnectorContext, which has vLLM's shape---------------------------> connector
 
 Configuration, requests, steps and reports are vLLM's classes. Blocks are the kit's: they have what vLLM's
 have, and hold slots whatever vLLM's attention makes of a block, which is no lie to who moves whole ones. No
@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -76,7 +75,7 @@ class VllmSite(ToySite):
         return (VllmHMAScheduler if supports_hma(connector) else VllmScheduler)(connector)
 
     def make_worker_half(self, config: EngineConfig, rank: int) -> Any:
-        return VllmWorker(self.make_connector(config, KVConnectorRole.WORKER, rank), group_of_layers(config))
+        return self.make_connector(config, KVConnectorRole.WORKER, rank)
 
     def make_connector(self, config: EngineConfig, role: Any, rank: int) -> Any:
         transfer, parallel = config.kv_transfer_config, config.parallel_config
@@ -144,15 +143,6 @@ def _vllm_config(folder: str) -> Any:
         parallel_config=ParallelConfig(),
         device_config=DeviceConfig(device="cpu"),
     )
-
-
-def group_of_layers(config: EngineConfig) -> dict[str, int]:
-    """The KV-cache group of each layer, by names; empty where there is one."""
-    return {
-        layer_name(layer): index
-        for index, group in enumerate(config.kv_cache_groups)
-        for layer in group.layers
-    }
 
 
 def _groups_of(config: EngineConfig) -> list[Any]:
@@ -282,27 +272,3 @@ def _vllms_request(request: Any) -> Any:
         pooling_params=None,
         cache_salt=request.cache_salt,
     )
-
-
-class VllmWorker:
-    """A connector of the worker role, shown a forward context of vLLM's shape."""
-
-    def __init__(self, connector: Any, groups: dict[str, int]) -> None:
-        """`groups`: by layer, where there are several."""
-        self.connector = connector
-        self._groups = groups
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "connector":
-            raise AttributeError(name)
-        return getattr(self.connector, name)
-
-    def start_load_kv(self, forward_context: Any) -> None:
-        caches = forward_context.kv_caches
-        of_layers = {name: forward_context.metadata_of(self._groups.get(name, 0)) for name in caches}
-        self.connector.start_load_kv(
-            SimpleNamespace(
-                no_compile_layers={name: SimpleNamespace(kv_cache=cache) for name, cache in caches.items()},
-                attn_metadata=None if forward_context.attn_metadata is None else of_layers,
-            )
-        )

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from baton.connectors.offload.identity import OffloadIdentity
-from baton.connectors.offload.metadata import OffloadMetadata, OffloadReport
+from baton.connectors.offload.metadata import OffloadMetadata
 from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.settings import OffloadSettings
 from baton.connectors.offload.stats import OffloadPromMetrics, OffloadStats
@@ -23,9 +22,6 @@ from baton.vllm_plugin.forwarding import ForwardingConnector
 from baton.vllm_plugin.groups import FIELD, WAY_OUT, groups_of, specs_of
 from baton.vllm_plugin.stats import BatonPromMetrics, BatonStats
 from baton.vllm_plugin.stores import begin_load, refuse_split_blocks
-
-KVConnectorMetadata.register(OffloadMetadata)
-KVConnectorWorkerMetadata.register(OffloadReport)
 
 
 class OffloadVllmStats(BatonStats):

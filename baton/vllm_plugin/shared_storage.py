@@ -11,11 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from baton.connectors.shared_storage import (
@@ -24,7 +19,7 @@ from baton.connectors.shared_storage import (
     StorageSettings,
     StorageWorkerHalf,
 )
-from baton.connectors.shared_storage.metadata import StorageHandshake, StorageMetadata, StorageReport
+from baton.connectors.shared_storage.metadata import StorageMetadata
 from baton.connectors.shared_storage.stats import StoragePromMetrics, StorageStats
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
 from baton.core.hashing import HASH_SEED
@@ -40,10 +35,6 @@ from baton.vllm_plugin.stores import begin_load, refuse_split_blocks
 
 if TYPE_CHECKING:
     import torch
-
-KVConnectorMetadata.register(StorageMetadata)
-KVConnectorHandshakeMetadata.register(StorageHandshake)
-KVConnectorWorkerMetadata.register(StorageReport)
 
 
 class StorageVllmStats(BatonStats):

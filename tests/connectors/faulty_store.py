@@ -179,7 +179,7 @@ class StoreWorkerHalf(KVConnectorWorkerHalf):
                 self._invalid |= bad
         saved, self._saved = set(self._saved), []
         received = {load.request_id for load in done}
-        return KVConnectorTransferResults(saved or None, received or None, failed or None)
+        return KVConnectorTransferResults(saved, received, failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         invalid, self._invalid = self._invalid, set()

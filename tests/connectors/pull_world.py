@@ -435,11 +435,11 @@ class Engine:
 
     def report_of(self, worker: PullWorkerHalf) -> KVConnectorOutput:
         worker.wait_for_save()
-        sent, received, failed = worker.get_transfer_results(set())
+        ended = worker.get_transfer_results(set())
         output = KVConnectorOutput(
-            sent,
-            received,
-            failed,
+            ended.finished_sending,
+            ended.finished_recving,
+            ended.failed_recving,
             worker.get_block_ids_with_load_errors(),
             worker.get_kv_connector_stats(),
             worker.get_kv_connector_kv_cache_events(),

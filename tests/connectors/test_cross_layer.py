@@ -106,14 +106,10 @@ class Wishing(TwoHalves):
 
 class WishingHalf(NullWorkerHalf):
     def __init__(self, prefers: bool) -> None:
-        self._prefers = prefers
+        self.prefer_cross_layer_blocks = prefers
         self.layers: dict[str, torch.Tensor] | None = None
         self.whole: tuple[torch.Tensor, Any] | None = None
         self.copy_operation: Any = None
-
-    @property
-    def prefer_cross_layer_blocks(self) -> bool:
-        return self._prefers
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.layers = kv_caches

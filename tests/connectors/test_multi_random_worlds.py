@@ -145,7 +145,7 @@ class Game:
         twin = self.twin
         received, sent = self._some_ids(twin.loader), self._some_ids(twin.lent_by)
         failed = {r for r in received if draw.random() < 0.5}
-        worker.results = KVConnectorTransferResults(sent or None, received or None, failed or None)
+        worker.results = KVConnectorTransferResults(sent, received, failed)
         worker.invalid = {draw.randrange(1, 9)} if draw.random() < 0.2 else set()
         expected.invalid |= worker.invalid
         for request_id in received:

@@ -53,7 +53,7 @@ def finish(world: MultiWorld, request_id: str, **at_end: Any) -> tuple[bool, dic
 def report(world: MultiWorld, child: str, *, ranks: tuple[int, ...] = (0, 1), **results: set[str]) -> None:
     for rank in ranks:
         world.workers[rank][child].results = KVConnectorTransferResults(
-            results.get("sent"), results.get("received"), results.get("failed")
+            results.get("sent", set()), results.get("received", set()), results.get("failed", set())
         )
 
 
@@ -135,7 +135,7 @@ def test_what_only_the_loader_knows_is_asked_of_it() -> None:
     half = MultiSchedulerHalf([("null", NullSchedulerHalf()), ("loader", Loader())], block_tokens=4)
     request: Any = Request("r")
     assert half.get_loaded_kv_cache_group_ids(request) == (0,)
-    assert half.get_external_cache_hit_sources(request, 4) == {"EXTERNAL_UNSPECIFIED": 4}
+    assert half.get_external_cache_hit_sources(request, 4) == {"external_unspecified": 4}
     half.get_num_new_matched_tokens(request, 0)
     half.update_state_after_alloc(request, TABLE, 4)
     assert half.get_loaded_kv_cache_group_ids(request) == (1,)

@@ -37,7 +37,12 @@ class Engine:
         self.worker.start_load_kv(None)  # type: ignore[arg-type]
         self.worker.wait_for_save()
         results = self.worker.get_transfer_results(set())
-        output = KVConnectorOutput(*results, invalid_block_ids=self.worker.get_block_ids_with_load_errors())
+        output = KVConnectorOutput(
+            results.finished_sending,
+            results.finished_recving,
+            results.failed_recving,
+            self.worker.get_block_ids_with_load_errors(),
+        )
         output.kv_connector_worker_meta = self.worker.build_connector_worker_meta()
         self.worker.clear_connector_metadata()
         self.scheduler.update_connector_output(output)

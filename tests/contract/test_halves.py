@@ -1,5 +1,6 @@
 """One class that is two: every method of the base reaches the half that is there."""
 
+import enum
 import inspect
 from typing import Any
 
@@ -9,6 +10,7 @@ from baton.contract import (
     KVConnectorBase_V1,
     KVConnectorRole,
     KVConnectorSchedulerHalf,
+    KVConnectorTransferResults,
     KVConnectorWorkerHalf,
     NullSchedulerHalf,
     NullWorkerHalf,
@@ -24,7 +26,6 @@ CONFIG_TIME = {
 OF_THE_FACADE = {"role"}
 PROPERTIES = {
     "requires_kv_delivery": KVConnectorRole.SCHEDULER,
-    "prefer_cross_layer_blocks": KVConnectorRole.WORKER,
     "graph_capturable": KVConnectorRole.WORKER,
 }
 
@@ -99,6 +100,35 @@ def test_properties_are_forwarded_too() -> None:
         assert getattr(joined(role), name) == name
 
 
+def test_cross_layer_blocks_are_false_on_the_class_and_the_halfs_on_the_instance() -> None:
+    class Prefers(Joined):
+        @classmethod
+        def make_worker_half(cls, vllm_config: Any, kv_cache_config: Any) -> KVConnectorWorkerHalf:
+            half = NullWorkerHalf()
+            half.prefer_cross_layer_blocks = True
+            return half
+
+    assert Prefers.prefer_cross_layer_blocks is False
+    assert Prefers(Config(), KVConnectorRole.WORKER).prefer_cross_layer_blocks is True  # type: ignore[arg-type]
+    assert joined(KVConnectorRole.WORKER).prefer_cross_layer_blocks is False
+
+
+class TheirRoles(enum.Enum):
+    SCHEDULER = 0
+    WORKER = 1
+
+
+TheirRoles.__name__ = "KVConnectorRole"
+
+
+def test_a_host_may_have_an_enum_of_its_own_for_roles() -> None:
+    assert TheirRoles.WORKER == KVConnectorRole.WORKER
+    assert KVConnectorRole.SCHEDULER != TheirRoles.WORKER
+    connector = Joined(Config(), TheirRoles.SCHEDULER)  # type: ignore[arg-type]
+    assert connector.role is KVConnectorRole.SCHEDULER
+    assert connector.scheduler_half is not None
+
+
 def test_the_other_half_is_not_there() -> None:
     with pytest.raises(AssertionError, match="scheduler role"):
         joined(KVConnectorRole.SCHEDULER).wait_for_save()
@@ -124,7 +154,7 @@ def test_null_halves_say_nothing() -> None:
     worker.wait_for_layer_load("layer")
     worker.save_kv_layer("layer", request, None)
     worker.wait_for_save()
-    assert worker.get_transfer_results(set()) == (None, None, None)
+    assert worker.get_transfer_results(set()) == KVConnectorTransferResults()
     assert worker.get_block_ids_with_load_errors() == set()
     assert worker.build_connector_worker_meta() is None
     worker.clear_connector_metadata()

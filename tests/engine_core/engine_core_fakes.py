@@ -133,7 +133,8 @@ class FakeWorkerHalf(KVConnectorWorkerHalf):
         self._note("clear_connector_metadata")
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        num_tokens = forward_context.attn_metadata.num_actual_tokens if forward_context.attn_metadata else 0
+        of_layers = forward_context.attn_metadata
+        num_tokens = next(iter(of_layers.values())).num_actual_tokens if of_layers else 0
         self._note("start_load_kv", f" [{num_tokens} tokens]")
 
     def wait_for_layer_load(self, layer_name: str) -> None:

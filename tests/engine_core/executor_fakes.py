@@ -102,7 +102,7 @@ class ToldHalf(KVConnectorWorkerHalf):
         order = self._order
         assert order is not None
         return KVConnectorTransferResults(
-            None, order.received.get(self._tp_rank), order.failed.get(self._tp_rank)
+            set(), order.received.get(self._tp_rank, set()), order.failed.get(self._tp_rank, set())
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:

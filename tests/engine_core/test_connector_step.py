@@ -1,6 +1,7 @@
 """What a worker half sees of a step, in order, and that nothing it raises leaves the step."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,8 @@ class World:
     def __init__(self, config: EngineConfig) -> None:
         self.half = FakeWorkerHalf()
         self.model = HookedModel()
-        self.runner = ModelRunner(config, self.model, {}, self.half, device=torch.device("cpu"))
+        caches = {name: torch.zeros(config.cache_config.num_gpu_blocks, 1, 4, 2) for name in LAYERS}
+        self.runner = ModelRunner(config, self.model, caches, self.half, device=torch.device("cpu"))
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         output.kv_connector_metadata = FakeMetadata(1)
@@ -108,12 +110,24 @@ def test_loads_start_before_the_forward_of_a_step_with_synchronous_ones(world: W
     world.run(first_step(num_computed=4, sync=True))
     assert world.half.transcript == [
         *BEGIN,
-        "start_load_kv [0 tokens]",
+        "start_load_kv [2 tokens]",
         *HOOKS,
         "finish_forward",
         "wait_for_save",
         *REPORT,
     ]
+
+
+def test_a_synchronous_load_is_shown_each_layers_cache_and_metadata_before_the_forward(world: World) -> None:
+    """As in vLLM, whose example connector finds the layers there."""
+    shown: list[Any] = []
+    world.half.start_load_kv = shown.append  # type: ignore[method-assign,assignment]
+    world.run(first_step(num_computed=4, sync=True))
+    [context] = shown
+    assert list(context.no_compile_layers) == list(context.attn_metadata) == list(LAYERS)
+    for name in LAYERS:
+        assert context.no_compile_layers[name].kv_cache.shape[1:] == (1, 4, 2)
+        assert context.attn_metadata[name].slot_mapping.tolist() == [12 * 4, 12 * 4 + 1]
 
 
 def test_a_step_without_tokens_runs_the_same_sequence(world: World) -> None:
@@ -407,3 +421,12 @@ def test_on_a_gpu_a_reader_behind_no_stream_of_ours_sees_the_whole_step(make_con
     chunk = first_step()
     chunk.num_scheduled_tokens["a"] = chunk.total_num_scheduled_tokens = 4
     assert world.run(chunk).connector_error is None
+
+
+def test_ends_may_be_of_another_hosts_class(world: World) -> None:
+    """vLLM's `KVConnectorTransferResults` has the same attributes and is another class."""
+    ends = SimpleNamespace(finished_sending={"s"}, finished_recving={"r"}, failed_recving={"r"})
+    world.half.results = [ends]
+    report = world.run(SchedulerOutput()).kv_connector_output
+    assert report is not None
+    assert (report.finished_sending, report.finished_recving, report.failed_recving) == ({"s"}, {"r"}, {"r"})

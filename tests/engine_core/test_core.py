@@ -108,7 +108,7 @@ def test_a_load_that_could_not_begin_ends_its_request_with_an_error(
     assert world.tokens_of("bystander") == reference["short"]
     assert world.end_of("earlier") is None, "its load had begun before"
     assert world.free_blocks() < 128, "something may still write into the blocks of the failed load"
-    world.worker.results = [KVConnectorTransferResults(None, {"earlier", "hurt"}, {"earlier"})]
+    world.worker.results = [KVConnectorTransferResults(set(), {"earlier", "hurt"}, {"earlier"})]
     world.step(12)
     assert world.tokens_of("earlier") == reference["long"]
     while world.core.has_requests:
@@ -163,7 +163,7 @@ def test_lent_blocks_come_back_when_the_send_is_reported(world: World) -> None:
     assert end.kv_transfer_params == {"blocks": 7}
     assert world.core.has_requests
     assert not world.core.has_unfinished_requests
-    world.worker.results = [KVConnectorTransferResults({"lender"}, None, None)]
+    world.worker.results = [KVConnectorTransferResults({"lender"})]
     world.step()
     assert not world.core.has_requests
     assert world.free_blocks() == 128

@@ -148,7 +148,7 @@ def make_llm(make_config: Any, monkeypatch: pytest.MonkeyPatch, *, is_woken: boo
 
 def end_load() -> None:
     assert factory.worker is not None
-    factory.worker.results = [KVConnectorTransferResults(None, {"llm-0"}, None)]
+    factory.worker.results = [KVConnectorTransferResults(set(), {"llm-0"})]
 
 
 @pytest.mark.parametrize(("is_woken", "expected_s"), [(True, LOOK_S), (False, RETRY_S)])
@@ -192,7 +192,7 @@ def test_the_end_of_a_load_wakes_who_waits_for_it(make_config: Any, monkeypatch:
 def test_settling_waits_for_what_is_lent(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(waits: StepWaits, timeout_s: float) -> None:
         assert factory.worker is not None
-        factory.worker.results = [KVConnectorTransferResults({"llm-0"}, None, None)]
+        factory.worker.results = [KVConnectorTransferResults({"llm-0"})]
 
     monkeypatch.setattr(StepWaits, "wait", wait)
     llm, _ = make_llm(make_config, monkeypatch, is_woken=True)

@@ -19,6 +19,7 @@ collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 # Last: each ends the engines that the others share.
 OTHER_CASTS = frozenset(
     {
+        "test_foreign_connectors",
         "test_gpt_oss",
         "test_hidden_states",
         "test_hybrid",

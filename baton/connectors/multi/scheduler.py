@@ -180,6 +180,21 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def has_pending_push_work(self) -> bool:
         return any(self._call_each("has_pending_push_work", lambda half: half.has_pending_push_work(), False))
 
+    def register_finished_partial_tail(
+        self,
+        request: host.Request,
+        block_ids: tuple[list[int], ...],
+        partial_tail_offloads: list[tuple[int, int, int]],
+    ) -> bool:
+        """Only vLLM calls this hook, and vLLM has a MultiConnector of its own."""
+        return any(
+            self._call_each(
+                "register_finished_partial_tail",
+                lambda half: half.register_finished_partial_tail(request, block_ids, partial_tail_offloads),
+                False,
+            )
+        )
+
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         stats = MultiStats()
         for child in self._children:

@@ -108,9 +108,12 @@ class _Child:
 
 
 class MultiWorkerHalf(KVConnectorWorkerHalf):
+    prefer_cross_layer_blocks = False  # Set when it is made: true if all children prefer them.
+
     def __init__(self, children: Sequence[tuple[str, KVConnectorWorkerHalf]], *, rank: int = 0) -> None:
         """`children`: (name, half), in the scheduler half's order. `rank`: among all of the engine."""
         self._children = [_Child(name, position, half) for position, (name, half) in enumerate(children)]
+        self.prefer_cross_layer_blocks = all(half.prefer_cross_layer_blocks for _, half in children)
         # Hidden states go to those who asked for them: to others they are a layer that they do not know.
         self._wanted_by: dict[str, set[int]] = {}
         for child in self._children:
@@ -126,11 +129,6 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
         return tuple(child.half for child in self._children)
 
     # --- Start: what a child raises here goes through ----------------------------------------------
-
-    @property
-    def prefer_cross_layer_blocks(self) -> bool:
-        """If all children do: it is a wish, and each of them can do without."""
-        return all(child.half.prefer_cross_layer_blocks for child in self._children)
 
     @property
     def hidden_states_wanted(self) -> tuple[int, ...]:

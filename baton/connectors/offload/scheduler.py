@@ -167,7 +167,7 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: host.Request, num_external_tokens: int
     ) -> dict[str, int]:
-        return {"HOST": num_external_tokens} if num_external_tokens else {}
+        return {"host": num_external_tokens} if num_external_tokens else {}
 
     def request_finished(
         self, request: host.Request, block_ids: list[int]

@@ -133,7 +133,7 @@ class OffloadWorkerHalf(KVConnectorWorkerHalf):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         _, received = self.get_finished(finished_req_ids)
         failed, self._failed = self._failed, set()
-        return KVConnectorTransferResults(None, received, failed or None)
+        return KVConnectorTransferResults(set(), received or set(), failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         invalid, self._invalid_blocks = self._invalid_blocks, set()

@@ -206,7 +206,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: host.Request, num_external_tokens: int
     ) -> dict[str, int]:
-        return {"P2P": num_external_tokens} if num_external_tokens else {}
+        return {"p2p": num_external_tokens} if num_external_tokens else {}
 
     def request_finished(
         self, request: host.Request, block_ids: list[int]

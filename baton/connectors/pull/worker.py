@@ -71,6 +71,7 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
     ) -> None:
         """`transports` makes this rank's, given its address; without it, those that the settings name."""
         self._identity = identity
+        self.prefer_cross_layer_blocks = identity.settings.cross_layer_blocks
         self._epoch = epoch if epoch is not None else new_epoch()
         self._given_transports = transports
         self._clock = clock
@@ -119,10 +120,6 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         if len(groups) == 1:
             return None
         return {in_order[layer]: index for index, group in enumerate(groups) for layer in group.layers}
-
-    @property
-    def prefer_cross_layer_blocks(self) -> bool:
-        return self._identity.settings.cross_layer_blocks
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
         """Layers are told apart all the same, so that peers may have theirs apart: they share one region."""
@@ -181,8 +178,8 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         assert isinstance(metadata, PullMetadata)
         computed: Sequence[Any] = ()
         if context is not None and context.attn_metadata is not None:
-            # Of each KV-cache group, in a host that has several.
-            computed = getattr(context, "group_metadata", ()) or (context.attn_metadata,)
+            # Layers of one cache group share one.
+            computed = list({id(metadata): metadata for metadata in context.attn_metadata.values()}.values())
         try:
             self.mirror.save(computed, metadata.held_blocks)
         except Exception:
@@ -204,7 +201,7 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         _, received = self.get_finished(finished_req_ids)
         failed, self._failed = self._failed, set()
-        return KVConnectorTransferResults(None, received, failed or None)
+        return KVConnectorTransferResults(set(), received or set(), failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         invalid, self._invalid_blocks = self._invalid_blocks, set()

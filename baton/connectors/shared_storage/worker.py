@@ -186,7 +186,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         with self._lock:
             failed = self._failed_whole & (received or set())  # One that has ended since then is for later.
             self._failed_whole -= failed
-        return KVConnectorTransferResults(None, received, failed or None)
+        return KVConnectorTransferResults(set(), received or set(), failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         with self._lock:

@@ -26,6 +26,7 @@ from baton.core.errors import ConfigError
 from baton.core.kv_groups import KVCacheGroup, num_places, one_group, places_of
 from baton.core.layout import LayerLayout, RankLayout, Region
 from baton.core.topology import kv_heads_of
+from baton.engine.forward_context import AttentionLayer
 from baton.tiers.host_memory import GIB, available_bytes, touch
 
 FIELD = "cache_config.num_gpu_blocks"
@@ -93,6 +94,17 @@ def check_room(num_blocks: int, block_bytes: int, device: torch.device, *, num_r
 def blocks_of_pool(kv_caches: dict[str, torch.Tensor], num_blocks: int) -> dict[str, torch.Tensor]:
     """Without the scratch blocks."""
     return {name: cache[:num_blocks] for name, cache in kv_caches.items()}
+
+
+def attention_layers(
+    kv_caches: dict[str, torch.Tensor], num_blocks: int, groups: Sequence[KVCacheGroup]
+) -> dict[str, AttentionLayer]:
+    """Each layer's part of the pool, with the index of its cache group."""
+    group_of = {layer_name(layer): group for layer, (group, _) in places_of(groups).items()}
+    return {
+        name: AttentionLayer(cache, group_of.get(name, 0))
+        for name, cache in blocks_of_pool(kv_caches, num_blocks).items()
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -388,11 +388,11 @@ class Engine:
     def _collect(self, worker: PullWorkerHalf, output: SchedulerOutput) -> KVConnectorOutput | None:
         worker.start_load_kv(None)  # type: ignore[arg-type]  # Which ours do not look at.
         worker.wait_for_save()
-        sent, received, failed = worker.get_transfer_results(output.finished_req_ids)
+        ended = worker.get_transfer_results(output.finished_req_ids)
         report = KVConnectorOutput(
-            sent,
-            received,
-            failed,
+            ended.finished_sending,
+            ended.finished_recving,
+            ended.failed_recving,
             worker.get_block_ids_with_load_errors(),
             worker.get_kv_connector_stats(),
             worker.get_kv_connector_kv_cache_events(),

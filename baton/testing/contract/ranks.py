@@ -17,6 +17,7 @@ from baton.contract import KVConnectorHandshakeMetadata, KVConnectorOutput, KVOu
 from baton.core.config import EngineConfig
 from baton.core.kv_groups import places_of
 from baton.core.topology import kv_heads_of
+from baton.engine.attention.kv_memory import attention_layers
 from baton.engine.cache_setup import allocate_for, register
 from baton.engine.connector_step import ConnectorStep
 from baton.engine.executor import Executor, done
@@ -67,6 +68,7 @@ class KitRanks(Executor):
         self._name = config.kv_transfer_config.engine_id or ""
         self._salts = salts
         self._block = config.cache_config.block_size
+        self._num_blocks = config.cache_config.num_gpu_blocks
         self._size = config.parallel_config.tensor_parallel_size
         self._hidden_size = config.model_config.hidden_size
         self._groups = config.kv_cache_groups
@@ -127,7 +129,12 @@ class KitRanks(Executor):
                 scheduler_output,
                 kv_connector_metadata=pickle.loads(pickle.dumps(scheduler_output.kv_connector_metadata)),
             )
-            context = ForwardContext(kv_caches=memory.caches)
+            layers = attention_layers(memory.caches, self._num_blocks, self._groups)
+            context = ForwardContext(kv_caches=memory.caches, layers=layers)
+            if scheduler_output.num_scheduled_tokens:
+                metadata = self._attention_metadata(scheduler_output)
+                context.attn_metadata = metadata[0]
+                context.group_metadata = tuple(metadata) if len(metadata) > 1 else ()
             with ConnectorStep(worker, told, context, self._block) as step:
                 if scheduler_output.num_scheduled_tokens:
                     wrongs |= self._forward(memory, scheduler_output, context)
@@ -213,25 +220,28 @@ class KitRanks(Executor):
                 if position // self._block < len(table):
                     self._provenance.note_given_up(table[position // self._block], state)
 
+    def _attention_metadata(self, output: SchedulerOutput) -> list[AttentionMetadata]:
+        """Of each cache group."""
+        rows = [self._rows[request_id] for request_id in output.num_scheduled_tokens]
+        return [
+            build_attention_metadata(
+                [row.num_computed for row in rows],
+                list(output.num_scheduled_tokens.values()),
+                [row.tables[group] for row in rows],
+                self._block,
+            )
+            for group in range(len(self._groups))
+        ]
+
     def _forward(
         self, memory: RankMemory, output: SchedulerOutput, context: ForwardContext
     ) -> dict[str, Wrong]:
         """Returns what requests have computed on that is wrong, by their ids."""
         rows = {request_id: self._rows[request_id] for request_id in output.num_scheduled_tokens}
-        metadata = [
-            build_attention_metadata(
-                [row.num_computed for row in rows.values()],
-                list(output.num_scheduled_tokens.values()),
-                [row.tables[group] for row in rows.values()],
-                self._block,
-            )
-            for group in range(len(self._groups))
-        ]
-        context.attn_metadata = metadata[0]
-        context.group_metadata = tuple(metadata) if len(metadata) > 1 else ()
         wrongs: dict[str, Wrong] = {}
         watcher = context.watcher
-        hidden_TM = self._hidden_states(metadata[0])
+        assert context.attn_metadata is not None
+        hidden_TM = self._hidden_states(context.attn_metadata)
         for layer, (name, cache) in enumerate(memory.caches.items()):
             if layer in context.hidden_states_wanted:
                 context.show_hidden_states(layer, hidden_TM)

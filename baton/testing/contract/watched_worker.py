@@ -40,6 +40,7 @@ class WatchedWorker(KVConnectorWorkerHalf):
         `leaks` are looked for at its end if its host asks for last words.
         """
         self.inner = inner
+        self.prefer_cross_layer_blocks = bool(getattr(inner, "prefer_cross_layer_blocks", False))
         self.rank = rank
         self._notes = RankNotes(rank)
         self._step: WatchedMetadata | None = None
@@ -49,10 +50,6 @@ class WatchedWorker(KVConnectorWorkerHalf):
         self._last_words: str | None = None
 
     # --- Start -----------------------------------------------------------------------------------
-
-    @property
-    def prefer_cross_layer_blocks(self) -> bool:
-        return bool(getattr(self.inner, "prefer_cross_layer_blocks", False))
 
     @property
     def hidden_states_wanted(self) -> tuple[int, ...]:
@@ -144,25 +141,24 @@ class WatchedWorker(KVConnectorWorkerHalf):
         self._ask_if_there("reset_capture_state")
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        sending, recving, _ = self.get_transfer_results(finished_req_ids)
-        return sending, recving
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if hasattr(self.inner, "get_transfer_results"):
             said = self._ask("get_transfer_results", finished_req_ids)
         else:
-            said = (*self._ask("get_finished", finished_req_ids), None)
-        results = [
-            getattr(said, name, None) if hasattr(said, name) else said[place]
-            for place, name in enumerate(KVConnectorTransferResults._fields)
-        ]
+            sending, recving = self._ask("get_finished", finished_req_ids)
+            said = KVConnectorTransferResults(sending or set(), recving or set())
+        names = ("finished_sending", "finished_recving", "failed_recving")
+        results: list[Any] = [getattr(said, name, said) for name in names]
         are_ids = all(
             r is None or (isinstance(r, set) and all(isinstance(i, str) for i in r)) for r in results
         )
         self._check(
             "wrong-type", are_ids, f"get_transfer_results answers {short(said)}, which has no sets of ids"
         )
-        sent, received, failed = (set(ids or ()) for ids in results)
+        sent, received, failed = (set(ids) if isinstance(ids, set) else set() for ids in results)
         for ids, before, name in ((sent, self._sent, "sent"), (received, self._received, "received")):
             twice = sorted(ids & before)
             self._check("finished-twice", not twice, f"rank {self.rank} reports {twice} as {name} again")
@@ -174,7 +170,7 @@ class WatchedWorker(KVConnectorWorkerHalf):
                 not strays,
                 f"{strays} are in failed_recving, not in finished_recving",
             )
-        return KVConnectorTransferResults(*results)
+        return KVConnectorTransferResults(sent, received, failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         blocks = self._ask("get_block_ids_with_load_errors")

@@ -110,8 +110,8 @@ class _FailsAlone(MemoryWorker):
     """Says that a load has failed, and leaves it at that."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        sent, received, _ = super().get_transfer_results(finished_req_ids)
-        return KVConnectorTransferResults(sent, None, received)
+        results = super().get_transfer_results(finished_req_ids)
+        return KVConnectorTransferResults(results.finished_sending, set(), results.finished_recving)
 
 
 class FailsWithoutEnding(MemoryConnector):
