@@ -37,11 +37,24 @@ function table(engines) {
     const row = made.insertRow();
     const when = new Date(1000 * engine.last_error_unix_s).toLocaleTimeString();
     cell(row, engine.url);
-    cell(row, engine.status, engine.status);
+    cell(row, engine.refused ? "refused" : engine.status, engine.refused ? "down" : engine.status);
     cell(row, engine.in_flight, "number");
     cell(row, engine.requests, "number");
     cell(row, engine.failures, "number");
-    cell(row, engine.last_error ? `${when} ${engine.last_error}` : "", "error");
+    cell(row, engine.refused || (engine.last_error ? `${when} ${engine.last_error}` : ""), "error");
+  }
+  return made;
+}
+function pairTable(pairs) {
+  const made = document.createElement("table"), head = made.insertRow();
+  for (const name of ["prefill", "decode", "handed over", "computed", "problem"]) cell(head, name, "", "th");
+  for (const pair of pairs) {
+    const row = made.insertRow();
+    cell(row, pair.prefill);
+    cell(row, pair.decode);
+    cell(row, pair.handed_over, "number");
+    cell(row, pair.computed, "number");
+    cell(row, pair.reason || "", "error");
   }
   return made;
 }
@@ -54,6 +67,11 @@ async function refresh() {
       const title = document.createElement("h2");
       title.textContent = role;
       parts.push(title, table(engines));
+    }
+    if (state.pairs.length) {
+      const title = document.createElement("h2");
+      title.textContent = "pairs";
+      parts.push(title, pairTable(state.pairs));
     }
     document.querySelector("main").replaceChildren(...parts);
     note.textContent = `${state.in_flight} request(s) in flight, policy ${state.policy}, ` +
