@@ -2,11 +2,12 @@
 
     engines (all at once) --all healthy--> router --healthy--> ready
 
-The router comes last, so that its first look at the fleet finds everybody. All of them share a secret made
-for this one life of the system, which travels by environment and is written nowhere.
+The router comes last, so that its first look at the fleet finds everybody. All of them share BATON_SECRET, or
+without it a secret made for this one life of the system, which travels by environment and is written nowhere.
 """
 
 import json
+import os
 import secrets
 import sys
 import time
@@ -21,6 +22,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from baton.cli.processes import Fleet, free_ports
 from baton.core.errors import ConfigError
+from baton.core.secret_source import SECRET_ENV
 
 CONNECTORS = {"pull": "BatonPullConnector", "push": "BatonPushConnector"}
 STREAMS = ("off", "chunk", "layer")
@@ -198,7 +200,7 @@ def start_engines(fleet: Fleet, engines: Sequence[EnginePlan], *, timeout_s: flo
 def _start_engines(
     fleet: Fleet, engines: Sequence[EnginePlan], timeout_s: float, show: Callable[[str, float | None], None]
 ) -> None:
-    env = {"BATON_SECRET": secrets.token_hex(32), "TOKENIZERS_PARALLELISM": "false"}
+    env = {SECRET_ENV: os.environ.get(SECRET_ENV) or secrets.token_hex(32), "TOKENIZERS_PARALLELISM": "false"}
     began_s = time.monotonic()
     started = {fleet.start(e.name, e.command(), env=env): e for e in engines}
     for engine in engines:

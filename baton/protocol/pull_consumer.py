@@ -112,12 +112,6 @@ class PullConsumer:
             return self._deliver(fetch)
         return [StartReads(claim, pairs)]
 
-    def release_unused(self, loan_id: LoanId, producer: Address, now: float) -> list[ConsumerEffect]:
-        """The ticket verified but its request will not be admitted: P need not wait for its deadline."""
-        if (producer, loan_id) in self._in_use:
-            return []  # Somebody here does use it.
-        return [Send(producer, Released(loan_id, self.new_claim()))]
-
     def read_ended(
         self, claim: int, pair: Pair, ok: bool, now: float, error: str = ""
     ) -> list[ConsumerEffect]:

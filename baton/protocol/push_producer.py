@@ -78,9 +78,7 @@ class PushProducer:
         self._wants: dict[TransferId, _Want] = {}
         self._num_wants_of: Counter[Address] = Counter()
         self._num_runs = 0
-        self._wake_at = (
-            NEVER  # No record ends before this. A frame of thousands of wants needs no more scans.
-        )
+        self._wake_at = NEVER  # No record ends before this: a frame of thousands of wants needs no scans.
 
     # --- The engine's prefills --------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from baton.core.ids import NO_EPOCH, Address, BlockId, EngineId, Pair, TransferId
 from baton.core.kv_groups import NULL_BLOCK_ID, one_group
-from baton.protocol.effects import Effect, Part, ReadEarly, StreamEffect
+from baton.protocol.effects import Effect, Part, ReadEarly, Send, StreamEffect
 from baton.protocol.grouped_prompt import ONE_TABLE, GroupedPrompt, Passages
 from baton.protocol.introduction import BadIntroduction, check_introduction, open_introduction
 from baton.protocol.plan import plan_pairs
@@ -42,7 +42,9 @@ class Fetcher:
             world.count(f"ticket refused: {error.reason}")
             return None
         if self._rejects():
-            engine.do(engine.consumer.release_unused(ticket.loan_id, ticket.producer, now))
+            if (reserved := engine.consumer.reserve(ticket.loan_id, ticket.producer, now)) is not None:
+                # Its end is no outcome of a landing, and its first question is lost.
+                engine.do([e for e in engine.consumer.abort(reserved[0], now) if isinstance(e, Send)])
             return None
         landing = self._landing(
             prompt, ticket.num_tokens, ticket.transfer_id, ticket.producer, ticket.tp_size, on_end

@@ -12,8 +12,21 @@ from baton.connectors.pull import EngineIdentity, PullSchedulerHalf
 from baton.connectors.pull.cache_layout import layout_of
 from baton.contract import ConnectorDead
 from baton.core.errors import BadTransferParams, ConfigError
-from baton.core.ids import Address, EngineId, Epoch, LoanId
-from baton.protocol.messages import WIRE_VERSION, Envelope, Message, Released, Renew, Renewed, Stranger
+from baton.core.ids import Address, BlockId, EngineId, Epoch, LoanId, PromptHash, TransferId
+from baton.protocol.messages import (
+    WIRE_VERSION,
+    Announced,
+    Envelope,
+    Finished,
+    Gone,
+    Message,
+    Released,
+    Renew,
+    Renewed,
+    Stranger,
+    Want,
+    Withdraw,
+)
 from baton.protocol.signed_frame import ProcessKey
 from baton.transport.control import ControlChannel
 from tests.connectors.pull_world import BLOCK, SECRET, World, engine_config
@@ -154,6 +167,31 @@ def test_a_member_cannot_release_the_loan_of_another(half: PullSchedulerHalf, me
     assert half.num_open_loans == 1
     claimer.say(half, Released(loan_id, claim=1))
     wait_until(lambda: not claimer.hear() and half.num_open_loans == 0)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Want(TransferId("t"), 1, PromptHash(bytes(32)), 9),
+        Withdraw(TransferId("t"), 1),
+        Renewed(LoanId(Epoch(1), 1), 1, 1, 1e6),
+        Gone(LoanId(Epoch(1), 1), 1),
+        Finished(TransferId("t"), 1, 1, "ticket"),
+        Announced(TransferId("t"), 1, 1, 4, ((BlockId(7),),)),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_nothing_that_a_member_says_in_anothers_name_is_heard(
+    half: PullSchedulerHalf, members: list[Member], monkeypatch: pytest.MonkeyPatch, message: Message
+) -> None:
+    claimer, liar = members
+    heard: list[Envelope] = []
+    monkeypatch.setattr(half._agent, "receive", lambda envelope, now: heard.append(envelope))
+    liar.say(half, message, sender=claimer.address)
+    liar.say(half, message)  # In its own name.
+    wait_until(lambda: not liar.hear() and bool(heard))
+    assert [envelope.sender for envelope in heard] == [liar.address]
+    assert half._control.num_forged_frames == 1  # type: ignore[attr-defined]
 
 
 def test_a_member_cannot_have_the_answers_for_another(half: PullSchedulerHalf, members: list[Member]) -> None:

@@ -4,7 +4,7 @@ at 12.5               the time of all clocks
 drift D 1.01          ... but this one's runs faster or slower
 lend                  P lends; loans are named by their number
 fetch D 1 0-0 1-0     D fetches loan 1 with these pairs (none: nothing to move)
-reserve D 1, start D 1 0-0, unused D 1, abort D 1
+reserve D 1, start D 1 0-0, abort D 1
 read D 1 0-0 ok       a read of claim 1 has ended (or: error)
 deliver, lose         everything under way; answers are under way next
 again                 the last delivery once more
@@ -164,9 +164,6 @@ class Story:
             case ["start", name, claim, *pairs]:
                 node = self.nodes[name]
                 self._react(name, node.consumer.start(int(claim), _pairs(pairs), self._clock(node)))
-            case ["unused", name, loan]:
-                node = self.nodes[name]
-                self._react(name, node.consumer.release_unused(*self.loans[int(loan)], self._clock(node)))
             case ["abort", name, claim]:
                 node = self.nodes[name]
                 self._react(name, node.streams.abort(int(claim), self._clock(node)))

@@ -119,7 +119,5 @@ class LostLink:
 @dataclass(kw_only=True)
 class PullWorkerReport(RankReport):
     step: NotCombined[int] = 0  # That this rank has computed, with all before it.
-    ended: AnyRank[set[ReadEnd] | None] = (
-        None  # Each pair belongs to one rank; the machine waits for all pairs.
-    )
+    ended: AnyRank[set[ReadEnd] | None] = None  # Each pair belongs to one rank; the machine waits for all.
     lost_links: AnyRank[set[LostLink] | None] = None
