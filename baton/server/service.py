@@ -15,7 +15,7 @@ from baton.core.config import ModelConfig
 from baton.core.errors import UserError
 from baton.core.transfer_params import FIELD as TRANSFER_FIELD
 from baton.core.transfer_params import parse_cached_tokens, parse_transfer_params
-from baton.engine.api import EngineRequest
+from baton.engine.api import EngineRequest, SamplingParams
 from baton.http.bodies import Bodies
 from baton.http.errors import ApiError
 from baton.http.settings import DoorSettings
@@ -131,6 +131,7 @@ class Service:
             num_cached_at_prefill = parse_cached_tokens(fields.kv_transfer_params)
         arrival_time_s = time.monotonic()
         samples = []
+        whole: SamplingParams | None = None
         for prompt_index, token_ids in enumerate(prompts):
             where = prompt_field if len(prompts) == 1 else f"{prompt_field}[{prompt_index}]"
             room = check_length(
@@ -141,15 +142,19 @@ class Service:
                 max_field=max_tokens_field,
                 is_truncated=fields.truncate_prompt_tokens is not None,
             )
-            params = fields.sampling_params(
-                max_tokens=room,
-                logprobs=logprobs,
-                vocab_size=self.model_config.vocab_size,
-                defaults=self.model_config.generation_config,
-                prompt_logprobs=prompt_logprobs,
-                allowed_token_ids=allowed_token_ids,
-                bad_words=bad_words,
-            )
+            if whole is None:  # The same for all prompts but for the room: its lists are checked once.
+                whole = fields.sampling_params(
+                    max_tokens=room,
+                    logprobs=logprobs,
+                    vocab_size=self.model_config.vocab_size,
+                    defaults=self.model_config.generation_config,
+                    prompt_logprobs=prompt_logprobs,
+                    allowed_token_ids=allowed_token_ids,
+                    bad_words=bad_words,
+                )
+            params = whole
+            if room != whole.max_tokens:
+                params = msgspec.structs.replace(whole, max_tokens=room)
             goes_on = is_prefill_leg and room > 1
             if goes_on:
                 params = first_token.first_of(params)

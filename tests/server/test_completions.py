@@ -6,6 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
+from baton.engine.api import SamplingParams
+from baton.server.protocol.sampling import SamplingFields
 from baton.server.tokens import bad_words_in_tokens
 from tests.server.fakes import CharacterTokenizer, ScriptedEngine
 
@@ -337,3 +339,21 @@ def test_a_bad_word_counts_with_a_space_before_if_that_is_another_token_and_no_l
 
     words = ["the", " the", "do", "as", "be"]
     assert bad_words_in_tokens(words, Words()) == ((1,), (2,), (3, 4), (5, 4), (6,), (8, 9))
+
+
+def test_the_lists_of_a_request_are_checked_once_for_all_its_prompts(
+    http: httpx.Client, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[int] = []
+    of_sampling = SamplingFields.sampling_params
+
+    def count(fields: SamplingFields, **arguments: Any) -> SamplingParams:
+        checked.append(arguments["max_tokens"])
+        return of_sampling(fields, **arguments)
+
+    monkeypatch.setattr(SamplingFields, "sampling_params", count)
+    prompts = ["a" * 190, "a" * 195, "a"]
+    post(http, prompt=prompts, n=2, max_tokens=20, truncate_prompt_tokens=196, logit_bias={"5": 1})
+    assert checked == [10]
+    requests = sorted(engine.requests, key=lambda request: request.request_id)
+    assert [request.sampling_params.max_tokens for request in requests] == [10, 10, 5, 5, 20, 20]
