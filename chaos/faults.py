@@ -14,6 +14,8 @@ from chaos.system import END_S, PLAIN, Engine, System, Variant
 RESTART_S = 60.0  # Within this, an engine that was told to end has ended; a drain takes 30 s at most.
 SHORT_S = 4.0
 
+NOT_CONTINUED = "B7: streams on it end with an error event"
+
 Act = Callable[["Scene"], None]
 
 
@@ -114,11 +116,27 @@ def _storm(share: float) -> Act:
     return act
 
 
+def _role(name: str) -> str:
+    return "a prefill engine" if name in PREFILL else "a decode engine"
+
+
+def _dies(key: str, how: str, name: str, begin: Act, restart: Act, *needs: Feature) -> Fault:
+    """`how` has a place for the engine."""
+    return Fault(
+        f"{key}-{name[0]}",
+        f"{how.format(_role(name))}, restart on the same ports",
+        begin,
+        restart,
+        target=name,
+        needs=frozenset(needs),
+        open_defects=NOT_CONTINUED if name in DECODE and key in ("kill", "core") else "",
+    )
+
+
 def _stop(name: str, lasts_s: float) -> Fault:
-    role = "a prefill" if name in PREFILL else "a decode"
     return Fault(
         f"stop-{name[0]}-{lasts_s:g}",
-        f"SIGSTOP of {role} engine for {lasts_s:g} s",
+        f"SIGSTOP of {_role(name)} for {lasts_s:g} s",
         _send(name, signal.SIGSTOP),
         _send(name, signal.SIGCONT),
         lasts_s,
@@ -179,7 +197,6 @@ def _layer(
 
 
 CUT = Rule(loss=1.0)
-NOT_CONTINUED = "B7: streams on it end with an error event"
 
 
 def _around(name: str) -> list[Rule]:
@@ -190,21 +207,35 @@ def _around(name: str) -> list[Rule]:
 
 FAULTS: Sequence[Fault] = (
     Fault("none", "no fault", _nothing, _nothing),
-    Fault("kill-p", "kill -9 of a prefill engine, restart", _kill("p0"), _restart_soon("p0"), target="p0"),
+    *(_dies("kill", "kill -9 of {}", name, _kill(name), _restart_soon(name)) for name in ("p0", "d0")),
+    *(
+        _dies("core", "kill -9 of the core of {}", name, _kill(name, only="baton-core"), _restart(name))
+        for name in ("p0", "d0")
+    ),
+    *(_dies("term", "SIGTERM of {}", name, _ask_to_end(name), _restart(name)) for name in ("p0", "d0")),
+    _dies(
+        "front",
+        "kill -9 of the front end of {} while its core is stopped",
+        "p0",
+        _kill_beside_stopped_core("p0"),
+        _restart_soon("p0"),
+    ),
+    _dies("rank", "kill -9 of a rank of {}", "p0", _kill("p0", only="baton-rank"), _restart("p0"), "ranks"),
+    Fault(
+        "rank-p-restarts",
+        "kill -9 of a rank of a prefill engine, which starts it again by itself",
+        _kill("p0", only="baton-rank"),
+        _nothing,
+        target="p0",
+        needs=frozenset({"ranks"}),
+        variant=Variant(options=("--on-rank-death", "restart")),
+    ),
     Fault(
         "kill-ps",
         "kill -9 of both prefill engines, restart",
         _both(_kill("p0"), _kill("p1")),
         _both(_restart_soon("p0"), _restart_soon("p1")),
         target="p0",
-    ),
-    Fault(
-        "kill-d",
-        "kill -9 of a decode engine, restart",
-        _kill("d0"),
-        _restart_soon("d0"),
-        target="d0",
-        open_defects=NOT_CONTINUED,
     ),
     Fault(
         "kill-ds",
@@ -223,47 +254,6 @@ FAULTS: Sequence[Fault] = (
         needs=frozenset({"network"}),
         strikes=True,
     ),
-    Fault(
-        "core-p",
-        "kill -9 of a prefill engine's core, restart",
-        _kill("p0", only="baton-core"),
-        _restart("p0"),
-        target="p0",
-    ),
-    Fault(
-        "core-d",
-        "kill -9 of a decode engine's core, restart",
-        _kill("d0", only="baton-core"),
-        _restart("d0"),
-        target="d0",
-        open_defects=NOT_CONTINUED,
-    ),
-    Fault(
-        "front-p",
-        "kill -9 of a prefill engine's front end while its core is stopped, restart on the same ports",
-        _kill_beside_stopped_core("p0"),
-        _restart_soon("p0"),
-        target="p0",
-    ),
-    Fault(
-        "rank-p",
-        "kill -9 of a prefill engine's rank, restart",
-        _kill("p0", only="baton-rank"),
-        _restart("p0"),
-        target="p0",
-        needs=frozenset({"ranks"}),
-    ),
-    Fault(
-        "rank-p-restarts",
-        "kill -9 of a prefill engine's rank, which the engine starts again by itself",
-        _kill("p0", only="baton-rank"),
-        _nothing,
-        target="p0",
-        needs=frozenset({"ranks"}),
-        variant=Variant(options=("--on-rank-death", "restart")),
-    ),
-    Fault("term-p", "SIGTERM of a prefill engine, restart", _ask_to_end("p0"), _restart("p0"), target="p0"),
-    Fault("term-d", "SIGTERM of a decode engine, restart", _ask_to_end("d0"), _restart("d0"), target="d0"),
     *(_stop(name, lasts_s) for name in ("p0", "d0") for lasts_s in (2.0, 15.0, 60.0)),
     Fault(
         "stop-router",
