@@ -65,6 +65,13 @@ class Owner:
         sock.settimeout(TIMEOUT_S)
         return sock, session
 
+    def wait_for_peers(self, count: int) -> None:
+        """The owner has seen the end of their handshakes, which they see a little earlier."""
+        tcp_owner, pause = self.transport._owner, threading.Event()
+        assert tcp_owner is not None
+        while sum(connection.is_peer for connection in list(tcp_owner._connections)) < count:
+            pause.wait(0.001)
+
     def still_serves(self) -> bool:
         target = np.zeros_like(self.memory)
         with closing(TcpTransport(new_address("reader"), secret=SECRET)) as reader:
@@ -307,8 +314,10 @@ def test_peers_above_their_slots_are_turned_away(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tcp_owner, "PEERS_MAX", 2)
     owner = Owner()
     try:
-        with owner.dial_as_peer(), owner.dial_as_peer(), owner.dial_as_peer() as third:
-            assert hears_the_end(third) == b""
+        with owner.dial_as_peer(), owner.dial_as_peer():
+            owner.wait_for_peers(2)
+            with owner.dial_as_peer() as third:
+                assert hears_the_end(third) == b""
         assert owner.transport.counters.turned_away == 1
     finally:
         owner.transport.close()
