@@ -154,10 +154,8 @@ def run(
     end = socket.socket(fileno=fd)
     os.set_inheritable(fd, False)
     if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
-        death_signal = signal.SIGKILL if dies_with_thread else signal.SIGCONT
-        libc.prctl(PR_SET_PDEATHSIG, death_signal, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+    signal_parents_death(signal.SIGKILL if dies_with_thread else signal.SIGCONT)
     if os.getppid() != parent_pid:
         os._exit(PARENT_GONE)  # It died before we asked to be told.
     follow = (os.dup(fd), grace_s, leads_group)
@@ -166,6 +164,12 @@ def run(
     function: Callable[[socket.socket], None] = getattr(importlib.import_module(module_name), function_name)
     with end:
         function(end)
+
+
+def signal_parents_death(number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when the thread that has started it ends. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def _follow_parent(fd: int, grace_s: float, leads_group: bool) -> None:

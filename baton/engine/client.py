@@ -42,6 +42,7 @@ from baton.engine.core_messages import (
     TakeBack,
     ToCore,
 )
+from baton.engine.freed_memory import primitive_limits
 from baton.engine.pulse import Pulse, StopWatch, family
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class EngineClient:
             name="baton-core",
             grace_s=PARENT_GRACE_S,
             leads_group=True,
-            environment={"OMP_NUM_THREADS": str(config.device_config.num_threads)},
+            environment={"OMP_NUM_THREADS": str(config.device_config.num_threads), **primitive_limits()},
         )
         client = cls(child, config.step_timeout_s)
         try:

@@ -20,6 +20,7 @@ from baton.core.errors import ConfigError, UserError
 from baton.engine import pulse
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams, SchedulerStats
 from baton.engine.client import EngineClient, EngineDeadError, EngineStalledError
+from baton.engine.freed_memory import primitive_limits
 from baton.engine.llm import LLM
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -193,6 +194,8 @@ def test_two_ranks_give_the_tokens_of_one(make_config, reference: list[int]) -> 
             # One rank dies while the engine is idle.
             ranks = psutil.Process(client.pid).children()
             assert len(ranks) == 2
+            limits = primitive_limits()
+            assert all(limits.items() <= rank.environ().items() for rank in ranks), "inherited from the core"
             ranks[1].kill()
             async with asyncio.timeout(BOUND_S):
                 await client.wait_dead()

@@ -1,9 +1,14 @@
 """Steps reuse each other's memory: measured in page faults, in a process of its own."""
 
+import os
 import subprocess
 import sys
 
 import pytest
+import torch
+
+from baton.engine.freed_memory import primitive_limits
+from baton.engine.models.matmul import is_packable
 
 PROGRAM = """
 import resource, sys
@@ -30,3 +35,35 @@ def test_a_step_touches_no_fresh_pages() -> None:
     assert answer.returncode == 0, answer.stderr
     # Eight steps would touch 65,536 pages; the heap may still grow, half a step (4,096) at a time.
     assert int(answer.stdout) < 65_536 // 4
+
+
+GROWS = """
+import psutil, torch
+from baton.engine.models.matmul import Matmul
+torch.set_num_threads(1)
+multiply = Matmul(torch.ones(64, 64))
+x, me = torch.ones(700, 64), psutil.Process()
+for rows in range(1, 700):
+    multiply(x[:rows])
+    if rows == 300:
+        before = me.memory_info().rss
+print(me.memory_info().rss - before)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not is_packable(torch.ones(1)), reason="oneDNN does not multiply here")
+def test_products_of_ever_new_sizes_take_no_more_memory_after_the_first() -> None:
+    def growth(limits: dict[str, str]) -> int:
+        command = [sys.executable, "-c", GROWS]
+        environment = {**os.environ, **limits}
+        return int(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
+
+    unbounded = growth(dict.fromkeys(primitive_limits(), "100000"))
+    assert growth(primitive_limits()) < unbounded / 4
+
+
+def test_the_users_own_limit_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
+    assert primitive_limits()["LRU_CACHE_CAPACITY"] == "7"
+    assert primitive_limits()["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] != "7"

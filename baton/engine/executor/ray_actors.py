@@ -14,12 +14,15 @@ import logging
 import os
 import pickle
 import secrets
+import signal
 import sys
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from baton.core.errors import ConfigError
+from baton.engine.child import signal_parents_death
 from baton.engine.executor.rank_messages import failure_of, packed_answer
+from baton.engine.freed_memory import primitive_limits
 
 if TYPE_CHECKING:
     from baton.core.config import EngineConfig
@@ -49,6 +52,8 @@ class RankActor:
         sys.path += [entry for entry in path if entry not in sys.path]
         os.environ.update(environment)
         logging.basicConfig(level=log_level)
+        # Ray ends its workers by their connections, which a stopped process (SIGSTOP) does not notice.
+        signal_parents_death(signal.SIGKILL)
         from baton.engine.executor.worker import Rank  # Here alone: it imports torch.
 
         self._rank = Rank()
@@ -81,6 +86,7 @@ class RankActors:
             "OMP_NUM_THREADS": str(config.device_config.num_threads),
             "GLOO_SOCKET_IFNAME": LOOPBACK,
             "NCCL_SOCKET_IFNAME": LOOPBACK,
+            **primitive_limits(),
         }
         self._waiting: list[RankProcess] = []
         self._is_closed = False
