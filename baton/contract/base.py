@@ -122,6 +122,8 @@ class KVConnectorSchedulerHalf(ABC):
         """After blocks were allocated. `blocks` is the request's whole table, local hits first.
 
         Called again with 0 when the request is scheduled after its load: decide by `num_external_tokens`.
+        Called with 0 also after a positive match if the host loads nothing for this request, as vLLM does for
+        one with `prompt_logprobs`: give back what was reserved for it.
         """
 
     def get_external_cache_hit_sources(
