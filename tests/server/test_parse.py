@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import UserError
 from baton.server.protocol import fields
-from baton.server.protocol.chat import ChatRequest, plain_messages
+from baton.server.protocol.chat import ChatRequest, plain_messages, plain_tools
 from baton.server.protocol.completion import CompletionRequest
 from baton.server.protocol.parse import parse_body, parse_request
 from baton.server.protocol.sampling import SamplingFields
@@ -239,6 +239,24 @@ def test_text_parts_of_a_message_stay_parts() -> None:
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": []},
     ]
+
+
+def test_keys_of_messages_and_tools_that_vllm_gives_to_templates_are_kept() -> None:
+    tool = {"type": "function", "function": {"name": "f", "strict": True}, "defer_loading": False}
+    body = {
+        "messages": [
+            {"role": "developer", "content": "a", "task": "t", "tools": [{"x": 1}]},
+            {"role": "user", "content": "b", "tools": [{"x": 1}]},
+        ],
+        "tools": [tool],
+    }
+    request = parse_body(json.dumps(body).encode(), ChatRequest)
+    assert plain_messages(request.messages) == [
+        {"role": "developer", "content": "a", "task": "t", "tools": [{"x": 1}]},
+        {"role": "user", "content": "b"},
+    ]
+    function = {"name": "f", "description": None, "parameters": None, "strict": True, "defer_loading": False}
+    assert plain_tools(request.tools) == [{"type": "function", "function": function, "defer_loading": False}]
 
 
 def test_what_a_request_leaves_open_comes_from_the_checkpoint_then_from_the_api() -> None:

@@ -25,7 +25,7 @@ class ContentPart(msgspec.Struct, frozen=True):
 
 
 class ChatMessageParam(msgspec.Struct, frozen=True, kw_only=True):
-    """`reasoning_content` is the old name of `reasoning`."""
+    """`reasoning_content` is the old name of `reasoning`; `task` and a developer's `tools` are vLLM's."""
 
     role: str
     content: str | list[str | ContentPart] | None = None
@@ -34,6 +34,8 @@ class ChatMessageParam(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    task: str | None = None
+    tools: list[dict[str, Any]] | None = None
 
     def plain(self, field: str) -> dict[str, Any]:
         """The message as a chat template gets it from vLLM. Raises UserError.
@@ -55,6 +57,10 @@ class ChatMessageParam(msgspec.Struct, frozen=True, kw_only=True):
             plain["tool_call_id"] = self.tool_call_id
         if self.name is not None:
             plain["name"] = self.name
+        if self.task is not None:
+            plain["task"] = self.task
+        if self.role == "developer":
+            plain["tools"] = self.tools
         return plain
 
     def _content(self, field: str) -> str | list[dict[str, str]]:
@@ -132,13 +138,21 @@ class FunctionDefinition(msgspec.Struct, frozen=True, kw_only=True):
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["function"] = "function"
     function: FunctionDefinition
+    defer_loading: bool | None = None  # The function's, unless it has its own.
+
+    def plain(self) -> dict[str, Any]:
+        function = self.function.plain()
+        if self.defer_loading is None:
+            return {"type": self.type, "function": function}
+        function.setdefault("defer_loading", self.defer_loading)
+        return {"type": self.type, "function": function, "defer_loading": self.defer_loading}
 
 
 def plain_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
     """The tools as a chat template gets them from vLLM: what is not given is null. None if there are none."""
     if not tools:
         return None
-    return [{"type": tool.type, "function": tool.function.plain()} for tool in tools]
+    return [tool.plain() for tool in tools]
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):

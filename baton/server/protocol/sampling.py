@@ -140,7 +140,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     def checked_priority(self) -> int:
         priority = self.priority or 0
         if not -PRIORITY_MAX <= priority < PRIORITY_MAX:
-            raise UserError("must fit into 32 bits", field="priority")
+            raise UserError(f"must be in [{-PRIORITY_MAX}, {PRIORITY_MAX}), is {priority}", field="priority")
         return priority
 
     @property
@@ -162,7 +162,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     ) -> SamplingParams:
         """`defaults`: the checkpoint's generation_config.json. `bad_words`: in tokens. Raises UserError."""
         if self.seed is not None and not SEED_MIN <= self.seed <= SEED_MAX:
-            raise UserError("must fit into 64 bits", field="seed")
+            raise UserError(f"must be in [{SEED_MIN}, {SEED_MAX}], is {self.seed}", field="seed")
         if self.top_k is not None and not -1 <= self.top_k <= MAX_TOP_K:
             raise UserError(f"must be in [-1, {MAX_TOP_K}]", field="top_k")
 
