@@ -65,6 +65,9 @@ WAITING_MAX = 128
 WAITING_SHARE_MAX = 1 / 8
 NUM_SPARE_DESCRIPTORS = 8  # Given up when none are left, so that a peer can still be dialled.
 _BACKLOG = 128
+# After an accept without a free descriptor: ZeroMQ would try again and again, on all of one core.
+ACCEPT_AGAIN_S = 1.0
+_FAILED_POLL_PAUSE_S = 0.05
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
 _BPF_DROP_ALL = bytes((0x06, 0, 0, 0, 0, 0, 0, 0))  # One instruction: return 0.
 
@@ -77,7 +80,13 @@ _FAILED_HANDSHAKE = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILED_HANDSHAKE
+_WATCHED = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_ACCEPT_FAILED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | _FAILED_HANDSHAKE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +164,7 @@ class ControlChannel:
         self._introducing: deque[float] = deque()
         self._accepted: set[int] = set()  # Descriptors of open connections that came in.
         self._is_paused = False
+        self._paused_until = 0.0
         self._waiting_max = _waiting_max()
         self._listener: sockets.socket | None = None
         self._spare_fds: list[int] = []
@@ -239,10 +249,13 @@ class ControlChannel:
         deadline = time.monotonic() + timeout_s
         while True:
             rest_s = deadline - time.monotonic()
+            if self._is_paused:
+                rest_s = min(rest_s, ACCEPT_AGAIN_S / 2)
             try:
                 ready = {key for key, _ in self._poller.poll(max(0, math.ceil(rest_s * 1000)))}
             except zmq.ZMQError as error:
                 self._note_failure("poll", error)
+                time.sleep(_FAILED_POLL_PAUSE_S)
                 return received
             woken = self._wake_fd in ready
             if woken:
@@ -426,6 +439,9 @@ class ControlChannel:
                 self._introducing.append(now)
                 self._accepted.add(descriptor)
                 continue
+            if event == zmq.EVENT_ACCEPT_FAILED:
+                self._paused_until = now + ACCEPT_AGAIN_S
+                continue
             if event == zmq.EVENT_DISCONNECTED:
                 self._accepted.discard(descriptor)
                 continue
@@ -437,24 +453,29 @@ class ControlChannel:
         while self._introducing and now - self._introducing[0] > 2 * HANDSHAKE_TIMEOUT_MS / 1000:
             self._introducing.popleft()
             self.counters.strangers += 1
-        self._bound_strangers()
+        self._bound_strangers(now)
 
-    def _bound_strangers(self) -> None:
-        """Stop accepting at the bound, go on at half of it. Connections that are open are not touched."""
+    def _bound_strangers(self, now: float) -> None:
+        """Stop accepting at the bound, go on at half of it; stop for a while when no descriptor is left.
+
+        Connections that are open are not touched.
+        """
         # Those that left at once are still in `_introducing`; those with a finished handshake in `_accepted`.
         num_waiting = min(len(self._introducing), len(self._accepted))
         assert self._listener is not None
-        if not self._is_paused and num_waiting >= self._waiting_max:
+        is_short = now < self._paused_until
+        if not self._is_paused and (is_short or num_waiting >= self._waiting_max):
             self._is_paused = _drop_connection_requests(self._listener)
             self.counters.pauses += self._is_paused
             if self._is_paused and self.counters.pauses & (self.counters.pauses - 1) == 0:
                 logger.warning(
-                    "%d connections to the control port %d wait for their handshake; "
-                    "connection requests are ignored until some end",
-                    num_waiting,
+                    "%s; connection requests to the control port %d are ignored for a while",
+                    "no file descriptor is left"
+                    if is_short
+                    else f"{num_waiting} connections wait for their handshake",
                     self.port,
                 )
-        elif self._is_paused and num_waiting <= self._waiting_max // 2:
+        elif self._is_paused and not is_short and num_waiting <= self._waiting_max // 2:
             self._listener.setsockopt(sockets.SOL_SOCKET, _SO_DETACH_FILTER, 0)
             self._is_paused = False
 

@@ -265,6 +265,18 @@ def test_without_descriptors_frames_are_dropped_and_the_channel_lives(open_chann
     assert here.send("tcp://127.0.0.1:999", b"after")
 
 
+def test_a_connection_that_finds_no_descriptor_waits_and_comes_in_later(open_channel: OpenChannel) -> None:
+    here, there = open_channel(), open_channel()
+    with socket.socket() as client:
+        client.setblocking(False)
+        with no_descriptors_left():
+            client.connect_ex(("127.0.0.1", there.port))
+            wait_until(lambda: there.poll(0.05) == [] and there.counters.pauses)
+        wait_until(lambda: there.poll(0.05) == [] and not there._is_paused)
+    assert here.send(there.url, b"later")
+    assert receive(there, here).frame == b"later"
+
+
 def test_strangers_do_not_take_the_descriptors_of_peers(
     open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
