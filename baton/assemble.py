@@ -5,6 +5,7 @@ The engine is told `"baton.assemble:connector_factory"` and knows nothing behind
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
@@ -25,6 +26,7 @@ from baton.contract import (
 from baton.core.config import EngineConfig
 from baton.core.errors import BadTransferParams
 from baton.core.transfer_params import FIELD, parse_transfer_params
+from baton.engine.cache_description import describe_cache
 from baton.transport import make_transports
 
 __all__ = [
@@ -50,7 +52,9 @@ class RegistryFactory:
     def scheduler_half(self, config: EngineConfig) -> KVConnectorSchedulerHalf:
         connector = _class_of(config)
         return (
-            NullSchedulerHalf() if connector is None else connector(config, KVConnectorRole.SCHEDULER, None)
+            NullSchedulerHalf()
+            if connector is None
+            else connector(config, KVConnectorRole.SCHEDULER, describe_cache(config, 0))
         )
 
     def worker_half(self, config: EngineConfig, tp_rank: int) -> KVConnectorWorkerHalf:
@@ -59,7 +63,7 @@ class RegistryFactory:
             return NullWorkerHalf()
         of_rank = msgspec.structs.replace(config.parallel_config, rank=tp_rank)
         of_rank_config = msgspec.structs.replace(config, parallel_config=of_rank)
-        return connector(of_rank_config, KVConnectorRole.WORKER, None)
+        return connector(of_rank_config, KVConnectorRole.WORKER, describe_cache(config, tp_rank))
 
     def supports_hma(self, config: EngineConfig) -> bool:
         connector = _class_of(config)
@@ -98,7 +102,16 @@ def _class_of(config: EngineConfig) -> type[KVConnectorBase_V1] | None:
     transfer = config.kv_transfer_config
     if transfer is None or not transfer.is_kv_transfer_instance:
         return None
-    return connector_class(transfer)
+    return connector_class(transfer, _adopt)
+
+
+def _adopt(found: type[Any]) -> type[KVConnectorBase_V1] | None:
+    """A class of vLLM's base class, made fit for this engine. vLLM is imported only if the class did so."""
+    if "vllm" not in sys.modules:
+        return None
+    from baton.vllm_plugin.hosting import has_vllms_base, hosted
+
+    return hosted(found) if has_vllms_base(found) else None
 
 
 def _refuse_transfers(raw: Mapping[str, Any] | None) -> None:

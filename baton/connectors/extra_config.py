@@ -14,6 +14,19 @@ FIELD = "kv_transfer_config.kv_connector_extra_config"
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+NIXL = {
+    "backends": 'name transports: ["nixl"]; its backend is UCX',
+    "num_threads": "each transport has the threads that it needs",
+    "kv_lease_duration": "it is timers.ttl_s",
+    "engine_ttl": "an idle peer is forgotten after 600 s",
+    "enforce_handshake_compat": "engines that differ are always refused, with the fields that differ",
+    "kv_recompute_threshold": "it is baton route --min-prefill-tokens",
+    "bidirectional_kv_xfer": "it is turns",
+    "decoder_kv_blocks_ttl": "it is turns.ttl_s",
+    "push_registration_timeout": "it is timers.hold_s",
+}
+"""Options of vLLM 0.32's NIXL connectors (`kv_connector/v1/nixl`), and what stands for them here."""
+
 
 def parse_extra(kind: type[T], extra: Mapping[str, Any]) -> T:
     """`extra` as this kind of settings. Raises ConfigError naming the key, and what it may be."""
@@ -26,8 +39,9 @@ def parse_extra(kind: type[T], extra: Mapping[str, Any]) -> T:
 
 
 def refuse_unknown(kind: type[msgspec.Struct], extra: Mapping[str, Any]) -> None:
-    """Raises ConfigError naming the key, and those that there are."""
+    """Raises ConfigError naming the key, what stands for an option of NIXL's, and the keys that there are."""
     known = kind.__struct_fields__
     for key in extra:
         if key not in known:
-            raise ConfigError(f"is not known; known are {', '.join(known)}", field=f"{FIELD}.{key}")
+            hint = f" (an option of vLLM's NixlConnector; here {NIXL[key]})" if key in NIXL else ""
+            raise ConfigError(f"is not known{hint}; known are {', '.join(known)}", field=f"{FIELD}.{key}")

@@ -13,7 +13,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from baton.contract import KVConnectorBase_V1, KVConnectorStats, TwoHalvesOfGroups, supports_hma
 from baton.core.errors import ConfigError, place_of
@@ -36,8 +36,16 @@ BUILT_IN: Final = {
 FIELD = "kv_transfer_config.kv_connector"
 
 
-def connector_class(config: KVTransferConfigLike) -> type[KVConnectorBase_V1]:
-    """Raises ConfigError, listing the known names, if there is no such connector or it cannot be used."""
+Adopt: TypeAlias = Callable[[type[Any]], type[KVConnectorBase_V1] | None]
+
+
+def connector_class(
+    config: KVTransferConfigLike, adopt: Adopt = lambda found: None
+) -> type[KVConnectorBase_V1]:
+    """Raises ConfigError, listing the known names, if there is no such connector or it cannot be used.
+
+    `adopt` makes a connector of a class that has another base class, or returns None.
+    """
     name = config.kv_connector
     assert name is not None, "asked for the class of no connector"
     if config.kv_connector_module_path is not None:
@@ -55,6 +63,8 @@ def connector_class(config: KVTransferConfigLike) -> type[KVConnectorBase_V1]:
             ) from error
     else:
         raise ConfigError(f"{name!r} is not known; known are {', '.join(known_names())}", field=FIELD)
+    if isinstance(found, type) and not issubclass(found, KVConnectorBase_V1):
+        found = adopt(found) or found
     return _checked(found, name)
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from baton.core.config import EngineConfig
 
 FIELD = "connector_factory"
+DEFAULT_FACTORY = "baton.assemble:connector_factory"  # By name: the engine imports no connector.
 
 
 @runtime_checkable
@@ -54,6 +55,12 @@ def knows_groups(path: str | None, config: EngineConfig) -> bool:
     """Whether the connector may be shown several KV-cache groups. Raises ConfigError as `load_factory`."""
     factory = load_factory(path)
     return isinstance(factory, KnowsGroups) and factory.supports_hma(config)
+
+
+def default_factory(config: EngineConfig) -> str | None:
+    """The path of Baton's factory if the configuration names a connector. None: there is none to make."""
+    transfer = config.kv_transfer_config
+    return DEFAULT_FACTORY if transfer is not None and transfer.is_kv_transfer_instance else None
 
 
 def load_factory(path: str | None) -> ConnectorFactory:

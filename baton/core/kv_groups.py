@@ -81,6 +81,11 @@ def places_of(groups: Sequence[KVCacheGroup]) -> dict[int, tuple[int, int]]:
     }
 
 
+def layer_name(layer: int) -> str:
+    """The key of a layer's cache, as vLLM and connectors know it."""
+    return f"model.layers.{layer}.self_attn.attn"
+
+
 def num_places(groups: Sequence[KVCacheGroup]) -> int:
     """Layers that have memory of their own."""
     return max(len(group.layers) for group in groups)

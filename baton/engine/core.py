@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from baton.contract.factory import load_factory
+from baton.contract.factory import default_factory, load_factory
 from baton.core.config import EngineConfig
 from baton.core.errors import UserError
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, RequestError
@@ -47,7 +47,12 @@ class EngineCore:
     def __init__(
         self, config: EngineConfig, connector_factory: str | None, *, executor: Executor | None = None
     ) -> None:
-        """Raises UserError if the configuration cannot work. `executor`: instead of the configured one."""
+        """Raises UserError if the configuration cannot work.
+
+        `connector_factory` None: Baton's own, if the configuration names a connector. `executor`: instead of
+        the configured one.
+        """
+        connector_factory = connector_factory or default_factory(config)
         self.times = StepTimes()
         self.num_scheduled_tokens = 0  # In the last step.
         self.has_progressed = False  # The last step computed, delivered or freed something.

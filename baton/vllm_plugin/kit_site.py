@@ -35,7 +35,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from baton.core.config import EngineConfig
-from baton.engine.attention.kv_memory import layer_name
+from baton.core.kv_groups import layer_name
 from baton.engine.new_model import write_checkpoint
 from baton.testing.contract.case import KV_HEADS, MAX_MODEL_LEN, WINDOWS, ConnectorCase, find_class
 from baton.testing.contract.site import ToySite

@@ -1,9 +1,11 @@
 """A mistake in `kv_connector_extra_config` is told with the key that it is in, and what may stand there."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from baton.connectors.extra_config import NIXL
 from baton.connectors.offload.settings import OffloadSettings
 from baton.connectors.shared_storage.settings import StorageSettings
 from baton.core.errors import ConfigError
@@ -20,6 +22,11 @@ from baton.core.errors import ConfigError
             {"cpu_gib": 1, "eviction": "mru"},
             r"\.eviction: Invalid enum value 'mru'; one of arc, lru, s3fifo$",
         ),
+        (
+            StorageSettings,
+            {"kv_lease_duration": 60},
+            r"\.kv_lease_duration: is not known \(an option of vLLM's NixlConnector; here it is timers",
+        ),
         (StorageSettings, {}, r"kv_connector_extra_config: Object missing required field `path`$"),
     ],
 )
@@ -27,3 +34,9 @@ def test_the_key_is_named(kind: Any, extra: dict[str, Any], message: str) -> Non
     with pytest.raises(ConfigError, match=r"^kv_transfer_config\.kv_connector_extra_config") as caught:
         kind.parse(extra)
     caught.match(message)
+
+
+def test_the_guide_names_every_option_of_nixl() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    section = guide.partition("## Options of vLLM's NIXL connectors")[2].partition("\n## ")[0]
+    assert [name for name in NIXL if f"`{name}`" not in section] == []

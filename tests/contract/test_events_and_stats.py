@@ -106,6 +106,7 @@ def test_stats_add_up() -> None:
         "avg ms": 4.0,
         "GB/s": 2.0,
         "failures": 2,
+        "lost links": 0,
         "refused": 0,
         "loans": 2,
         "expired loans": 0,

@@ -116,7 +116,7 @@ def test_the_smallest_connector_is_one(folder: Path) -> None:
         "transfer = KVTransferConfig(kv_connector='IdleConnector', kv_role='kv_both',\n"
         "                            kv_connector_module_path='idle_connector')\n"
         "config = EngineConfig(model_config=load_model_config('my-model'), kv_transfer_config=transfer)\n"
-        "with LLM(config, 'baton.assemble:connector_factory') as llm:\n"
+        "with LLM(config) as llm:\n"
         "    assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].token_ids) == 4\n",
         folder,
     )

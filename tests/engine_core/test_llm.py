@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from baton.core.config import CacheConfig, EngineConfig, SchedulerConfig
+from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig, SchedulerConfig
+from baton.core.errors import ConfigError
 from baton.engine.api import SamplingParams
 from baton.engine.llm import LLM, Completion
 
@@ -149,3 +150,13 @@ def test_nothing_is_left_after_the_last_request(make_config) -> None:
         pool = llm.core.scheduler.kv_cache.block_pool
         assert pool.num_free_blocks == 128
         assert not llm.core.scheduler.requests
+
+
+def test_a_connector_that_the_configuration_names_is_made_or_refused(make_config) -> None:
+    unknown = KVTransferConfig(kv_connector="NoSuchConnector", kv_role="kv_both")
+    with pytest.raises(ConfigError, match="NoSuchConnector"):
+        LLM(make_config(kv_transfer_config=unknown))
+    filling = KVTransferConfig(kv_connector="BatonDecodeBenchConnector", kv_role="kv_both")
+    with LLM(make_config(kv_transfer_config=filling)) as llm:
+        [completion] = llm.generate([list(range(5, 45))], GREEDY)
+    assert completion.num_transferred_tokens > 0

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -38,3 +39,47 @@ def test_the_readmes_connector_of_batons_base_class_runs_in_vllm(
         server.client.close()
     finally:
         site.end(child)
+
+
+IN_THE_EMBEDDED_ENGINE = """
+import sys
+from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig
+from baton.engine.api import SamplingParams
+from baton.engine.checkpoint import load_model_config
+from baton.engine.llm import LLM
+
+model, store = sys.argv[1:]
+cache = CacheConfig(block_size=16, num_gpu_blocks=128)
+transfer = KVTransferConfig(
+    kv_connector="ExampleConnector",
+    kv_connector_module_path="vllm.distributed.kv_transfer.kv_connector.v1.example_connector",
+    kv_role="kv_both",
+    kv_connector_extra_config={"shared_storage_path": store},
+)
+prompts = [[(7 * i + length) % 1000 + 5 for i in range(length)] for length in (40, 77, 200)]
+greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+answers = []
+for given in (None, transfer, transfer):
+    config = EngineConfig(
+        model_config=load_model_config(model), cache_config=cache, kv_transfer_config=given
+    )
+    with LLM(config) as llm:
+        answers.append(llm.generate(prompts, greedy))
+alone, saved, loaded = ([completion.token_ids for completion in answer] for answer in answers)
+assert alone == saved == loaded, (alone, saved, loaded)
+moved = [[completion.num_transferred_tokens for completion in answer] for answer in answers]
+assert moved == [[0, 0, 0], [0, 0, 0], [32, 64, 192]], moved
+"""
+
+
+def test_vllms_example_connector_runs_unchanged_in_the_embedded_engine(site: Site, tmp_path: Path) -> None:
+    """In a process of its own: this one has registered Baton's classes with vLLM."""
+    (tmp_path / "store").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", IN_THE_EMBEDDED_ENGINE, str(site.model), str(tmp_path / "store")],
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ import torch
 
 from baton.core.config import CacheConfig, ModelConfig
 from baton.core.errors import ConfigError
-from baton.core.kv_groups import KVCacheGroup, num_places, one_group, places_of
+from baton.core.kv_groups import KVCacheGroup, layer_name, num_places, one_group, places_of
 from baton.core.layout import LayerLayout, RankLayout, Region
 from baton.core.topology import kv_heads_of
 from baton.engine.forward_context import AttentionLayer
@@ -31,11 +31,6 @@ from baton.tiers.host_memory import GIB, available_bytes, touch
 
 FIELD = "cache_config.num_gpu_blocks"
 BOOKKEEPING_BYTES = 128  # What the scheduler keeps of a block in host memory, measured with tracemalloc.
-
-
-def layer_name(layer: int) -> str:
-    """The key of a layer's cache, as vLLM and connectors know it."""
-    return f"model.layers.{layer}.self_attn.attn"
 
 
 def allocate_kv_cache(

@@ -15,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from baton.core.kv_groups import KVCacheGroup, places_of
+from baton.core.kv_groups import KVCacheGroup, layer_name, places_of
 from baton.core.topology import kv_heads_of
 from baton.engine.architecture import DecoderArchitecture
 from baton.engine.attention import AttentionBackend, AttentionShape, build_backend
-from baton.engine.attention.kv_memory import layer_name
 from baton.engine.forward_context import AttentionMetadata, ForwardContext
 from baton.engine.models.experts import MixtureOfExperts
 from baton.engine.models.layers import PackedLinear, RMSNorm, RowParallelLinear, empty_parameter, rms_norm

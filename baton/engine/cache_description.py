@@ -1,0 +1,73 @@
+"""The KV cache as connectors are told of it: vLLM's `KVCacheConfig`, by name and shape.
+
+Both roles get one, as the third argument of the connector's constructor. Imports no torch unless a connector
+asks for a dtype: the scheduler's process may have none.
+
+Source: `vllm/v1/kv_cache_interface.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from baton.core.config import EngineConfig
+from baton.core.kv_groups import layer_name
+from baton.core.topology import kv_heads_of
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """What the layers of a group keep of each token."""
+
+    block_size: int  # Tokens.
+    num_kv_heads: int  # Of this rank; of rank 0 for the scheduler.
+    head_size: int
+    dtype_name: str
+    sliding_window: int | None  # Tokens; None: the layers see everything.
+
+    @property
+    def dtype(self) -> torch.dtype:
+        import torch
+
+        dtype = getattr(torch, self.dtype_name)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def page_size_bytes(self) -> int:
+        """One block of one layer."""
+        return 2 * self.block_size * self.num_kv_heads * self.head_size * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheGroupSpec:
+    layer_names: list[str]
+    kv_cache_spec: KVCacheSpec
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheConfig:
+    num_blocks: int
+    kv_cache_groups: list[KVCacheGroupSpec]
+    kv_cache_tensors: list[Any] = field(default_factory=list)  # Empty: the host allocates one storage.
+
+
+def describe_cache(config: EngineConfig, tp_rank: int) -> KVCacheConfig:
+    model = config.model_config
+    heads = kv_heads_of(
+        tp_rank, tp_size=config.parallel_config.tensor_parallel_size, num_kv_heads=model.num_kv_heads
+    )
+    groups = [
+        KVCacheGroupSpec(
+            [layer_name(layer) for layer in group.layers],
+            KVCacheSpec(
+                config.cache_config.block_size, len(heads), model.head_dim, model.dtype, group.window
+            ),
+        )
+        for group in config.kv_cache_groups
+    ]
+    return KVCacheConfig(config.cache_config.num_gpu_blocks, groups)
