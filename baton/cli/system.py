@@ -28,8 +28,9 @@ CONNECTORS = {"pull": "BatonPullConnector", "push": "BatonPushConnector"}
 STREAMS = ("off", "chunk", "layer")
 LOOPBACK = "127.0.0.1"
 ROUTER = "router"
-# Shorter than the router gives its streams: it can send the error events of its engines on when all end.
+# Shorter than the router's: it can send the error events of its engines on when all end.
 ENGINE_SHUTDOWN_S = 2.0
+ROUTER_DRAIN_S = 5.0  # Below the time after which `baton up` kills what it has told to stop.
 ROUTER_START_S = 120.0  # It takes a second; on a machine that is busy with engines, many.
 
 KVRole = Literal["kv_producer", "kv_consumer"]
@@ -131,6 +132,7 @@ class SystemPlan:
     def router_command(self) -> list[str]:
         command = [sys.executable, "-m", "baton.cli", "route"]
         command += ["--host", self.router_host, "--port", str(self.router_port), "--mode", self.handoff.mode]
+        command += ["--drain-timeout-s", str(ROUTER_DRAIN_S)]
         for engine in self.prefill:
             command += ["--prefill", engine.url]
         for engine in self.decode:

@@ -12,10 +12,21 @@ from baton.router.metrics import RouterMetrics
 from baton.router.pairs import Pairs
 from baton.router.settings import RouterSettings
 from tests.router.baton_fakes import baton, introduced, stream
-from tests.router.fakes import FakeEngine, answers, dead_url, dies, hangs, lends, responds, run, system
+from tests.router.fakes import (
+    FakeEngine,
+    answers,
+    dead_url,
+    dies,
+    hangs,
+    lends,
+    opened,
+    responds,
+    run,
+    system,
+)
 from tests.router.vllm_fakes import vllm
 
-TICKET = [{"baton_ticket": "signed"}]
+TICKET: list[Any] = [{"baton_ticket": "signed"}]
 REFUSAL = {"error": {"message": "no", "param": "kv_transfer_params.baton_ticket"}}
 
 
@@ -205,5 +216,134 @@ def test_an_answer_that_is_no_yes_is_a_failed_return(status: int, num_asked: int
             while line not in (await s.client.get("/metrics")).text:
                 pass
         assert len(p.taken_back) == num_asked
+
+    run(main())
+
+
+def test_a_client_that_leaves_in_whatever_turn_of_the_loop_leaves_no_loan() -> None:
+    """A loan was lost when the request was cancelled in the turn in which P's answer had been read."""
+
+    async def main() -> None:
+        p, d = lender(), FakeEngine(hangs, introduces_as="d")
+        async with system([p], [d]) as s:
+            await introduced(s)
+            for num_turns in range(40):
+                leaves, p_answers = asyncio.Event(), asyncio.Event()
+
+                async def lends_and_tells(call: Any, answered: asyncio.Event = p_answers) -> None:
+                    await lends(call)
+                    answered.set()
+
+                p.respond = lends_and_tells
+                messages = [{"type": "http.request", "body": b'{"prompt": "hello"}', "more_body": False}]
+
+                async def receive(
+                    messages: list[Any] = messages, leaves: asyncio.Event = leaves
+                ) -> dict[str, Any]:
+                    if messages:
+                        return dict(messages.pop())
+                    await leaves.wait()
+                    return {"type": "http.disconnect"}
+
+                async def send(message: Any) -> None:
+                    raise AssertionError("D hangs")
+
+                path = "/v1/completions"
+                headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+                scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
+                scope |= {"query_string": b"", "headers": headers, "root_path": ""}
+                asking = asyncio.create_task(s.router.app()(scope, receive, send))
+                await p_answers.wait()
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                leaves.set()
+                await asyncio.wait({asking})
+            lent = f'baton:router_legs_total{{engine="{p.url}",outcome="200",role="prefill"}}'
+            text = (await s.client.get("/metrics")).text
+            num_lent = next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(lent))
+            assert num_lent > 0
+            while len(p.taken_back) < num_lent:
+                await s.client.get("/fleet")
+        assert len(p.taken_back) == num_lent
+
+    run(main())
+
+
+@pytest.mark.parametrize("num_loaded", [0, 96])
+def test_a_push_that_d_answers_before_p_has_lent(num_loaded: int) -> None:
+    """What D has computed by itself is given back when P lends it after all."""
+
+    async def main() -> None:
+        d_answers, may_lend, has_lent = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        p, d = lender(), FakeEngine(answers, introduces_as="d")
+
+        async def lends_late(call: Any) -> None:
+            if await opened(may_lend, call):
+                await lends(call)
+
+        async def streams(call: Any) -> None:
+            counts = f"total=100; local=0; transferred={num_loaded}"
+            await call.start(200, "text/event-stream", x_baton_prompt=counts)
+            await call.piece(b'data: {"n": 1}\n\n')
+            d_answers.set()
+            if await opened(has_lent, call):
+                await call.piece(b"data: [DONE]\n\n", more=False)
+
+        p.respond, d.respond = lends_late, streams
+        async with system([p], [d], mode="push", first_token=False) as s:
+            await introduced(s)
+            asking = asyncio.create_task(s.complete(stream=True))
+            await d_answers.wait()
+            while s.router._metrics.first_byte_seconds._sum.get() == 0:
+                await s.client.get("/fleet")
+            may_lend.set()
+            read = f'baton:router_legs_total{{engine="{p.url}",outcome="200",role="prefill"}} 1.0'
+            while read not in (await s.client.get("/metrics")).text:
+                pass
+            has_lent.set()
+            assert (await asking).status_code == 200
+            if not num_loaded:
+                await p.heard_of_loan.wait()
+        assert p.taken_back == ([] if num_loaded else TICKET)
+
+    run(main())
+
+
+@pytest.mark.parametrize("was_sent", [False, True])
+def test_a_turn_that_no_prefill_leg_could_bring(was_sent: bool) -> None:
+    """It waits for the next request if no engine has seen it. Else its keeper hears that it is not needed."""
+
+    async def main() -> None:
+        kept = {"do_remote_decode": True, "baton_ticket": "of D"}
+
+        async def keeps(call: Any) -> None:
+            await call.answer(200, {"choices": [], "kv_transfer_params": kept})
+
+        p = FakeEngine(lends, introduces_as="p")
+        d = FakeEngine(keeps, introduces_as="d")
+        async with system([p], [d], first_token=False) as s:
+            await introduced(s)
+            headers, body = {"x-session-id": "a"}, {"prompt": [1, 2, 3]}
+
+            async def ask() -> None:
+                answer = await s.client.post("/v1/completions", json=body, headers=headers)
+                assert answer.status_code == 200
+
+            await ask()
+            d.respond = answers
+            producer = s.router.fleet.engines[0]
+            if was_sent:
+                p.respond = dies
+                await ask()
+                await d.heard_of_loan.wait()
+                assert d.taken_back == [{"baton_ticket": "of D"}]
+                return
+            address, producer.address = producer.address, dead_url()
+            await ask()
+            producer.address = address
+            s.router.fleet.note_probe(producer, None)
+            await ask()
+            assert d.taken_back == []
+            assert p.calls[-1].body["kv_transfer_params"]["baton_ticket"] == "of D"
 
     run(main())
