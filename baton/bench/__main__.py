@@ -14,6 +14,7 @@ BENCHMARKS = {
     "handoff": "baton.bench.handoff",
     "offload": "baton.bench.offload",
     "shared-storage": "baton.bench.shared_storage",
+    "stalls": "baton.bench.stalls",
 }
 
 

@@ -88,7 +88,7 @@ def route(
         str | None,
         typer.Option(
             help=f"File with the API key that the engines ask for; or set {ENGINE_API_KEY_ENV}. "
-            "Without it the client's own key is passed on.",
+            "Default: the first of the router's own keys; without any, the client's is passed on.",
             metavar="FILE",
         ),
     ] = None,
@@ -155,7 +155,8 @@ def route(
             settings,
             doors=doors,
             checked_hosts=None if hosts is None else tuple(hosts),
-            engine_api_key=engine_keys[0] if engine_keys else None,
+            # One key for a whole fleet is the usual case.
+            engine_api_key=next(iter((*engine_keys, *keys)), None),
         )
     except msgspec.ValidationError as error:
         problem, path = explain(error, RouterSettings)

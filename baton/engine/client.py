@@ -52,6 +52,7 @@ STOP_TIMEOUT_S = 20.0  # Connector halves and ranks have 10 s of these.
 DRAIN_ANSWER_S = 5.0  # Beyond the time that a drain may take; a step can be long.
 # For a core whose front end died to shut down in order. No answer of it is of use any more, and a supervisor
 # starts the next engine on the same ports.
+LONG_PROMPT_TOKENS = 1 << 16  # At most one such prompt is sent in a turn of the event loop.
 PARENT_GRACE_S = 2.0
 
 
@@ -80,6 +81,7 @@ class EngineClient:
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._dead = asyncio.Event()  # Nothing will come any more.
         self._buried = asyncio.Event()  # The process has ended and left nothing behind.
+        self._sending_long = asyncio.Lock()
         self._drained: asyncio.Future[bool] | None = None
         self._introduction: str | None = None
         self._death: EngineDeadError | None = None
@@ -165,7 +167,13 @@ class EngineClient:
         answers: asyncio.Queue[_Answer] = asyncio.Queue()
         self._answers[request.request_id] = answers
         try:
-            self._submit(request)
+            if len(request.prompt_token_ids) < LONG_PROMPT_TOKENS:
+                self._submit(request)
+            else:
+                # Its encoding takes up to 10 ms; a request with many samples sends one prompt often.
+                async with self._sending_long:
+                    self._submit(request)
+                    await asyncio.sleep(0)
             while True:
                 answer = await answers.get()
                 if not isinstance(answer, EngineOutput):

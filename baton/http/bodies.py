@@ -66,6 +66,7 @@ class Bodies:
             json_body.check_cost(raw)
             return raw
         if len(raw) <= self._settings.inline_body_bytes and json_body.is_cheap(raw):
+            await asyncio.sleep(0)  # The caller decodes it in another turn of the event loop.
             return raw
         try:
             cheap: bytes = await self._workers.run(self._check, raw)

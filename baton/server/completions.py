@@ -22,6 +22,7 @@ from baton.server.protocol.sampling import check_logprobs
 from baton.server.protocol.usage import Usage
 from baton.server.samples import Piece, RunningSamples, Sample
 from baton.server.service import Service
+from baton.server.tokens import check_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +170,13 @@ async def admit_completion(service: Service, request: CompletionRequest, request
         prompt_logprobs = logprobs
     prompts = request.prompts()
     special = request.add_special_tokens is not False
-    encoded = [
-        await service.encoder.encode(
-            prompt, add_special_tokens=special, field="prompt" if len(prompts) == 1 else f"prompt[{index}]"
-        )
-        for index, prompt in enumerate(prompts)
-    ]
+    encoded: list[list[int]] = []
+    for index, prompt in enumerate(prompts):
+        field = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
+        token_ids = await service.encoder.encode(prompt, add_special_tokens=special, field=field)
+        if request.truncate_prompt_tokens is None:  # Before the next one costs time.
+            check_room(token_ids, service.model_config.max_model_len, field=field)
+        encoded.append(token_ids)
     kept = [request.truncate(token_ids, service.model_config.max_model_len) for token_ids in encoded]
     # An explicit null asks for the default too: JSON clients send it for "not set".
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens

@@ -180,6 +180,19 @@ def bad_words_in_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tup
     return tuple(dict.fromkeys(forms))
 
 
+def check_room(token_ids: list[int], max_model_len: int, *, field: str) -> int:
+    """How many tokens fit after a prompt. Raises UserError when there is no room for one."""
+    room = max_model_len - len(token_ids)
+    if not token_ids:
+        raise UserError("must have at least one token", field=field)
+    if room < 1:
+        raise UserError(
+            f"has {len(token_ids)} tokens; the model's {max_model_len} are for prompt and answer together",
+            field=field,
+        )
+    return room
+
+
 def check_length(
     token_ids: list[int],
     max_tokens: int | None,
@@ -193,14 +206,7 @@ def check_length(
 
     A client that has its prompt truncated does not know its length: `max_tokens` is then cut to the room.
     """
-    room = max_model_len - len(token_ids)
-    if not token_ids:
-        raise UserError("must have at least one token", field=field)
-    if room < 1:
-        raise UserError(
-            f"has {len(token_ids)} tokens; the model's {max_model_len} are for prompt and answer together",
-            field=field,
-        )
+    room = check_room(token_ids, max_model_len, field=field)
     if max_tokens is None:
         return room
     if is_truncated:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import UserError
 from baton.engine.detokenizer import IncrementalDetokenizer
-from baton.engine.tokenizer import Tokenizer
+from baton.engine.tokenizer import Tokenizer, TokenizerPanic
 
 TEXT = "Hello, wörld!\n  日本語 😀 e\u0301 <|im_end|> def f(x): return x"
 CHAT = [
@@ -69,6 +69,23 @@ def test_a_chat_that_the_template_refuses_is_the_users_fault(tokenizer: Tokenize
     with pytest.raises(UserError) as caught:
         tokenizer.render_chat(messages)
     assert caught.value.field == "messages"
+
+
+class PanicException(BaseException):
+    """As the tokenizers library raises it from Rust."""
+
+
+def test_a_panic_of_the_library_is_an_error_of_one_request() -> None:
+    class Panicking:
+        def get_vocab_size(self, with_added_tokens: bool) -> int:
+            return 1
+
+        def encode(self, text: str, add_special_tokens: bool) -> None:
+            raise PanicException("index out of bounds")
+
+    fast: Any = Panicking()
+    with pytest.raises(TokenizerPanic, match="index out of bounds"):
+        Tokenizer(fast, {}, None, ()).encode("a")
 
 
 def test_a_string_that_is_no_text_is_the_users_fault(tokenizer: Tokenizer) -> None:

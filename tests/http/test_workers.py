@@ -2,12 +2,17 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from baton.core.errors import UserError
 from baton.http.workers import Job, WorkerFailed, WorkerOutOfMemory, WorkerPool, WorkerTimeout
+
+WAIT_S = 60.0  # Far more than anything here takes.
 
 pytestmark = pytest.mark.processes
 
@@ -76,6 +81,29 @@ def test_a_caller_that_is_cancelled_frees_its_place() -> None:
         pool.close()
     assert not pool._busy
     assert not pool._idle
+
+
+PARENT = """
+import asyncio, sys
+from baton.http.workers import Job, WorkerPool
+async def main():
+    pool = WorkerPool(1)
+    print(await pool.run(Job("os:getpid", 5.0)), flush=True)
+    asyncio.ensure_future(pool.run(Job("builtins:eval", 60.0), "9**(9**9)"))
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+def test_a_busy_worker_ends_with_its_parent() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env={"PYTHONPATH": os.pathsep.join(sys.path)}
+    ) as parent:
+        assert parent.stdout is not None
+        worker = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        parent.wait()
+        worker.wait(WAIT_S)
 
 
 def test_close_ends_busy_workers() -> None:
