@@ -21,7 +21,7 @@ def test_a_core_that_is_stopped_ends_its_server_with_a_clear_error(
     with Fleet(tmp_path_factory.mktemp("logs")) as fleet, closing(Engines(fleet)) as engines:
         (engine,) = engines.start(("e", small_model, None), options={"e": ["--step-timeout-s", "6"]})
         tokens_of(engine.complete(make_prompt(1)))
-        _, core = engine.processes()
+        [core] = [process for process in engine.processes() if process.name() == "baton-core"]
         answers: list[httpx.Response] = []
         core.suspend()
         asking = threading.Thread(target=lambda: answers.append(engine.complete(make_prompt(2))))
