@@ -45,6 +45,7 @@ class Introduction(msgspec.Struct, frozen=True):
     served_model_name: str | None = None
     fingerprint: ModelFingerprint | None = None
     secret_ids: tuple[str, ...] | None = None  # Of the secret that it signs with, then of others it accepts.
+    lost_links: dict[str, int] = {}  # Data connections that broke, by the engine id of the peer.
 
 
 class Identity(NamedTuple):
@@ -287,6 +288,8 @@ class Fleet:
                     "introduced": engine.introduction is not None,
                     "model": engine.identity.name if engine.identity is not None else None,
                     "refused": engine.refused,
+                    "engine_id": engine.introduction.engine_id if engine.introduction else None,
+                    "lost_links": engine.introduction.lost_links if engine.introduction else {},
                     "in_flight": engine.in_flight,
                     "requests": engine.num_requests,
                     "failures": engine.num_failures,

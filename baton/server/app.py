@@ -232,7 +232,8 @@ def _add_admin(app: FastAPI, service: Service) -> None:
             raise ApiError(404, "this engine has no KV connector")
         # The connector's part changes with its engine's ranks, if those are started anew.
         now = await service.engine.introduction()
-        return json_response(msgspec.structs.replace(service.introduction, introduction=now))
+        lost = service.metrics.lost_links()
+        return json_response(msgspec.structs.replace(service.introduction, introduction=now, lost_links=lost))
 
     @app.post("/baton/take_back")
     async def take_back(http: Request) -> Response:

@@ -23,6 +23,7 @@ class Introduction(msgspec.Struct, frozen=True):
     served_model_name: str
     fingerprint: ModelFingerprint
     secret_ids: tuple[str, ...]  # Hex. Of the secret that this engine signs with, then of others it accepts.
+    lost_links: dict[str, int] = {}  # Data connections that broke, by the engine id of the peer.
 
 
 async def introduce(config: EngineConfig, engine: Engine) -> Introduction | None:

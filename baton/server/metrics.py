@@ -206,6 +206,9 @@ class RequestObserver:
             metrics.per_token.observe((self._latest_s - self._first_s) / (self._num_tokens - 1))
 
 
+LOST_LINKS = "baton:kv_links_lost_total"
+
+
 class ServerMetrics:
     """All metrics of one server, in a registry of its own, so that two servers in one process do not meet."""
 
@@ -247,3 +250,13 @@ class ServerMetrics:
     def exposition(self) -> bytes:
         """Prometheus' text format."""
         return generate_latest(self._registry)
+
+    def lost_links(self) -> dict[str, int]:
+        """Data connections that broke, by the engine id of the peer, if the connector counts them."""
+        families = self._registry.restricted_registry([LOST_LINKS]).collect()
+        return {
+            sample.labels["peer"]: int(sample.value)
+            for family in families
+            for sample in family.samples
+            if sample.name == LOST_LINKS and "peer" in sample.labels
+        }

@@ -219,6 +219,19 @@ def test_a_prompt_that_d_had_already_says_nothing_against_the_pair(counts: str) 
     run(main())
 
 
+def test_links_that_broke_are_shown_by_engine_and_peer() -> None:
+    async def main() -> None:
+        d = engine(answers, "d")
+        d.card["lost_links"] = {"p": 3}
+        async with system([engine(lends, "p")], [d]) as s:
+            assert (await s.complete()).status_code == 200
+            engines = (await s.client.get("/fleet")).json()["engines"]
+        assert engines["decode"][0]["lost_links"] == {engines["prefill"][0]["engine_id"]: 3}
+        assert engines["prefill"][0]["lost_links"] == {}
+
+    run(main())
+
+
 # --- Pure parts -----------------------------------------------------------------------------------
 
 IDENTITIES = [Identity("baton", "m", ("a", "w")), Identity("baton", "m", ("a", "x")), Identity("baton", "n")]

@@ -173,6 +173,17 @@ def test_peers_are_only_so_many_series_however_often_engines_were_started_anew()
         assert sum(of_peers) == total, "nothing goes uncounted"
 
 
+def test_lost_links_are_read_by_peer() -> None:
+    metrics = with_connector()
+    assert metrics.lost_links() == {}
+    for peer in ("p1", "p2", "p2"):
+        stats = PullStats()
+        stats.add_for("lost_links", peer)
+        metrics.observe_stats(SchedulerStats(kv_connector_stats=stats.data))
+    assert metrics.lost_links() == {"p1": 1, "p2": 2}
+    assert ServerMetrics("toy").lost_links() == {}
+
+
 def test_what_the_connector_counts_is_logged_too(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "baton.server.connector_log")
     log = ConnectorLog(PullStats, later=lambda delay_s, call: None)
