@@ -96,6 +96,27 @@ def test_a_constructor_that_needs_configuration_says_where_it_looked_for_it() ->
     assert "starting raised KeyError: 'path' (prefix_store.py:" in output
 
 
+def test_a_connector_that_needs_a_gpu_is_not_called_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "on_gpu.py").write_text(
+        "import torch\n"
+        "from baton.contract import NullSchedulerHalf, NullWorkerHalf, TwoHalves\n"
+        "class Worker(NullWorkerHalf):\n"
+        "    def register_kv_caches(self, kv_caches):\n"
+        "        self.stream = torch.zeros(1, device='cuda')\n"
+        "class OnGpu(TwoHalves):\n"
+        "    make_scheduler_half = classmethod(lambda cls, config, cache: NullSchedulerHalf())\n"
+        "    make_worker_half = classmethod(lambda cls, config, cache: Worker())\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    status, output = check("on_gpu:OnGpu", "--examples", "1")
+    sys.modules.pop("on_gpu", None)
+    assert status == 2
+    assert "cannot run here: it needs CUDA" in " ".join(output.replace("│", " ").split())
+
+
 def test_files_that_break_are_a_store_that_breaks(tmp_path: Path) -> None:
     options = ("--config", f'{{"path": "{tmp_path}"}}', "--break-files", str(tmp_path), "--examples", "30")
     status, output = check(EXAMPLE, *options)

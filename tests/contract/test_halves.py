@@ -2,6 +2,8 @@
 
 import enum
 import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,3 +163,23 @@ def test_null_halves_say_nothing() -> None:
     assert not worker.has_connector_metadata()
     scheduler.shutdown()
     worker.shutdown()
+
+
+def test_the_guide_lists_the_hooks_that_the_embedded_engine_does_not_call() -> None:
+    root = Path(__file__).parents[2]
+    engine = "".join(path.read_text() for path in sorted((root / "baton" / "engine").rglob("*.py")))
+    called = set(re.findall(r"(?:half|_half|worker_half|connector|watcher)\)?\.([a-z_]+)", engine))
+    hooks = {
+        name
+        for half in (KVConnectorSchedulerHalf, KVConnectorWorkerHalf)
+        for name in vars(half)
+        if not name.startswith("_")
+    }
+    # Called through a hook that is called: `bind_kv_cache_manager`, `get_transfer_results` and the handshake.
+    called |= {"bind_gpu_block_pool", "get_finished", "set_xfer_handshake_metadata"}
+    guide = (root / "docs" / "connectors.md").read_text()
+    section = guide.partition("## Hooks that one host alone calls")[2].partition("\n## ")[0]
+    listed = {
+        name for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for name in row.split("`")[1::2]
+    }
+    assert listed - {"supports_sleep_mode"} == hooks - called

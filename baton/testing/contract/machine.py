@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from baton.core.errors import ConfigError
 from baton.testing.contract.case import BLOCK, Shape, Windows
 from baton.testing.contract.site import Site
 from baton.testing.contract.story import ContractBroken, Story, why
@@ -122,8 +124,19 @@ def _start(site: Site, shape: Shape, story: Story) -> World:
     except ContractBroken:
         raise
     except Exception as error:  # Of a constructor, say, or in registering a cache.
+        if _needs_cuda(error):
+            raise ConfigError(
+                f"cannot run here: it needs CUDA, and torch finds no CUDA device ({why(error)})",
+                field="connector",
+            ) from error
         story.check("raised", False, f"starting raised {why(error)}")
         raise
+
+
+def _needs_cuda(error: Exception) -> bool:
+    """Whether torch, or a driver's library, raised it for want of a device. They have no class for it."""
+    text = f"{error} {error.__cause__}".lower()
+    return not torch.cuda.is_available() and any(word in text for word in ("cuda", "nvidia", "nvml"))
 
 
 def tour(site: Site, search: Search) -> None:
