@@ -29,7 +29,7 @@ from baton.protocol.messages import (
 )
 from baton.protocol.signed_frame import ProcessKey
 from baton.transport.control import ControlChannel
-from tests.connectors.pull_world import BLOCK, SECRET, World, engine_config
+from tests.connectors.pull_world import BLOCK, SECRET, FakeRequest, World, engine_config
 
 PATIENCE_S = 60.0
 TOKENS = list(range(9))
@@ -239,6 +239,17 @@ def test_a_ticket_with_the_key_of_another_process_is_refused(
     producer, liar = members
     with half._lock, pytest.raises(BadTransferParams, match="key of another process"):
         half._control.route(producer.address, liar.channel.url, liar.key.public)
+
+
+def test_such_a_ticket_is_counted_and_its_prompt_is_computed(half: PullSchedulerHalf, world: World) -> None:
+    """The engines of `World` have no keys, so that none fits their addresses."""
+    request = FakeRequest("r", TOKENS, world.engine("p").prefill("r", TOKENS))
+    half.on_new_request(request)
+    assert half.get_num_new_matched_tokens(request, 0) == (0, False)
+    stats = half.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["refused"] == {"params": 1}
+    assert half.num_open_fetches == 0
 
 
 def test_a_turn_that_fails_costs_the_control_thread_nothing_else(

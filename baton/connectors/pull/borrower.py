@@ -107,7 +107,7 @@ class PullBorrower:
         try:
             return judge(request, self._requests.params_of(request), self._identity)
         except BadTransferParams as error:
-            self._refuse(request.request_id, error)
+            self.refuse(request.request_id, error)
             raise
 
     def reserve(self, request: host.Request, ticket: Ticket, now: float) -> None:
@@ -126,7 +126,7 @@ class PullBorrower:
             # The most common: the conversation goes on from another past than the one that was decoded.
             check_offer(ticket, request, self._identity)
         except BadTransferParams as error:
-            self._refuse(request.request_id, error)
+            self.refuse(request.request_id, error)
             return
         with suppress(BadTransferParams):  # In use, and counted as such.
             self.reserve(request, ticket, now)
@@ -301,10 +301,11 @@ class PullBorrower:
 
     def _refuse_in_use(self, request: host.Request, field: str) -> NoReturn:
         refusal = _InUse(field)
-        self._refuse(request.request_id, refusal)
+        self.refuse(request.request_id, refusal)
         raise refusal
 
-    def _refuse(self, request_id: str, error: BadTransferParams) -> None:
+    def refuse(self, request_id: str, error: BadTransferParams) -> None:
+        """Nothing is fetched for this request: it is computed here, or the error is its answer."""
         self._incoming[request_id] = IncomingHandoff(request_id, State.REFUSED)
         self._stats.add_for("refused", str(getattr(error, "reason", "params")))
         logger.warning("refused the transfer of request %s: %s", request_id, error)

@@ -353,7 +353,11 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             try:
                 offer = self._borrower.verify(request)
                 if offer is not None:
-                    self._control.route(offer.producer, offer.control_url, offer.public_key)
+                    try:
+                        self._control.route(offer.producer, offer.control_url, offer.public_key)
+                    except BadTransferParams as error:
+                        self._borrower.refuse(request.request_id, error)
+                        raise
                 match offer:
                     case Resume(ticket):
                         self._borrower.resume(request, ticket, self._clock())

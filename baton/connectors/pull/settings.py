@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -16,6 +15,7 @@ from baton.connectors.extra_config import FIELD, parse_extra
 from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError
 from baton.core.timers import Timers
+from baton.transport.loopback import is_loopback
 from baton.transport.sealing import Integrity
 from baton.transport.tcp import TcpOptions
 
@@ -96,7 +96,7 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
                 field=f"{FIELD}.checksum",
             )
         settings = parse_extra(cls, extra)
-        if (secret is None or secret.is_generated) and not _is_loopback(settings.host):
+        if (secret is None or secret.is_generated) and not is_loopback(settings.host):
             why = "no other host has the generated secret of this user" if secret else "there is no secret"
             raise ConfigError(
                 f"{settings.host!r} is reachable from other hosts, and {why}; set BATON_SECRET to the same "
@@ -104,10 +104,3 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
                 field=f"{FIELD}.host",
             )
         return settings
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
