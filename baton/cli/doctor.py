@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,15 +14,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.core.errors import ConfigError
 from baton.core.secret_source import SECRET_ENV
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from baton.core.config import ClusterSecret
     from baton.transport.self_test import Outcome
 
 app = typer.Typer(help="Say what works on this machine, and what to change.")
 
+PEER_TIMEOUT_S = 5.0  # For each answer of another engine.
 PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
@@ -40,6 +44,17 @@ def doctor(
     peer_pid: Annotated[
         int | None,
         typer.Option(help="Also: may the memory of this process, an engine's, be read?"),
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Also: does the engine at this URL answer, share our secret, and let us reach its control "
+            "port? Repeat for more.",
+            show_default=False,
+        ),
+    ] = None,
+    secret_file: Annotated[
+        str | None, typer.Option(help="File with the cluster secret, as of baton serve.", show_default=False)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
@@ -62,6 +77,7 @@ def doctor(
         *(look_at_outcome(outcome) for outcome in outcomes),
         *look_at_optional(has_nixl="nixl" in names),
         *([look_at_peer(peer_pid)] if peer_pid is not None else []),
+        *(finding for url in peer or () for finding in look_at_engine(url, our_secret(secret_file))),
     ]
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
@@ -152,6 +168,77 @@ def look_at_peer(pid: int) -> Finding:
     except OSError as error:
         return Finding(subject, False, "its memory cannot be read", explain(error, pid))
     return Finding(subject, True, "its memory can be read")
+
+
+def our_secret(file: str | None) -> ClusterSecret | None:
+    """As `baton serve` finds it on this machine. Raises BadParameter."""
+    from baton.core.secret_source import find_secret
+
+    try:
+        return find_secret(
+            os.environ, file=file, field="secret_file", is_file_first=True, moves_kv=True, is_insecure=False
+        ).secret
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def look_at_engine(url: str, secret: ClusterSecret | None) -> Iterator[Finding]:
+    """The engine at `url`, as another engine of its cluster would meet it."""
+    import httpx
+    import msgspec
+
+    from baton.server.introduction import Introduction, secret_ids
+
+    with httpx.Client(timeout=PEER_TIMEOUT_S, trust_env=False) as client:
+        try:
+            health = client.get(f"{url}/health")
+            page = client.get(f"{url}/baton/introduction")
+        except httpx.HTTPError as error:
+            yield Finding(url, False, "does not answer", f"{type(error).__name__}: {error}")
+            return
+    if health.status_code != 200:
+        yield Finding(url, False, f"/health says {health.status_code}", health.text[:200])
+    try:
+        engine = msgspec.json.decode(page.content, type=Introduction)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        yield Finding(
+            url,
+            None if page.status_code == 404 else False,
+            f"no introduction (status {page.status_code})",
+            "a vLLM, an engine without a KV connector, or one whose admin port is another",
+        )
+        return
+    yield Finding(url, True, f"{engine.engine_id}, {engine.kv_role}, serves {engine.served_model_name}")
+    shared = not set(engine.secret_ids).isdisjoint(secret_ids(secret))
+    yield Finding(
+        f"{url} secret",
+        shared,
+        "the one of this machine" if shared else "another one" if engine.secret_ids else "none",
+        "" if shared else f"give both the same {SECRET_ENV}",
+    )
+    if shared and secret is not None and engine.introduction is not None:
+        yield _look_at_control_port(url, engine.introduction, secret)
+
+
+def _look_at_control_port(url: str, text: str, secret: ClusterSecret) -> Finding:
+    """Whether the address that the engine signed can be reached from here."""
+    from baton.connectors.pull.identity import TICKET_KEY_PURPOSE
+    from baton.core.errors import BadTransferParams
+    from baton.protocol.introduction import open_introduction
+
+    subject = f"{url} control port"
+    keys = secret.derive_all(TICKET_KEY_PURPOSE)
+    try:
+        control = open_introduction(text, keys[0], keys[1] if len(keys) > 1 else None).control_url
+    except BadTransferParams as error:
+        return Finding(subject, False, "its introduction is not believed", str(error))
+    host, _, port = control.removeprefix("tcp://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), PEER_TIMEOUT_S).close()
+    except OSError as error:
+        mend = "open the port, or set host, port or advertise_host of that engine"
+        return Finding(subject, False, f"{control} cannot be reached: {error.strerror or error}", mend)
+    return Finding(subject, True, f"{control} can be reached")
 
 
 def print_findings(findings: list[Finding], console: Console) -> None:

@@ -2,16 +2,36 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from baton.cli import doctor
-from baton.cli.doctor import Finding, look_at_machine, look_at_outcome, look_at_peer, print_findings
+from baton.cli.doctor import (
+    Finding,
+    look_at_engine,
+    look_at_machine,
+    look_at_outcome,
+    look_at_peer,
+    print_findings,
+)
+from baton.connectors.pull.identity import TICKET_KEY_PURPOSE
+from baton.core.config import ClusterSecret
+from baton.core.ids import Address, EngineId, Epoch
+from baton.core.layout import ModelFingerprint
+from baton.protocol.introduction import Introduction, sign_introduction
+from baton.protocol.messages import PUBLIC_KEY_BYTES
+from baton.server import introduction as page_module
 from baton.transport import self_test as module
 from baton.transport.self_test import Outcome, self_test
 
@@ -105,3 +125,71 @@ def test_a_way_that_fails_shows_what_to_change() -> None:
     assert look_at_outcome(Outcome("local", None, "set X")) == Finding(
         "local", False, "does not work", "set X"
     )
+
+
+class FakeEngine(BaseHTTPRequestHandler):
+    """The two pages that the doctor reads; `page` is the introduction's."""
+
+    page = b""
+
+    def do_GET(self) -> None:
+        body = b"" if self.path == "/health" else self.page
+        self.send_response(200 if self.path == "/health" or self.page else 404)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return
+
+
+@pytest.fixture
+def engine_url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), FakeEngine) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def introduce(secret: ClusterSecret, control_url: str) -> bytes:
+    fingerprint = ModelFingerprint("m", "r", "float32", 1, 1, 8, "seed")
+    signed = sign_introduction(
+        Introduction(
+            address=Address(EngineId("p0"), Epoch(1)),
+            control_url=control_url,
+            public_key=bytes(PUBLIC_KEY_BYTES),
+            fingerprint=fingerprint,
+            tp_size=1,
+            block_tokens=16,
+        ),
+        secret.derive(TICKET_KEY_PURPOSE),
+    )
+    page = page_module.Introduction(
+        "p0", signed, "kv_producer", 16, 1, 100, "m", fingerprint, page_module.secret_ids(secret)
+    )
+    return msgspec.json.encode(page)
+
+
+def test_another_engine_is_asked_for_its_secret_and_its_control_port(
+    engine_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = ClusterSecret(b"a secret of 16 bytes"), ClusterSecret(b"another one, of 16 bytes")
+    open_port = engine_url.replace("http", "tcp")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        closed_port = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
+
+        monkeypatch.setattr(FakeEngine, "page", introduce(ours, open_port))
+        assert [finding.is_good for finding in look_at_engine(engine_url, ours)] == [True, True, True]
+        monkeypatch.setattr(FakeEngine, "page", introduce(ours, closed_port))
+        *_, last = look_at_engine(engine_url, ours)
+        assert (last.is_good, "cannot be reached" in last.found) == (False, True)
+        monkeypatch.setattr(FakeEngine, "page", introduce(theirs, open_port))
+        *_, last = look_at_engine(engine_url, ours)
+        assert (last.is_good, last.found) == (False, "another one")
+        monkeypatch.setattr(FakeEngine, "page", b"")
+        assert [finding.is_good for finding in look_at_engine(engine_url, ours)] == [None]
+        [gone] = look_at_engine(closed_port.replace("tcp", "http"), ours)
+        assert gone.is_good is False
