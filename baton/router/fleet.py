@@ -15,12 +15,14 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 import msgspec
 
 from baton.core.errors import BatonError
+from baton.core.json_text import NotJson, decode_json
 from baton.core.layout import ModelFingerprint
 from baton.router.asking import ask
 from baton.router.errors import LegFailure
@@ -103,10 +105,20 @@ class Engine:
     was_asked: bool = False  # For its introduction, at least once in this router's life.
     identity: Identity | None = None  # As last reported, also while it is down.
     refused: str | None = None  # Why it gets no requests: it serves another model than the fleet.
+    admin_port: int | None = None  # Of its /baton/*, as its /health reports; None: the main port.
     url: str = field(init=False)  # Without credentials.
 
     def __post_init__(self) -> None:
         self.url = without_credentials(self.address)
+
+    @property
+    def admin_address(self) -> str:
+        """For requests to /baton/*."""
+        if self.admin_port is None:
+            return self.address
+        parts = urlsplit(self.address)
+        host = parts.netloc.removesuffix(f":{parts.port}")
+        return urlunsplit(parts._replace(netloc=f"{host}:{self.admin_port}"))
 
     @property
     def is_up(self) -> bool:
@@ -359,6 +371,7 @@ class Prober:
             self._fleet.note_probe(engine, f"/health failed: {type(error).__name__}: {error}")
         else:
             if 200 <= answer.status < 300:
+                engine.admin_port = _admin_port_in(answer.body)
                 if self._on_healthy is not None:
                     await self._on_healthy(engine)
                 self._fleet.note_probe(engine, None)
@@ -367,6 +380,18 @@ class Prober:
                 self._fleet.note_probe(
                     engine, f"/health answered with status {answer.status}", is_decisive=True
                 )
+
+
+class _Health(msgspec.Struct):
+    admin_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+
+
+def _admin_port_in(body: bytes) -> int | None:
+    """Of /health; other engines answer with other bodies, or none."""
+    try:
+        return decode_json(body, _Health).admin_port
+    except NotJson:
+        return None
 
 
 class ProberDied(BatonError):

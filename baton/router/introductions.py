@@ -97,7 +97,7 @@ class Introducer:
             engine.was_asked = True
 
     async def _ask(self, engine: Engine) -> None:
-        answer = await self._get(engine, PATH)
+        answer = await ask(self._client, engine.admin_address + PATH, timeout_s=self._timeout_s)
         if answer.status >= 500:
             engine.is_introduced = False
             return

@@ -67,15 +67,13 @@ class LoanReturns:
         self._go_on()
 
     async def _tell(self, engine: Engine, ticket: Any) -> None:
-        path, body = PATH, {"baton_ticket": ticket}
+        url, body = engine.admin_address + PATH, {"baton_ticket": ticket}
         if engine.kind == "vllm":
-            path, body = VLLM_PATH, {**ASKING, PARAMS: {"baton_take_back": ticket}}
+            url, body = engine.address + VLLM_PATH, {**ASKING, PARAMS: {"baton_take_back": ticket}}
         why = None
         for _ in range(ATTEMPTS):
             try:
-                answer = await ask(
-                    self._client, engine.address + path, timeout_s=self._timeout_s, method="POST", body=body
-                )
+                answer = await ask(self._client, url, timeout_s=self._timeout_s, method="POST", body=body)
             except (TimeoutError, httpx.HTTPError) as error:
                 why = repr(error)
                 continue

@@ -52,19 +52,17 @@ logger = logging.getLogger(__name__)
 Request_ = TypeVar("Request_", CompletionRequest, ChatRequest)
 
 
-def build_app(
-    service: Service, *, checked_hosts: Sequence[str] | None = None, has_admin_port: bool = False
-) -> FastAPI:
+def build_app(service: Service, *, checked_hosts: Sequence[str] | None = None) -> FastAPI:
     """The application of the main port. The service outlives it; its owner closes it.
 
-    `checked_hosts`: see `Gate`. `has_admin_port`: `build_admin_app` serves metrics and /baton/*.
+    `checked_hosts`: see `Gate`. With an admin port, `build_admin_app` serves metrics and /baton/*.
     """
     app = _new_app(service, checked_hosts)
     service.engine.on_stats = service.metrics.observe_stats
     _add_generation(app, service)
     _add_tokens(app, service)
     _add_state(app, service)
-    if not has_admin_port:
+    if service.admin_port is None:
         _add_admin(app, service)
     return app
 
@@ -218,7 +216,9 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> Response:
         service.check_healthy()
-        return Response(status_code=200)
+        if service.admin_port is None:
+            return Response(status_code=200)
+        return json_response({"admin_port": service.admin_port})  # For routers, which ask for /baton/*.
 
     @app.get("/version")
     async def version() -> Response:

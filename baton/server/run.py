@@ -100,7 +100,9 @@ async def run(
                 return EXIT_STOPPED
             service = await _make_service(config, engine, tokenizer, encoder, workers, options.doors, parts)
             hosts = hosts_to_check(options.host, options.doors.allowed_hosts)
-            app = build_app(service, checked_hosts=hosts, has_admin_port=admin_listener is not None)
+            if admin_listener is not None:
+                service.admin_port = admin_listener.getsockname()[1]
+            app = build_app(service, checked_hosts=hosts)
             url = _url(options.host, listener)
             server = _Server(app, options, lambda: on_ready(url))
             try:

@@ -51,6 +51,7 @@ class Service:
     bodies: Bodies
     metrics: ServerMetrics
     limits: DoorSettings = DEFAULT_LIMITS
+    admin_port: int | None = None  # Where metrics and /baton/* are; None: on the main port.
     door: Door = core_door
     introduction: Introduction | None = None
     is_draining: bool = False

@@ -5,13 +5,25 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.responses import JSONResponse
 
 from baton.core.errors import ConfigError
+from baton.http.settings import DoorSettings
 from baton.router.errors import LegFailure
 from baton.router.fleet import Engine, Fleet, Prober
 from baton.router.policies import RoutedRequest
 from baton.router.settings import LegTimeouts, ProbeSettings, RouterSettings
-from tests.router.fakes import LATER_S, FakeEngine, answers, dead_url, hangs_till_late, lends, run, system
+from tests.router.fakes import (
+    LATER_S,
+    FakeEngine,
+    Servers,
+    answers,
+    dead_url,
+    hangs_till_late,
+    lends,
+    run,
+    system,
+)
 
 P, D0, D1 = "http://p:1", "http://d:1", "http://d:2"
 REQUEST = RoutedRequest(turn=0)
@@ -162,6 +174,65 @@ def test_the_fleet_and_the_metrics_show_who_is_down_and_why() -> None:
             metrics = (await s.client.get("/metrics")).text
         url = state["engines"]["prefill"][0]["url"]
         assert f'baton:router_engine_up{{engine="{url}",role="prefill"}} 0.0' in metrics
+
+    run(main())
+
+
+def test_an_engine_with_an_admin_port_is_asked_there_for_its_introduction() -> None:
+    async def main() -> None:
+        servers = Servers()
+        admin = FakeEngine(answers, introduces_as="d")
+        port = httpx.URL(await servers.start(admin)).port
+
+        async def page(scope: Any, receive: Any, send: Any) -> None:
+            is_health = scope["path"] == "/health"
+            response = JSONResponse({"admin_port": port} if is_health else {}, 200 if is_health else 404)
+            await response(scope, receive, send)
+
+        async with system([FakeEngine(lends)], [FakeEngine(answers, page=page)]) as s:
+            (engine,) = (engine for engine in s.router.fleet.engines if engine.role == "decode")
+            while engine.introduction is None:
+                await s.client.get("/fleet")
+            assert engine.introduction.engine_id == "d"
+            assert engine.admin_address == f"http://127.0.0.1:{port}"
+        await servers.stop()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("address", "admin"),
+    [
+        ("http://user:pass@e.example:80/base", "http://user:pass@e.example:9/base"),
+        ("https://e.example", "https://e.example:9"),
+        ("http://[::1]:80", "http://[::1]:9"),
+    ],
+)
+def test_the_admin_port_replaces_the_port(address: str, admin: str) -> None:
+    assert Engine(address, "decode", admin_port=9).admin_address == admin
+
+
+def test_engines_get_their_own_key_and_never_the_routers() -> None:
+    async def main() -> None:
+        decode = FakeEngine(answers)
+        doors = DoorSettings(api_keys=("key-of-router",))
+        async with system([FakeEngine(lends)], [decode], doors=doors, engine_api_key="key-of-engine") as s:
+            s.client.headers["Authorization"] = "Bearer wrong"
+            assert (await s.complete()).status_code == 401
+            s.client.headers["Authorization"] = "Bearer key-of-router"
+            assert (await s.complete()).status_code == 200
+        assert [call.headers["authorization"] for call in decode.calls] == ["Bearer key-of-engine"]
+
+    run(main())
+
+
+def test_without_keys_of_its_own_the_router_passes_the_clients_on() -> None:
+    async def main() -> None:
+        decode = FakeEngine(answers)
+        async with system([FakeEngine(lends)], [decode]) as s:
+            s.client.headers["Authorization"] = "Bearer of-client"
+            assert (await s.complete()).status_code == 200
+        assert decode.calls[0].headers["authorization"] == "Bearer of-client"
 
     run(main())
 

@@ -12,6 +12,7 @@ import pytest
 from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
 from baton.engine.client import EngineDeadError
+from baton.http.settings import DoorSettings
 from baton.server.run import EXIT_ENGINE_DIED, EXIT_STOPPED, Parts, ServeOptions, run
 from baton.server.samples import Engine
 from baton.server.service import core_door
@@ -31,6 +32,8 @@ class Process:
         drain_timeout_s: float = 0.0,
         start: Callable[[], Awaitable[Engine]] | None = None,
         port: int = 0,
+        admin_port: int | None = None,
+        doors: DoorSettings = DoorSettings(),  # noqa: B008  It is frozen.
     ) -> None:
         async def start_engine() -> Engine:
             return engine
@@ -39,7 +42,7 @@ class Process:
         self.exit: asyncio.Task[int] = asyncio.create_task(
             run(
                 CONFIG,
-                ServeOptions("127.0.0.1", port, shutdown_timeout_s, drain_timeout_s),
+                ServeOptions("127.0.0.1", port, shutdown_timeout_s, drain_timeout_s, doors, admin_port),
                 Parts(start or start_engine, CharacterTokenizer, core_door),
                 self.url.set_result,
             )
@@ -81,6 +84,37 @@ def test_it_serves_until_it_is_told_to_stop_and_stops_the_engine() -> None:
         stop_this_process()
         assert await process.exit == EXIT_STOPPED
         assert engine.events[-1] == "closed"
+
+    bounded(main)
+
+
+def test_an_admin_port_takes_metrics_and_batons_own_paths() -> None:
+    async def main() -> None:
+        process = Process(ScriptedEngine(), admin_port=0)
+        admin_port = (await process.health()).json()["admin_port"]
+        async with process.client(await process.url) as client:
+            assert (await client.get("/metrics")).status_code == 404
+            assert (await client.post("/baton/take_back", json={"baton_ticket": "x"})).status_code == 404
+        async with process.client(f"http://127.0.0.1:{admin_port}") as client:
+            assert (await client.get("/metrics")).status_code == 200
+            assert (await client.post("/baton/take_back", json={"baton_ticket": "x"})).status_code == 202
+            assert (await client.get("/v1/models")).status_code == 404
+        stop_this_process()
+        assert await process.exit == EXIT_STOPPED
+
+    bounded(main)
+
+
+def test_keys_and_host_names_are_checked_on_loopback() -> None:
+    async def main() -> None:
+        process = Process(ScriptedEngine(), doors=DoorSettings(api_keys=("key-of-mine",)))
+        async with process.client(await process.url) as client:
+            key = {"Authorization": "Bearer key-of-mine"}
+            assert (await client.get("/v1/models")).status_code == 401
+            assert (await client.get("/v1/models", headers=key)).status_code == 200
+            assert (await client.get("/health", headers={"Host": "evil.example"})).status_code == 403
+        stop_this_process()
+        assert await process.exit == EXIT_STOPPED
 
     bounded(main)
 
