@@ -17,17 +17,16 @@ import psutil
 
 from baton.cli.processes import Stopped
 from chaos.answers import Answer
-from chaos.cell import NUM_CLIENTS, SERVES_MAX_S
+from chaos.cell import AT_REST_MAX_S, NUM_CLIENTS
 from chaos.faults import Scene, fault_named
 from chaos.judge import judge_answer
 from chaos.load import Load
 from chaos.matrix import Site, why_not
 from chaos.modes import mode_named
-from chaos.system import END_S, PLAIN, System, orphans, wait_until
+from chaos.system import END_S, PLAIN, System, orphans, wait_until, wait_until_empty
 
 SAMPLE_EVERY_S = 5.0
 FAULT_EVERY_S = 30.0
-AT_REST_MAX_S = 90.0
 FAULTS_IN_TURN = (
     "disconnects",
     "reset",
@@ -157,10 +156,9 @@ def run_soak(
                     site.say(f"{(time.monotonic() - began_s) / 3600:.2f} h, {name}: {outcome.judgements}")
         load.stop()
         _judge(load, expected, outcome)
-        wait_until(lambda: not system.not_at_rest(), AT_REST_MAX_S)
-        outcome.held = system.not_at_rest()
-        wait_until(lambda: not orphans(site.run), END_S)
-        outcome.processes_left = [f"{process.name()} {process.pid}" for process in orphans(site.run)]
+        outcome.held = wait_until_empty(system.not_at_rest, AT_REST_MAX_S)
+        left = wait_until_empty(lambda: orphans(site.run), END_S)
+        outcome.processes_left = [f"{process.name()} {process.pid}" for process in left]
     except Stopped:
         load.abandon()
         raise
@@ -181,7 +179,7 @@ def _strike(scene: Scene, name: str) -> None:
     fault.end(scene)
     if fault.target is not None:
         engine = scene.engine(fault.target)
-        wait_until(lambda: engine.is_healthy() or engine.child.has_ended(), SERVES_MAX_S)
+        wait_until(lambda: engine.is_healthy() or engine.child.has_ended(), scene.system.start_s)
 
 
 def _judge(load: Load, expected: Mapping[int, Answer], outcome: Outcome) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import psutil
@@ -25,13 +26,14 @@ from chaos.rules import FRONT, HTTP_PORT
 HOSTS = (FRONT, *ENGINES)
 ROUTER_PORT = 8000
 SINGLE_PORT = 8001
-END_S = 2.0  # Within this, nothing of a process that ended is left.
+END_S = 30.0  # Within this, nothing of a process that ended is left. It takes 2 s on a quiet machine.
 LOOK_EVERY_S = 0.05
-PROBE_S = 2.0
+PROBE_S = 10.0
 RUN_MARK = "CHAOS_RUN"  # In the environment of everything that a run starts.
 SHARED_MEMORY = Path("/dev/shm")
 
 BLOCKS_IN_USE = "kv_cache_usage_perc"
+T = TypeVar("T")
 AT_REST = (
     "num_requests_running",
     "num_requests_waiting",
@@ -68,6 +70,19 @@ def wait_until(is_reached: Callable[[], bool], timeout_s: float) -> bool:
             return False
         time.sleep(LOOK_EVERY_S)
     return True
+
+
+def wait_until_empty(look: Callable[[], list[T]], timeout_s: float) -> list[T]:
+    """What the last look found: empty if that came in time."""
+    found: list[T] = []
+
+    def is_empty() -> bool:
+        nonlocal found
+        found = look()
+        return not found
+
+    wait_until(is_empty, timeout_s)
+    return found
 
 
 class Engine:
@@ -160,6 +175,7 @@ class System:
         self._model = model
         self._variant = variant
         self._server = SERVERS[mode.kind]
+        self.start_s = self._server.start_s
         self._fleet = Fleet(folder / "logs")
         self._env = {
             "BATON_SECRET": secrets.token_hex(32),
@@ -214,13 +230,13 @@ class System:
         return self._fleet.start("router", command, env=self._env)
 
     def num_handed_over(self) -> dict[str, float]:
-        """Bytes that each decode engine has read from each prefill engine; by "p0>d0"."""
+        """Bytes that D has read from P, by "p0>d0"; 0 while D does not answer."""
         handed: dict[str, float] = {}
         for decode in self.mode.decode:
             try:
                 samples = self.engines[decode].samples()
             except httpx.HTTPError:
-                continue
+                samples = {}
             for prefill in self.mode.prefill:
                 handed[f"{prefill}>{decode}"] = samples.get(("kv_peer_bytes_total", prefill), 0.0)
         return handed
