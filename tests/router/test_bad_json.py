@@ -94,3 +94,35 @@ def test_an_engine_that_introduces_itself_so_is_an_engine_of_others(page: str) -
             assert (await s.complete()).status_code == 200
 
     run(main())
+
+
+@pytest.mark.parametrize("path", ["/health", "/baton/introduction", "/v1/models"])
+def test_an_endless_answer_to_the_routers_question_is_cut(path: str) -> None:
+    async def main() -> None:
+        has_left = asyncio.Event()
+
+        async def serves(scope: Any, receive: Any, send: Any) -> None:
+            status = 200 if scope["path"] in (path, "/health") else 404
+            await send({"type": "http.response.start", "status": status, "headers": []})
+            is_endless = scope["path"] == path
+            while is_endless and not has_left.is_set():
+                waiting = asyncio.create_task(receive())
+                piece = {"type": "http.response.body", "body": b" " * 65536, "more_body": True}
+                while not waiting.done():
+                    await send(piece)
+                    await asyncio.sleep(0)
+                has_left.set()
+            if not is_endless:
+                await send({"type": "http.response.body", "body": b"{}"})
+
+        d = FakeEngine(answers)
+        d.page = serves
+        async with system([FakeEngine(lends)], [d]) as s:
+            await has_left.wait()
+            assert (await s.complete()).status_code == 200
+            (state,) = (await s.client.get("/fleet")).json()["engines"]["decode"]
+        assert state["kind"] is None
+        if path == "/health":
+            assert "over 1048576 bytes" in state["last_error"]
+
+    run(main())
