@@ -16,8 +16,8 @@ TIMERS = {
     "deadline_s": 2.0,
     "loan_max_s": 3.0,
     "grant_every_s": 0.2,
-    "silence_s": 1.0,
-    "hold_s": 1.2,
+    "silence_s": 1.5,
+    "hold_s": 1.6,
 }
 
 
