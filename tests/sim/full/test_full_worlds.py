@@ -20,7 +20,10 @@ TRIES = 60
 SEEDS = {
     ("pull", "checksum"): 31,
     ("pull", "fence"): 45,
-    ("push", "fence"): 66,
+    ("push", "fence"): 42,
+    ("push", "counters"): 441,
+    ("pull", "counters"): 137,
+    ("pull", "take_back"): 69,
     ("push", "ticket_hash"): 242,
     ("push", "bound_reads"): 180,
     ("push", "drain_early_reads"): 88,
