@@ -37,7 +37,6 @@ KEY_BYTES = 16  # AES-128, as in the first cipher suite of TLS 1.3. AES-256 take
 TAG_BYTES = 16
 NO_TAG = bytes(TAG_BYTES)
 _NONCE_BYTES = 12
-GATHER_BELOW_BYTES = 8 << 10  # Smaller pieces are copied together: a call for each costs more than the copy.
 
 # All of the address space as one view: slicing it costs a third of making an array for each piece. The caller
 # is responsible for the addresses: they come from checked regions only.
@@ -65,9 +64,6 @@ class Sealing:
             _authenticate(self._context, addresses, nbytes)
             return
         encrypt = self._context.update_into
-        if int(nbytes.sum()) < GATHER_BELOW_BYTES * len(nbytes):
-            encrypt(b"".join(_views(addresses, nbytes)), ciphertext)
-            return
         for start, end, at in _pieces(addresses, nbytes):
             encrypt(_memory[start:end], ciphertext[at:])
 
@@ -92,10 +88,6 @@ class Opening:
             return
         if not self._encrypts:
             _authenticate(self._context, addresses, nbytes)
-            return
-        piece_bytes = int(nbytes[0])
-        if piece_bytes < GATHER_BELOW_BYTES and (nbytes == piece_bytes).all():
-            _scatter(self._context.update(ciphertext[: len(nbytes) * piece_bytes]), addresses, piece_bytes)
             return
         decrypt = self._context.update_into
         for start, end, at in _pieces(addresses, nbytes):
@@ -150,23 +142,11 @@ class Direction:
 def _authenticate(
     context: AEADEncryptionContext | AEADDecryptionContext, addresses: Int64s, nbytes: Int64s
 ) -> None:
-    deque(map(context.authenticate_additional_data, _views(addresses, nbytes)), maxlen=0)
-
-
-def _views(addresses: Int64s, nbytes: Int64s) -> Iterator[memoryview]:
-    return map(_memory.__getitem__, map(slice, addresses.tolist(), (addresses + nbytes).tolist()))
+    pieces = map(slice, addresses.tolist(), (addresses + nbytes).tolist())
+    deque(map(context.authenticate_additional_data, map(_memory.__getitem__, pieces)), maxlen=0)
 
 
 def _pieces(addresses: Int64s, nbytes: Int64s) -> Iterator[tuple[int, int, int]]:
     """(start, end) in memory, and where the piece begins in the ciphertext."""
     starts, ends = addresses.tolist(), (addresses + nbytes).tolist()
     return zip(starts, ends, (np.cumsum(nbytes) - nbytes).tolist(), strict=True)
-
-
-def _scatter(content: bytes, addresses: Int64s, piece_bytes: int) -> None:
-    """Copy pieces of one length to their addresses: one call, and no Python object for each piece."""
-    piece = np.dtype((np.void, piece_bytes))
-    first, last = int(addresses.min()), int(addresses.max())
-    # Item i begins at byte `first + i`: the items overlap, and only those at `addresses` are written.
-    target = np.ndarray(last - first + 1, piece, _memory[first : last + piece_bytes], strides=(1,))
-    target[addresses - first] = np.frombuffer(content, dtype=piece)
