@@ -68,7 +68,7 @@ class KitEngine:
         self.story = story
         self.woken = threading.Event()
         self.answers: dict[str, Answer] = {}
-        self.ledger = Ledger(story)
+        self.ledger = Ledger(story, config.parallel_config.tensor_parallel_size)
         self.num_idle_steps = 0  # In a row: nothing was computed, delivered or freed.
         self.num_preempted = 0
         self.num_faults = 0  # What the kit has broken of the connector's store.
@@ -160,7 +160,7 @@ class KitEngine:
             shows_hooks = all(worker.graph_capturable for worker in self.executor.workers)
             metadata = self.half.build_dummy_meta(SchedulerOutput()) if shows_hooks else None
             for notes in self.executor.dummy_run(metadata, shows_hooks=shows_hooks):
-                self.story.take_notes(self.name, notes)
+                self.ledger.take_notes(self.name, notes)
 
     # --- Steps -------------------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class KitEngine:
         if isinstance(self.executor, KitRanks):
             self.executor.check_memory("at rest")
             for worker in self.executor.workers:
-                self.story.take_notes(self.name, worker.take_notes())
+                self.ledger.take_notes(self.name, worker.take_notes())
 
     @property
     def num_free_slots(self) -> int:
@@ -294,7 +294,7 @@ class KitEngine:
             read_last_words(folder, self.config.parallel_config.tensor_parallel_size)
         ):
             if notes is not None:
-                self.story.take_notes(self.name, notes)
+                self.ledger.take_notes(self.name, notes)
             else:
                 detail = f"rank {rank} of {self.name} was gone before its half's shutdown had come to an end"
                 self.story.check("shutdown-raised", False, detail)

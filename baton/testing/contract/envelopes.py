@@ -31,6 +31,9 @@ class RankNotes:
     calls: list[str] = field(default_factory=list)
     checked: Counter[str] = field(default_factory=Counter)
     breaches: list[tuple[str, str]] = field(default_factory=list)  # (rule, detail)
+    sent: set[str] = field(default_factory=set)  # Request ids that the rank reported in finished_sending.
+    received: set[str] = field(default_factory=set)  # The same for finished_recving.
+    invalid_block_ids: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)

@@ -93,14 +93,14 @@ def check_ids(engine: KitEngine) -> None:
     ended = {request_id for request_id in engine.answers if request_id in engine.ledger.ended}
     if len(ended) < IDS_MIN:
         return
-    halves = [engine.half.inner]
-    halves += [worker.inner for worker in getattr(engine.executor, "workers", ())]
-    for half in halves:
+    halves = [("", engine.half.inner)]
+    halves += [(f" of rank {w.rank}", w.inner) for w in getattr(engine.executor, "workers", ())]
+    for place, half in halves:
         left = sorted(_keys_reachable_from(half) & ended)
         engine.story.check(
             "ids-left",
             2 * len(left) <= len(ended),
-            f"{type(half).__name__} still remembers {left}, which have ended",
+            f"{type(half).__name__}{place} still remembers {left}, which have ended",
         )
 
 

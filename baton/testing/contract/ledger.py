@@ -6,11 +6,12 @@ request_finished -> True        --> lent    --finished_sending--> (ended)
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from baton.contract import KVConnectorOutput
+from baton.testing.contract.envelopes import RankNotes
 from baton.testing.contract.story import Story
 
 
@@ -28,6 +29,7 @@ class OpenLoad:
 @dataclass(slots=True)
 class Ledger:
     story: Story
+    num_ranks: int = 1
     known: set[str] = field(default_factory=set)  # Requests that the scheduler half was told of.
     ended: set[str] = field(default_factory=set)  # request_finished was called.
     aborted: set[str] = field(default_factory=set)
@@ -39,6 +41,10 @@ class Ledger:
     received: set[str] = field(default_factory=set)
     sent: set[str] = field(default_factory=set)
     loaded_blocks: set[int] = field(default_factory=set)  # Of loads that have ended.
+    # Ranks that reported a request id in finished_recving (since its last load began) or in finished_sending.
+    _received_by: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    _sent_by: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    _invalid_by: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # By block id.
     # Synchronous loads of each step whose report has not come, oldest first.
     _steps: deque[dict[str, OpenLoad]] = field(default_factory=deque)
 
@@ -46,6 +52,7 @@ class Ledger:
         (self.loading if load.is_async else self.sync_loads)[load.request_id] = load
         self.received.discard(load.request_id)  # Once preempted, a request may load again.
         self.landed.discard(load.request_id)
+        self._received_by.pop(load.request_id, None)
         self.opened.add(load.request_id)
         self.story.seen["loads in the background" if load.is_async else "loads in a step"] += 1
 
@@ -79,6 +86,24 @@ class Ledger:
         """All ranks have said that these loads are over: nobody writes any more, whoever knows of it."""
         self.landed.update(self.loading.keys() & set(request_ids))
 
+    def take_notes(self, name: str, notes: RankNotes) -> None:
+        """Record what one rank of the engine `name` noted."""
+        for request_id in notes.received:
+            self._received_by[request_id].add(notes.rank)
+        for request_id in notes.sent:
+            self._sent_by[request_id].add(notes.rank)
+        for block_id in notes.invalid_block_ids:
+            self._invalid_by[block_id].add(notes.rank)
+        self.story.take_notes(name, notes)
+
+    def ranks_that_received(self, request_id: str) -> str:
+        """For a detail: which ranks reported the request in finished_recving, and which did not."""
+        return _which_ranks(self._received_by.get(request_id, ()), self.num_ranks)
+
+    def ranks_that_sent(self, request_id: str) -> str:
+        """The same for finished_sending."""
+        return _which_ranks(self._sent_by.get(request_id, ()), self.num_ranks)
+
     def take_report(self, report: KVConnectorOutput) -> None:
         """The oldest open step's aggregated report, as the scheduler acts on it."""
         of_step = self._steps.popleft() if self._steps else {}
@@ -88,6 +113,8 @@ class Ledger:
         for request_id in sorted(report.finished_sending or ()):
             self._take_sent(request_id)
         self.loaded_blocks.update(b for load in of_step.values() for b in load.filled_block_ids)
+        for block_id in report.invalid_block_ids:
+            self._invalid_by.pop(block_id, None)
 
     def _check_blocks(self, invalid: set[int], of_step: dict[str, OpenLoad]) -> None:
         if not invalid:
@@ -98,7 +125,9 @@ class Ledger:
         if strangers := sorted(invalid - fillable):
             is_late = set(strangers) <= self.loaded_blocks
             rule = "load-error-too-late" if is_late else "foreign-block-reported"
-            self.story.check(rule, False, f"blocks {strangers} are reported as invalid; open loads: {loads}")
+            ranks = set().union(*(self._invalid_by.get(block_id, ()) for block_id in strangers))
+            told = f"blocks {strangers} are reported as invalid ({_which_ranks(ranks, self.num_ranks)})"
+            self.story.check(rule, False, f"{told}; open loads: {loads}")
         self.story.check("foreign-block-reported", True)
         self.story.check("load-error-too-late", True)
 
@@ -109,11 +138,14 @@ class Ledger:
             self.landed.discard(request_id)
             self.loaded_blocks.update(load.filled_block_ids)
         is_double = load is None and request_id in self.received
-        self.story.check("finished-twice", not is_double, f"finished_recving has {request_id} again")
+        ranks = self.ranks_that_received(request_id)
+        self.story.check(
+            "finished-twice", not is_double, f"finished_recving has {request_id} again ({ranks})"
+        )
         self.story.check(
             "unknown-id-reported",
             load is not None or is_double,
-            f"finished_recving has {request_id!r}, which waits for no load",
+            f"finished_recving has {request_id!r}, which waits for no load ({ranks})",
         )
 
     def _take_sent(self, request_id: str) -> None:
@@ -122,13 +154,27 @@ class Ledger:
         self.lent.discard(request_id)
         is_double = not is_lent and request_id in self.sent
         is_early = not is_lent and request_id in self.known and request_id not in self.ended
-        story.check("finished-twice", not is_double, f"finished_sending has {request_id} again")
+        ranks = self.ranks_that_sent(request_id)
+        story.check("finished-twice", not is_double, f"finished_sending has {request_id} again ({ranks})")
         story.check(
-            "sent-before-finished", not is_early, f"finished_sending has {request_id}, which still runs"
+            "sent-before-finished",
+            not is_early,
+            f"finished_sending has {request_id}, which still runs ({ranks})",
         )
         story.check(
             "unknown-id-reported",
             is_lent or is_double or is_early,
-            f"finished_sending has {request_id!r}, whose blocks were not lent",
+            f"finished_sending has {request_id!r}, whose blocks were not lent ({ranks})",
         )
         self.sent.add(request_id)
+
+
+def _which_ranks(reported: Collection[int], num_ranks: int) -> str:
+    missing = sorted(set(range(num_ranks)) - set(reported))
+    parts = [f"reported by {_ranks(sorted(reported))}"] if reported else []
+    parts += [f"not reported by {_ranks(missing)}"] if missing else []
+    return ", ".join(parts)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

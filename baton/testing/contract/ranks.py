@@ -165,7 +165,7 @@ class KitRanks(Executor):
         watched = report.kv_connector_worker_meta
         if isinstance(watched, WatchedReport):
             for notes in watched.notes:
-                self._ledger.story.take_notes(self._name, notes)
+                self._ledger.take_notes(self._name, notes)
             watched.notes = ()
 
     def dummy_run(self, metadata: object, *, shows_hooks: bool) -> list[RankNotes]:

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from baton.contract import KVConnectorTransferResults
 from baton.core.errors import place_of
 from baton.testing.contract.rules import RULES
 
@@ -29,6 +30,10 @@ def short(value: Any) -> str:
     request_id = getattr(value, "request_id", None)
     if isinstance(request_id, str):
         return request_id
+    if isinstance(value, KVConnectorTransferResults):  # Its repr is longer than a line.
+        ids = (value.finished_sending, value.finished_recving, value.failed_recving)
+        names = ("sent", "received", "failed")
+        return ", ".join(f"{name} {short(i)}" for name, i in zip(names, ids, strict=True) if i) or "no ids"
     text = " ".join(_short.repr(value).split())
     return text if len(text) <= 100 else text[:97] + "..."
 

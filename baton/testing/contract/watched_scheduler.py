@@ -277,7 +277,7 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
         if isinstance(report, WatchedReport):
             connector_output.kv_connector_worker_meta = report.inner
             for notes in report.notes:
-                self._story.take_notes(self.name, notes)
+                self._ledger.take_notes(self.name, notes)
         # From here on it is the half that says whether these loads are over.
         self._ledger.landed -= connector_output.finished_recving or set()
         self._ask("update_connector_output", connector_output, told=(), is_quiet=True)

@@ -161,8 +161,10 @@ class WatchedWorker(KVConnectorWorkerHalf):
         sent, received, failed = (set(ids) if isinstance(ids, set) else set() for ids in results)
         for ids, before, name in ((sent, self._sent, "sent"), (received, self._received, "received")):
             twice = sorted(ids & before)
-            self._check("finished-twice", not twice, f"rank {self.rank} reports {twice} as {name} again")
+            self._check("finished-twice", not twice, f"reports {twice} as {name} again")
             before |= ids
+        self._notes.sent |= sent
+        self._notes.received |= received
         if failed:
             strays = sorted(failed - received)
             self._check(
@@ -176,7 +178,9 @@ class WatchedWorker(KVConnectorWorkerHalf):
         blocks = self._ask("get_block_ids_with_load_errors")
         are_blocks = isinstance(blocks, set) and all(isinstance(b, int) for b in blocks)
         self._check("wrong-type", are_blocks, f"get_block_ids_with_load_errors answers {short(blocks)}")
-        return blocks if are_blocks else set()
+        invalid: set[int] = blocks if are_blocks else set()
+        self._notes.invalid_block_ids |= invalid
+        return invalid
 
     def get_expected_finished_count(self) -> int:
         count = self._ask_if_there("get_expected_finished_count")
@@ -211,7 +215,7 @@ class WatchedWorker(KVConnectorWorkerHalf):
             self._ask("shutdown", rule="shutdown-raised")
         finally:
             for rule, left in self._leaks.find():
-                self._check(rule, not left, f"after shutdown of rank {self.rank}, in its process, {left}")
+                self._check(rule, not left, f"after shutdown, in the process of the rank, {left}")
             write_last_words(self._last_words, self._notes)
 
     # --- Notes -----------------------------------------------------------------------------------
@@ -235,7 +239,7 @@ class WatchedWorker(KVConnectorWorkerHalf):
             answer = getattr(self.inner, method)(*arguments)
         except Exception as error:  # That it raised is the finding.
             rule = rule or self._rule_of_raising(method)
-            self._check(rule, False, f"rank {self.rank}: {method} raised {why(error)}")
+            self._check(rule, False, f"{method} raised {why(error)}")
             raise
         self._notes.checked["raised"] += 1
         if step is not None:
@@ -269,7 +273,7 @@ class WatchedWorker(KVConnectorWorkerHalf):
     def _check(self, rule: str, holds: bool, detail: str) -> None:
         self._notes.checked[rule] += 1
         if not holds:
-            self._notes.breaches.append((rule, detail))
+            self._notes.breaches.append((rule, f"rank {self.rank}: {detail}"))
 
     def _check_pickles(self, method: str, value: Any) -> None:
         if value is None:
@@ -300,4 +304,6 @@ def says_something(answer: Any) -> bool:
     """Worth a line of the story even in a quiet step."""
     if isinstance(answer, tuple):
         return any(map(says_something, answer))
+    if isinstance(answer, KVConnectorTransferResults):
+        return bool(answer.finished_sending or answer.finished_recving or answer.failed_recving)
     return answer is not None and answer is not False and answer != 0 and answer not in (set(), {}, [])

@@ -249,17 +249,22 @@ class World:
             story, ledger = self.story, engine.ledger
             # What hangs without having been aborted first: then the abort is not to blame.
             for request_id in sorted(ledger.loading, key=lambda i: (i in ledger.ended, i)):
+                ranks = ledger.ranks_that_received(request_id)
                 if request_id in ledger.ended:
-                    story.check("abort-leaks", False, f"{request_id} was aborted; its load never ended")
+                    detail = f"{request_id} was aborted; its load never ended ({ranks})"
+                    story.check("abort-leaks", False, detail)
                 rule = (
                     "empty-step-skipped" if self._ends_with_tokens(engine, request_id) else "load-never-ends"
                 )
-                story.check(rule, False, f"the load of {request_id} is not reported, however long one waits")
+                detail = f"the load of {request_id} has no end, however long the host waits ({ranks})"
+                story.check(rule, False, detail)
             for request_id in sorted(ledger.lent, key=lambda i: (i in ledger.aborted, i)):
+                ranks = ledger.ranks_that_sent(request_id)
                 rule = "abort-leaks" if request_id in ledger.aborted else "delayed-free-never-returned"
                 if rule != "abort-leaks" and self._ends_with_tokens(engine, request_id):
                     rule = "empty-step-skipped"
-                story.check(rule, False, f"the blocks of {request_id} were kept and are not given back")
+                detail = f"the blocks of {request_id} were kept and are not given back ({ranks})"
+                story.check(rule, False, detail)
             if engine.open_ids and engine.half.num_deferred:
                 story.check(
                     "lookup-deferred-for-ever", False, f"{engine.open_ids} wait for a lookup's answer"
