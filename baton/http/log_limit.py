@@ -10,16 +10,20 @@ _MAX_MESSAGES = 1024  # Messages whose count is kept.
 
 
 class RateLimit(logging.Filter):
-    """Lets `BURST` records of one message pass in each interval; the next one says how many were dropped."""
+    """Lets `BURST` records of one message pass in each interval, and counts the others.
+
+    Messages are told apart by their template and the class of their exception.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._now = now
-        self._seen: dict[tuple[str, int, str], tuple[float, int]] = {}  # Start of the interval, count.
+        self._seen: dict[tuple[str, int, str, str], tuple[float, int]] = {}  # Start of the interval, count.
 
     def filter(self, record: logging.LogRecord) -> bool:
         now = self._now()
-        key = record.name, record.levelno, str(record.msg)
+        kind = record.exc_info[0] if record.exc_info else None
+        key = record.name, record.levelno, str(record.msg), kind.__name__ if kind is not None else ""
         started_at, count = self._seen.get(key, (now, 0))
         if now - started_at >= INTERVAL_S:
             if count > BURST:

@@ -9,6 +9,7 @@ from typing import Any
 import uvicorn
 
 from baton.http.connections import raise_descriptor_limit, server_config
+from baton.http.log_limit import limit_logs
 from baton.router.app import Router
 from baton.router.settings import RouterSettings
 
@@ -31,6 +32,7 @@ def serve(
 ) -> int:
     """Returns the exit status after a signal. `admin_port`: for metrics, /fleet and the dashboard."""
     raise_descriptor_limit()
+    limit_logs("baton.router.app")
     router = Router(settings)
     common: dict[str, Any] = {
         "host": host,

@@ -30,6 +30,7 @@ from baton.core.errors import ConfigError
 from baton.http.bodies import Bodies
 from baton.http.connections import raise_descriptor_limit, server_config
 from baton.http.gate import hosts_to_check
+from baton.http.log_limit import limit_logs
 from baton.http.settings import DoorSettings
 from baton.http.workers import WorkerPool
 from baton.server.app import build_admin_app, build_app
@@ -72,6 +73,7 @@ async def run(
 ) -> int:
     """Returns the exit status. Raises UserError, or what starting the engine raised."""
     raise_descriptor_limit()
+    limit_logs("baton.server.errors")
     stop, hurry = asyncio.Event(), asyncio.Event()
     server: _Server | None = None
 
