@@ -25,9 +25,8 @@ _PR_SET_NAME = 15
 
 
 def main(descriptor: int) -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # From the terminal, for the whole group: the parent ends us.
+    # Ctrl-C in a terminal reaches the whole group; the parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = os.getppid()
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
