@@ -111,8 +111,9 @@ class ControlCounters:
 
 @dataclass(eq=False)
 class _Dialled:
-    sockets: "tuple[zmq.Socket[bytes], ...]"  # One for each secret; the peer answers one of them.
+    sockets: "list[zmq.Socket[bytes]]"  # One for each secret; the peer answers one of them.
     used_at: float
+    connected_at: float  # The newest of the sockets.
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ class ControlChannel:
         assert len(frame) <= self.max_frame_bytes, f"a control frame of {len(frame)} bytes"
         try:
             if isinstance(to, str):
-                return self._send_each(self._dial(to), frame)
+                return self._send_each(to, self._dial(to), frame)
             self._router.send_multipart([to, frame], zmq.NOBLOCK)
         except zmq.Again:
             self.counters.overflowed += 1
@@ -232,13 +233,15 @@ class ControlChannel:
             return False
         return True
 
-    def _send_each(self, dialled: _Dialled, frame: bytes) -> bool:
+    def _send_each(self, url: str, dialled: _Dialled, frame: bytes) -> bool:
         """On every socket of a peer: at most one of them has a connection, the others drop what is queued."""
         num_queued = 0
-        for socket in dialled.sockets:
-            with suppress(zmq.Again):
+        for index, socket in enumerate(dialled.sockets):
+            try:
                 socket.send(frame, zmq.NOBLOCK)
                 num_queued += 1
+            except zmq.Again:
+                self._connect_again(url, dialled, index)
         if not num_queued:
             raise zmq.Again
         return True
@@ -322,8 +325,30 @@ class ControlChannel:
             raise
         for socket in opened:
             self._poller.register(socket, zmq.POLLIN)
-        self._dialled[url] = dialled = _Dialled(tuple(opened), time.monotonic())
+        now = time.monotonic()
+        self._dialled[url] = dialled = _Dialled(opened, now, now)
         return dialled
+
+    def _connect_again(self, url: str, dialled: _Dialled, index: int) -> None:
+        """Replace a socket that takes no frame: its queue is full, or it has given up.
+
+        libzmq connects again after a lost connection, but not after a handshake that it found malformed, as
+        one flipped bit makes it.
+        """
+        now = time.monotonic()
+        if now - dialled.connected_at < RECONNECT_MAX_MS / 1000:
+            return
+        dialled.connected_at = now
+        socket = self._new_dealer()
+        try:
+            self._connect(socket, url, (self._keys or (None,))[index])
+        except zmq.ZMQError:
+            socket.close(linger=0)
+            raise
+        self._poller.unregister(dialled.sockets[index])
+        dialled.sockets[index].close(linger=0)
+        self._poller.register(socket, zmq.POLLIN)
+        dialled.sockets[index] = socket
 
     def _new_dealer(self) -> "zmq.Socket[bytes]":
         try:

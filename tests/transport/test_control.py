@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import pytest
 import zmq
@@ -191,6 +191,79 @@ def test_a_successor_on_the_same_port_is_reached_without_redialling(open_channel
     second = open_channel(port=first.port)
     assert second.url == first.url
     wait_until(lambda: here.send(second.url, b"to the second") and second.poll(0.05), here)
+
+
+class FlippingRelay:
+    """Passes bytes on between a channel and `target`.
+
+    Once, one bit of the byte at `offset` of what goes `way` ("forth" or "back") is wrong.
+    """
+
+    def __init__(self, target: int, way: str, offset: int) -> None:
+        self._target, self._way, self._offset = target, way, offset
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._ends: list[socket.socket] = []
+        self.has_flipped = threading.Event()
+        self.url = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join(TIMEOUT_S)
+        for end in self._ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads[1:]:
+            thread.join(TIMEOUT_S)
+        for end in (self._listener, *self._ends):
+            end.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                here, _ = self._listener.accept()
+                there = socket.create_connection(("127.0.0.1", self._target), timeout=TIMEOUT_S)
+                there.settimeout(None)
+                self._ends += [here, there]
+                for way, source, sink in (("forth", here, there), ("back", there, here)):
+                    thread = threading.Thread(target=self._pass_on, args=(way, source, sink))
+                    self._threads.append(thread)
+                    thread.start()
+
+    def _pass_on(self, way: str, source: socket.socket, sink: socket.socket) -> None:
+        passed = 0
+        with suppress(OSError):
+            while data := bytearray(source.recv(65536)):
+                at = self._offset - passed
+                if way == self._way and 0 <= at < len(data) and not self.has_flipped.is_set():
+                    data[at] ^= 1
+                    self.has_flipped.set()
+                sink.sendall(data)
+                passed += len(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("way", ["forth", "back"])
+@pytest.mark.parametrize("offset", [9, 100, 300, 500])  # Of ZMTP's greeting, CURVE's handshake, and frames.
+def test_a_flipped_bit_costs_frames_and_not_the_peer(
+    open_channel: OpenChannel, way: str, offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "HANDSHAKE_TIMEOUT_MS", 300)
+    monkeypatch.setattr(control, "RECONNECT_MAX_MS", 200)
+    here, there = open_channel(), open_channel()
+
+    def is_answered_after_the_flip() -> bool:
+        is_flipped = relay.has_flipped.is_set()
+        here.send(relay.url, b"again" if is_flipped else b"before")
+        for question in there.poll(0.02):
+            there.send(question.route, question.frame)
+        return any(answer.frame == b"again" for answer in here.poll(0.02))
+
+    with closing(FlippingRelay(there.port, way, offset)) as relay:
+        wait_until(is_answered_after_the_flip)
 
 
 def test_the_peer_dialled_longest_ago_is_forgotten_first(
