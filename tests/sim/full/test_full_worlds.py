@@ -22,7 +22,7 @@ SEEDS = {
     ("pull", "fence"): 45,
     ("push", "fence"): 42,
     ("push", "counters"): 441,
-    ("pull", "counters"): 137,
+    ("pull", "counters"): 515,
     ("pull", "take_back"): 69,
     ("push", "ticket_hash"): 242,
     ("push", "bound_reads"): 180,
