@@ -60,11 +60,11 @@ class EngineDeadError(BatonError):
     """The engine core is gone. Says why; another engine may serve the request."""
 
 
-class EngineStalledError(BatonError):
-    """A process of the engine is stopped. Says which; another engine may serve the request."""
+class EngineUnreadyError(BatonError):
+    """A process of the engine is stopped, or its ranks start anew. Another engine may serve the request."""
 
 
-_Answer = EngineOutput | EngineDeadError | EngineStalledError
+_Answer = EngineOutput | EngineDeadError | EngineUnreadyError
 
 
 class EngineClient:
@@ -90,7 +90,7 @@ class EngineClient:
         self._step_timeout_s = step_timeout_s
         self._pulse = Pulse(lambda: self._send(Ping()), self._hangs, step_timeout_s)
         self._stop_watch = StopWatch(self._stalls)
-        self._stall: EngineStalledError | None = None
+        self._is_stalled = False  # For as long as a process is stopped.
         self._restarting: str | None = None  # Why ranks are started anew, while they are.
 
     @classmethod
@@ -156,12 +156,13 @@ class EngineClient:
         """Ends after the output that has a `finish_reason`. Closed earlier, it aborts the request.
 
         Raises UserError for a request id in use, EngineDeadError as soon as the core is gone, and
-        EngineStalledError when one of the engine's processes has been stopped for STALLED_S.
+        EngineUnreadyError while ranks start anew or a process has been stopped for STALLED_S.
         """
         if self._death is not None:
             raise EngineDeadError(str(self._death))
-        if self._stall is not None and self._stop_watch.stopped is not None:
-            raise EngineStalledError(str(self._stall))
+        self._is_stalled = self._is_stalled and self._stop_watch.stopped is not None
+        if (self._restarting is not None or self._is_stalled) and (reason := self.unready_reason) is not None:
+            raise EngineUnreadyError(reason)
         if request.request_id in self._answers:
             raise UserError(f"{request.request_id!r} is in use; choose a new one", field="request_id")
         answers: asyncio.Queue[_Answer] = asyncio.Queue()
@@ -267,6 +268,7 @@ class EngineClient:
                     logger.error("the engine lost a rank and starts its ranks anew: %s", reason)
                     self._introduction = None
                     self._restarting = reason
+                    self._fail_open(EngineUnreadyError(f"the engine starts its ranks anew: {reason}"))
                     self._pulse.stop()  # Reading the weights is no step.
                 case Restarted(introduction):
                     logger.warning("the engine's ranks have been started anew")
@@ -308,10 +310,14 @@ class EngineClient:
 
     def _stalls(self, reason: str) -> None:
         logger.error("%s; its requests fail", reason)
-        self._stall = EngineStalledError(reason)
+        self._is_stalled = True
+        self._fail_open(EngineUnreadyError(reason))
+
+    def _fail_open(self, error: EngineUnreadyError) -> None:
+        """What the core makes of these requests later is dropped."""
         for answers in self._answers.values():
             if answers is not None:
-                answers.put_nowait(self._stall)
+                answers.put_nowait(error)
 
     def _hangs(self) -> None:
         how = f"the engine core hangs: no step has ended for {self._step_timeout_s:g} s (step_timeout_s)"

@@ -60,7 +60,7 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Restarting(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A rank is gone and all are started anew. What was open has been answered; what comes now waits."""
+    """A rank is gone and all are started anew. What was open has been answered; what comes now is refused."""
 
     reason: str
 

@@ -9,7 +9,7 @@ core: with nothing to do the loop sleeps until something arrives, and when a ste
 Ends on Stop, on SIGTERM, and when the front end is gone: connector halves and ranks are shut down first.
 
 A rank's death fails what is open. Then the process ends, with a status other than 0, or starts ranks, cache
-and connector anew (`on_rank_death`); what arrives meanwhile waits in the channel.
+and connector anew (`on_rank_death`). The front end takes no requests meanwhile.
 """
 
 from __future__ import annotations
@@ -136,9 +136,9 @@ class CoreLoop:
             self._last_stats = outputs.stats
 
     def hand_over_death(self, death: ExecutorDied) -> None:
-        """The front end reports that it is not ready before any client hears of the death."""
-        self._send(Restarting(str(death)))
+        """At once, so that the front end is not ready when clients hear of the death."""
         self.hand_over(self._core.fail_all(death))
+        self._send(Restarting(str(death)))
 
     def _is_news(self, stats: SchedulerStats | None) -> bool:
         """Counts of this step are news even if the last step's were equal."""

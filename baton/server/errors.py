@@ -4,7 +4,7 @@ UserError                   400  param: the field
 ApiError                    its own (404 unknown model, 413 body too large, 503 draining, ...)
 TokenizerPanic              500  the tokenizers library failed on this input; logged
 EngineDeadError             503  the engine's process is gone; another engine may serve
-EngineStalledError          503  one of its processes is stopped; another engine may serve
+EngineUnreadyError          503  its processes are stopped, or start anew; another engine may serve
 anything else               500  our bug: logged with its traceback, told without details
 """
 
@@ -12,7 +12,7 @@ import logging
 from typing import Any
 
 from baton.core.errors import UserError
-from baton.engine.client import EngineDeadError, EngineStalledError
+from baton.engine.client import EngineDeadError, EngineUnreadyError
 from baton.engine.tokenizer import TokenizerPanic
 from baton.http.errors import TYPES, ApiError, ErrorBody
 from baton.http.workers import WorkerFailed
@@ -39,8 +39,8 @@ def describe(error: BaseException) -> tuple[int, ErrorBody]:
             )
         case TokenizerPanic() | WorkerFailed():
             status, param, code, message = 500, None, "input_failed", str(error)
-        case EngineStalledError():
-            status, param, code, message = 503, None, "engine_stalled", str(error)
+        case EngineUnreadyError():
+            status, param, code, message = 503, None, "not_ready", str(error)
         case _:
             status, param, code, message = 500, None, None, "internal server error"
     return status, ErrorBody(

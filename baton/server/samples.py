@@ -35,7 +35,7 @@ class Engine(Protocol):
         """Why a router should send requests to other engines for now."""
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        """Closing it early aborts the request. Raises EngineDeadError, EngineStalledError."""
+        """Closing it early aborts the request. Raises EngineDeadError, EngineUnreadyError."""
 
     async def introduction(self) -> str | None:
         """What the engine's connector says to engines that have no ticket of it; it never changes."""

@@ -19,7 +19,7 @@ from baton.core.config import EngineConfig, KVTransferConfig, ParallelConfig
 from baton.core.errors import ConfigError, UserError
 from baton.engine import pulse
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams, SchedulerStats
-from baton.engine.client import EngineClient, EngineDeadError, EngineStalledError
+from baton.engine.client import EngineClient, EngineDeadError, EngineUnreadyError
 from baton.engine.freed_memory import primitive_limits
 from baton.engine.llm import LLM
 
@@ -286,10 +286,10 @@ def test_requests_of_an_engine_that_is_stopped_fail_and_it_serves_when_it_goes_o
             stopped = core if which == "core" else rank
             assert client.unready_reason is None
             stopped.suspend()
-            with pytest.raises(EngineStalledError, match=f"process {stopped.pid} .* is stopped"):
+            with pytest.raises(EngineUnreadyError, match=f"process {stopped.pid} .* is stopped"):
                 await collect(client, request("waits"))
             assert client.unready_reason is not None
-            with pytest.raises(EngineStalledError):
+            with pytest.raises(EngineUnreadyError):
                 await collect(client, request("comes later"))
             stopped.resume()
             await is_so(lambda: client.unready_reason is None)

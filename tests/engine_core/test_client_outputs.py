@@ -13,12 +13,16 @@ from baton.core.config import EngineConfig
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, FinishReason, SamplingParams
 from baton.engine.channel import FrameSplitter, frame
 from baton.engine.child import Child
-from baton.engine.client import EngineClient
+from baton.engine.client import EngineClient, EngineUnreadyError
 from baton.engine.core_messages import (
     Abort,
     AddRequest,
+    Drain,
+    Drained,
     FromCore,
     Outputs,
+    Restarted,
+    Restarting,
     Start,
     Started,
     Stop,
@@ -168,6 +172,28 @@ def test_an_output_that_was_read_is_its_readers(run: Any) -> None:
         closing = await began(client, core, "b")  # What "a" caused has been sent before this.
         assert core.taken_back() == []
         await closing.aclose()
+
+    run(test)
+
+
+def test_while_ranks_start_anew_no_request_waits(run: Any) -> None:
+    async def test(client: EngineClient, core: PlayedCore) -> None:
+        stream = await began(client, core, "a")
+        failed = EngineOutput(request_id="a", new_token_ids=[], finish_reason="error")
+        crossing = asyncio.ensure_future(anext(client.generate(request("b"))))
+        await core.hears(AddRequest(request("b")))
+        core.send(Outputs(EngineOutputs(outputs=[failed])), Restarting("rank 1 is gone"))
+        assert await anext(stream) == failed
+        for refused in (crossing, anext(client.generate(request("c")))):
+            with pytest.raises(EngineUnreadyError, match="starts its ranks anew: rank 1 is gone"):
+                await refused
+        assert client.unready_reason == "the engine starts its ranks anew: rank 1 is gone"
+        draining = asyncio.ensure_future(client.drain(BOUND_S))
+        await core.hears(Drain(BOUND_S))
+        core.send(Restarted(), Drained(True))
+        await draining  # So that the other message has come as well.
+        await (await began(client, core, "d")).aclose()
+        assert client.unready_reason is None
 
     run(test)
 

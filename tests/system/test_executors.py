@@ -10,6 +10,7 @@ import importlib.util
 import re
 import select
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -135,8 +136,13 @@ def test_an_engine_that_starts_its_ranks_anew_fails_what_was_open_and_nothing_el
     assert "starts its ranks anew" in health.json()["error"]["message"]
 
     # It serves again, from an empty cache; what it had lent is gone, and is not taken for what it lends now.
-    assert tokens_of(p.complete(old, timeout_s=START_S)) == expected(old)
-    assert p.client.get(f"{p.url}/health").status_code == 200
+    refused = p.complete(old)
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "not_ready"
+    deadline_s = time.monotonic() + START_S
+    while p.client.get(f"{p.url}/health").status_code != 200:
+        assert time.monotonic() < deadline_s
+    assert tokens_of(p.complete(old)) == expected(old)
     assert tokens_of(d.complete(old, ticket)) == expected(old)
     for seed, hand_over in ((2006, pulled), (2007, pushed)):
         moved = d.metric("kv_transfer_bytes_total")
