@@ -38,6 +38,7 @@ class Counts(msgspec.Struct, frozen=True):
     after_begin_s: float | None  # From the fault's begin to the first right answer asked for since.
     after_end_s: float | None  # From the fault's end, likewise.
     details: tuple[str, ...]
+    errors: tuple[str, ...] = ()  # Messages of clear errors, each once, the most frequent first.
 
 
 def judge_answer(answer: Answer, expected: Answer) -> Judgement:
@@ -96,7 +97,14 @@ def count(
             for judgement, answer in judged
             if judgement in ("wrong", "unclear", "hung")
         )[:DETAILS_MAX],
+        errors=_messages([answer for judgement, answer in judged if judgement == "clear error"]),
     )
+
+
+def _messages(answers: Sequence[Answer]) -> tuple[str, ...]:
+    """Without digits, by which messages of one kind differ."""
+    kinds = Counter("".join("#" if c.isdigit() else c for c in a.error or "")[:200] for a in answers)
+    return tuple(kind for kind, _ in kinds.most_common(DETAILS_MAX))
 
 
 def _first_after(right: Sequence[Answer], instant_s: float) -> float | None:

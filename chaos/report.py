@@ -99,6 +99,10 @@ def write_report(records: Sequence[Record], *, machine: str, date: str) -> str:
         lines += [_row(record) for record in ordered if record.counts is not None]
         skipped = [record for record in ordered if record.skipped is not None]
         lines += ["", *(f"* {record.fault}: not run; {record.skipped}" for record in skipped)]
+    errors = sorted({(message, key) for key, record in cells.items() for message in _errors(record)})
+    if errors:
+        lines += ["", "## Clear errors", ""]
+        lines += [f"* {mode}, {fault}: {message}" for message, (mode, fault) in errors]
     bad = [record for record in cells.values() if record.defects]
     if bad:
         lines += ["", "## Bad cells", ""]
@@ -111,6 +115,10 @@ def write_report(records: Sequence[Record], *, machine: str, date: str) -> str:
     if late:
         lines += ["", "## Goals that were missed", "", *(f"* {sentence}" for sentence in late)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _errors(record: Record) -> tuple[str, ...]:
+    return record.counts.errors if record.counts is not None else ()
 
 
 def _mark(record: Record | None) -> str:

@@ -129,6 +129,7 @@ def test_counts_of_a_cell() -> None:
     assert counts.after_begin_s == 2.0
     assert counts.open_longest_s == 3.0
     assert counts.after_end_s == 1.0
+    assert counts.errors == ("died",)
     assert any("token 1 is 9, not 6" in detail for detail in counts.details)
     assert any("cut" in detail for detail in counts.details)
 

@@ -121,6 +121,11 @@ def test_missed_goals_are_listed_and_make_no_cell_bad() -> None:
         assert words in text
 
 
+def test_messages_of_clear_errors_are_listed() -> None:
+    text = report(record(counts=msgspec.structs.replace(COUNTS, errors=("no decode engine is up",))))
+    assert "* pull, kill-p: no decode engine is up" in text
+
+
 def test_a_cell_that_was_not_run_says_why() -> None:
     text = report(record(fault="loss", counts=None, skipped="namespaces are refused"), record())
     assert "| loss | - |" in text
