@@ -86,9 +86,12 @@ def source_commit(root: Path) -> str:
 
 
 def read_journal(path: Path) -> list[Record]:
-    if not path.exists():
-        return []
-    return [msgspec.json.decode(line, type=Record) for line in path.read_bytes().splitlines() if line]
+    """Lines of another version of the journal are left out: their cells run again."""
+    records = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(msgspec.MsgspecError):
+            records.append(msgspec.json.decode(line, type=Record))
+    return records
 
 
 def append_record(path: Path, record: Record) -> None:

@@ -77,6 +77,7 @@ def test_a_journal_resumes_and_forgets_other_commits(tmp_path: Path) -> None:
     written = [record(), record(fault="none", commit="old"), record(fault="reset", skipped="refused")]
     for each in written:
         append_record(path, each)
+    path.write_bytes(path.read_bytes() + b'{"mode": "of another version"}\n{"torn\n')
     assert read_journal(path) == written
     cells = plan_cells(modes=["pull"], faults=["kill-p", "none", "reset"])
     rest = [fault.name for _, fault in without_done(cells, read_journal(path), "abc")]
