@@ -219,6 +219,8 @@ class MemoryScheduler(KVConnectorSchedulerHalf):
 
 
 class MemoryWorker(KVConnectorWorkerHalf):
+    contains_write_errors = True  # False: an error of a write into the KV cache reaches the host.
+
     def __init__(self, config: Any) -> None:
         self.rank = config.parallel_config.rank
         self.caches: dict[str, torch.Tensor] = {}
@@ -309,8 +311,14 @@ class MemoryWorker(KVConnectorWorkerHalf):
                 self.invalid.add(block_id)
                 self.lost.add(name)
                 continue
-            for cache, layer in zip(self.layers_of(name), layers, strict=True):
-                cache[block_id] = layer
+            try:
+                for cache, layer in zip(self.layers_of(name), layers, strict=True):
+                    cache[block_id] = layer
+            except RuntimeError:
+                if not self.contains_write_errors:
+                    raise
+                self.invalid.add(block_id)
+                self.lost.add(name)
 
 
 class MemoryConnector(TwoHalves):
@@ -326,3 +334,13 @@ class MemoryConnector(TwoHalves):
     @classmethod
     def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:
         return cls.worker_kind(vllm_config)
+
+
+class _RaisingWorker(MemoryWorker):
+    contains_write_errors = False
+
+
+class RaisingConnector(MemoryConnector):
+    """Lets the error of a failed write reach the host, which contains it."""
+
+    worker_kind = _RaisingWorker

@@ -40,6 +40,7 @@ def test_a_sound_connector_passes_whatever_breaks(loads_async: bool) -> None:
     wanted = {
         "loads in the background" if loads_async else "loads in a step": 5,
         "failed loads": 5,
+        "failed writes": 5,
         "delayed frees": 5,
         "preemptions": 5,
         "steps without tokens": 5,
@@ -70,3 +71,11 @@ def test_a_fault_that_does_not_come_again_in_the_same_way_is_told_all_the_same(t
     verdict = check_connector(case, examples=EXAMPLES, tries=20)
     assert verdict.broken_rule in ("raised", "empty-step-raised"), verdict.broken
     assert "OSError: worn out (folder_stores.py:" in str(verdict.broken)
+
+
+@pytest.mark.parametrize("loads_async", [True, False])
+def test_a_connector_may_raise_the_error_of_a_failed_write(loads_async: bool) -> None:
+    case = ConnectorCase(
+        path="tests.testing.sound:RaisingConnector", extra_config={"async": loads_async}, patience_s=0.0
+    )
+    check_enough(case, {"failed writes": 1}, examples=10)

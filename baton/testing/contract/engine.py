@@ -71,7 +71,6 @@ class KitEngine:
         self.ledger = Ledger(story, config.parallel_config.tensor_parallel_size)
         self.num_idle_steps = 0  # In a row: nothing was computed, delivered or freed.
         self.num_preempted = 0
-        self.num_faults = 0  # What the kit has broken of the connector's store.
         self._salts: dict[str, str | None] = {}
         self._expect = expect
         self._steps: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()  # Oldest first.
@@ -234,7 +233,7 @@ class KitEngine:
         wrong = wrongs.get(asked.request_id) if wrongs is not None else None
         if wrong is not None:
             foreign = states_of(answer.made_for, asked.cache_salt)
-            rule, why = wrong.rule(foreign, is_store_broken=self.num_faults > 0), str(wrong)
+            rule, why = wrong.rule(foreign, is_store_broken=self.ledger.num_faults > 0), str(wrong)
         self.story.check(rule, False, why)
 
     def _count_rules_kept(self, answer: Answer, *, sees_bytes: bool) -> None:
@@ -244,7 +243,7 @@ class KitEngine:
         checked["wrong-bytes"] += sees_bytes
         checked["salt-ignored"] += sees_bytes and len({*self._salts.values()}) > 1
         checked["lost-on-preemption"] += sees_bytes and self.num_preempted > 0
-        checked["failed-load-unreported"] += sees_bytes and self.num_faults > 0
+        checked["failed-load-unreported"] += sees_bytes and self.ledger.num_faults > 0
 
     # --- At rest -----------------------------------------------------------------------------------
 

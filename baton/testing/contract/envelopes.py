@@ -34,6 +34,7 @@ class RankNotes:
     sent: set[str] = field(default_factory=set)  # Request ids that the rank reported in finished_sending.
     received: set[str] = field(default_factory=set)  # The same for finished_recving.
     invalid_block_ids: set[int] = field(default_factory=set)
+    raised_after_fault: str = ""  # What a method raised after the kit had made a write fail.
 
 
 @dataclass(slots=True)

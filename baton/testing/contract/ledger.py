@@ -30,6 +30,7 @@ class OpenLoad:
 class Ledger:
     story: Story
     num_ranks: int = 1
+    num_faults: int = 0  # Of the store or of writes into the KV cache: those that the kit caused.
     known: set[str] = field(default_factory=set)  # Requests that the scheduler half was told of.
     ended: set[str] = field(default_factory=set)  # request_finished was called.
     aborted: set[str] = field(default_factory=set)
@@ -94,6 +95,8 @@ class Ledger:
             self._sent_by[request_id].add(notes.rank)
         for block_id in notes.invalid_block_ids:
             self._invalid_by[block_id].add(notes.rank)
+        if notes.raised_after_fault:
+            self.story.end_unjudged(f"{name} rank {notes.rank}: {notes.raised_after_fault}")
         self.story.take_notes(name, notes)
 
     def ranks_that_received(self, request_id: str) -> str:

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.core.errors import ConfigError
 from baton.testing.contract.case import BLOCK, Shape, Windows
 from baton.testing.contract.site import Site
-from baton.testing.contract.story import ContractBroken, Story, why
+from baton.testing.contract.story import ContractBroken, Story, Unjudged, why
 from baton.testing.contract.stuck import Stuck
 from baton.testing.contract.world import World
 
@@ -112,10 +112,13 @@ def _blaming_the_connector(story: Story, search: Search) -> Iterator[None]:
     except Stuck as error:
         story.check("never-returned", False, str(error))
         search.end()
+    except Unjudged:
+        return
     except Exception:  # What came of a broken rule; of none, it is raised again.
-        if story.breach is None:
+        if story.breach is None and not story.is_unjudged:
             raise
-    story.raise_if_broken()
+    if not story.is_unjudged:
+        story.raise_if_broken()
 
 
 def _start(site: Site, shape: Shape, story: Story) -> World:
@@ -212,10 +215,12 @@ def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
 
         def then(self, act: Callable[[World], Any]) -> None:
             assert self.world is not None, "an example starts with its engines"
+            if self.story.is_unjudged:
+                return
             self.has_failed = True
             with _blaming_the_connector(self.story, search):
                 act(self.world)
-            self.has_failed = False
+            self.has_failed = self.story.is_unjudged
 
         @rule(prompt=prompts, max_tokens=answers, salt=salts)
         def ask(self, prompt: Sequence[int], max_tokens: int, salt: str | None) -> None:
@@ -274,6 +279,11 @@ def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
         def compute_behind_a_failure(self, prompt: list[int], num_stored: int, max_tokens: int) -> None:
             self.then(lambda world: world.compute_behind_a_failure(prompt, num_stored, max_tokens))
 
+        @precondition(lambda self: not site.is_dear)
+        @rule(prompt=prompts, rank=st.integers(0, 1), max_tokens=answers)
+        def fail_a_load(self, prompt: list[int], rank: int, max_tokens: int) -> None:
+            self.then(lambda world: world.fail_a_load(prompt, rank, max_tokens))
+
         @precondition(lambda self: is_pair)
         @rule(prompt=prompts, max_tokens=answers)
         def ask_plain(self, prompt: Sequence[int], max_tokens: int) -> None:
@@ -291,7 +301,7 @@ def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
 
         @invariant()
         def nothing_is_broken(self) -> None:
-            if self.world is not None:
+            if self.world is not None and not self.story.is_unjudged:
                 self.story.raise_if_broken()
 
         def teardown(self) -> None:

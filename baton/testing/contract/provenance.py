@@ -3,7 +3,7 @@
 a slot holds, instead of its token's KV          which means
 the same tokens' under another salt              salt-ignored
 another prompt's, for which the params were made params-believed
-what was there before the load; damaged KV       failed-load-unreported, if the store was broken
+what was there before the load; damaged KV       failed-load-unreported, if the kit made a load fail
 KV that came into a block after its owner had    lost-on-preemption
 been preempted, under the owner's name
 what somebody computed on a wrong block          as that block's, or wrong-bytes if that was reported

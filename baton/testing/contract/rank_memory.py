@@ -10,14 +10,22 @@ from collections.abc import Callable
 import torch
 
 from baton.testing.contract.provenance import FRESH
+from baton.testing.contract.write_fault import WriteFault
 
 
 class RankMemory:
-    def __init__(self, rank: int, heads: range, caches: dict[str, torch.Tensor]) -> None:
-        """`caches`: by layer name, `[num_blocks, heads, block tokens, width]`. `heads`: of the model."""
+    def __init__(
+        self, rank: int, heads: range, caches: dict[str, torch.Tensor], on_fault: Callable[[], None]
+    ) -> None:
+        """`caches`: by layer name, `[num_blocks, heads, block tokens, width]`. `heads`: of the model.
+
+        `on_fault` is called when an armed write of the connector fails.
+        """
         self.rank = rank
         self.heads = heads
         self.caches = caches
+        self.write_fault = WriteFault(on_fault)
+        self.shown = self.write_fault.show(caches)  # What the connector gets.
         self._places = {cache.data_ptr(): (name, cache) for name, cache in reversed(caches.items())}
         for _, cache in self._places.values():
             cache.fill_(FRESH)

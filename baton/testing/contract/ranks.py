@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Callable, Container
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -86,8 +87,9 @@ class KitRanks(Executor):
                 self.workers.append(worker)
                 caches = allocate_for(worker, config, _Place(rank, self._size), torch.device("cpu"))
                 heads = kv_heads_of(rank, tp_size=self._size, num_kv_heads=model.num_kv_heads)
-                self._memories.append(RankMemory(rank, heads, caches))
-                register(worker, caches, config.cache_config.num_gpu_blocks)
+                memory = RankMemory(rank, heads, caches, partial(self._note_write_fault, worker))
+                self._memories.append(memory)
+                register(worker, memory.shown, config.cache_config.num_gpu_blocks)
         except BaseException:
             self.shutdown()
             raise
@@ -129,8 +131,8 @@ class KitRanks(Executor):
                 scheduler_output,
                 kv_connector_metadata=pickle.loads(pickle.dumps(scheduler_output.kv_connector_metadata)),
             )
-            layers = attention_layers(memory.caches, self._num_blocks, self._groups)
-            context = ForwardContext(kv_caches=memory.caches, layers=layers)
+            layers = attention_layers(memory.shown, self._num_blocks, self._groups)
+            context = ForwardContext(kv_caches=memory.shown, layers=layers)
             if scheduler_output.num_scheduled_tokens:
                 metadata = self._attention_metadata(scheduler_output)
                 context.attn_metadata = metadata[0]
@@ -320,6 +322,18 @@ class KitRanks(Executor):
                 row.tokens += sampled
             result.req_ids.append(request_id)
             result.sampled_token_ids.append(sampled)
+
+    # --- Failing writes ----------------------------------------------------------------------------
+
+    def fail_next_write(self, rank: int) -> None:
+        """Make the next write of the connector into the KV cache of `rank` (modulo the ranks) fail."""
+        self._memories[rank % self._size].write_fault.arm()
+
+    def _note_write_fault(self, worker: WatchedWorker) -> None:
+        worker.has_write_fault = True
+        self._ledger.num_faults += 1
+        self._ledger.story.seen["failed writes"] += 1
+        self._ledger.story.tell(f"{self._name}: a write into the KV cache of rank {worker.rank} fails")
 
     # --- Memory ------------------------------------------------------------------------------------
 

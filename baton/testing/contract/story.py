@@ -53,6 +53,10 @@ class ContractBroken(AssertionError):
         self.story = story
 
 
+class Unjudged(Exception):
+    """The example ends early, and no rule is broken."""
+
+
 @dataclass(frozen=True, slots=True)
 class Breach:
     rule: str
@@ -65,6 +69,7 @@ class Story:
         self.checked: Counter[str] = Counter()  # By rule: how often it could have broken.
         self.seen: Counter[str] = Counter()  # What the example had in it: loads, preemptions, aborts, ...
         self.breach: Breach | None = None  # The first.
+        self.is_unjudged = False  # The example ends early; no rule is judged any more.
         self.is_silent = False  # What happens now belongs to a diagnosis, not to the story.
         self._end: int | None = None  # Lines up to the breach.
 
@@ -88,6 +93,8 @@ class Story:
     def check(self, rule: str, holds: bool, detail: str = "") -> bool:
         """Returns `holds`. The first rule that does not hold is the one that is reported."""
         assert rule in RULES, rule
+        if self.is_unjudged:
+            return holds
         self.checked[rule] += 1
         if not holds and self.breach is None:
             self.breach = Breach(rule, detail)
@@ -95,10 +102,17 @@ class Story:
             self._end = len(self.lines)
         return holds
 
+    def end_unjudged(self, why: str) -> None:
+        """End the example without a verdict: the connector raised an error that the kit had injected."""
+        self.tell(why)
+        self.is_unjudged = True
+
     def raise_if_broken(self) -> None:
-        """Raises ContractBroken."""
+        """Raises ContractBroken, or Unjudged if the example ends early."""
         if self.breach is not None:
             raise ContractBroken(self.breach.rule, self.breach.detail, self.text())
+        if self.is_unjudged:
+            raise Unjudged
 
     @property
     def num_lines(self) -> int:

@@ -46,6 +46,7 @@ class WatchedWorker(KVConnectorWorkerHalf):
         self._step: WatchedMetadata | None = None
         self._sent: set[str] = set()  # Reported by this rank before.
         self._received: set[str] = set()
+        self.has_write_fault = False  # The kit made a write of this rank's connector fail.
         self._leaks = leaks
         self._last_words: str | None = None
 
@@ -238,6 +239,9 @@ class WatchedWorker(KVConnectorWorkerHalf):
         try:
             answer = getattr(self.inner, method)(*arguments)
         except Exception as error:  # That it raised is the finding.
+            if self.has_write_fault:  # The host hears of the failure, which is all that the kit asks for.
+                self._notes.raised_after_fault = f"{method} raised {why(error)}"
+                raise
             rule = rule or self._rule_of_raising(method)
             self._check(rule, False, f"{method} raised {why(error)}")
             raise

@@ -12,6 +12,7 @@ from typing import Any
 from baton.testing.contract.case import Shape
 from baton.testing.contract.engine import KitEngine
 from baton.testing.contract.leaks import check_ids, new_threads, running_threads
+from baton.testing.contract.ranks import KitRanks
 from baton.testing.contract.site import Site
 from baton.testing.contract.story import Story
 
@@ -177,8 +178,17 @@ class World:
         if self.site.case.break_store is not None:
             self.story.tell("what the connector has stored is broken")
             for engine in self.engines:
-                engine.num_faults += 1
+                engine.ledger.num_faults += 1
             self.site.case.break_store()
+
+    def fail_a_load(self, prompt: Sequence[int], rank: int, max_tokens: int) -> None:
+        """One write of the load of a stored prompt fails on one rank, where ranks live in this process."""
+        self.ask_to_store(prompt, None)
+        executor = self.last.executor
+        if isinstance(executor, KitRanks):
+            executor.fail_next_write(rank)
+        self.ask(prompt, max_tokens, None)
+        self.settle()
 
     def compute_behind_a_failure(self, prompt: Sequence[int], num_stored: int, max_tokens: int) -> None:
         """A step computes behind blocks that are lost. Then they are there again; what stands behind them?"""

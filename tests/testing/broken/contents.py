@@ -57,6 +57,13 @@ class HidesFailedLoads(MemoryConnector):
     worker_kind = _Silent
 
 
+class HidesFailedWrites(MemoryConnector):
+    """Its store is in memory, and no `break_store` damages it: the kit makes writes of its loads fail."""
+
+    rule = "failed-load-unreported"
+    worker_kind = _Silent
+
+
 class _WritesLater(MemoryWorker):
     """Reports a load when it has begun, and fills the blocks in the next step."""
 
