@@ -5,6 +5,7 @@ D takes of it what is its own prompt's, whatever the params claim.
 
 from __future__ import annotations
 
+from itertools import count, takewhile
 from typing import Any
 
 import msgspec
@@ -80,7 +81,7 @@ class PairScheduler(MemoryScheduler):
         first_token = prefilled_by(request)  # type: ignore[arg-type]
         if not self.is_producer or first_token is None:
             return is_lent, None
-        blocks = [names[index] for index in range(len(names)) if index in names]
+        blocks = [names[index] for index in takewhile(names.__contains__, count())]
         first = msgspec.json.encode(first_token).decode()
         return is_lent, {
             "do_remote_prefill": True,

@@ -233,7 +233,7 @@ class KitEngine:
         wrong = wrongs.get(asked.request_id) if wrongs is not None else None
         if wrong is not None:
             foreign = states_of(answer.made_for, asked.cache_salt)
-            rule, why = wrong.rule(foreign, is_store_broken=self.ledger.num_faults > 0), str(wrong)
+            rule, why = wrong.rule(foreign, is_store_broken=self.ledger.num_store_faults > 0), str(wrong)
         self.story.check(rule, False, why)
 
     def _count_rules_kept(self, answer: Answer, *, sees_bytes: bool) -> None:

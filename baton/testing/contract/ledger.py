@@ -31,6 +31,10 @@ class Ledger:
     story: Story
     num_ranks: int = 1
     num_faults: int = 0  # Of the store or of writes into the KV cache: those that the kit caused.
+    num_store_faults: int = 0
+    faulted_blocks: set[int] = field(
+        default_factory=set
+    )  # Of loads with a failed write that no rank reported.
     known: set[str] = field(default_factory=set)  # Requests that the scheduler half was told of.
     ended: set[str] = field(default_factory=set)  # request_finished was called.
     aborted: set[str] = field(default_factory=set)
@@ -54,6 +58,7 @@ class Ledger:
         self.received.discard(load.request_id)  # Once preempted, a request may load again.
         self.landed.discard(load.request_id)
         self._received_by.pop(load.request_id, None)
+        self.faulted_blocks.difference_update(load.filled_block_ids)
         self.opened.add(load.request_id)
         self.story.seen["loads in the background" if load.is_async else "loads in a step"] += 1
 
@@ -87,12 +92,22 @@ class Ledger:
         """All ranks have said that these loads are over: nobody writes any more, whoever knows of it."""
         self.landed.update(self.loading.keys() & set(request_ids))
 
+    def note_store_fault(self) -> None:
+        self.num_faults += 1
+        self.num_store_faults += 1
+
+    def note_write_fault(self) -> None:
+        self.num_faults += 1
+        self.faulted_blocks |= self.writable_blocks()
+
     def take_notes(self, name: str, notes: RankNotes) -> None:
         """Record what one rank of the engine `name` noted."""
         for request_id in notes.received:
             self._received_by[request_id].add(notes.rank)
         for request_id in notes.sent:
             self._sent_by[request_id].add(notes.rank)
+        if notes.invalid_block_ids:
+            self.faulted_blocks.clear()
         for block_id in notes.invalid_block_ids:
             self._invalid_by[block_id].add(notes.rank)
         if notes.raised_after_fault:
@@ -111,6 +126,8 @@ class Ledger:
         """The oldest open step's aggregated report, as the scheduler acts on it."""
         of_step = self._steps.popleft() if self._steps else {}
         self._check_blocks(report.invalid_block_ids, of_step)
+        if report.failed_recving:
+            self.faulted_blocks.clear()
         for request_id in sorted(report.finished_recving or ()):
             self._take_received(request_id)
         for request_id in sorted(report.finished_sending or ()):

@@ -47,6 +47,7 @@ class Wrong:
     found: int | None = None  # The state whose KV lies there; None: nobody's.
     is_unwritten: bool = False
     is_unfilled: bool = False  # A load was to fill the slot, and has not touched it.
+    is_faulted: bool = False  # A write of the slot's load failed, and no rank has reported a failure.
     is_of_other_salt: bool = False
     salt: str | None = None  # Then: which.
     is_of_preempted: bool = False
@@ -72,7 +73,7 @@ class Wrong:
         if wrong.is_of_preempted:
             return "lost-on-preemption"
         is_lost = not wrong.is_computed_on_wrong and (wrong.is_unfilled or wrong.found is None)
-        if is_store_broken and is_lost:
+        if is_lost and (is_store_broken or wrong.is_faulted):
             return "failed-load-unreported"
         return "wrong-bytes"
 

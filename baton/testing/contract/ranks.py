@@ -308,9 +308,11 @@ class KitRanks(Executor):
         index = int((found != right).flatten(1).any(1).nonzero()[0])
         block_id = int(blocks[index])
         slot = Slot(request_id, first + index, block_id, layer, memory.rank, states[index])
-        return self._provenance.explain(
+        wrong = self._provenance.explain(
             slot, found[index], memory.heads, row.tokens, is_unfilled=memory.is_unfilled(name, block_id)
         )
+        wrong.is_faulted = block_id in self._ledger.faulted_blocks
+        return wrong
 
     def _sample(self, output: SchedulerOutput, poisoned: Container[str], result: ModelRunnerOutput) -> None:
         for request_id, num_new in output.num_scheduled_tokens.items():
@@ -331,7 +333,7 @@ class KitRanks(Executor):
 
     def _note_write_fault(self, worker: WatchedWorker) -> None:
         worker.has_write_fault = True
-        self._ledger.num_faults += 1
+        self._ledger.note_write_fault()
         self._ledger.story.seen["failed writes"] += 1
         self._ledger.story.tell(f"{self._name}: a write into the KV cache of rank {worker.rank} fails")
 

@@ -178,7 +178,7 @@ class World:
         if self.site.case.break_store is not None:
             self.story.tell("what the connector has stored is broken")
             for engine in self.engines:
-                engine.ledger.num_faults += 1
+                engine.ledger.note_store_fault()
             self.site.case.break_store()
 
     def fail_a_load(self, prompt: Sequence[int], rank: int, max_tokens: int) -> None:
