@@ -55,8 +55,13 @@ PEERS_MAX = 256  # Dialled at once; the one used longest ago goes first.
 PEER_IDLE_S = 300.0
 POLL_FRAMES_MAX = 1000  # Returned by one poll, so that a flood cannot keep its caller.
 HANDSHAKE_TIMEOUT_MS = 5_000
-HEARTBEAT_EVERY_MS = 5_000
-HEARTBEAT_TIMEOUT_MS = 15_000
+# A host that is gone without a word is noticed by the kernel: after 5 + 2 * 5 s of silence, or when what was
+# sent is not acknowledged for 10 s. libzmq's own heartbeat is off: its timer writes to a connection whose
+# input has failed while it was stopped, and libzmq 4.3.5 then ends the process (`!_io_error`).
+KEEPALIVE_IDLE_S = 5
+KEEPALIVE_EVERY_S = 5
+KEEPALIVE_PROBES = 2
+ACKNOWLEDGED_WITHIN_MS = 10_000
 RECONNECT_FIRST_MS = 100
 RECONNECT_MAX_MS = 2_000
 
@@ -404,8 +409,11 @@ class ControlChannel:
         socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES_MAX)
         socket.setsockopt(zmq.MAXMSGSIZE, self.max_frame_bytes + _CURVE_OVERHEAD_BYTES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_EVERY_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_EVERY_S)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
+        socket.setsockopt(zmq.TCP_MAXRT, ACKNOWLEDGED_WITHIN_MS)
         socket.setsockopt(zmq.IPV6, 1)
 
     def _receive(self, socket: "zmq.Socket[bytes]", url: str | None, received: list[Received]) -> None:
