@@ -196,10 +196,12 @@ def test_a_successor_on_the_same_port_is_reached_without_redialling(open_channel
 class FlippingRelay:
     """Passes bytes on between a channel and `target`.
 
-    Once, one bit of the byte at `offset` of what goes `way` ("forth" or "back") is wrong.
+    Once, one bit of the byte at `offset` of what goes `way` ("forth" or "back") is wrong. If it `swallows`,
+    nothing comes through any more from there on, on a connection that stays open.
     """
 
-    def __init__(self, target: int, way: str, offset: int) -> None:
+    def __init__(self, target: int, way: str, offset: int, *, swallows: bool = False) -> None:
+        self._swallows = swallows
         self._target, self._way, self._offset = target, way, offset
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._ends: list[socket.socket] = []
@@ -239,6 +241,8 @@ class FlippingRelay:
                 if way == self._way and 0 <= at < len(data) and not self.has_flipped.is_set():
                     data[at] ^= 1
                     self.has_flipped.set()
+                    while self._swallows and source.recv(65536):
+                        pass
                 sink.sendall(data)
                 passed += len(data)
         for end in (source, sink):
@@ -247,10 +251,14 @@ class FlippingRelay:
 
 
 @pytest.mark.parametrize("way", ["forth", "back"])
-@pytest.mark.parametrize("offset", [9, 100, 300, 500])  # Of ZMTP's greeting, CURVE's handshake, and frames.
+@pytest.mark.parametrize(
+    "offset", [9, 100, 300, 500, 700, 741]
+)  # ZMTP's greeting, CURVE's handshake, frames.
+@pytest.mark.parametrize("swallows", [False, True])
 def test_a_flipped_bit_costs_frames_and_not_the_peer(
-    open_channel: OpenChannel, way: str, offset: int, monkeypatch: pytest.MonkeyPatch
+    open_channel: OpenChannel, way: str, offset: int, swallows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(control, "SILENT_S", 0.5)
     monkeypatch.setattr(control, "HANDSHAKE_TIMEOUT_MS", 300)
     monkeypatch.setattr(control, "RECONNECT_MAX_MS", 200)
     here, there = open_channel(), open_channel()
@@ -262,7 +270,7 @@ def test_a_flipped_bit_costs_frames_and_not_the_peer(
             there.send(question.route, question.frame)
         return any(answer.frame == b"again" for answer in here.poll(0.02))
 
-    with closing(FlippingRelay(there.port, way, offset)) as relay:
+    with closing(FlippingRelay(there.port, way, offset, swallows=swallows)) as relay:
         wait_until(is_answered_after_the_flip)
 
 
