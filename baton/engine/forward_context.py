@@ -82,8 +82,8 @@ class ForwardContext:
 
     attn_metadata: AttentionMetadata | None = None  # Of the first group, where there are several.
     kv_caches: dict[str, torch.Tensor] = field(default_factory=dict)
-    layers: Mapping[str, AttentionLayer] = field(default_factory=dict)
     worker_half: KVConnectorWorkerHalf | None = None
+    layers: Mapping[str, AttentionLayer] = field(default_factory=dict)  # As `worker_half` is shown them.
     # Indices into T of the hidden states that anybody wants: of a prompt, the last one's at most. None: all.
     # A model may leave out the others once all keys and values are written.
     wanted_tokens: torch.Tensor | None = None

@@ -9,16 +9,23 @@ from __future__ import annotations
 from abc import ABCMeta
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllms
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    supports_hma,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from baton import contract
 from baton.core.errors import ConfigError
 
 _ACCEPTED: tuple[tuple[ABCMeta, type], ...] = (
-    (contract.KVConnectorMetadata, vllms.KVConnectorMetadata),
-    (contract.KVConnectorHandshakeMetadata, vllms.KVConnectorHandshakeMetadata),
-    (contract.KVConnectorWorkerMetadata, vllms.KVConnectorWorkerMetadata),
+    (contract.KVConnectorMetadata, KVConnectorMetadata),
+    (contract.KVConnectorHandshakeMetadata, KVConnectorHandshakeMetadata),
+    (contract.KVConnectorWorkerMetadata, KVConnectorWorkerMetadata),
     (contract.KVConnectorStats, KVConnectorStats),
 )
 
@@ -41,9 +48,9 @@ def hosted(connector: type[Any]) -> type[contract.KVConnectorBase_V1]:
     def init(
         self: Any, vllm_config: Any, role: contract.KVConnectorRole, kv_cache_config: Any = None
     ) -> None:
-        connector.__init__(self, vllm_config, vllms.KVConnectorRole[role.name], kv_cache_config)
+        connector.__init__(self, vllm_config, KVConnectorRole[role.name], kv_cache_config)
 
-    extra = (contract.SupportsHMA,) if vllms.supports_hma(connector) else ()
+    extra = (contract.SupportsHMA,) if supports_hma(connector) else ()
     bases = (connector, contract.KVConnectorBase_V1, *extra)
     namespace = {"__init__": init, "__module__": connector.__module__, "__qualname__": connector.__qualname__}
     made = ABCMeta(connector.__name__, bases, namespace)
@@ -52,4 +59,4 @@ def hosted(connector: type[Any]) -> type[contract.KVConnectorBase_V1]:
 
 
 def has_vllms_base(connector: type[Any]) -> bool:
-    return issubclass(connector, vllms.KVConnectorBase_V1)
+    return issubclass(connector, KVConnectorBase_V1)

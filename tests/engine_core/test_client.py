@@ -324,7 +324,11 @@ def test_no_process_outlives_a_front_end_that_was_killed(
     pull = KVTransferConfig(
         kv_connector="BatonPullConnector", kv_role="kv_both", kv_connector_extra_config={"port": port}
     )
-    config = make_config(parallel_config=ParallelConfig(executor="multiprocess"), kv_transfer_config=pull)
+    config = make_config(
+        parallel_config=ParallelConfig(executor="multiprocess"),
+        kv_transfer_config=pull,
+        insecure_no_secret=True,
+    )
     path = tmp_path / "config"
     path.write_bytes(msgspec.msgpack.encode(config))
     with subprocess.Popen(

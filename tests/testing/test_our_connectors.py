@@ -76,7 +76,11 @@ def test_over_ray_what_the_connector_leaves_is_told_from_what_ray_does(
     ("path", "broken_rule", "said"),
     [
         ("examples.prefix_store.prefix_store:PrefixStoreConnector", None, ""),
-        ("tests.testing.leaking:LeavesFilesInRanks", "files-left", "rank 0, in its process, more are open"),
+        (
+            "tests.testing.leaking:LeavesFilesInRanks",
+            "files-left",
+            "process of the rank, more are open",
+        ),
         ("tests.testing.leaking:LeavesThreadsInRanks", "threads-left", "these threads go on: saver"),
         ("tests.testing.leaking:RaisesAtTheEndOfRanks", "shutdown-raised", "RuntimeError: is not open"),
         ("tests.testing.leaking:DiesAtTheEndOfRanks", "shutdown-raised", "rank 0 of engine was gone"),
