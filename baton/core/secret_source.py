@@ -132,7 +132,7 @@ def _generated(environment: Mapping[str, str]) -> FoundSecret:
         ) from error
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise ConfigError(
-            f"{path} must be a file of this user that nobody else can read (chmod 600), or set {SECRET_ENV}",
+            f"{path} must be a file of this user that only it can read (chmod 600), or set {SECRET_ENV}",
             field=SECRET_ENV,
         )
     secret = _secret(read_limited(path, MAX_SECRET_BYTES, field=SECRET_ENV).split(b"\n"), SECRET_ENV)

@@ -183,9 +183,8 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         try:
             self.mirror.save(computed, metadata.held_blocks)
         except Exception:
-            # Raised again, whatever it is: but first, the mirror is not what was computed, and the ticket is
-            # about to leave. Of an owner whose transports are closed, nothing that is read counts: whoever
-            # comes computes for himself.
+            # The mirror is not what was computed, and the ticket is about to leave. Closed transports make
+            # every read of it fail, so peers compute the prompt themselves. Then the host gets the error.
             for transport in self._transports.values():
                 transport.close()
             raise
