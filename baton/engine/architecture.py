@@ -216,7 +216,7 @@ def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tupl
         raise config_error(f"must name one kind for each of the {num_layers} layers", "layer_types")
     known = {"sliding_attention": window, "full_attention": None}
     for kind in kinds:
-        if kind not in known:
+        if not isinstance(kind, str) or kind not in known:
             raise config_error(f"must be full_attention or sliding_attention, has {kind!r}", "layer_types")
     return tuple(known[kind] for kind in kinds)
 
