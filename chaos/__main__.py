@@ -13,7 +13,7 @@ import typer
 
 from baton.cli.processes import Stopped, raising_on_stop_signals
 from baton.core.errors import BatonError
-from chaos.cell import Record
+from chaos.cell import NUM_CLIENTS, Record
 from chaos.faults import FAULTS
 from chaos.matrix import (
     Shard,
@@ -117,6 +117,8 @@ def report(
 def soak(
     hours: Annotated[float, typer.Option(help="How long the load runs.")] = 2.0,
     mode: Annotated[str, typer.Option(help="Mode of the system, as in the matrix.")] = "pull",
+    clients: Annotated[int, typer.Option(min=1, help="Clients that ask at once.")] = NUM_CLIENTS,
+    pause_s: Annotated[float, typer.Option(min=0, help="Mean pause of a client between two requests.")] = 0.5,
     hang_s: Annotated[float, typer.Option(help="A request without an end after so long is hung.")] = HANG_S,
 ) -> None:
     """Steady load with faults; writes docs/soak.md and its plot. Exit status 1: a leak or a wrong answer."""
@@ -127,6 +129,8 @@ def soak(
             site,
             mode=mode,
             hours=hours,
+            num_clients=clients,
+            pause_s=pause_s,
             commit=source_commit(ROOT),
             hang_s=hang_s,
             folder=folder / "system",

@@ -1,4 +1,4 @@
-"""Clients that ask questions without a pause, in a thread of their own."""
+"""Clients that ask one question after another, in a thread of their own."""
 
 import asyncio
 import random
@@ -26,6 +26,7 @@ class Load:
     num_clients: int
     hang_s: float
     seed: int = 0
+    pause_s: float = 0.0  # Of a client between an answer and its next question, in the mean.
     leave_share: float = 0.0  # Of requests whose client leaves; may be changed while it runs.
     answers: list[Answer] = field(default_factory=list)
 
@@ -90,6 +91,8 @@ class Load:
             self.answers.append(answer)
             if answer.status is None:
                 await asyncio.sleep(0.1)  # The router itself is gone: do not spin.
+            if self.pause_s:
+                await asyncio.sleep(self.pause_s * 2 * self._dice.random())
 
 
 async def ask(

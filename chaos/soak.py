@@ -17,7 +17,7 @@ import psutil
 
 from baton.cli.processes import Stopped
 from chaos.answers import Answer
-from chaos.cell import AT_REST_MAX_S, NUM_CLIENTS
+from chaos.cell import AT_REST_MAX_S
 from chaos.faults import Scene, fault_named
 from chaos.judge import judge_answer
 from chaos.load import Load
@@ -70,6 +70,8 @@ class Outcome(msgspec.Struct, kw_only=True):
 
     hours: float
     commit: str
+    num_clients: int
+    pause_s: float  # Of a client between two requests.
     judgements: dict[str, int] = {}
     faults: dict[str, int] = {}
     held: list[str] = []
@@ -115,13 +117,15 @@ def run_soak(
     *,
     mode: str,
     hours: float,
+    num_clients: int,
+    pause_s: float,
     commit: str,
     hang_s: float,
     folder: Path,
 ) -> tuple[Outcome, list[Sample]]:
     """Samples also go to `folder`/samples.jsonl, one a line, while it runs."""
     expected = site.expected(mode_named(mode).kind)
-    outcome = Outcome(hours=hours, commit=commit)
+    outcome = Outcome(hours=hours, commit=commit, num_clients=num_clients, pause_s=pause_s)
     samples: list[Sample] = []
     system = System(
         mode_named(mode),
@@ -131,7 +135,7 @@ def run_soak(
         folder=folder,
         may_mount=site.may_mount,
     )
-    load = Load(system.router_url, site.questions, num_clients=NUM_CLIENTS, hang_s=hang_s)
+    load = Load(system.router_url, site.questions, num_clients=num_clients, hang_s=hang_s, pause_s=pause_s)
     began_s = time.monotonic()
     ends_s = began_s + hours * 3600
     try:
@@ -256,6 +260,7 @@ def write_soak_report(outcome: Outcome, samples: Sequence[Sample], *, machine: s
         "",
         f"{date}, commit {outcome.commit}, {machine}, {outcome.hours:g} hours. Verdict: **{verdict}**.",
         "",
+        f"{outcome.num_clients} clients, {outcome.pause_s:g} s between two requests of one.",
         f"Answers: {counts}. Faults: {faults}.",
         "",
         "![RSS, descriptors, threads, loans and pools over time](soak.png)",

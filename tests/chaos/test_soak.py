@@ -46,7 +46,14 @@ def test_a_process_that_was_started_again_is_not_compared_with_the_one_before() 
 
 def test_the_verdict_stands_in_the_report() -> None:
     samples = [sample(index) for index in range(NUM_SAMPLES)]
-    good = Outcome(hours=2, commit="abc", judgements={"right": 5, "clear error": 1}, faults={"kill-p": 3})
+    good = Outcome(
+        hours=2,
+        commit="abc",
+        num_clients=6,
+        pause_s=0.5,
+        judgements={"right": 5, "clear error": 1},
+        faults={"kill-p": 3},
+    )
     bad = msgspec.structs.replace(good, judgements={"wrong": 1}, held=["p1 x=1"], growth=["p1: rss"])
     assert "Verdict: **good**" in write_soak_report(good, samples, machine="m", date="d")
     text = write_soak_report(bad, samples, machine="m", date="d")
