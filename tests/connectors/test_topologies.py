@@ -384,6 +384,25 @@ def test_an_error_in_the_middle_ends_the_staged_read_and_no_other(
     assert one.d.is_at_rest
 
 
+@pytest.mark.parametrize("theirs", [Shape(), BF16], ids=["straight", "staged"])
+def test_an_error_without_words_is_a_failure(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, theirs: Shape
+) -> None:
+    """A transport of somebody else's may raise a bare TransferError: what was not read must not count."""
+
+    def refuse(*_: Any) -> None:
+        raise TransferError
+
+    one = pair(theirs, Shape())
+    for rank in one.d.ranks:
+        monkeypatch.setattr(rank.transport, "post_read", refuse)
+    one.read()
+    (end,) = one.wait_ended(1)
+    assert not end.ok
+    assert end.error == "TransferError"
+    assert one.d.is_at_rest
+
+
 def test_a_peer_that_is_lost_ends_its_staged_reads(
     pair: Callable[..., Pair], threads: RunInBackground
 ) -> None:

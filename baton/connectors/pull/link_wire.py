@@ -122,8 +122,8 @@ class LinkWire:
         self._operations.wait(self._ready.transport, op)
 
     def is_stopped(self) -> bool:
-        return bool(self._read.error or self._read.parts.error)
+        return self._read.stopped_by is not None
 
     def _raise_if_failed(self) -> None:
-        if reason := self._read.error or self._read.parts.error:
+        if (reason := self._read.stopped_by) is not None:
             raise TransferError(reason)

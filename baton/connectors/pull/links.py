@@ -230,7 +230,7 @@ class PeerLinks:
         """Returns what is left to do in the background."""
         parts = self._parts.setdefault((order.claim, pair), Parts(order.claim, pair))
         parts.is_complete |= order.is_last
-        if parts.error or order.num_tokens == 0:
+        if parts.error is not None or order.num_tokens == 0:
             self._settle(parts)
             return None
         parts.num_open += 1
@@ -299,7 +299,7 @@ class PeerLinks:
     def _begin(self, link: _Link, ready: Ready, read: Read) -> _Job | None:
         """Returns what is left to do in the background."""
         order, layers = read.order, self._layers_of(link, ready.share, read.order)
-        if read.parts.error or not layers:  # Cancelled before, or nothing of this part is there.
+        if read.parts.error is not None or not layers:  # Cancelled before, or nothing of this part is there.
             self._end(read)
             return None
         if ready.way.is_staged:
@@ -315,7 +315,7 @@ class PeerLinks:
                 rounds_up=order.is_tail,
             )
         except TransferError as error:
-            read.fail(str(error))
+            read.fail(_words(error))
             self._end(read)
             return None
         if ready.way.moves_whole_blocks and any(
@@ -356,14 +356,14 @@ class PeerLinks:
     ) -> None:
         if link.is_lost:
             read.fail("the peer is gone")
-        if not read.parts.error and not read.error:
+        if read.stopped_by is None:
             try:
                 for piece, prepared in zip(pieces, spans, strict=True):
                     self._operations.post(
                         read, ready.transport, prepared, piece.local_blocks, piece.remote_blocks
                     )
             except (TransferError, PeerError) as error:
-                read.fail(str(error))
+                read.fail(_words(error))
                 self._operations.cancel(lambda other: other is read)
         if read.num_running == 0:
             self._end(read)
@@ -373,7 +373,8 @@ class PeerLinks:
         parts = read.parts
         parts.num_open -= 1
         parts.duration_s += read.duration_s
-        parts.error = parts.error or read.error
+        if read.error is not None:
+            parts.fail(read.error)
         self._settle(parts)
 
     def _settle(self, parts: Parts) -> None:
@@ -390,7 +391,7 @@ class PeerLinks:
         self._operations.cancel(lambda read: is_meant(read.parts))
         for parts in [parts for parts in self._parts.values() if is_meant(parts)]:
             parts.is_complete = True
-            parts.error = parts.error or reason
+            parts.fail(reason)
             self._settle(parts)
 
     def _end_waiting(self, link: _Link, error: str) -> None:
@@ -506,4 +507,8 @@ def _explain(error: Exception, link: _Link, *, is_news: bool = True) -> str:
     engine_id = link.key.producer.engine_id
     level = logging.WARNING if is_news or not expected else logging.DEBUG
     logger.log(level, "cannot read from %s: %s", engine_id, error, exc_info=not expected)
+    return _words(error)
+
+
+def _words(error: Exception) -> str:
     return str(error) or type(error).__name__

@@ -21,7 +21,7 @@ class Parts:
     pair: Pair
     is_complete: bool = False  # No part will follow.
     num_open: int = 0
-    error: str = ""  # Of the first part that failed.
+    error: str | None = None  # Of the first part that failed. None: none has.
     nbytes: int = 0
     duration_s: float = 0.0
     num_descriptors: int = 0
@@ -31,16 +31,21 @@ class Parts:
     def has_ended(self) -> bool:
         return self.is_complete and self.num_open == 0
 
+    def fail(self, error: str) -> None:
+        """The first error stays."""
+        if self.error is None:
+            self.error = error
+
     def to_end(self) -> ReadEnd:
         return ReadEnd(
             self.claim,
             self.pair,
-            not self.error,
+            self.error is None,
             self.nbytes,
             self.duration_s,
             self.num_descriptors,
             self.transport,
-            self.error,
+            self.error or "",
         )
 
 
@@ -53,7 +58,14 @@ class Read:
     is_staged: bool = False
     num_running: int = 0  # Operations.
     duration_s: float = 0.0
-    error: str = ""
+    error: str | None = None
 
-    def fail(self, reason: str) -> None:
-        self.error = self.error or reason
+    @property
+    def stopped_by(self) -> str | None:
+        """Its own error, or that of its claim. None: it goes on."""
+        return self.error if self.error is not None else self.parts.error
+
+    def fail(self, error: str) -> None:
+        """The first error stays."""
+        if self.error is None:
+            self.error = error
