@@ -126,6 +126,15 @@ def parse_cached_tokens(raw: Mapping[str, Any] | None) -> int:
     return _ranged(raw or {}, CACHED_TOKENS, 0, 2**53) or 0
 
 
+def cached_tokens(own: int, transferred: int, at_prefill: int) -> int:
+    """Tokens of the prompt that were in a cache before the request.
+
+    `own`: hits of the consumer's cache; `transferred`: tokens that it loaded; `at_prefill`: hits of the
+    producer's cache. The producer computed the other transferred tokens for this request.
+    """
+    return max(own, min(at_prefill, own + transferred))
+
+
 def parse_transfer_params(raw: Mapping[str, Any] | None) -> KVTransferParams | None:
     """Raises BadTransferParams naming the field. None when the request asks for no transfer."""
     if raw is None:

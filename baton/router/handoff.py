@@ -26,6 +26,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from baton.router.cached_tokens import CachedTokensSieve
 from baton.router.client_answer import ClientAnswer
 from baton.router.dispatch import Dispatch, Outcome
 from baton.router.errors import LegFailure, RouterError
@@ -201,7 +202,7 @@ class Handoff:
             await self._replace_introduction(producer)
             self._tried.remove(engine)
             return None
-        return await self._take_answer(engine, answer)
+        return await self._take_answer(engine, answer, prefill)
 
     async def _pull_behind(self, prefill: PrefillLeg, engine: Engine) -> int | None:
         """P has answered before D was asked."""
@@ -284,7 +285,10 @@ class Handoff:
 
     # --- Decode ------------------------------------------------------------------------------------
 
-    async def _take_answer(self, engine: Engine, answer: LegAnswer) -> int | None:
+    async def _take_answer(
+        self, engine: Engine, answer: LegAnswer, prefill: PrefillLeg | None = None
+    ) -> int | None:
+        """`prefill`: the leg that left with D's."""
         if is_engines_fault(answer) and self._choose_consumer() is not None:
             logger.warning("%s: %s said %d", self._incoming.request_id, engine.url, answer.status)
             self._prefilled = None
@@ -299,7 +303,7 @@ class Handoff:
                     f"the decode engine refused to go on behind the first token ({answer.status})"
                 )
             turn = TurnSieve()
-            body = turn.whole(answer.body)
+            body = CachedTokensSieve(turn, prefill).whole(answer.body)
             self._keep_turn(engine, turn)
             return await self._client.whole(answer, {"x-baton-prefill": where}, body=body)
         try:
@@ -315,7 +319,11 @@ class Handoff:
             return None
         try:
             await relay(
-                self._client, events, answer.chunks, request_id=self._incoming.request_id, sieve=sieve
+                self._client,
+                events,
+                answer.chunks,
+                request_id=self._incoming.request_id,
+                sieve=CachedTokensSieve(sieve, prefill),
             )
         finally:  # Also when the client has what it wants and goes.
             self._keep_turn(engine, sieve)

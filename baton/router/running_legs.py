@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from baton.core.errors import PeerError
 from baton.router.errors import LegFailure
-from baton.router.first_token import FirstTokenReader
+from baton.router.first_token import FirstToken, FirstTokenReader
 from baton.router.fleet import Engine
 from baton.router.judge import FirstSaid, Prefilled, PrefillOutcome, read_prefill
 from baton.router.sse import EventSplitter
@@ -88,6 +88,7 @@ class PrefillLeg(_Leg):
         loop = asyncio.get_running_loop()
         self.outcome: asyncio.Future[PrefillOutcome | LegFailure] = loop.create_future()
         self.rest: asyncio.Future[bytes | LegFailure] = loop.create_future()
+        self.lent: Mapping[str, Any] | None = None  # `kv_transfer_params` of P's answer, once it is there.
         self._task = asyncio.create_task(self._run(), name=f"prefill leg at {engine.url}")
         self._task.add_done_callback(self._hear)
 
@@ -120,10 +121,9 @@ class PrefillLeg(_Leg):
 
     def _settle_outcome(self, outcome: PrefillOutcome) -> None:
         match outcome:
-            case Prefilled(ticket=ticket) if ticket is not None:
-                self._on_lent(self.engine, ticket)
-            case FirstSaid(first=first) if first.params:
-                self._on_lent(self.engine, first.params)
+            case Prefilled(ticket=params) | FirstSaid(first=FirstToken(params=params)) if params:
+                self.lent = params
+                self._on_lent(self.engine, params)
         _settle(self.outcome, outcome)
 
     async def _read_rest(self, events: EventSplitter, chunks: AsyncIterator[bytes]) -> bytes:

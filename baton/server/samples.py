@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from baton.core.transfer_params import CACHED_TOKENS
+from baton.core.transfer_params import CACHED_TOKENS, cached_tokens
 from baton.engine.api import EngineOutput, EngineRequest, PromptLogprobs, SchedulerStats, TokenLogprobs
 from baton.server.errors import ApiError
 from baton.server.metrics import ServerMetrics
@@ -236,9 +236,8 @@ def _finish(
 ) -> Finish:
     params, num_cached = output.kv_transfer_params, output.num_cached_tokens
     if sample.num_cached_at_prefill is not None:
-        # What the prefill engine has computed for this request was in no cache.
         num_local = num_cached - output.num_transferred_tokens
-        num_cached = max(num_local, min(sample.num_cached_at_prefill, num_cached))
+        num_cached = cached_tokens(num_local, output.num_transferred_tokens, sample.num_cached_at_prefill)
     if params is not None and num_cached > 0:
         params = {**params, CACHED_TOKENS: num_cached}
     return Finish(

@@ -21,6 +21,8 @@ class Speaker:
     finish: str = "length"  # With the last one.
     ends_with_first: bool = False
     lends: bool = True
+    num_cached: int = 0  # As P reports it in what it lends.
+    usage: dict[str, Any] = field(default_factory=dict)  # At the end, besides the number of tokens.
     gate: asyncio.Event | None = None  # Before it says anything.
     rest_gate: asyncio.Event | None = None  # Behind the first token.
     dies_after: int | None = None  # Chunks.
@@ -41,12 +43,15 @@ class Speaker:
     def _said(self, params: dict[str, Any], *, is_prefill: bool) -> tuple[list[int], str | None, Any]:
         tokens = list(self.tokens[:1] if self.ends_with_first or is_prefill else self.tokens)
         ends = not is_prefill or self.ends_with_first or not params.get("baton_first_token")
-        ticket = TICKET if is_prefill and self.lends and not self.ends_with_first else None
+        lent = {**TICKET, "baton_cached_tokens": self.num_cached} if self.num_cached else TICKET
+        ticket = lent if is_prefill and self.lends and not self.ends_with_first else None
         return tokens, self.finish if ends else None, ticket
 
     def _whole(self, params: dict[str, Any], *, is_prefill: bool) -> dict[str, Any]:
         tokens, finish, ticket = self._said(params, is_prefill=is_prefill)
         answer: dict[str, Any] = {"choices": [{"text": _text(tokens), "finish_reason": finish}]}
+        if self.usage:
+            answer["usage"] = {"completion_tokens": len(tokens), **self.usage}
         return answer if ticket is None else {**answer, "kv_transfer_params": ticket}
 
     async def _stream(
@@ -68,6 +73,8 @@ class Speaker:
             if body.get("return_token_ids") or (index == 0 and params.get("baton_first_token")):
                 choice["token_ids"] = [token]
             chunk: dict[str, Any] = {"choices": [choice]}
+            if (body.get("stream_options") or {}).get("continuous_usage_stats"):
+                chunk["usage"] = {"completion_tokens": index + 1}
             if is_last and ticket is not None:
                 chunk["kv_transfer_params"] = ticket
             await call.piece(event(chunk))
@@ -76,7 +83,8 @@ class Speaker:
         if len(tokens) == self.dies_after:
             return call.cut()
         if (body.get("stream_options") or {}).get("include_usage"):
-            await call.piece(event({"choices": [], "usage": {"completion_tokens": len(tokens)}}))
+            usage = {"completion_tokens": len(tokens), **self.usage}
+            await call.piece(event({"choices": [], "usage": usage}))
         await call.piece(b"data: [DONE]\n\n", more=False)
         return None
 

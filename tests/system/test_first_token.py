@@ -77,6 +77,7 @@ class System:
     push: Client
     pull: Client
     alone: Client
+    prefill: Client  # The prefill engine of the pair.
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,8 @@ def system(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         start_system(fleet, plan, timeout_s=START_S, console=Console(file=io.StringIO()))
         child = fleet.start("router-pull", pull.router_command())
         fleet.wait_ready({child: f"{pull.router_url}/health"}, timeout_s=START_S)
-        clients = [Client(url, http) for url in (plan.router_url, pull.router_url, plan.single[0].url)]
+        engines = [engine.url for engine in (plan.single[0], plan.prefill[0])]
+        clients = [Client(url, http) for url in (plan.router_url, pull.router_url, *engines)]
         for client in clients[:2]:
             wait_introduced(client)
         yield System(*clients)
@@ -222,3 +224,17 @@ def test_unseeded_sampling_and_several_samples_work_as_well(system: System, mode
     assert sum(len(choice["token_ids"]) for choice in answer.choices) == 8
     seeded = {**body, "seed": 3, "n": 2, "return_token_ids": True, "cache_salt": mode}
     check_equal(router.ask(seeded, streams=False), system.alone.ask(seeded, streams=False))
+
+
+@pytest.mark.parametrize("streams", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("mode", ["push", "pull"])
+def test_cached_tokens_are_those_of_the_prefill_engine_too(system: System, mode: str, streams: bool) -> None:
+    router = getattr(system, mode)
+    salt = f"cached {mode} {streams}"
+    body = {"prompt": prompt_of(80), "max_tokens": 1, "cache_salt": salt, "ignore_eos": True}
+    system.prefill.ask(body, streams=False)
+    # 64 tokens as before: four blocks. So long an answer that the router has read P's before its end.
+    asked = {**body, "prompt": prompt_of(80)[:64] + prompt_of(81)[64:], "max_tokens": 50}
+    details = router.ask(asked, streams=streams).usage["prompt_tokens_details"]
+    assert details["transferred_tokens"] > 64
+    assert details["cached_tokens"] == 64
