@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import UserError
@@ -176,6 +176,7 @@ COMPLETE = {
     family=st.sampled_from(FAMILY_NAMES),
     changes=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3),
 )
+@example(family="Gemma3ForCausalLM", changes={"layer_types": [[], None]})
 def test_any_value_of_any_field_is_parsed_or_refused_by_name(family: str, changes: dict[str, Any]) -> None:
     try:
         parse_architecture({"architectures": [family], **COMPLETE, **changes})
