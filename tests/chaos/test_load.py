@@ -2,7 +2,6 @@
 
 import socketserver
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -13,6 +12,7 @@ from chaos.questions import make_questions
 
 QUESTIONS = make_questions(12)
 PATIENCE_S = 30.0
+NUM_CLIENTS = 3
 WHOLE = b'{"choices": [{"text": "a", "token_ids": [1]}]}'
 STREAM = b'data: {"choices": [{"text": "a", "token_ids": [1]}]}\n\ndata: [DONE]\n\n'
 
@@ -26,6 +26,19 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.is_closing = threading.Event()
+        self._received = threading.Condition()
+        self._num_received = 0
+
+    def note_request(self) -> None:
+        with self._received:
+            self._num_received += 1
+            self._received.notify_all()
+
+    def wait_for_answers(self, count: int) -> None:
+        """Until so many requests that come from now on have ended: a client has one at a time."""
+        with self._received:
+            wanted = self._num_received + count + NUM_CLIENTS
+            assert self._received.wait_for(lambda: self._num_received >= wanted, PATIENCE_S)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Clients that leave are no errors."""
@@ -35,6 +48,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
         assert isinstance(self.server, Server)
+        self.server.note_request()
         is_streamed = b'"stream":true' in body.replace(b" ", b"")
         content = STREAM if is_streamed else WHOLE
         if self.server.mode == "hang":
@@ -66,14 +80,7 @@ def url_of(server: socketserver.TCPServer) -> str:
 
 
 def load_on(server: Server, *, hang_s: float = PATIENCE_S) -> Load:
-    return Load(url_of(server), QUESTIONS, num_clients=3, hang_s=hang_s)
-
-
-def wait_for_answers(load: Load, count: int) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while len(load.answers) < count:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    return Load(url_of(server), QUESTIONS, num_clients=NUM_CLIENTS, hang_s=hang_s)
 
 
 def test_every_question_is_answered_once(server: Server) -> None:
@@ -85,9 +92,9 @@ def test_every_question_is_answered_once(server: Server) -> None:
 def test_a_load_goes_on_until_it_is_stopped_and_gives_all_answers(server: Server) -> None:
     load = load_on(server)
     load.start()
-    wait_for_answers(load, 20)
+    server.wait_for_answers(20)
     taken = load.take()
-    wait_for_answers(load, 5)
+    server.wait_for_answers(5)
     rest = load.stop()
     assert len(taken) >= 20
     assert len(rest) >= 5
@@ -99,7 +106,7 @@ def test_errors_and_cuts_are_told_apart(server: Server, mode: str, field: str) -
     server.mode = mode
     load = load_on(server)
     load.start()
-    wait_for_answers(load, 6)
+    server.wait_for_answers(6)
     assert all(getattr(answer, field) and not answer.is_complete for answer in load.stop())
 
 
@@ -107,7 +114,7 @@ def test_a_request_without_an_end_is_hung(server: Server) -> None:
     server.mode = "hang"
     load = load_on(server, hang_s=0.1)
     load.start()
-    wait_for_answers(load, 3)
+    server.wait_for_answers(3)
     assert all(answer.is_hung for answer in load.stop())
 
 
@@ -124,5 +131,5 @@ def test_clients_that_leave_are_not_hung(server: Server) -> None:
     load = load_on(server)
     load.leave_share = 1.0
     load.start()
-    wait_for_answers(load, 3)
+    server.wait_for_answers(3)
     assert all(answer.was_left and not answer.is_hung for answer in load.stop())
