@@ -58,9 +58,7 @@ class Sealing:
 
     def add(self, addresses: Int64s, nbytes: Int64s, ciphertext: memoryview) -> None:
         """The next pieces of memory. If the direction is encrypted, they are written to `ciphertext`."""
-        if self._context is None:
-            return
-        if not self._encrypts:
+        if self._context is None or not self._encrypts:
             _authenticate(self._context, addresses, nbytes)
             return
         encrypt = self._context.update_into
@@ -84,9 +82,7 @@ class Opening:
 
     def add(self, addresses: Int64s, nbytes: Int64s, ciphertext: memoryview) -> None:
         """The next pieces of memory. If the direction is encrypted, they are filled from `ciphertext`."""
-        if self._context is None:
-            return
-        if not self._encrypts:
+        if self._context is None or not self._encrypts:
             _authenticate(self._context, addresses, nbytes)
             return
         decrypt = self._context.update_into
@@ -140,8 +136,10 @@ class Direction:
 
 
 def _authenticate(
-    context: AEADEncryptionContext | AEADDecryptionContext, addresses: Int64s, nbytes: Int64s
+    context: AEADEncryptionContext | AEADDecryptionContext | None, addresses: Int64s, nbytes: Int64s
 ) -> None:
+    if context is None:
+        return
     pieces = map(slice, addresses.tolist(), (addresses + nbytes).tolist())
     deque(map(context.authenticate_additional_data, map(_memory.__getitem__, pieces)), maxlen=0)
 
