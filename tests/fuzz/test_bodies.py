@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 from baton.core.errors import UserError
 from baton.http.settings import DoorSettings
 from baton.router import legs
-from baton.router.app import Router
-from baton.router.settings import RouterSettings
 from baton.server.protocol.chat import ChatRequest
 from baton.server.protocol.completion import CompletionRequest
-from tests.server.fakes import JSON, LiveApp, LiveServer, ScriptedEngine, service_around
+from tests.server.fakes import JSON, LiveApp, LiveServer, ScriptedEngine, router_before, service_around
 
 SCALE = int(os.environ.get("FUZZ_SCALE", "1"))
 SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -60,24 +58,17 @@ bodies = st.fixed_dictionaries(
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LiveServer]:
-    with service_around(ScriptedEngine(answer="b"), limits=DoorSettings()) as service:
-        server = LiveServer(service)
-        server.start()
-        try:
-            yield server
-        finally:
-            server.stop()
+    with (
+        service_around(ScriptedEngine(answer="b"), limits=DoorSettings()) as service,
+        LiveServer(service) as server,
+    ):
+        yield server
 
 
 @pytest.fixture(scope="module")
 def router(engine: LiveServer) -> Iterator[LiveApp]:
-    settings = RouterSettings(prefill_urls=(engine.url,), decode_urls=(engine.url,))
-    live = LiveApp(Router(settings).app(), settings.doors, lifespan="on")
-    live.start()
-    try:
-        yield live
-    finally:
-        live.stop()
+    with router_before(engine) as router:
+        yield router
 
 
 @pytest.fixture(scope="module", params=["engine", "router"])

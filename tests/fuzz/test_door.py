@@ -70,13 +70,8 @@ params = trees | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=8), tr
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    with service_around(ScriptedEngine()) as service:
-        server = LiveServer(service)
-        server.start()
-        try:
-            yield server
-        finally:
-            server.stop()
+    with service_around(ScriptedEngine()) as service, LiveServer(service) as server:
+        yield server
 
 
 @pytest.fixture(scope="module", params=["kv_producer", "kv_consumer", "kv_both", "kv_both push", None])

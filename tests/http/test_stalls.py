@@ -11,9 +11,7 @@ import pytest
 
 from baton.bench.stalls import ATTACKS, JSON, Attack
 from baton.http.settings import DoorSettings
-from baton.router.app import Router
-from baton.router.settings import RouterSettings
-from tests.server.fakes import LiveApp, LiveServer, ScriptedEngine, service_around
+from tests.server.fakes import LiveApp, LiveServer, ScriptedEngine, router_before, service_around
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -23,24 +21,14 @@ LIMIT_S = 0.1  # Twice the goal of 50 ms, for machines of half the speed.
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LiveServer]:
     limits = DoorSettings(render_s=0.3)
-    with service_around(ScriptedEngine(answer="b"), limits=limits) as service:
-        server = LiveServer(service)
-        server.start()
-        try:
-            yield server
-        finally:
-            server.stop()
+    with service_around(ScriptedEngine(answer="b"), limits=limits) as service, LiveServer(service) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def router(engine: LiveServer) -> Iterator[LiveApp]:
-    settings = RouterSettings(prefill_urls=(engine.url,), decode_urls=(engine.url,))
-    live = LiveApp(Router(settings).app(), settings.doors, lifespan="on")
-    live.start()
-    try:
-        yield live
-    finally:
-        live.stop()
+    with router_before(engine) as router:
+        yield router
 
 
 def attack_on(live: LiveApp, name: str) -> tuple[httpx.Response, float]:

@@ -10,13 +10,8 @@ from tests.server.fakes import LiveServer, ScriptedEngine, service_around
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    with service_around(ScriptedEngine()) as service:
-        server = LiveServer(service)
-        server.start()
-        try:
-            yield server
-        finally:
-            server.stop()
+    with service_around(ScriptedEngine()) as service, LiveServer(service) as server:
+        yield server
 
 
 @pytest.fixture

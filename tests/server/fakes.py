@@ -7,7 +7,7 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import httpx
 import uvicorn
@@ -28,6 +28,8 @@ from baton.http.bodies import Bodies
 from baton.http.connections import server_config
 from baton.http.settings import DoorSettings
 from baton.http.workers import WorkerPool
+from baton.router.app import Router
+from baton.router.settings import RouterSettings
 from baton.server.app import build_app
 from baton.server.metrics import ServerMetrics
 from baton.server.service import Service, core_door
@@ -309,11 +311,12 @@ class LiveApp:
             self._loop = runner.get_loop()
             runner.run(self._server.serve())
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         self._thread.start()
         assert self._server.is_up.wait(WAIT_S)
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive()
@@ -367,3 +370,9 @@ class LiveServer(LiveApp):
         self.service.is_draining = False
         self.service.metrics = ServerMetrics("toy")
         engine.on_stats = self.service.metrics.observe_stats
+
+
+def router_before(engine: LiveServer) -> LiveApp:
+    """A router that asks this engine for prefill and decode."""
+    settings = RouterSettings(prefill_urls=(engine.url,), decode_urls=(engine.url,))
+    return LiveApp(Router(settings).app(), settings.doors, lifespan="on")
