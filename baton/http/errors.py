@@ -15,7 +15,9 @@ TYPES = {
     408: "timeout_error",
     413: "request_too_large_error",
     415: "unsupported_media_type_error",
+    502: "upstream_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 RETRY_AFTER_S = 1  # A body budget frees itself as fast as other clients send.
 

@@ -29,7 +29,7 @@ import baton
 from baton.core.errors import UserError
 from baton.http.bodies import Bodies
 from baton.http.errors import ApiError
-from baton.http.gate import Gate
+from baton.http.gate import Gate, send_error
 from baton.http.workers import WorkerPool
 from baton.router.dashboard import PAGE
 from baton.router.dispatch import Dispatch
@@ -230,10 +230,8 @@ class Router:
         try:
             status = await self._answer(scope, headers, request_id, receive, wire, is_handoff=is_handoff)
         except UserError as error:
-            status = await _refuse(wire, RouterError.of_user(error), request_id)
+            status = await _refuse(wire, ApiError.of_user(error), request_id)
         except ApiError as error:
-            status = await _refuse(wire, RouterError.of_door(error), request_id)
-        except RouterError as error:
             status = await _refuse(wire, error, request_id)
         except ClientGone as error:
             logger.info("%s: client: %s", request_id, error)
@@ -333,26 +331,9 @@ class _Wire:
         self.has_ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
-async def _refuse(wire: _Wire, error: RouterError, request_id: str) -> int:
+async def _refuse(wire: _Wire, error: ApiError, request_id: str) -> int:
     assert not wire.has_started, "an answer that has begun can only be ended by its stream"
-    body = msgspec.json.encode(error.shape())
-    headers = {
-        "content-type": "application/json",
-        "content-length": str(len(body)),
-        REQUEST_ID: request_id,
-    }
-    if error.status in (408, 413):
-        headers["connection"] = "close"  # The rest of the body is still on its way.
-    if error.status == 503:
-        headers["retry-after"] = "1"
-    await wire(
-        {
-            "type": "http.response.start",
-            "status": error.status,
-            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-        }
-    )
-    await wire({"type": "http.response.body", "body": body, "more_body": False})
+    await send_error(wire, error, {REQUEST_ID: request_id})
     return error.status
 
 

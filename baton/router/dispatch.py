@@ -98,7 +98,7 @@ class Dispatch:
         if failure is None and not is_tried:
             return RouterError.unavailable(self.fleet.why_none(role))
         if failure is not None and failure.kind == "too_large":
-            return RouterError(400, "invalid_request_error", self._too_large())
+            return RouterError(400, self._too_large())
         if failure is not None and failure.kind == "timeout":
             return RouterError.too_late(f"no {role} engine answered in time")
         return RouterError.gateway(f"the {role} engine failed before the first byte of an answer")

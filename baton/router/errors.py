@@ -1,57 +1,34 @@
 """What the router itself says when a request cannot be answered, in OpenAI's error shape."""
 
-from typing import Any, Literal
+from typing import Literal
 
-from baton.core.errors import BatonError, UserError
+from baton.core.errors import BatonError
 from baton.http.bodies import ClientGone
-from baton.http.errors import ApiError
+from baton.http.errors import RETRY_AFTER_S, ApiError
 from baton.router.sse import sse_event
 
-__all__ = ["ClientGone", "LegFailure", "RouterError", "error_event", "error_shape"]
+__all__ = ["ClientGone", "LegFailure", "RouterError", "error_event"]
 
 
-class RouterError(BatonError):
+class RouterError(ApiError):
     """Ends one request with an HTTP status of the router's own."""
-
-    def __init__(self, status: int, kind: str, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = kind
-        self.message = message
-        self.param = param
-
-    @classmethod
-    def of_user(cls, error: UserError) -> "RouterError":
-        return cls(400, "invalid_request_error", str(error), param=error.field)
-
-    @classmethod
-    def of_door(cls, error: ApiError) -> "RouterError":
-        return cls(error.status, error.kind, str(error), param=error.param)
 
     @classmethod
     def gateway(cls, message: str) -> "RouterError":
-        return cls(502, "upstream_error", message)
+        return cls(502, message)
 
     @classmethod
     def unavailable(cls, message: str) -> "RouterError":
-        return cls(503, "unavailable_error", message)
+        return cls(503, message, retry_after_s=RETRY_AFTER_S)
 
     @classmethod
     def too_late(cls, message: str) -> "RouterError":
-        return cls(504, "timeout_error", message)
-
-    def shape(self) -> dict[str, Any]:
-        return error_shape(self.status, self.kind, self.message, self.param)
-
-
-def error_shape(status: int, kind: str, message: str, param: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+        return cls(504, message)
 
 
 def error_event(message: str, *, status: int = 502) -> bytes:
     """The end of a stream that broke: an error that clients raise, then the mark that they wait for."""
-    kind = "upstream_error" if status == 502 else "unavailable_error"
-    return sse_event(error_shape(status, kind, message)) + b"data: [DONE]\n\n"
+    return sse_event(RouterError(status, message).body()) + b"data: [DONE]\n\n"
 
 
 # ejected: the engine was found to be silent meanwhile. too_large: a whole answer is over the router's limit.

@@ -104,8 +104,8 @@ class Handoff:
         except RouterError as error:
             if self._client.status is None:
                 raise
-            logger.warning("%s: after the first token: %s", self._incoming.request_id, error.message)
-            await self._client.fail(error.message)
+            logger.warning("%s: after the first token: %s", self._incoming.request_id, error)
+            await self._client.fail(str(error))
             return self._client.status
         finally:
             self._is_over = True

@@ -245,6 +245,7 @@ def test_a_body_over_the_limit_gets_413() -> None:
         ) as s:
             answer = await s.complete(prompt="x" * 100)
         assert answer.status_code == 413
+        assert (answer.headers["connection"], answer.json()["error"]["code"]) == ("close", "body_too_large")
 
     run(main())
 
