@@ -49,7 +49,7 @@ def doctor(
         list[str] | None,
         typer.Option(
             help="Also: does the engine at this URL answer, share our secret, and let us reach its control "
-            "port? Repeat for more.",
+            "port, and has it lost links to others? Repeat for more.",
             show_default=False,
         ),
     ] = None,
@@ -209,6 +209,9 @@ def look_at_engine(url: str, secret: ClusterSecret | None) -> Iterator[Finding]:
         )
         return
     yield Finding(url, True, f"{engine.engine_id}, {engine.kv_role}, serves {engine.served_model_name}")
+    for name, count in sorted(engine.lost_links.items()):
+        found = f"{count} lost since its start; the next read replaces a lost link"
+        yield Finding(f"{url} links to {name}", None, found, "look at the network between the two")
     shared = not set(engine.secret_ids).isdisjoint(secret_ids(secret))
     yield Finding(
         f"{url} secret",

@@ -6,9 +6,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -153,7 +154,9 @@ def engine_url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         thread.join()
 
 
-def introduce(secret: ClusterSecret, control_url: str) -> bytes:
+def introduce(
+    secret: ClusterSecret, control_url: str, lost_links: Mapping[str, int] = MappingProxyType({})
+) -> bytes:
     fingerprint = ModelFingerprint("m", "r", "float32", 1, 1, 8, "seed")
     signed = sign_introduction(
         Introduction(
@@ -167,7 +170,16 @@ def introduce(secret: ClusterSecret, control_url: str) -> bytes:
         secret.derive(TICKET_KEY_PURPOSE),
     )
     page = page_module.Introduction(
-        "p0", signed, "kv_producer", 16, 1, 100, "m", fingerprint, page_module.secret_ids(secret)
+        "p0",
+        signed,
+        "kv_producer",
+        16,
+        1,
+        100,
+        "m",
+        fingerprint,
+        page_module.secret_ids(secret),
+        dict(lost_links),
     )
     return msgspec.json.encode(page)
 
@@ -193,3 +205,24 @@ def test_another_engine_is_asked_for_its_secret_and_its_control_port(
         assert [finding.is_good for finding in look_at_engine(engine_url, ours)] == [None]
         [gone] = look_at_engine(closed_port.replace("tcp", "http"), ours)
         assert gone.is_good is False
+
+
+def test_links_that_an_engine_has_lost_are_shown_by_peer(
+    engine_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = ClusterSecret(b"a secret of 16 bytes")
+    lost = {"prefill-1": 3, "prefill-0": 1}
+    monkeypatch.setattr(FakeEngine, "page", introduce(secret, engine_url.replace("http", "tcp"), lost))
+    _, first, second, *rest = look_at_engine(engine_url, secret)
+    assert [first.subject, second.subject] == [
+        f"{engine_url} links to {p}" for p in ("prefill-0", "prefill-1")
+    ]
+    assert first.is_good is None
+    assert first.found.startswith("1 lost")
+    assert second.found.startswith("3 lost")
+    assert [finding.is_good for finding in rest] == [True, True]
+
+    _, output = run(monkeypatch, Outcome("tcp", 1.5), options=("--json", "--peer", engine_url))
+    assert second.subject in {finding["subject"] for finding in json.loads(output)}
+    _, output = run(monkeypatch, Outcome("tcp", 1.5), options=("--peer", engine_url))
+    assert "3 lost" in output
