@@ -18,18 +18,11 @@ from baton.contract import (
     NullWorkerHalf,
     TwoHalves,
 )
+from baton.contract.surface import ROWS, SURFACE, Half
 from baton.core.config import KVTransferConfig
 
-CONFIG_TIME = {
-    name
-    for name, value in vars(KVConnectorBase_V1).items()
-    if isinstance(value, classmethod) and not name.startswith("__")
-}
-OF_THE_FACADE = {"role"}
-PROPERTIES = {
-    "requires_kv_delivery": KVConnectorRole.SCHEDULER,
-    "graph_capturable": KVConnectorRole.WORKER,
-}
+ROLES = {Half.SCHEDULER: [KVConnectorRole.SCHEDULER], Half.WORKER: [KVConnectorRole.WORKER]}
+FORWARDED = [row for row in ROWS if row.half is not Half.CLASS and hasattr(KVConnectorBase_V1, row.name)]
 
 
 class Config:
@@ -50,7 +43,7 @@ class Recorder:
     """Answers every method with its name."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in PROPERTIES:
+        if SURFACE[name].kind == "property":
             return name
         return lambda *args, **kwargs: (name, args, kwargs)
 
@@ -64,42 +57,22 @@ def joined(role: KVConnectorRole) -> Joined:
     return connector
 
 
-def public_methods(half: type) -> list[str]:
-    names = [name for name, _ in inspect.getmembers(half, inspect.isfunction) if not name.startswith("__")]
-    return [name for name in names if name not in CONFIG_TIME]
-
-
 @pytest.mark.parametrize(
     ("role", "name"),
-    [(KVConnectorRole.SCHEDULER, name) for name in public_methods(KVConnectorSchedulerHalf)]
-    + [(KVConnectorRole.WORKER, name) for name in public_methods(KVConnectorWorkerHalf)],
+    [(role, row.name) for row in FORWARDED for role in ROLES.get(row.half, list(KVConnectorRole))],
 )
-def test_every_method_is_forwarded_with_its_arguments(role: KVConnectorRole, name: str) -> None:
+def test_every_member_is_forwarded_with_its_arguments(role: KVConnectorRole, name: str) -> None:
     method = getattr(joined(role), name)
-    positional = [
-        p for p in inspect.signature(method).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
-    ]
-    arguments = tuple(f"argument {i}" for i in range(len(positional)))
-    takes_more = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(method).parameters.values())
+    if SURFACE[name].kind == "property":
+        assert method == name
+        return
+    parameters = inspect.signature(method).parameters.values()
+    arguments = tuple(f"argument {i}" for i, p in enumerate(parameters) if p.kind is p.POSITIONAL_OR_KEYWORD)
+    takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
     extra = {"later": "addition"} if takes_more else {}
     answer = method(*arguments, **extra)
     if answer is not None:
         assert answer == (name, arguments, extra)
-    assert name in vars(TwoHalves), "inherited, so it never reaches a half"
-
-
-def test_nothing_of_the_base_is_forgotten() -> None:
-    members = {
-        name
-        for name, value in inspect.getmembers(KVConnectorBase_V1)
-        if not name.startswith("__") and (inspect.isfunction(value) or isinstance(value, property))
-    }
-    assert members - CONFIG_TIME - OF_THE_FACADE <= set(vars(TwoHalves))
-
-
-def test_properties_are_forwarded_too() -> None:
-    for name, role in PROPERTIES.items():
-        assert getattr(joined(role), name) == name
 
 
 def test_cross_layer_blocks_are_false_on_the_class_and_the_halfs_on_the_instance() -> None:
