@@ -1,0 +1,276 @@
+"""The label `reason` of `baton:kv_transfer_failures`: which value each way to fail has.
+
+What a peer sends comes between a way to fail and its label: no word of a peer may become a label.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton.core.ids import Address, BlockId, EngineId, Epoch, TransferId
+from baton.protocol.handshake import PROTOCOL_VERSION, encode_ranks
+from baton.protocol.messages import WIRE_VERSION, Announced, Envelope, Failed, Finished, Refused, Welcome
+from baton.protocol.slots import PlanError
+from tests.connectors.pull_world import BLOCK, model_config
+from tests.connectors.push_world import PushEngine, PushWorld
+from tests.connectors.test_push_by_name import NOBODY, P_PEER, decode_leg
+
+TOKENS = [i % 97 for i in range(3 * BLOCK + 1)]
+T = TransferId("t")
+PATIENT = {"timers": {"silence_s": 150.0, "hold_s": 200.0}}
+EVIL = "evil words: of a peer, all of them"
+
+
+class Scene:
+    """A producer and a consumer, which fails to fetch request "r"."""
+
+    def __init__(self, world: PushWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.world, self.monkeypatch = world, monkeypatch
+        self.p = world.engine("p", num_blocks=64)
+        self.d = self.consumer()
+
+    def consumer(self, **extra: Any) -> PushEngine:
+        return self.world.engine("d", num_blocks=64, extra={"allowed_peers": [P_PEER, NOBODY], **extra})
+
+    def fetch(self, *, is_held: bool = False, d: PushEngine | None = None) -> None:
+        if is_held:
+            self.world.network.hold()
+        (d or self.d).fetch("r", TOKENS, self.p.prefill("r", TOKENS))
+        self.world.settle()
+
+    def follow(self) -> int:
+        """Returns the claim's number."""
+        self.d.admit(self.d.follow("r", TOKENS, self.p))
+        self.world.settle()
+        return self.d.half._borrower._incoming["r"].claim
+
+    def prefill(self, tokens: list[int] = TOKENS, transfer_id: str = T) -> str:
+        """Returns the ticket."""
+        params = {"do_remote_decode": True, "transfer_id": transfer_id}
+        answer = self.p.prefill(f"of {transfer_id}", tokens, params=params)
+        ticket: str = answer["baton_ticket"]
+        return ticket
+
+    def say(self, *messages: Any) -> None:
+        """P says this to D, whatever P's machines think."""
+        address, agent = self.p.half._agent.address, self.d.half._agent
+        agent.receive(Envelope(WIRE_VERSION, address, agent.address, messages), self.world.now)
+        self.world.settle()
+
+    def welcome(self, payload: bytes, **changes: Any) -> None:
+        """An answer to D's hello that P's machines would not give."""
+        self.world.wire.drop = [Welcome]
+        self.fetch()
+        model = model_config().fingerprint("baton-1")
+        self.say(Welcome(PROTOCOL_VERSION, msgspec.structs.replace(model, **changes), payload))
+
+    def card(self) -> Any:
+        return self.p.workers[0].get_handshake_metadata().card  # type: ignore[union-attr]
+
+
+def breaks(*_: Any) -> Any:
+    raise RuntimeError("a fault of ours")
+
+
+def read_fails(scene: Scene) -> None:
+    scene.world.network.fail_next(EVIL)
+    scene.fetch()
+
+
+def loan_expires(scene: Scene) -> None:
+    params = scene.p.prefill("r", TOKENS)
+    scene.world.pass_time(31)
+    scene.d.fetch("r", TOKENS, params)
+
+
+def producer_restarts(scene: Scene) -> None:
+    params = scene.p.prefill("r", TOKENS)
+    scene.p.kill()
+    scene.world.engine("p", num_blocks=64)
+    scene.d.fetch("r", TOKENS, params)
+
+
+def producer_is_stopped(scene: Scene) -> None:
+    scene.fetch(is_held=True)
+    scene.world.wire.is_cut = True
+    scene.world.pass_time(15)
+
+
+def read_hangs(scene: Scene) -> None:
+    scene.d.shutdown()
+    scene.d = scene.consumer(**PATIENT)
+    scene.fetch(is_held=True)
+    scene.world.pass_time(121, every_s=2.0)
+
+
+def producer_is_dead(scene: Scene) -> None:
+    params = scene.p.prefill("r", TOKENS)
+    scene.p.kill()
+    scene.d.fetch("r", TOKENS, params)
+    scene.world.pass_time(6)
+
+
+def allocation_breaks(scene: Scene) -> None:
+    scene.world.network.hold()
+    request = scene.d.submit("r", TOKENS, scene.p.prefill("r", TOKENS))
+    scene.world.settle()
+    with scene.monkeypatch.context() as broken:
+        broken.setattr(scene.d.half._borrower._reads, "start_if_ready", breaks)
+        scene.d.admit(request)
+
+
+def producer_refuses(scene: Scene) -> None:
+    scene.world.wire.drop = [Welcome]
+    scene.fetch()
+    scene.say(Refused((EVIL,)))
+
+
+def fingerprints_differ(scene: Scene) -> None:
+    scene.welcome(b"", revision=EVIL)
+
+
+def cards_are_garbage(scene: Scene) -> None:
+    scene.welcome(b"garbage")
+
+
+def cards_are_too_many(scene: Scene) -> None:
+    scene.welcome(msgspec.msgpack.encode([]))
+
+
+def endpoint_is_too_long(scene: Scene) -> None:
+    card = msgspec.structs.replace(scene.card(), endpoints={EVIL: bytes(1 << 17)})
+    scene.welcome(msgspec.msgpack.encode([card]))
+
+
+def layout_is_unsound(scene: Scene) -> None:
+    card = scene.card()
+    card = msgspec.structs.replace(card, layout=msgspec.structs.replace(card.layout, num_blocks=0))
+    scene.welcome(msgspec.msgpack.encode([card]))
+
+
+def layouts_differ(scene: Scene) -> None:
+    card = scene.card()
+    layers = tuple(msgspec.structs.replace(layer, name=f"{EVIL}{layer.name}") for layer in card.layout.layers)
+    card = msgspec.structs.replace(card, layout=msgspec.structs.replace(card.layout, layers=layers))
+    scene.welcome(encode_ranks([card]))
+
+
+def packings_differ(scene: Scene) -> None:
+    def plan(*_: Any) -> Any:
+        raise PlanError(f"packing of {EVIL!r} in no group")
+
+    scene.monkeypatch.setattr(scene.d.half._borrower._reads._planner, "pairs", plan)
+    scene.fetch()
+
+
+def peers_are_too_many(scene: Scene) -> None:
+    scene.fetch(is_held=True)
+    scene.d.half._agent._peers._peers_max = 1
+    scene.d.half._agent.greet(Address(EngineId("another"), Epoch(7)), scene.world.now)
+
+
+def prefill_is_aborted(scene: Scene) -> None:
+    claim = scene.follow()
+    scene.say(Failed(T, claim, EVIL))
+
+
+def prefill_is_silent(scene: Scene) -> None:
+    scene.d.admit(scene.d.submit("r", TOKENS, decode_leg(NOBODY)))
+    scene.world.pass_time(11)
+
+
+def prefill_is_another(scene: Scene) -> None:
+    scene.d.admit(scene.d.submit("r", TOKENS, decode_leg(remote_engine_id=EVIL)))
+
+
+def blocks_change(scene: Scene) -> None:
+    claim = scene.follow()
+    scene.say(Announced(T, claim, 1, BLOCK, ((BlockId(1),),)))
+    scene.say(Announced(T, claim, 1, 2 * BLOCK, ((BlockId(2), BlockId(3)),)))
+
+
+def ticket_is_garbage(scene: Scene) -> None:
+    claim = scene.follow()
+    scene.say(Finished(T, claim, 1, EVIL))
+
+
+def ticket_is_of_another_transfer(scene: Scene) -> None:
+    claim, ticket = scene.follow(), scene.prefill(transfer_id="another")
+    scene.say(Finished(T, claim, 1, ticket))
+
+
+def ticket_is_for_another_prompt(scene: Scene) -> None:
+    claim = scene.follow()
+    scene.world.wire.is_cut = True
+    scene.say(Finished(T, claim, 1, scene.prefill(TOKENS[: 2 * BLOCK])))
+
+
+def ticket_is_for_other_blocks(scene: Scene) -> None:
+    claim = scene.follow()
+    scene.world.wire.is_cut = True
+    scene.say(Announced(T, claim, 1, BLOCK, ((BlockId(60),),)))
+    scene.say(Finished(T, claim, 1, scene.prefill()))
+
+
+def loan_is_in_use(scene: Scene) -> None:
+    scene.world.network.hold()
+    params = scene.p.prefill("q", TOKENS, params={"do_remote_decode": True, "transfer_id": T})
+    scene.d.fetch("q", TOKENS, params)
+    claim = scene.follow()
+    scene.say(Finished(T, claim, 1, params["baton_ticket"]))
+
+
+def transfer_is_in_use(scene: Scene) -> None:
+    scene.follow()
+    scene.d.admit(scene.d.submit("q", TOKENS, decode_leg(transfer_id=T)))
+
+
+LABELS: dict[Callable[[Scene], None], set[str]] = {
+    read_fails: {"read failed"},
+    loan_expires: {"the producer no longer holds the blocks"},
+    producer_restarts: {"the producer has restarted or is gone"},
+    producer_is_stopped: {"the producer has not answered for 6 s"},
+    read_hangs: {"deadline of 120 s passed"},
+    producer_is_dead: {"no answer to 5 hellos"},
+    allocation_breaks: {"internal error", "aborted"},
+    producer_refuses: {"refused by the peer"},
+    fingerprints_differ: {"incompatible"},
+    cards_are_garbage: {"malformed rank cards"},
+    cards_are_too_many: {"0 rank cards"},
+    endpoint_is_too_long: {"endpoint 'evil words"},
+    layout_is_unsound: {"layout"},
+    layouts_differ: {"layers differ"},
+    packings_differ: {"packing of 'evil words"},
+    peers_are_too_many: {"crowded out by other peers"},
+    prefill_is_aborted: {"the producer gave up"},
+    prefill_is_silent: {"the producer has said nothing for 6 s"},
+    prefill_is_another: {"the producer is another"},
+    blocks_change: {"the producer announced other blocks than before"},
+    ticket_is_garbage: {"kv_transfer_params.baton_ticket"},
+    ticket_is_of_another_transfer: {"the ticket is of another transfer"},
+    ticket_is_for_another_prompt: {"the ticket is for another prompt"},
+    ticket_is_for_other_blocks: {"the ticket is for other blocks than were announced"},
+    loan_is_in_use: {"its loan is in use here"},
+    transfer_is_in_use: {"its transfer is in use here"},
+}
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    world = PushWorld()
+    yield Scene(world, monkeypatch)
+    world.network.release()
+    world.close()
+
+
+def labels(scene: Scene, fail: Callable[[Scene], None]) -> set[str]:
+    fail(scene)
+    scene.world.settle()
+    return set(scene.d.counted("failures"))
+
+
+@pytest.mark.parametrize("fail", LABELS, ids=lambda fail: fail.__name__)
+def test_each_way_to_fail_has_its_label(scene: Scene, fail: Callable[[Scene], None]) -> None:
+    assert labels(scene, fail) == LABELS[fail]
