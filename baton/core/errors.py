@@ -16,6 +16,8 @@ import sysconfig
 import traceback
 from collections.abc import Sequence
 
+from baton.core.reasons import Fault
+
 _LIBRARIES = ("<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 
 
@@ -40,6 +42,10 @@ class ConfigError(UserError):
 
 class BadTransferParams(UserError):
     """`kv_transfer_params` that cannot be honoured; the request gets a 400, not a guess."""
+
+    def __init__(self, message: str, *, field: str | None = None, reason: Fault = Fault.PARAMS) -> None:
+        super().__init__(message, field=field)
+        self.reason = reason
 
 
 class PeerError(BatonError):

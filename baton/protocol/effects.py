@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from baton.core.ids import Address, BlockId, LoanId, Pair
+from baton.core.reasons import FailureReason
 
 if TYPE_CHECKING:  # An effect may be a message on its way out.
     from baton.protocol.handshake import RankCard
@@ -54,7 +55,7 @@ class Fail:
     """Over, now. The destination blocks follow with `FreeTarget`."""
 
     claim: int
-    reason: str
+    reason: FailureReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ class PeerLost:
     """Disconnect from it and tell `PullConsumer.peer_lost`."""
 
     address: Address
-    reason: str
+    reason: FailureReason
 
 
 ConsumerEffect: TypeAlias = Send | StartReads | CancelReads | Deliver | Fail | FreeTarget

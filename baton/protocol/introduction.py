@@ -8,9 +8,10 @@ import msgspec
 
 from baton.core.ids import Address
 from baton.core.layout import ModelFingerprint, differences
+from baton.core.reasons import Fault
 from baton.core.transfer_params import MAX_ENGINE_ID_CHARS, MAX_INTRODUCTION_CHARS
 from baton.protocol.messages import PUBLIC_KEY_BYTES, U64_MAX
-from baton.protocol.seal import BadPaper, Fault, Seal, check_range
+from baton.protocol.seal import BadPaper, Seal, check_range
 from baton.protocol.ticket import MAX_TP_SIZE, MAX_URL_CHARS
 
 INTRODUCTION_VERSION = 2

@@ -15,6 +15,7 @@ from typing import Literal
 from baton.core.errors import PeerError
 from baton.core.ids import Address
 from baton.core.layout import ModelFingerprint
+from baton.core.reasons import FailureCode, FailureReason
 from baton.core.timers import Timers
 from baton.protocol.effects import PeerEffect, PeerLost, PeerReady, Send
 from baton.protocol.handshake import (
@@ -54,7 +55,7 @@ class _Peer:
     num_hellos: int = 0
     num_failures: int = 0
     rests_until: float = -NEVER
-    reason: str = ""  # Of the last failure.
+    reason: FailureReason | None = None  # Of the last failure.
     welcome: Welcome | None = None
     ranks: tuple[RankCard, ...] = ()
 
@@ -97,6 +98,7 @@ class PeerTable:
         if peer.state == "asking":
             return []  # The answer is on its way.
         if now < peer.rests_until:
+            assert peer.reason is not None, "it rests because it has failed"
             return [PeerLost(address, peer.reason)]
         peer.state, peer.num_hellos = "asking", 0
         return [self._hello(address, peer, now)]
@@ -110,13 +112,13 @@ class PeerTable:
             case Welcome():
                 return self._welcomed(sender, message, now)
             case Refused(reasons):
-                return self._failed(
-                    sender, f"refused by the peer: {'; '.join(reasons) or 'no reason given'}", now
-                )
+                text = f"refused by the peer: {'; '.join(reasons) or 'no reason given'}"
+                return self._failed(sender, FailureReason(FailureCode.REFUSED, text), now)
             case Stranger(about):
                 if self._peers.pop(about, None) is None:
                     return []
-                return [PeerLost(about, "restarted or gone: somebody else answers there")]
+                text = "restarted or gone: somebody else answers there"
+                return [PeerLost(about, FailureReason(FailureCode.GONE, text))]
             case _:
                 return []
 
@@ -125,13 +127,14 @@ class PeerTable:
         for address, peer in list(self._peers.items()):
             if peer.state == "asking" and now >= peer.next_hello:
                 if peer.num_hellos >= HELLOS_MAX:
-                    effects += self._failed(address, f"no answer to {HELLOS_MAX} hellos", now)
+                    text = f"no answer to {HELLOS_MAX} hellos"
+                    effects += self._failed(address, FailureReason(FailureCode.NO_ANSWER, text), now)
                 else:
                     effects.append(self._hello(address, peer, now))
             elif now >= self._idle_at(peer):
                 del self._peers[address]
                 if peer.state == "ready":
-                    effects.append(PeerLost(address, "not used for long"))
+                    effects.append(PeerLost(address, FailureReason(FailureCode.PEER_IDLE)))
         return effects
 
     def is_ready(self, address: Address) -> bool:
@@ -160,16 +163,17 @@ class PeerTable:
             return []  # A duplicate, or the answer to a hello that has been given up.
         reasons = incompatibilities(self._fingerprint, welcome.protocol_version, welcome.fingerprint)
         if reasons:
-            return self._failed(sender, f"incompatible: {'; '.join(reasons)}", now)
+            text = f"incompatible: {'; '.join(reasons)}"
+            return self._failed(sender, FailureReason(FailureCode.INCOMPATIBLE, text), now)
         try:
             ranks = decode_ranks(welcome.payload)
         except PeerError as error:
-            return self._failed(sender, str(error), now)
+            return self._failed(sender, FailureReason(FailureCode.BAD_RANK_CARDS, str(error)), now)
         peer.state, peer.welcome, peer.ranks = "ready", welcome, ranks
         peer.num_failures = 0
         return [PeerReady(sender, welcome, ranks)]
 
-    def _failed(self, address: Address, reason: str, now: float) -> list[PeerEffect]:
+    def _failed(self, address: Address, reason: FailureReason, now: float) -> list[PeerEffect]:
         peer = self._peers.get(address)
         if peer is None or peer.state != "asking":
             return []
@@ -189,4 +193,4 @@ class PeerTable:
             self._peers, key=lambda a: (self._peers[a].state != "resting", self._peers[a].wanted_at)
         )
         peer = self._peers.pop(address)
-        return [] if peer.state == "resting" else [PeerLost(address, "crowded out by other peers")]
+        return [] if peer.state == "resting" else [PeerLost(address, FailureReason(FailureCode.PEERS_MAX))]

@@ -23,6 +23,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from baton.core.ids import Address, LoanId, Pair
+from baton.core.reasons import FailureCode, FailureReason
 from baton.core.timers import Timers
 from baton.protocol.effects import CancelReads, ConsumerEffect, Deliver, Fail, FreeTarget, Send, StartReads
 from baton.protocol.messages import Gone, Message, Released, Renew, Renewed, Stranger
@@ -131,9 +132,9 @@ class PullConsumer:
 
     def abort(self, claim: int, now: float) -> list[ConsumerEffect]:
         fetch = self._fetches.get(claim)
-        return [] if fetch is None else self._fail(fetch, "aborted")
+        return [] if fetch is None else self._fail(fetch, FailureReason(FailureCode.ABORTED))
 
-    def peer_lost(self, address: Address, reason: str, now: float) -> list[ConsumerEffect]:
+    def peer_lost(self, address: Address, reason: FailureReason, now: float) -> list[ConsumerEffect]:
         """Fails whatever is fetched from it. Nothing is sent there: see Stranger in docs/protocol.md."""
         lost = [fetch for fetch in self._fetches.values() if fetch.producer == address]
         return [effect for fetch in lost for effect in self._fail(fetch, reason, tell=False)]
@@ -156,9 +157,9 @@ class PullConsumer:
                 return self._settle(fetch)
             case Gone(loan_id, claim):
                 fetch = self._of(sender, loan_id, claim)
-                return [] if fetch is None else self._fail(fetch, "the producer no longer holds the blocks")
+                return [] if fetch is None else self._fail(fetch, FailureReason(FailureCode.LEASE_EXPIRED))
             case Stranger(about):
-                return self.peer_lost(about, "the producer has restarted or is gone", now)
+                return self.peer_lost(about, FailureReason(FailureCode.GONE), now)
             case _:
                 return []  # Not for a borrower.
 
@@ -257,9 +258,10 @@ class PullConsumer:
     def _is_proved(self, fetch: _Fetch, completed_at: float) -> bool:
         return completed_at < fetch.held_until
 
-    def _overdue(self, fetch: _Fetch, now: float) -> str:
+    def _overdue(self, fetch: _Fetch, now: float) -> FailureReason:
         if now < fetch.give_up_at:
-            return f"the producer has not answered for {self._timers.silence_s:g} s"
+            text = f"the producer has not answered for {self._timers.silence_s:g} s"
+            return FailureReason(FailureCode.SILENT, text)
         if fetch.early:
             waited_for = "reads of an older run"
         elif fetch.reading is None:
@@ -268,9 +270,10 @@ class PullConsumer:
             waited_for = f"{len(fetch.reading)} reads"
         else:
             waited_for = "an answer of the producer"
-        return f"deadline of {self._timers.deadline_s:g} s passed, waiting for {waited_for}"
+        text = f"deadline of {self._timers.deadline_s:g} s passed, waiting for {waited_for}"
+        return FailureReason(FailureCode.DEADLINE, text)
 
-    def _fail(self, fetch: _Fetch, reason: str, *, tell: bool = True) -> list[ConsumerEffect]:
+    def _fail(self, fetch: _Fetch, reason: FailureReason, *, tell: bool = True) -> list[ConsumerEffect]:
         if fetch.draining:
             return []
         fetch.draining = True
@@ -290,6 +293,6 @@ class PullConsumer:
         del self._in_use[fetch.producer, fetch.loan_id]
 
 
-def read_failed(pair: Pair, error: str) -> str:
+def read_failed(pair: Pair, error: str) -> FailureReason:
     ranks = f"rank {pair.producer_rank} to rank {pair.consumer_rank}"
-    return f"read failed, {ranks}: {error or 'no reason given'}"
+    return FailureReason(FailureCode.READ_FAILED, f"read failed, {ranks}: {error or 'no reason given'}")

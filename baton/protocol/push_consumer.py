@@ -25,6 +25,7 @@ is known to one of the two machines at a time; what is said of a claim may be sa
 """
 
 from baton.core.ids import Address, Pair, PromptHash, TransferId
+from baton.core.reasons import FailureCode, FailureReason
 from baton.core.timers import Timers
 from baton.protocol.effects import (
     CancelReads,
@@ -129,8 +130,8 @@ class PushConsumer:
         stream = self._streams.get(claim)
         if stream is None or stream.draining or stream.finished is None:
             return []  # Failed meanwhile.
-        if wrong := self._mismatch(stream, ticket):
-            return self._fail(stream, wrong)
+        if (wrong := self._mismatch(stream, ticket)) is not None:
+            return self._fail(stream, FailureReason(wrong))
         reserved = self._pull.reserve(
             ticket.loan_id,
             stream.producer,
@@ -141,11 +142,11 @@ class PushConsumer:
             is_void=stream.is_clearing,
         )
         if reserved is None:
-            return self._fail(stream, "its loan is in use here")
+            return self._fail(stream, FailureReason(FailureCode.LOAN_IN_USE))
         self._forget(stream)
         return [*reserved[1], self._withdraw(stream), Lent(claim, ticket, stream.unread(self._num_layers))]
 
-    def refuse(self, claim: int, reason: str, now: float) -> list[StreamEffect]:
+    def refuse(self, claim: int, reason: FailureReason, now: float) -> list[StreamEffect]:
         """The ticket of `OpenTicket` is not believed."""
         stream = self._streams.get(claim)
         return [] if stream is None else self._fail(stream, reason)
@@ -163,9 +164,9 @@ class PushConsumer:
 
     def abort(self, claim: int, now: float) -> list[StreamEffect]:
         stream = self._streams.get(claim)
-        return [] if stream is None else self._fail(stream, "aborted")
+        return [] if stream is None else self._fail(stream, FailureReason(FailureCode.ABORTED))
 
-    def peer_lost(self, address: Address, reason: str, now: float) -> list[StreamEffect]:
+    def peer_lost(self, address: Address, reason: FailureReason, now: float) -> list[StreamEffect]:
         """Fails whatever is wanted from it. Nothing is sent there: see Stranger in docs/protocol.md."""
         lost = [stream for stream in self._streams.values() if stream.producer == address]
         return [effect for stream in lost for effect in self._fail(stream, reason, tell=False)]
@@ -177,7 +178,7 @@ class PushConsumer:
             case Stranger(about) if about.is_named_only:
                 return self._found(about, sender, now)
             case Stranger(about):
-                return self.peer_lost(about, "the producer has restarted or is gone", now)
+                return self.peer_lost(about, FailureReason(FailureCode.GONE), now)
             case Working() | Announced() | Finished() | Failed():
                 stream = self._of(sender, message.transfer_id, message.number)
                 if stream is None or stream.draining:
@@ -226,10 +227,10 @@ class PushConsumer:
         effects: list[StreamEffect] = []
         for stream in seeking:
             if producer.engine_id != name.engine_id or producer.is_named_only:
-                reason = f"the producer is another, {producer.engine_id!r} and not {name.engine_id!r}"
-                effects += self._fail(stream, reason)
+                text = f"the producer is another, {producer.engine_id!r} and not {name.engine_id!r}"
+                effects += self._fail(stream, FailureReason(FailureCode.OTHER_ENGINE, text))
             elif (producer, stream.transfer_id) in self._in_use:
-                effects += self._fail(stream, "its transfer is in use here")
+                effects += self._fail(stream, FailureReason(FailureCode.TRANSFER_IN_USE))
             else:
                 del self._in_use[name, stream.transfer_id]
                 self._in_use[producer, stream.transfer_id] = stream.claim
@@ -252,8 +253,8 @@ class PushConsumer:
             return []  # The ticket is being opened; nothing that can still come changes it.
         match message:
             case Failed():
-                reason = f"the producer gave up: {message.reason or 'no reason given'}"
-                return self._fail(stream, reason, tell=False)
+                text = f"the producer gave up: {message.reason or 'no reason given'}"
+                return self._fail(stream, FailureReason(FailureCode.PREFILL_FAILED, text), tell=False)
             case Announced():
                 if not stream.is_news(message):
                     return []
@@ -304,7 +305,7 @@ class PushConsumer:
         prompt, needed = stream.prompt, stream.needed(latest)
         assert needed is not None, "dropped before"
         if not stream.goes_on_in(needed):
-            return self._fail(stream, "the producer announced other blocks than before")
+            return self._fail(stream, FailureReason(FailureCode.BLOCKS_CHANGED))
         read = stream.front or Front(stream.first_token)
         ready = front_of(latest).between(stream.first_token, stream.num_tokens)
         parts = prompt.cut(parts_between(read, ready, self._num_layers))
@@ -314,27 +315,29 @@ class PushConsumer:
         stream.reading.update(pairs)
         return [ReadEarly(stream.claim, pairs, part, prompt.table_of(part, needed)) for part in parts]
 
-    def _mismatch(self, stream: PushStream, ticket: Ticket) -> str:
+    def _mismatch(self, stream: PushStream, ticket: Ticket) -> FailureCode | None:
         """A ticket may be true and still be for somebody else."""
         if ticket.producer != stream.producer or ticket.transfer_id != stream.transfer_id:
-            return "the ticket is of another transfer"
+            return FailureCode.OTHER_TRANSFER
         if (ticket.prompt_hash, ticket.num_tokens) != (stream.prompt_hash, stream.num_tokens):
-            return "the ticket is for another prompt"
+            return FailureCode.OTHER_PROMPT
         if not stream.is_lent_by(ticket):
-            return "the ticket is for other blocks than were announced"
-        return ""
+            return FailureCode.OTHER_BLOCKS
+        return None
 
     def _fails_at(self, stream: PushStream) -> float:
         if stream.finished is not None:
             return stream.give_up_at
         return min(stream.give_up_at, stream.heard_at + self._timers.silence_s)
 
-    def _overdue(self, stream: PushStream, now: float) -> str:
+    def _overdue(self, stream: PushStream, now: float) -> FailureReason:
         if now >= stream.give_up_at:
-            return f"deadline of {self._timers.deadline_s:g} s passed, waiting for the prefill"
-        return f"the producer has said nothing for {self._timers.silence_s:g} s"
+            text = f"deadline of {self._timers.deadline_s:g} s passed, waiting for the prefill"
+            return FailureReason(FailureCode.DEADLINE, text)
+        text = f"the producer has said nothing for {self._timers.silence_s:g} s"
+        return FailureReason(FailureCode.STREAM_SILENT, text)
 
-    def _fail(self, stream: PushStream, reason: str, *, tell: bool = True) -> list[StreamEffect]:
+    def _fail(self, stream: PushStream, reason: FailureReason, *, tell: bool = True) -> list[StreamEffect]:
         if stream.draining:
             return []
         stream.draining = True

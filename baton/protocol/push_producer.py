@@ -34,7 +34,6 @@ from baton.protocol.messages import (
 )
 
 NEVER = float("inf")
-WITHDRAWN = "it was withdrawn"
 WANTS_MAX = 4096  # Held at once; a peer that asks for more hears Failed.
 WANTS_PER_CONSUMER_MAX = 1024  # So that one that asks for everything leaves room for others.
 
@@ -68,7 +67,8 @@ class _Want:
     num_tokens: int
     asked_at: float  # First.
     heard_at: float  # Last.
-    over: str = ""  # Why; it is remembered to be answered alike.
+    over: str | None = None  # Why, in words for the consumer; it is remembered to be answered alike.
+    is_withdrawn: bool = False
 
 
 class PushProducer:
@@ -138,7 +138,7 @@ class PushProducer:
     def is_forsaken(self, transfer_id: TransferId) -> bool:
         """Whoever waited for this prefill has withdrawn, and nobody else has come since."""
         want = self._wants.get(transfer_id)
-        return want is not None and want.over == WITHDRAWN
+        return want is not None and want.is_withdrawn
 
     # --- Messages and time ------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class PushProducer:
             return []
         sends: list[Send] = []
         for transfer_id, want in [entry for entry in self._wants.items() if now >= self._want_ends(*entry)]:
-            if want.over or transfer_id in self._prefills:
+            if want.over is not None or transfer_id in self._prefills:
                 self._forget_want(transfer_id)
                 continue
             want.heard_at = now  # To answer those alike that are under way.
@@ -219,13 +219,13 @@ class PushProducer:
     def _is_superseded(self, want: _Want, sender: Address, number: int) -> bool:
         if want.consumer == sender:
             return number > want.number  # A consumer waits for a transfer once at a time.
-        return bool(want.over)
+        return want.over is not None
 
     def _withdrawn(self, sender: Address, transfer_id: TransferId, number: int) -> None:
         want = self._wants.get(transfer_id)
         if want is None or (want.consumer, want.number) != (sender, number):
             return
-        want.over = WITHDRAWN
+        want.over, want.is_withdrawn = "it was withdrawn", True
         prefill = self._prefills.get(transfer_id)
         if prefill is not None and prefill.ended_at < NEVER:
             del self._prefills[transfer_id]  # Nobody else may have it; the loan lives on without.
@@ -233,11 +233,11 @@ class PushProducer:
     def _tell(self, transfer_id: TransferId, now: float) -> list[Send]:
         """Whoever waits hears what has changed."""
         want = self._wants.get(transfer_id)
-        return [] if want is None or want.over else [self._answer(transfer_id, want, now)]
+        return [] if want is None or want.over is not None else [self._answer(transfer_id, want, now)]
 
     def _answer(self, transfer_id: TransferId, want: _Want, now: float) -> Send:
         prefill = self._prefills.get(transfer_id)
-        if want.over:
+        if want.over is not None:
             return self._failed(transfer_id, want, want.over)
         if prefill is None:
             return Send(want.consumer, Working(transfer_id, want.number))
@@ -259,7 +259,7 @@ class PushProducer:
         return (prefill.prompt_hash, prefill.num_tokens) == (want.prompt_hash, want.num_tokens)
 
     def _want_ends(self, transfer_id: TransferId, want: _Want) -> float:
-        if want.over or transfer_id in self._prefills:
+        if want.over is not None or transfer_id in self._prefills:
             return want.heard_at + self._timers.hold_s
         return want.asked_at + self._timers.hold_s  # However often it asks: no prefill is coming.
 

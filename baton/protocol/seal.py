@@ -13,25 +13,13 @@ import base64
 import binascii
 import hmac
 from collections.abc import Callable
-from enum import StrEnum
 from typing import Generic, NoReturn, Protocol, TypeVar
 
 import msgspec
 
 from baton.core.errors import BadTransferParams
+from baton.core.reasons import Fault
 from baton.core.transfer_params import FIELD
-
-
-class Fault(StrEnum):
-    """Why a paper was refused; also a metrics label."""
-
-    SIZE = "size"
-    SCHEMA = "schema"
-    VERSION = "version"
-    SIGNATURE = "signature"
-    MODEL = "model"
-    LAYOUT = "layout"
-    PROMPT = "prompt"
 
 
 class BadPaper(BadTransferParams):
@@ -40,8 +28,7 @@ class BadPaper(BadTransferParams):
     key = ""  # Its name in kv_transfer_params.
 
     def __init__(self, reason: Fault, message: str) -> None:
-        super().__init__(message, field=f"{FIELD}.{self.key}")
-        self.reason = reason
+        super().__init__(message, field=f"{FIELD}.{self.key}", reason=reason)
 
 
 class _Head(msgspec.Struct, array_like=True):

@@ -16,6 +16,7 @@ import msgspec
 from baton.core.ids import Address, BlockId, LoanId, PromptHash, RequestId, TransferId
 from baton.core.layout import ModelFingerprint, differences
 from baton.core.prefilled import PrefilledTokens
+from baton.core.reasons import Fault
 from baton.core.transfer_params import (
     FIELD,
     MAX_BLOCK_ID,
@@ -24,14 +25,12 @@ from baton.core.transfer_params import (
     MAX_TRANSFER_ID_CHARS,
 )
 from baton.protocol.messages import PROMPT_HASH_BYTES, PUBLIC_KEY_BYTES, U64_MAX
-from baton.protocol.seal import BadPaper, Fault, Seal, check_range
+from baton.protocol.seal import BadPaper, Seal, check_range
 
 TICKET_VERSION = 4
 TICKET_FIELD = f"{FIELD}.baton_ticket"
 MAX_URL_CHARS = 512
 MAX_TP_SIZE = 4096
-
-TicketFault = Fault
 
 
 class BadTicket(BadPaper):
@@ -126,20 +125,18 @@ def check_ticket(
     `block_tokens` are ours; given, they have to be equal. `converts_dtype`: whether we read other dtypes.
     """
     if different := differences(fingerprint, ticket.fingerprint, converts_dtype=converts_dtype):
-        raise BadTicket(TicketFault.MODEL, f"is for another model ({'; '.join(different)})")
+        raise BadTicket(Fault.MODEL, f"is for another model ({'; '.join(different)})")
     heads = ticket.fingerprint.num_kv_heads
     if heads % ticket.tp_size and ticket.tp_size % heads:
-        raise BadTicket(
-            TicketFault.LAYOUT, f"names {ticket.tp_size} ranks, which cannot share {heads} KV heads"
-        )
+        raise BadTicket(Fault.LAYOUT, f"names {ticket.tp_size} ranks, which cannot share {heads} KV heads")
     if block_tokens is not None and block_tokens != ticket.block_tokens:
         raise BadTicket(
-            TicketFault.LAYOUT, f"has blocks of {ticket.block_tokens} tokens, this engine of {block_tokens}"
+            Fault.LAYOUT, f"has blocks of {ticket.block_tokens} tokens, this engine of {block_tokens}"
         )
     if ticket.num_tokens > num_prompt_tokens:
         raise BadTicket(
-            TicketFault.PROMPT,
+            Fault.PROMPT,
             f"is for another prompt: it covers {ticket.num_tokens} tokens, this one has {num_prompt_tokens}",
         )
     if prompt_hash_of(ticket.num_tokens) != ticket.prompt_hash:
-        raise BadTicket(TicketFault.PROMPT, "is for another prompt; send the one that was prefilled")
+        raise BadTicket(Fault.PROMPT, "is for another prompt; send the one that was prefilled")

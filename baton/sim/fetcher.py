@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from baton.core.ids import NO_EPOCH, Address, BlockId, EngineId, Pair, TransferId
 from baton.core.kv_groups import NULL_BLOCK_ID, one_group
+from baton.core.reasons import FailureCode, FailureReason
 from baton.protocol.effects import Effect, Part, ReadEarly, Send, StreamEffect
 from baton.protocol.grouped_prompt import ONE_TABLE, GroupedPrompt, Passages
 from baton.protocol.introduction import BadIntroduction, check_introduction, open_introduction
@@ -271,7 +272,7 @@ class Fetcher:
             prompt_hash_of = partial(hash_of_prompt, landing.prompt)
             engine.cluster.parts.verify(ticket, FINGERPRINT, prompt_hash_of, landing.num_tokens)
         except BadTicket as error:
-            return engine.streams.refuse(claim, str(error), now)
+            return engine.streams.refuse(claim, FailureReason(FailureCode.TICKET_REFUSED, str(error)), now)
         return engine.streams.accept(claim, ticket, now)
 
     def lent(
@@ -339,12 +340,12 @@ class Fetcher:
             del self.landings[landing.claim]
             self._free_blocks(landing)
 
-    def failed(self, claim: int, reason: str) -> None:
+    def failed(self, claim: int, reason: FailureReason) -> None:
         landing = self.landings[claim]
         bounded.check_failure(self._engine, landing)
         contained.check_failure(self._engine, landing, reason)
         landing.failed_at = self._world.now
-        self._world.count(f"failed: {reason.split(':')[0].split(' of ')[0]}")
+        self._world.count(f"failed: {reason.code}")
         landing.on_end(False)
 
     def free_target(self, claim: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from baton.core.ids import Address, BlockId, LoanId, Pair, PromptHash, TransferId
 from baton.core.kv_groups import NULL_BLOCK_ID
 from baton.core.layout import ModelFingerprint, RankLayout
+from baton.core.reasons import FailureCode, Fault
 from baton.core.timers import Timers
 from baton.protocol.effects import ConsumerEffect, FreeTarget, ProducerEffect, ReadEarly, Send, StreamEffect
 from baton.protocol.grouped_prompt import Passages, plan_passages
@@ -21,7 +22,7 @@ from baton.protocol.pull_producer import PullProducer, _Loan
 from baton.protocol.push_consumer import PushConsumer
 from baton.protocol.push_producer import PushProducer, _Prefill, _Want
 from baton.protocol.push_stream import PushStream
-from baton.protocol.ticket import BadTicket, Ticket, TicketFault
+from baton.protocol.ticket import BadTicket, Ticket
 from baton.sim.connection import Checks
 from baton.sim.parts import Parts, verify
 
@@ -157,7 +158,7 @@ class AnyRun(PushConsumer):
         stream.blocks = ()  # Or other blocks would give it away.
         return super()._order(stream, latest, pairs)
 
-    def _mismatch(self, stream: PushStream, ticket: Ticket) -> str:
+    def _mismatch(self, stream: PushStream, ticket: Ticket) -> FailureCode | None:
         stream.blocks = ()
         return super()._mismatch(stream, ticket)
 
@@ -195,8 +196,8 @@ class NoEarlyDrain(PushConsumer):
 class AnyTicket(PushConsumer):
     """Does not look at what the ticket of its stream is for."""
 
-    def _mismatch(self, stream: PushStream, ticket: Ticket) -> str:
-        return ""
+    def _mismatch(self, stream: PushStream, ticket: Ticket) -> FailureCode | None:
+        return None
 
 
 class NoSilence(PushConsumer):
@@ -274,7 +275,7 @@ class AnyPrefill(PushProducer):
             for prefill in self._prefills.values()
             if prefill.num_tokens == want.num_tokens and prefill.ticket is not None
         ]
-        if want.over or (own is not None and own.ticket is not None) or not others:
+        if want.over is not None or (own is not None and own.ticket is not None) or not others:
             return super()._answer(transfer_id, want, now)
         assert others[0].ticket is not None
         return Send(want.consumer, Finished(transfer_id, want.number, others[0].run, others[0].ticket))
@@ -346,7 +347,7 @@ def verify_all_but_prompt(
     try:
         verify(ticket, fingerprint, prompt_hash_of, num_tokens)
     except BadTicket as error:
-        if error.reason is not TicketFault.PROMPT:
+        if error.reason is not Fault.PROMPT:
             raise
 
 

@@ -38,6 +38,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from baton.contract import KVConnectorMetadata, KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.contract import SupportsHMA as KnowsGroups
 from baton.core.errors import ConfigError
+from baton.core.reasons import FailureCode
 from baton.vllm_plugin import register
 from baton.vllm_plugin.containment import Containment
 from baton.vllm_plugin.groups import in_order, keep_one_token_more
@@ -386,7 +387,8 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         if num_new:
             self._num_contained_counted += num_new
             failures = stats.data["failures"]
-            failures["internal error"] = failures.get("internal error", 0) + num_new
+            label = FailureCode.INTERNAL.value
+            failures[label] = failures.get(label, 0) + num_new
         return stats
 
     def shutdown(self) -> None:

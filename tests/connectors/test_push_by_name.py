@@ -8,6 +8,7 @@ import pytest
 from baton.assemble import make_door
 from baton.connectors.push import PushSettings
 from baton.core.errors import BadTransferParams, ConfigError
+from baton.core.reasons import FailureCode
 from baton.protocol.messages import Stranger, Want
 from tests.connectors.pull_world import BLOCK, engine_config
 from tests.connectors.push_world import PushEngine, PushWorld
@@ -111,9 +112,7 @@ def test_who_cannot_be_found_costs_a_recompute(world: PushWorld, peer: str) -> N
     world.pass_time(11)
     assert d.read_out(request).valid_tokens == 0
     (reason,) = d.counted("failures")
-    assert reason == (
-        "the producer is another" if peer == P_PEER else "the producer has said nothing for 6 s"
-    )
+    assert reason == (FailureCode.OTHER_ENGINE if peer == P_PEER else FailureCode.STREAM_SILENT)
     world.settle()
     world.assert_whole()
 

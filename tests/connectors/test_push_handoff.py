@@ -6,6 +6,7 @@ import pytest
 
 from baton.core.errors import BadTransferParams
 from baton.core.prefilled import PrefilledTokens
+from baton.core.reasons import FailureCode
 from baton.protocol.messages import Announced, Finished, Want, Working
 from tests.connectors.pull_world import BLOCK, Status
 from tests.connectors.push_world import PushEngine, PushWorld, stream_params
@@ -264,7 +265,7 @@ def test_an_aborted_prefill_is_computed_by_d(world: PushWorld) -> None:
     p.end_prefill("r", Status.FINISHED_ABORTED)
     world.settle()
     assert d.outcomes["r"].valid_tokens == 0
-    assert d.counted("failures") == {"the producer gave up": 1}
+    assert d.counted("failures") == {FailureCode.PREFILL_FAILED: 1}
     d.read_out(request)
     world.settle()
     world.assert_whole()

@@ -20,6 +20,7 @@ from baton.contract import (
 )
 from baton.contract.factory import ConnectorFactory
 from baton.core.errors import ConfigError
+from baton.core.reasons import FailureCode
 
 
 def stored(number: int) -> BlockStored:
@@ -75,7 +76,7 @@ def test_a_quorum_of_nobody_is_refused() -> None:
 def some_stats() -> PullStats:
     stats = PullStats()
     stats.add(num_loans=1)
-    stats.add_for("failures", "read failed")
+    stats.count_failure(FailureCode.READ_FAILED)
     stats.record_transfer(
         {
             "producer": "p",

@@ -44,6 +44,7 @@ from baton.core.ids import (
     TransferId,
 )
 from baton.core.layout import ModelFingerprint
+from baton.core.reasons import FailureCode, FailureReason
 from baton.core.timers import Timers
 from baton.protocol.effects import (
     CancelReads,
@@ -252,7 +253,8 @@ class Story:
                 self._react(name, d.streams.accept(int(claim), self.tickets[text], self._clock(d)))
             case ["refuse", name, claim]:
                 d = self.nodes[name]
-                self._react(name, d.streams.refuse(int(claim), "a wrong signature", self._clock(d)))
+                reason = FailureReason(FailureCode.TICKET_REFUSED, "a wrong signature")
+                self._react(name, d.streams.refuse(int(claim), reason, self._clock(d)))
             case _:
                 raise ValueError(f"no such verb: {' '.join(words)}")
 

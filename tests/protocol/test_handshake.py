@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from baton.core.errors import PeerError
 from baton.core.ids import Address, EngineId, Epoch, LoanId
 from baton.core.layout import LayerLayout, ModelFingerprint, RankLayout, Region
+from baton.core.reasons import FailureCode, FailureReason
 from baton.core.timers import Timers
 from baton.protocol.effects import PeerEffect, PeerLost, PeerReady, Send
 from baton.protocol.handshake import (
@@ -75,7 +76,7 @@ def ready(peers: PeerTable, address: Address, now: float = 0.0) -> None:
     assert isinstance(effect, PeerReady)
 
 
-def lost(effects: list[PeerEffect]) -> str:
+def lost(effects: list[PeerEffect]) -> FailureReason:
     [effect] = effects
     assert isinstance(effect, PeerLost)
     return effect.reason
@@ -163,7 +164,7 @@ def test_the_payload_of_an_incompatible_peer_is_not_even_decoded() -> None:
     peers.want(P, 0.0)
     other = msgspec.structs.replace(MODEL, revision="x")
     reason = lost(peers.receive(P, Welcome(PROTOCOL_VERSION, other, b"not ours to read"), 0.0))
-    assert reason == "incompatible: revision: ours 'r', theirs 'x'"
+    assert reason == FailureReason(FailureCode.INCOMPATIBLE, "incompatible: revision: ours 'r', theirs 'x'")
 
 
 # --- The table ------------------------------------------------------------------------------------
@@ -188,7 +189,7 @@ def test_a_lost_hello_is_repeated_and_then_given_up() -> None:
         effects = peers.wake(peers.next_deadline)
         num_hellos += sum(isinstance(effect, Send) for effect in effects)
     assert num_hellos == HELLOS_MAX
-    assert lost(effects) == f"no answer to {HELLOS_MAX} hellos"
+    assert lost(effects).code is FailureCode.NO_ANSWER
 
 
 def test_failures_are_answered_from_memory_for_one_second_then_two_up_to_a_minute() -> None:
@@ -212,15 +213,16 @@ def test_a_success_ends_the_doubling() -> None:
     peers.want(P, 0.0)
     peers.receive(P, Refused(()), 0.0)
     ready(peers, P, 1.0)
-    assert lost(peers.receive(P, Stranger(P), 2.0)) == "restarted or gone: somebody else answers there"
+    assert lost(peers.receive(P, Stranger(P), 2.0)).code is FailureCode.GONE
     assert peers.want(P, 2.0) == [Send(P, make_hello(D, MODEL))]
 
 
 def test_an_unsound_welcome_rests_the_peer() -> None:
     peers = table()
     peers.want(P, 0.0)
-    assert "malformed rank cards" in lost(peers.receive(P, Welcome(PROTOCOL_VERSION, MODEL, b"\x91"), 0.0))
-    assert "malformed rank cards" in lost(peers.want(P, 0.5))
+    reason = lost(peers.receive(P, Welcome(PROTOCOL_VERSION, MODEL, b"\x91"), 0.0))
+    assert reason.code is FailureCode.BAD_RANK_CARDS
+    assert lost(peers.want(P, 0.5)) == reason, "answered from memory"
 
 
 def test_nobody_grows_the_table_by_talking_to_us() -> None:
@@ -252,7 +254,7 @@ def test_an_idle_peer_is_forgotten_and_a_used_one_is_not() -> None:
     ready(peers, P)
     ready(peers, used)
     peers.want(used, 500.0)
-    assert peers.wake(600.0) == [PeerLost(P, "not used for long")]
+    assert peers.wake(600.0) == [PeerLost(P, FailureReason(FailureCode.PEER_IDLE))]
     assert peers.num_open == 1
     assert peers.next_deadline == 1100.0
 
@@ -264,7 +266,7 @@ def test_a_full_table_gives_up_who_rests_and_then_who_has_waited_longest() -> No
     peers.want(second, 1.0)
     peers.receive(second, Refused(()), 1.0)
     assert not any(isinstance(effect, PeerLost) for effect in peers.want(third, 2.0))
-    assert peers.want(fourth, 3.0)[0] == PeerLost(first, "crowded out by other peers")
+    assert peers.want(fourth, 3.0)[0] == PeerLost(first, FailureReason(FailureCode.PEERS_MAX))
     assert peers.num_open == 2
 
 

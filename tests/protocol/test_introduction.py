@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.layout import ModelFingerprint
+from baton.core.reasons import Fault
 from baton.core.transfer_params import MAX_INTRODUCTION_CHARS
 from baton.protocol.introduction import (
     BadIntroduction,
@@ -16,7 +17,6 @@ from baton.protocol.introduction import (
     open_introduction,
     sign_introduction,
 )
-from baton.protocol.seal import Fault
 from baton.protocol.ticket import BadTicket, open_ticket
 
 KEY = b"k" * 32

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.ids import Address, EngineId, Epoch, LoanId, Pair
+from baton.core.reasons import FailureCode, FailureReason
 from baton.core.timers import Timers
 from baton.protocol.effects import Deliver, Fail, FreeLoan, FreeTarget, Send
 from baton.protocol.messages import Gone, Message, Released, Renew, Renewed, Stranger
@@ -15,6 +16,7 @@ T = Timers()
 P, D, E = (Address(EngineId(name), Epoch(5)) for name in "PDE")
 PAIR = Pair(0, 0)
 LOAN = LoanId(Epoch(5), 1)
+GONE = FailureReason(FailureCode.GONE)
 
 
 def said(effects: object) -> list[Message]:
@@ -179,14 +181,14 @@ def test_every_claim_ends_once_and_its_blocks_come_back_once() -> None:
     for effects in (
         consumer.abort(claim, 1.0),
         consumer.receive(P, Gone(LOAN, claim), 1.0),
-        consumer.peer_lost(P, "gone", 1.0),
+        consumer.peer_lost(P, GONE, 1.0),
         consumer.wake(T.deadline_s),
         consumer.read_ended(claim, PAIR, False, 121.0),
         consumer.read_ended(claim, PAIR, True, 121.0),
         consumer.abort(claim, 122.0),
     ):
         ends += [effect for effect in effects if isinstance(effect, Fail | Deliver | FreeTarget)]
-    assert ends == [Fail(claim, "aborted"), FreeTarget(claim)]
+    assert ends == [Fail(claim, FailureReason(FailureCode.ABORTED)), FreeTarget(claim)]
     assert (consumer.num_open, consumer.next_deadline) == (0, NEVER)
 
 
@@ -201,7 +203,7 @@ def test_a_lost_peer_takes_only_its_own_fetches_along() -> None:
     consumer = PullConsumer(T)
     claim = fetching(consumer)
     fetching(consumer, LOAN, E)  # Another lender may use the same number.
-    assert [e.claim for e in consumer.peer_lost(P, "gone", 0.0) if isinstance(e, Fail)] == [claim]
+    assert [e.claim for e in consumer.peer_lost(P, GONE, 0.0) if isinstance(e, Fail)] == [claim]
 
 
 @given(

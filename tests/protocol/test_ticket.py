@@ -12,12 +12,12 @@ from baton.core.errors import UserError
 from baton.core.ids import Address, BlockId, EngineId, Epoch, LoanId, PromptHash, RequestId, TransferId
 from baton.core.layout import ModelFingerprint
 from baton.core.prefilled import PrefilledLogprob, PrefilledLogprobs, PrefilledTokens
+from baton.core.reasons import Fault
 from baton.core.transfer_params import MAX_TICKET_CHARS
 from baton.protocol.ticket import (
     TICKET_VERSION,
     BadTicket,
     Ticket,
-    TicketFault,
     check_ticket,
     open_ticket,
     sign_ticket,
@@ -48,7 +48,7 @@ def ticket(**changes: Any) -> Ticket:
     return Ticket(**{**fields, **changes})
 
 
-def fault_of(text: str, key: bytes | None = KEY) -> TicketFault:
+def fault_of(text: str, key: bytes | None = KEY) -> Fault:
     with pytest.raises(BadTicket) as caught:
         open_ticket(text, key)
     assert caught.value.field == "kv_transfer_params.baton_ticket"
@@ -82,7 +82,7 @@ def test_a_ticket_says_nothing_of_time() -> None:
 def test_another_secret_or_none_is_a_wrong_signature(
     signed_with: bytes | None, opened_with: bytes | None
 ) -> None:
-    assert fault_of(sign_ticket(ticket(), signed_with), opened_with) is TicketFault.SIGNATURE
+    assert fault_of(sign_ticket(ticket(), signed_with), opened_with) is Fault.SIGNATURE
 
 
 @given(st.data())
@@ -93,7 +93,7 @@ def test_no_altered_ticket_is_believed(data: st.DataObject) -> None:
     altered = text[:at] + data.draw(st.sampled_from(letters)) + text[at + 1 :]
     if altered == text:
         return
-    assert fault_of(altered) in (TicketFault.SCHEMA, TicketFault.VERSION, TicketFault.SIGNATURE)
+    assert fault_of(altered) in (Fault.SCHEMA, Fault.VERSION, Fault.SIGNATURE)
 
 
 @given(
@@ -109,16 +109,14 @@ def test_a_garbage_body_is_a_bad_ticket(body: bytes) -> None:
 
 
 def test_size_then_schema_then_version_then_signature() -> None:
-    assert fault_of("") is TicketFault.SIZE
-    assert fault_of("A" * (MAX_TICKET_CHARS + 1)) is TicketFault.SIZE
-    assert fault_of("not base64 !") is TicketFault.SCHEMA
-    assert fault_of("täglich") is TicketFault.SCHEMA
-    assert fault_of(sealed(b"\xc0")) is TicketFault.SCHEMA
-    assert (
-        fault_of(sealed(msgspec.msgpack.encode([TICKET_VERSION + 1, "of the future"]))) is TicketFault.VERSION
-    )
-    assert fault_of(sealed(msgspec.msgpack.encode([TICKET_VERSION, "too short"]))) is TicketFault.SCHEMA
-    assert fault_of(sealed(msgspec.msgpack.encode(ticket()))) is TicketFault.SIGNATURE
+    assert fault_of("") is Fault.SIZE
+    assert fault_of("A" * (MAX_TICKET_CHARS + 1)) is Fault.SIZE
+    assert fault_of("not base64 !") is Fault.SCHEMA
+    assert fault_of("täglich") is Fault.SCHEMA
+    assert fault_of(sealed(b"\xc0")) is Fault.SCHEMA
+    assert fault_of(sealed(msgspec.msgpack.encode([TICKET_VERSION + 1, "of the future"]))) is Fault.VERSION
+    assert fault_of(sealed(msgspec.msgpack.encode([TICKET_VERSION, "too short"]))) is Fault.SCHEMA
+    assert fault_of(sealed(msgspec.msgpack.encode(ticket()))) is Fault.SIGNATURE
 
 
 @pytest.mark.parametrize(
@@ -167,7 +165,7 @@ def test_the_right_ticket_for_a_longer_prompt_is_good() -> None:
 def test_another_model_is_named_field_by_field() -> None:
     other = msgspec.structs.replace(MODEL, dtype="uint8", num_layers=3)
     error = refused(fingerprint=other)
-    assert error.reason is TicketFault.MODEL
+    assert error.reason is Fault.MODEL
     assert "dtype: ours 'uint8', theirs 'bfloat16'" in str(error)
     assert "num_layers: ours 3, theirs 2" in str(error)
 
@@ -176,14 +174,14 @@ def test_another_layout_is_refused_before_the_prompt_is_hashed() -> None:
     def never(n: int) -> PromptHash:
         raise AssertionError(n)
 
-    assert refused(block_tokens=32, prompt_hash_of=never).reason is TicketFault.LAYOUT
-    assert refused({"tp_size": 3}, prompt_hash_of=never).reason is TicketFault.LAYOUT
-    assert refused(num_prompt_tokens=19, prompt_hash_of=never).reason is TicketFault.PROMPT
+    assert refused(block_tokens=32, prompt_hash_of=never).reason is Fault.LAYOUT
+    assert refused({"tp_size": 3}, prompt_hash_of=never).reason is Fault.LAYOUT
+    assert refused(num_prompt_tokens=19, prompt_hash_of=never).reason is Fault.PROMPT
 
 
 def test_another_prompt_is_refused() -> None:
     error = refused(prompt_hash_of=lambda n: PromptHash(bytes(32)))
-    assert error.reason is TicketFault.PROMPT
+    assert error.reason is Fault.PROMPT
     assert isinstance(error, UserError)
 
 
@@ -193,7 +191,7 @@ def test_while_a_secret_is_replaced_tickets_of_both_are_believed() -> None:
         assert open_ticket(sign_ticket(ticket(), signer), new, old) == ticket()
     with pytest.raises(BadTicket) as refused:
         open_ticket(sign_ticket(ticket(), KEY), new, old)
-    assert refused.value.reason is TicketFault.SIGNATURE
+    assert refused.value.reason is Fault.SIGNATURE
 
 
 def test_another_version_is_named_with_ours_before_the_signature_is_looked_at() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from baton.core.ids import Address, LoanId, Pair, PromptHash, TransferId
 from baton.core.layout import ModelFingerprint
+from baton.core.reasons import FailureReason
 from baton.core.timers import Timers
 from baton.protocol.effects import Effect, PeerLost, Send, StreamEffect
 from baton.protocol.grouped_prompt import ONE_TABLE, Passages
@@ -147,7 +148,7 @@ class PullAgent:
     def accept(self, claim: int, ticket: Ticket, now: float) -> None:
         self._carry_out(self._streams.accept(claim, ticket, now), now)
 
-    def refuse(self, claim: int, reason: str, now: float) -> None:
+    def refuse(self, claim: int, reason: FailureReason, now: float) -> None:
         self._carry_out(self._streams.refuse(claim, reason, now), now)
 
     def start(self, claim: int, pairs: tuple[Pair, ...], now: float) -> None:
@@ -161,7 +162,7 @@ class PullAgent:
         for machine in (self._streams, self._consumer):
             self._carry_out(machine.abort(claim, now), now)
 
-    def lose(self, peer: Address, reason: str, now: float) -> None:
+    def lose(self, peer: Address, reason: FailureReason, now: float) -> None:
         """Fail whatever is fetched from it: it cannot be used, for a reason that only we know."""
         for machine in (self._streams, self._consumer):
             self._carry_out(machine.peer_lost(peer, reason, now), now)

@@ -36,6 +36,7 @@ from baton.core.errors import BadTransferParams
 from baton.core.ids import Address, TransferId
 from baton.core.layout import RankLayout
 from baton.core.prefilled import PrefilledTokens
+from baton.core.reasons import FailureReason, Fault
 from baton.core.transfer_params import FIELD
 from baton.protocol.effects import (
     CancelReads,
@@ -53,13 +54,6 @@ from baton.protocol.effects import (
 from baton.protocol.ticket import TICKET_FIELD, Ticket
 
 logger = logging.getLogger(__name__)
-
-
-class _InUse(BadTransferParams):
-    reason = "in use"
-
-    def __init__(self, field: str) -> None:
-        super().__init__("is in use by another request of this engine; it is good for one", field=field)
 
 
 BorrowerEffect: TypeAlias = (
@@ -300,14 +294,18 @@ class PullBorrower:
             self._agent.greet(producer, now)
 
     def _refuse_in_use(self, request: host.Request, field: str) -> NoReturn:
-        refusal = _InUse(field)
+        refusal = BadTransferParams(
+            "is in use by another request of this engine; it is good for one",
+            field=field,
+            reason=Fault.IN_USE,
+        )
         self.refuse(request.request_id, refusal)
         raise refusal
 
     def refuse(self, request_id: str, error: BadTransferParams) -> None:
         """Nothing is fetched for this request: it is computed here, or the error is its answer."""
         self._incoming[request_id] = IncomingHandoff(request_id, State.REFUSED)
-        self._stats.add_for("refused", str(getattr(error, "reason", "params")))
+        self._stats.count_refusal(error.reason)
         logger.warning("refused the transfer of request %s: %s", request_id, error)
 
     def _release_unused(self, incoming: IncomingHandoff, now: float) -> None:
@@ -321,11 +319,10 @@ class PullBorrower:
         self._received.add(incoming.request_id)
         self._stats.record_transfer(record_of(incoming, len(incoming.moved_blocks(self._identity)), now))
 
-    def _fail(self, incoming: IncomingHandoff, reason: str) -> None:
+    def _fail(self, incoming: IncomingHandoff, reason: FailureReason) -> None:
         if incoming.is_unused or incoming.is_finished:
             return  # Our own wish, or the host's.
-        # What stands before the first comma or colon is one of few; the rest is for the log.
-        self._stats.add_for("failures", reason.partition(",")[0].partition(":")[0])
+        self._stats.count_failure(reason.code)
         if incoming.offer is not None and not incoming.offer.producer.is_named_only:
             self._stats.add_for("peer_failures", incoming.offer.producer.engine_id)
         logger.warning("fetch %d of request %s failed: %s", incoming.claim, incoming.request_id, reason)

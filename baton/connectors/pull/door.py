@@ -17,9 +17,10 @@ from baton.core.errors import BadTransferParams
 from baton.core.hashing import extra_key, prompt_hash
 from baton.core.ids import NO_EPOCH, Address, EngineId, PromptHash, TransferId
 from baton.core.kv_groups import KVCacheGroup
+from baton.core.reasons import Fault
 from baton.core.transfer_params import FIELD, Compute, Fetch, Named, Stream, parse_transfer_params
 from baton.protocol.introduction import BadIntroduction, Introduction, check_introduction, open_introduction
-from baton.protocol.seal import BadPaper, Fault
+from baton.protocol.seal import BadPaper
 from baton.protocol.ticket import BadTicket, Ticket, check_ticket, open_ticket
 
 _MAYBE_OTHER_ENGINE = (Fault.VERSION, Fault.SIGNATURE)

@@ -20,6 +20,7 @@ from baton.connectors.pull.read_planner import ReadPlanner
 from baton.core.errors import BadTransferParams
 from baton.core.ids import Pair
 from baton.core.layout import RankLayout
+from baton.core.reasons import FailureCode, FailureReason
 from baton.protocol.grouped_prompt import ONE_TABLE
 from baton.protocol.plan import PlanError
 from baton.protocol.ticket import open_ticket
@@ -46,7 +47,7 @@ class ReadStart:
             ticket = open_ticket(text, self._identity.ticket_key, self._identity.previous_ticket_key)
             check_offer(ticket, request, self._identity)
         except BadTransferParams as error:
-            self._agent.refuse(incoming.claim, str(error), now)
+            self._agent.refuse(incoming.claim, FailureReason(FailureCode.TICKET_REFUSED, str(error)), now)
         else:
             self._agent.accept(incoming.claim, ticket, now)
 
@@ -66,7 +67,7 @@ class ReadStart:
             if ticket is not None:
                 self._planner.check_windows(incoming.passages, ticket)
         except PlanError as error:
-            self._agent.lose(producer, str(error), now)
+            self._agent.lose(producer, FailureReason(FailureCode.LAYOUT_MISMATCH, str(error)), now)
             return
         if ticket is not None:
             incoming.is_started = True
@@ -81,7 +82,8 @@ class ReadStart:
         incoming.reads_early = True
         ours = self._identity.block_tokens
         if incoming.passages != ONE_TABLE and block_tokens != ours:
-            reason = f"blocks of another size, {block_tokens} tokens and not {ours}: groups need the same"
+            text = f"blocks of another size, {block_tokens} tokens and not {ours}: groups need the same"
+            reason = FailureReason(FailureCode.BLOCK_SIZE_MISMATCH, text)
             self._agent.refuse(incoming.claim, reason, now)  # As its ticket would be.
             return
         self._agent.read_early(

@@ -41,6 +41,7 @@ from baton.contract import (
 from baton.core.errors import BadTransferParams
 from baton.core.ids import Address, Epoch
 from baton.core.prefilled import PrefilledTokens
+from baton.core.reasons import FailureCode
 from baton.protocol.effects import FreeLoan, Send
 from baton.protocol.signed_frame import ProcessKey
 from baton.transport.control import ControlChannel
@@ -338,7 +339,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
                     # A fault of ours. The thread has to live, or every lease would lapse; one effect is lost,
                     # and what waits for it ends by its deadline.
                     logger.exception("could not act on what was heard; the engine goes on")
-                    self._stats.add_for("failures", "internal error")
+                    self._stats.count_failure(FailureCode.INTERNAL)
         self._wake_host()
 
     def _wake_host(self) -> None:
@@ -376,7 +377,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
 
     def _contain(self, hook: str, request: host.Request) -> None:
         logger.exception("%s failed for request %s; the engine goes on", hook, request.request_id)
-        self._stats.add_for("failures", "internal error")
+        self._stats.count_failure(FailureCode.INTERNAL)
 
     @property
     def _has_news(self) -> bool:

@@ -8,10 +8,10 @@ transfers               baton:kv_transfer_seconds, baton:kv_transfer_wire_second
                         wire_ms (slowest rank's copies), gb_per_s (on the wire), descriptors, transport
                         by peer (the producer's engine id): baton:kv_peer_transfers_total,
                         baton:kv_peer_bytes_total, baton:kv_peer_wire_seconds_total
-failures {reason: n}    baton:kv_transfer_failures_total      fetches that failed
+failures {reason: n}    baton:kv_transfer_failures_total      fetches that failed, by FailureCode
 peer_failures {peer: n} baton:kv_peer_failures_total          of them, those from a producer that is known
 lost_links {peer: n}    baton:kv_links_lost_total             connections to it that broke
-refused {reason: n}     baton:kv_tickets_refused_total        tickets refused before anything was allocated
+refused {reason: n}     baton:kv_tickets_refused_total        tickets refused, by Fault; nothing is allocated
 num_loans               baton:kv_loans_total                  prompts lent to a consumer
 num_expired_loans       baton:kv_loans_expired_total          loans that nobody released
 num_bad_frames          baton:kv_bad_frames_total             control messages dropped as malformed
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from baton.connectors.counted import Count, CountedPromMetrics, CountedStats, LabelledCount
+from baton.core.reasons import FailureCode, Fault
 
 _SECONDS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0
@@ -49,6 +50,12 @@ class PullStats(CountedStats):
     def reset(self) -> None:
         super().reset()
         self.data["transfers"] = []
+
+    def count_failure(self, code: FailureCode) -> None:
+        self.add_for("failures", code.value)
+
+    def count_refusal(self, fault: Fault) -> None:
+        self.add_for("refused", fault.value)
 
     def record_transfer(self, record: dict[str, Any]) -> None:
         self.data["transfers"].append(record)

@@ -29,6 +29,7 @@ from baton.connectors.push.settings import PushSettings
 from baton.contract import KVConnectorMetadata, KVConnectorOutput, host
 from baton.core.errors import BadTransferParams
 from baton.core.ids import Epoch, TransferId
+from baton.core.reasons import FailureCode
 from baton.protocol.introduction import Introduction, sign_introduction
 
 logger = logging.getLogger(__name__)
@@ -181,6 +182,6 @@ class PushSchedulerHalf(PullSchedulerHalf):
                 yield
             except Exception:  # Here, since loans and leases do not depend on what is streamed.
                 logger.exception("streaming failed; nothing more is told of the prompts that compute now")
-                self._stats.add_for("failures", "internal error")
+                self._stats.count_failure(FailureCode.INTERNAL)
                 self._prefills.fail_all("the producer lost count of what is ready", self._clock())
             self._control.flush()

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from baton.core.errors import PeerError
+from baton.core.reasons import FailureCode, FailureReason
 from baton.protocol.messages import Envelope, decode_envelope
 from baton.sim.checkers.violation import Violation
 
@@ -36,9 +37,9 @@ def decode_or_none(frame: bytes) -> Envelope | None:
         return None
 
 
-def check_failure(engine: "Engine", landing: "Landing", reason: str) -> None:
+def check_failure(engine: "Engine", landing: "Landing", reason: FailureReason) -> None:
     """A member that slanders another does not end the handoffs of the other."""
-    is_gone = "the producer has restarted" in reason
+    is_gone = reason.code is FailureCode.GONE
     if (
         is_gone
         and landing.producer.alive

@@ -11,9 +11,10 @@ from baton.connectors.pull.door import Borrow, read_params
 from baton.connectors.pull.incoming_handoff import IncomingHandoff
 from baton.core.ids import BlockId, Pair
 from baton.core.kv_groups import KVCacheGroup
+from baton.core.reasons import Fault
 from baton.protocol.grouped_prompt import Passages
 from baton.protocol.handshake import RankCard
-from baton.protocol.ticket import BadTicket, Ticket, TicketFault, open_ticket
+from baton.protocol.ticket import BadTicket, Ticket, open_ticket
 from baton.sim.full.engine import Engine
 from baton.sim.full.parts import Parts
 from baton.sim.mutants import OneTable
@@ -95,7 +96,7 @@ def _believe_windows(engine: Engine) -> None:
         try:
             return verify(request)
         except BadTicket as error:
-            if error.reason is not TicketFault.LAYOUT:
+            if error.reason is not Fault.LAYOUT:
                 raise
         borrower._incoming.pop(request.request_id)
         wish = read_params(request.kv_transfer_params, borrower._identity)

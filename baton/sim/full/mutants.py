@@ -17,13 +17,14 @@ from baton.connectors.push.prefills import _Step
 from baton.connectors.push.scheduler import PushSchedulerHalf
 from baton.core.errors import BadTransferParams, PeerError
 from baton.core.ids import Address, TransferId
+from baton.core.reasons import Fault
 from baton.protocol.effects import Send, StreamEffect
 from baton.protocol.messages import decode_envelope
 from baton.protocol.push_consumer import PushConsumer
 from baton.protocol.push_producer import PushProducer
 from baton.protocol.push_stream import PushStream
 from baton.protocol.signed_frame import ForgedFrame, OpenedFrame, ProcessKey
-from baton.protocol.ticket import BadTicket, TicketFault
+from baton.protocol.ticket import BadTicket
 from baton.sim.connection import Checks
 from baton.sim.full.engine import Engine
 from baton.sim.full.group_mutants import EARLY_GROUPS, GROUPS
@@ -51,7 +52,7 @@ def _ignore_prompt(engine: Engine) -> None:
         try:
             return verify(request)
         except BadTicket as error:
-            if error.reason is not TicketFault.PROMPT:
+            if error.reason is not Fault.PROMPT:
                 raise
         borrower._incoming.pop(request.request_id)
         wish = read_params(request.kv_transfer_params, borrower._identity)

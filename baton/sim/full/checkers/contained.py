@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from baton.core.reasons import FailureCode
 from baton.sim.checkers.violation import Violation
 
 if TYPE_CHECKING:
@@ -23,5 +24,5 @@ def check_step(engine: Engine) -> None:
 
 
 def check_reason(reason: str) -> None:
-    if reason == "internal error":
+    if reason == FailureCode.INTERNAL:
         raise Violation("I6", "the connector contained a fault of its own")

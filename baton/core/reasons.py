@@ -1,0 +1,70 @@
+"""Why a handoff does not happen: codes for programs, sentences for people.
+
+    code    of a closed set, chosen by this engine: label of a metric, operand of a comparison
+    text    for the log; may be worded anew at any time, and may hold what a peer has sent
+
+Peers send text only. The code says which message it came with, so no peer can make a label.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Fault(StrEnum):
+    """Why `kv_transfer_params` are refused. The value is a label of `baton:kv_tickets_refused`."""
+
+    SIZE = "size"
+    SCHEMA = "schema"
+    VERSION = "version"
+    SIGNATURE = "signature"
+    MODEL = "model"
+    LAYOUT = "layout"
+    PROMPT = "prompt"
+    IN_USE = "in use"  # Its ticket, or its transfer, by another request of this engine.
+    PARAMS = "params"  # Another field, or this engine's role.
+
+
+class FailureCode(StrEnum):
+    """Why a fetch fails. The value is a label of `baton:kv_transfer_failures`: a published name."""
+
+    READ_FAILED = "read failed"
+    LEASE_EXPIRED = "the producer no longer holds the blocks"
+    DEADLINE = "deadline passed"
+    ABORTED = "aborted"
+    INTERNAL = "internal error"
+    # The producer.
+    NO_ANSWER = "no answer to 5 hellos"
+    GONE = "the producer has restarted or is gone"
+    SILENT = "the producer has not answered"  # To questions about a loan.
+    STREAM_SILENT = "the producer has said nothing"  # About a prefill that it computes.
+    PREFILL_FAILED = "the producer gave up"
+    OTHER_ENGINE = "the producer is another"
+    PEER_IDLE = "not used for long"
+    PEERS_MAX = "crowded out by other peers"
+    # The handshake with it.
+    REFUSED = "refused by the peer"
+    INCOMPATIBLE = "incompatible"
+    BAD_RANK_CARDS = "malformed rank cards"
+    LAYOUT_MISMATCH = "layouts differ"
+    BLOCK_SIZE_MISMATCH = "blocks of another size"
+    # What it announced, and the ticket at the end of its prefill.
+    BLOCKS_CHANGED = "the producer announced other blocks than before"
+    TICKET_REFUSED = "kv_transfer_params.baton_ticket"
+    OTHER_TRANSFER = "the ticket is of another transfer"
+    OTHER_PROMPT = "the ticket is for another prompt"
+    OTHER_BLOCKS = "the ticket is for other blocks than were announced"
+    LOAN_IN_USE = "its loan is in use here"
+    TRANSFER_IN_USE = "its transfer is in use here"
+
+
+@dataclass(frozen=True, slots=True)
+class FailureReason:
+    """`str()` is the sentence for the log: `text`, or the code's own words if there are no others."""
+
+    code: FailureCode
+    text: str = ""
+
+    def __str__(self) -> str:
+        return self.text or self.code.value
