@@ -61,8 +61,7 @@ def _answer(payload: bytes) -> bytes:
             signal.setitimer(signal.ITIMER_PROF, 0)
         return msgspec.msgpack.encode(Answer("value", value))
     except UserError as error:
-        message = str(error).removeprefix(f"{error.field}: ") if error.field else str(error)
-        return msgspec.msgpack.encode(Answer("user", message, error.field))
+        return msgspec.msgpack.encode(Answer("user", error.problem, error.field))
     except MemoryError:
         return msgspec.msgpack.encode(Answer("memory", None))
     except Exception as error:

@@ -10,7 +10,7 @@ import msgspec
 from baton.core.errors import PeerError
 from baton.core.json_text import NotJson, decode_json
 from baton.router.first_token import FirstToken
-from baton.router.legs import PARAMS
+from baton.router.legs import PARAMS, LocalReason
 from baton.router.sse import RawObject
 from baton.router.upstream import LegAnswer
 
@@ -29,7 +29,7 @@ class Prefilled:
     """The prompt has been computed (remote), or is left to the decode engine (local)."""
 
     where: Literal["remote", "local"]
-    reason: str = ""  # Why local.
+    reason: LocalReason | Literal[""] = ""  # Why local.
     ticket: dict[str, Any] | None = None
     answer: Mapping[str, Any] | None = None  # P's, of one token, if it was asked to be read for it.
 

@@ -16,7 +16,7 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -50,13 +50,27 @@ _NOT_FOR_PREFILL = frozenset(
 )
 
 
+# Why a prompt is computed where it is decoded. A label of `baton:router_prefills`.
+LocalReason = Literal[
+    "several_prompts",
+    "prompt_logprobs",
+    "short_prompt",
+    "no_pair",
+    "prefill_failed",
+    "nothing_lent",
+    "ticket_refused",
+    "introduction_refused",
+    "engines_disagree",
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What routing looks at."""
 
     num_prompt_tokens: int  # Exact for token ids, a guess for text.
     prefix_key: bytes
-    direct_reason: str | None  # Why this request cannot be handed over, if it cannot.
+    direct_reason: LocalReason | None  # Why this request cannot be handed over, if it cannot.
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -170,7 +184,7 @@ def shape_of(body: Mapping[str, Any]) -> Shape:
     return Shape(0, _key(body, ""), direct_reason)
 
 
-def _direct_reason(body: Mapping[str, Any]) -> str | None:
+def _direct_reason(body: Mapping[str, Any]) -> LocalReason | None:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(part, int) for part in prompt):
         return "several_prompts"  # A ticket is for one prompt.

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.connectors.shared_storage.loads import Load, LoadEnd
+from baton.connectors.shared_storage.loads import Load, LoadEnd, LoadFault
 from baton.connectors.shared_storage.metadata import ChunkPart, LoadChunks
 
 PARTS = tuple(ChunkPart(bytes([index]), (index,)) for index in range(5))
@@ -55,7 +55,7 @@ def test_when_its_time_is_over_nothing_of_it_counts() -> None:
     order=st.randoms(use_true_random=False),
 )
 def test_whatever_the_order_it_ends_once_as_if_read_one_by_one(
-    reasons: list[str | None], order: random.Random
+    reasons: list[LoadFault | None], order: random.Random
 ) -> None:
     load = load_of(len(reasons))
     indices = list(range(len(reasons)))

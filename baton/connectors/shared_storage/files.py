@@ -34,15 +34,16 @@ import torch
 from baton.connectors.shared_storage.chunk_name import ChunkName
 from baton.connectors.shared_storage.form import LENGTH_BYTES, METADATA, FileForm, bytes_of
 from baton.connectors.shared_storage.identity import FORMAT
+from baton.connectors.shared_storage.loads import FileFault
 from baton.connectors.whole_file import write_whole
 
 HEADER_BYTES_MAX = 1 << 20
 
 
 class Unusable(Exception):
-    """The file is not what was asked for; `reason` is one of few words, to count by."""
+    """The file is not what was asked for."""
 
-    def __init__(self, reason: str, detail: str = "") -> None:
+    def __init__(self, reason: FileFault, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
 

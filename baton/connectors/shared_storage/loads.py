@@ -12,8 +12,13 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 from baton.connectors.shared_storage.metadata import ChunkPart, LoadChunks
+
+# Why a file, or a load, is of no use. A label of `baton:storage_unusable_files`.
+FileFault = Literal["gone", "corrupt", "foreign", "io"]
+LoadFault = FileFault | Literal["failed", "timeout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +27,7 @@ class LoadEnd:
 
     request_id: str
     not_loaded: tuple[ChunkPart, ...] = ()
-    reason: str | None = None
+    reason: LoadFault | None = None
 
 
 class Load:
@@ -37,7 +42,7 @@ class Load:
         self.is_over = False
         self._missing = set(range(len(order.parts)))
         self._num_good = len(order.parts)  # As far as is known: those before the first that failed.
-        self._reason: str | None = None
+        self._reason: LoadFault | None = None
 
     def wants(self, index: int) -> bool:
         """Somebody has a use for this part."""
@@ -48,14 +53,14 @@ class Load:
             self._missing.discard(index)
             return self._end_if_complete()
 
-    def part_failed(self, index: int, reason: str) -> LoadEnd | None:
+    def part_failed(self, index: int, reason: LoadFault) -> LoadEnd | None:
         with self.lock:
             if index < self._num_good:
                 self._num_good, self._reason = index, reason
                 self._missing = {missing for missing in self._missing if missing < index}
             return self._end_if_complete()
 
-    def fail(self, reason: str) -> LoadEnd | None:
+    def fail(self, reason: LoadFault) -> LoadEnd | None:
         """Whatever is read by now: nothing of it counts, and nothing is written any more."""
         return self.part_failed(0, reason)
 

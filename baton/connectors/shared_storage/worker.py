@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from baton.connectors.jobs import Jobs
 from baton.connectors.shared_storage.chunk_name import ChunkName
@@ -53,6 +53,8 @@ MIB = 1 << 20
 TELL_UNWRITTEN_EVERY_S = 30.0
 # Than the part before it: of a prompt the end is to leave before the beginning, which is useful without it.
 OLDER_BY_NS = 1_000_000
+# Why a chunk is not written. A label of `baton:storage_not_saved_chunks`.
+NotSaved = Literal["backlog", "io", "failed", "tainted"]
 
 
 @dataclass(slots=True)
@@ -250,7 +252,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
             logger.warning("could not write %d chunks, the last one %s: %s", self._num_unwritten, path, error)
             self._num_unwritten, self._told_unwritten_s = 0, now
 
-    def _drop(self, copies: list[_Copy], reason: str | None) -> None:
+    def _drop(self, copies: list[_Copy], reason: NotSaved | None) -> None:
         """They take no memory any more. `reason`: why they were not saved, if they should have been."""
         with self._lock:
             for copy in copies:
