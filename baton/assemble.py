@@ -26,7 +26,7 @@ from baton.contract import (
 from baton.core.config import EngineConfig
 from baton.core.errors import BadTransferParams
 from baton.core.transfer_params import FIELD, parse_transfer_params
-from baton.engine.cache_description import describe_cache
+from baton.engine.runner.cache_description import describe_cache
 from baton.transport import make_transports
 
 __all__ = [

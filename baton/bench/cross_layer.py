@@ -39,10 +39,10 @@ from baton.core.errors import ConfigError
 from baton.core.ids import Address
 from baton.core.layout import LayerLayout, RankLayout, Region
 from baton.engine.attention.kv_memory import allocate_kv_cache
-from baton.engine.checkpoint import load_model_config
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.forward_context import ForwardContext, build_attention_metadata
 from baton.engine.models import Decoder, build_model, load_weights
-from baton.engine.new_model import write_checkpoint
 from baton.protocol.plan import plan_spans
 from baton.transport import make_transport
 from baton.transport.base import Prepared, Transport

@@ -23,8 +23,8 @@ from baton.bench.machine import machine_line
 from baton.core.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.attention.cuda import why_unavailable
-from baton.engine.checkpoint import load_model_config
-from baton.engine.core import EngineCore
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.core.engine_core import EngineCore
 
 MODES = ("off", "piecewise", "full")
 BATCHES = (1, 5, 16, 64)

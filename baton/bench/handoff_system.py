@@ -95,7 +95,7 @@ class Neighbours:
 
 def model_folder() -> Path:
     """A checkpoint, made the first time and kept in the folder for temporary files."""
-    from baton.engine.new_model import write_checkpoint
+    from baton.engine.checkpoints.random_model import write_checkpoint
 
     folder = Path(tempfile.gettempdir()) / f"baton-bench-model-{os.getuid()}"
     if not (folder / "config.json").is_file():

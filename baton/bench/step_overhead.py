@@ -27,12 +27,12 @@ from baton.contract import KVConnectorHandshakeMetadata
 from baton.contract.null import NullWorkerHalf
 from baton.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from baton.engine.api import EngineOutputs, EngineRequest, SamplingParams
-from baton.engine.channel import Channel
-from baton.engine.core import EngineCore
-from baton.engine.core_messages import FromCore, Outputs
+from baton.engine.core.core_messages import FromCore, Outputs
+from baton.engine.core.engine_core import EngineCore
 from baton.engine.executor import Executor, done
 from baton.engine.forward_context import ForwardContext
-from baton.engine.model_runner import ModelRunner
+from baton.engine.process.channel import Channel
+from baton.engine.runner.model_runner import ModelRunner
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
 NUM_STEPS = 400

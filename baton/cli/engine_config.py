@@ -16,8 +16,8 @@ from baton.core.config import (
 )
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import num_places
-from baton.engine.checkpoint import load_model_config
-from baton.engine.hybrid import settle_groups
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.runner.hybrid import settle_groups
 
 CONNECTOR_FACTORY = "baton.assemble:connector_factory"
 _NVIDIA_DRIVER = Path("/dev/nvidiactl")

@@ -41,7 +41,7 @@ def new(
 ) -> None:
     """Write a small checkpoint with random weights, a trained tokenizer and a chat template."""
     from baton.core.errors import UserError
-    from baton.engine.new_model import write_checkpoint
+    from baton.engine.checkpoints.random_model import write_checkpoint
 
     try:
         written = write_checkpoint(

@@ -8,8 +8,8 @@
 
 Three nets, each for what the one before lets through: leaving the block sends SIGTERM, then SIGKILL to each
 child's whole process group; a parent killed with -9 takes its children along (`with_parent.py`); and what the
-children start themselves follows them by its own means (`baton.engine.child`). The thread that starts a child
-has to live as long as the child: Linux takes a thread's end for the parent's.
+children start themselves follows them by its own means (`baton.engine.process.child`). The thread that starts
+a child has to live as long as the child: Linux takes a thread's end for the parent's.
 """
 
 import os

@@ -220,8 +220,8 @@ def _serve(resolved: "Resolved") -> int:
 
     from baton.assemble import make_connector_metrics, make_connector_stats, make_door
     from baton.cli.engine_config import CONNECTOR_FACTORY, engine_config
-    from baton.engine.client import EngineClient, EngineDeadError
-    from baton.engine.tokenizer import Tokenizer
+    from baton.engine.core.client import EngineClient, EngineDeadError
+    from baton.engine.text.tokenizer import Tokenizer
     from baton.http.gate import is_loopback
     from baton.server.connector_log import ConnectorLog
     from baton.server.run import EXIT_ENGINE_DIED, Parts, ServeOptions, run

@@ -125,7 +125,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint, as its folder describes it. Made by `baton.engine.checkpoint.load_model_config`."""
+    """One checkpoint, as its folder describes it. Made by `load_model_config` of baton.engine.checkpoints."""
 
     model: str  # Folder.
     served_model_name: str

@@ -27,8 +27,8 @@ from baton.engine.api import (
     SamplingParams,
     TokenLogprobs,
 )
-from baton.engine.core import EngineCore
-from baton.engine.step_waits import StepWaits, Waker
+from baton.engine.core.engine_core import EngineCore
+from baton.engine.core.step_waits import StepWaits, Waker
 
 logger = logging.getLogger(__name__)
 

@@ -10,15 +10,12 @@ on the prefill leg (no `min_tokens`, no `logprobs`) thereby costs D a position t
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from baton.core.prefilled import MAX_PREFILLED_TOKENS, PrefilledLogprob, PrefilledLogprobs, PrefilledTokens
-from baton.engine.api import TokenLogprob, TokenLogprobs
-
-if TYPE_CHECKING:
-    from baton.engine.request import Request
+from baton.engine.api import SamplingParams, TokenLogprob, TokenLogprobs
 
 DIGEST_BYTES = 16
 
@@ -28,25 +25,31 @@ class AcceptedTokens(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprobs] | None
 
 
-def prefilled_by(request: Request) -> PrefilledTokens | None:
-    """What this engine has sampled for the request; None if nothing, or more than anybody takes."""
-    token_ids = tuple(request.output_token_ids)
+def prefilled_by(
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs],
+    params: SamplingParams,
+    stop_token_ids: Iterable[int],
+) -> PrefilledTokens | None:
+    """What this engine has sampled for a request; None if nothing, or more than an engine takes."""
     if not 1 <= len(token_ids) <= MAX_PREFILLED_TOKENS:
         return None
-    logprobs = request.output_logprobs
     return PrefilledTokens(
-        token_ids,
+        tuple(token_ids),
         tuple(map(_to_paper, logprobs)) if len(logprobs) == len(token_ids) else None,
-        sampling_digest(request, len(token_ids)),
+        sampling_digest(params, stop_token_ids, len(token_ids)),
     )
 
 
-def accept(prefilled: PrefilledTokens, request: Request, vocab_size: int) -> AcceptedTokens | None:
-    """None: they are not what this request would have sampled, or not all that its client asked for."""
+def accept(
+    prefilled: PrefilledTokens, params: SamplingParams, stop_token_ids: Iterable[int], vocab_size: int
+) -> AcceptedTokens | None:
+    """None: a request with these parameters would have sampled others, or its client asked for more."""
     token_ids = list(prefilled.token_ids)
-    if prefilled.sampling != sampling_digest(request, len(token_ids)) or max(token_ids) >= vocab_size:
+    digest = sampling_digest(params, stop_token_ids, len(token_ids))
+    if prefilled.sampling != digest or max(token_ids) >= vocab_size:
         return None
-    wanted = request.sampling_params.logprobs
+    wanted = params.logprobs
     if wanted is None:
         return AcceptedTokens(token_ids, None)
     num_top = min(wanted, vocab_size)
@@ -55,14 +58,13 @@ def accept(prefilled: PrefilledTokens, request: Request, vocab_size: int) -> Acc
     return AcceptedTokens(token_ids, [_from_paper(entry, num_top) for entry in prefilled.logprobs])
 
 
-def sampling_digest(request: Request, num_tokens: int) -> bytes:
+def sampling_digest(params: SamplingParams, stop_token_ids: Iterable[int], num_tokens: int) -> bytes:
     """Of what decides the first `num_tokens` of the output, given the prompt."""
-    params = request.sampling_params
     drawn_by = (params.temperature, params.top_p, params.top_k, params.min_p, params.seed)
     draw = None if params.is_greedy else drawn_by
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     num_blocked = min(params.min_tokens, num_tokens)  # Positions at which nothing may end the output.
-    blocked = sorted(request.stop_token_ids) if num_blocked else []
+    blocked = sorted(stop_token_ids) if num_blocked else []
     barred = (params.allowed_token_ids, params.bad_words_token_ids)
     deciding = (draw, penalties, sorted(params.logit_bias.items()), num_blocked, blocked, barred)
     return hashlib.blake2b(msgspec.msgpack.encode(deciding), digest_size=DIGEST_BYTES).digest()

@@ -169,8 +169,10 @@ class Request:
 
     @property
     def prefilled_tokens(self) -> PrefilledTokens | None:
-        """The output so far, as a connector hands it to the engine that goes on behind it."""
-        return prefilled_by(self)
+        """The output so far, as a connector hands it to the engine that continues it."""
+        return prefilled_by(
+            self.output_token_ids, self.output_logprobs, self.sampling_params, self.stop_token_ids
+        )
 
     def add_prompt_logprobs(self, position: int, part: PromptLogprobs) -> None:
         """Of the tokens from `position` on. A preempted request computes its prompt from the start again."""

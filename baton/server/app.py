@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 
 import baton
 from baton.core.errors import UserError
-from baton.engine.client import EngineDeadError
+from baton.engine.core.client import EngineDeadError
 from baton.http.bodies import ClientGone
 from baton.http.errors import RETRY_AFTER_S, ApiError
 from baton.http.gate import Gate

@@ -12,8 +12,8 @@ import logging
 from typing import Any
 
 from baton.core.errors import UserError
-from baton.engine.client import EngineDeadError, EngineUnreadyError
-from baton.engine.tokenizer import TokenizerPanic
+from baton.engine.core.client import EngineDeadError, EngineUnreadyError
+from baton.engine.text.tokenizer import TokenizerPanic
 from baton.http.errors import TYPES, ApiError, ErrorBody
 from baton.http.workers import WorkerFailed
 

@@ -24,7 +24,7 @@ from baton.server.text import SampleText
 
 
 class Engine(Protocol):
-    """What the server needs of `baton.engine.client.EngineClient`."""
+    """What the server needs of `baton.engine.core.client.EngineClient`."""
 
     on_stats: Callable[[SchedulerStats], None] | None
 

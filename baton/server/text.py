@@ -7,7 +7,7 @@ from baton.server.stop_strings import StopStringFinder
 
 
 class Detokenizer(Protocol):
-    """`baton.engine.tokenizer.IncrementalDetokenizer`: holds back incomplete characters."""
+    """`baton.engine.text.tokenizer.IncrementalDetokenizer`: holds back incomplete characters."""
 
     def push(self, token_ids: Sequence[int]) -> str: ...
     def flush(self) -> str: ...

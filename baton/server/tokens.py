@@ -29,14 +29,14 @@ NUM_THREADS = 2  # A long text leaves one for the others.
 
 
 class Template(Protocol):
-    """`baton.engine.chat_template.ChatTemplate`."""
+    """`baton.engine.text.chat_template.ChatTemplate`."""
 
     source: str
     special_tokens: dict[str, str]
 
 
 class Tokenizer(Protocol):
-    """`baton.engine.tokenizer.Tokenizer`, or a test's own."""
+    """`baton.engine.text.tokenizer.Tokenizer`, or a test's own."""
 
     @property
     def chat_template(self) -> Template | None: ...
@@ -69,7 +69,7 @@ class PromptEncoder:
         template = self._tokenizer.chat_template
         if template is None:
             return
-        job = Job("baton.engine.chat_template:check_job", self._limits.admission_s)
+        job = Job("baton.engine.text.chat_template:check_job", self._limits.admission_s)
         try:
             await self._workers.run(job, template.source, template.special_tokens)
         except (WorkerTimeout, WorkerOutOfMemory) as error:
@@ -113,7 +113,7 @@ class PromptEncoder:
         template = self._tokenizer.chat_template
         if template is None:
             raise UserError("the model has no chat template; use /v1/completions", field="messages")
-        job = Job("baton.engine.chat_template:render_job", self._limits.render_s)
+        job = Job("baton.engine.text.chat_template:render_job", self._limits.render_s)
         try:
             text: str = await self._workers.run(
                 job,

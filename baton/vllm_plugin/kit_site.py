@@ -36,7 +36,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from baton.core.config import EngineConfig
 from baton.core.kv_groups import layer_name
-from baton.engine.new_model import write_checkpoint
+from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.testing.contract.case import KV_HEADS, MAX_MODEL_LEN, WINDOWS, ConnectorCase, find_class
 from baton.testing.contract.site import ToySite
 from baton.vllm_plugin import CONNECTORS

@@ -10,7 +10,7 @@ import torch
 
 from baton.bench.compare.journal import Journal, read_journal
 from baton.bench.compare.ties import Exact, Said, compare, exact_model, hold, write
-from baton.engine.new_model import write_checkpoint
+from baton.engine.checkpoints.random_model import write_checkpoint
 
 VOCAB = 4
 

@@ -6,8 +6,8 @@ import pytest
 
 from baton.bench import decode_graphs
 from baton.engine.attention.cuda import why_unavailable
-from baton.engine.checkpoint import load_model_config
-from baton.engine.new_model import write_checkpoint
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.checkpoints.random_model import write_checkpoint
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from baton.bench import offload, shared_storage
 from baton.bench.returns import run_command
-from baton.engine.new_model import write_checkpoint
+from baton.engine.checkpoints.random_model import write_checkpoint
 
 
 @pytest.fixture

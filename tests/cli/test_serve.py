@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from baton.engine.new_model import write_checkpoint
+from baton.engine.checkpoints.random_model import write_checkpoint
 
 START_S = 120.0  # The machine may be busy.
 END_S = 60.0

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from baton.core.config import ModelConfig
-from baton.engine.checkpoint import load_model_config
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
-from baton.engine.new_model import write_checkpoint
 from tests.connectors.engine_world import Start, engines
 
 

@@ -20,9 +20,9 @@ from baton.core.config import (
     SchedulerConfig,
 )
 from baton.engine.api import EngineRequest, SamplingParams, SchedulerStats
-from baton.engine.checkpoint import load_model_config
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
-from baton.engine.new_model import write_checkpoint
 from baton.engine.request import Request
 from tests.connectors.faulty_store import FaultyStore, StoreSchedulerHalf, StoreWorkerHalf
 

@@ -24,7 +24,7 @@ from baton.core.config import (
     SchedulerConfig,
 )
 from baton.engine.api import EngineRequest, SamplingParams
-from baton.engine.core import EngineCore
+from baton.engine.core.engine_core import EngineCore
 from baton.engine.llm import Completion
 
 PATIENCE_S = 60.0

@@ -9,7 +9,7 @@ from baton.contract import KVConnectorOutput, KVConnectorSchedulerHalf, KVConnec
 from baton.contract.aggregator import KVOutputAggregator
 from baton.core.config import EngineConfig
 from baton.engine.api import EngineRequest
-from baton.engine.scheduler import Scheduler
+from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput
 from tests.engine_sched.world import GARBAGE, Ended, FakeRanks, expected_output
 

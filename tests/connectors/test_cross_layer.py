@@ -26,11 +26,11 @@ from baton.core.errors import ConfigError
 from baton.core.ids import Address
 from baton.engine.api import SamplingParams
 from baton.engine.attention.kv_memory import allocate_kv_cache, cross_layer_cache, describe
-from baton.engine.cache_setup import CROSS_LAYER, allocate_for, register
-from baton.engine.checkpoint import load_model_config
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
 from baton.engine.models import SingleRank
-from baton.engine.new_model import write_checkpoint
+from baton.engine.runner.cache_setup import CROSS_LAYER, allocate_for, register
 from baton.transport.base import Transport
 from baton.transport.memory import MemoryNetwork, MemoryTransport
 from tests.connectors.pull_world import engine_config, model_config

@@ -32,9 +32,9 @@ from baton.core.config import (
 )
 from baton.core.errors import BadTransferParams, ConfigError
 from baton.engine.api import SamplingParams
-from baton.engine.checkpoint import load_model_config
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM, Completion
-from baton.engine.new_model import write_checkpoint
 from tests.connectors.engine_world import windowed_model
 
 SETTLE_S = 30.0  # Only reached when something is wrong.

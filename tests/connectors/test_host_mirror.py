@@ -24,9 +24,9 @@ from baton.core.ids import Address, EngineId, Epoch
 from baton.engine.api import SamplingParams
 from baton.engine.attention.cuda import why_unavailable
 from baton.engine.attention.kv_memory import allocate_kv_cache
-from baton.engine.cache_setup import copy_blocks
 from baton.engine.forward_context import build_attention_metadata
 from baton.engine.llm import LLM
+from baton.engine.runner.cache_setup import copy_blocks
 from tests.connectors import mirrored
 from tests.connectors.engine_world import windowed_model
 from tests.connectors.mirrored import COUNTED

@@ -16,9 +16,9 @@ from baton.contract.events import BlockRemoved, BlockStored
 from baton.core.config import ModelConfig, ParallelConfig
 from baton.core.kv_groups import is_hybrid
 from baton.engine.api import SamplingParams
-from baton.engine.checkpoint import load_model_config
-from baton.engine.core import EngineCore
-from baton.engine.new_model import write_checkpoint
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.checkpoints.random_model import write_checkpoint
+from baton.engine.core.engine_core import EngineCore
 from tests.connectors.offload_world import (
     BLOCK,
     GREEDY,

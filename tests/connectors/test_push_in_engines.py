@@ -19,10 +19,10 @@ from baton.core.config import (
     SchedulerConfig,
 )
 from baton.engine.api import EngineRequest, SamplingParams
-from baton.engine.checkpoint import load_model_config
-from baton.engine.core import EngineCore
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.checkpoints.random_model import write_checkpoint
+from baton.engine.core.engine_core import EngineCore
 from baton.engine.llm import Completion
-from baton.engine.new_model import write_checkpoint
 from tests.connectors.engine_world import PATIENT, QUICK
 
 PATIENCE_S = 60.0

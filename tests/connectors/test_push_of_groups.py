@@ -17,7 +17,7 @@ from baton.core.config import (
     SchedulerConfig,
 )
 from baton.engine.api import SamplingParams
-from baton.engine.core import EngineCore
+from baton.engine.core.engine_core import EngineCore
 from baton.engine.llm import Completion
 from tests.connectors.engine_world import PATIENT, QUICK
 from tests.connectors.test_push_in_engines import (

@@ -21,9 +21,9 @@ from baton.core.config import (
     ModelConfig,
     ParallelConfig,
 )
-from baton.engine.checkpoint import load_model_config
-from baton.engine.core import EngineCore
-from baton.engine.new_model import write_checkpoint
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.checkpoints.random_model import write_checkpoint
+from baton.engine.core.engine_core import EngineCore
 from tests.connectors.engine_world import PATIENT
 from tests.connectors.offload_world import GREEDY, Engine, config_of
 from tests.connectors.test_push_in_engines import Legs, legs_of, one_token, prompt_of

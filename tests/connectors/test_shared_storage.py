@@ -9,8 +9,8 @@ import pytest
 
 from baton.core.config import ClusterSecret, ModelConfig
 from baton.engine.api import EngineRequest
-from baton.engine.checkpoint import load_model_config
-from baton.engine.new_model import write_checkpoint
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.checkpoints.random_model import write_checkpoint
 from tests.connectors.storage_world import (
     CHUNK,
     GREEDY,

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from baton.core.config import CacheConfig, EngineConfig, ModelConfig
-from baton.engine.checkpoint import load_model_config
-from baton.engine.new_model import write_checkpoint
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.checkpoints.random_model import write_checkpoint
 
 # Makes `engine_core_fakes` importable by name, here and in the processes that we start.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.channel import Channel, ChannelClosed, FrameSplitter, frame
+from baton.engine.process.channel import Channel, ChannelClosed, FrameSplitter, frame
 
 
 @given(payloads=st.lists(st.binary(max_size=300)), cuts=st.lists(st.integers(1, 50)))

@@ -17,11 +17,11 @@ from engine_core_fakes import FACTORY
 from baton.cli.processes import free_ports, is_port_free
 from baton.core.config import EngineConfig, KVTransferConfig, ParallelConfig
 from baton.core.errors import ConfigError, UserError
-from baton.engine import pulse
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams, SchedulerStats
-from baton.engine.client import EngineClient, EngineDeadError, EngineUnreadyError
-from baton.engine.freed_memory import primitive_limits
+from baton.engine.core.client import EngineClient, EngineDeadError, EngineUnreadyError
 from baton.engine.llm import LLM
+from baton.engine.process import liveness as pulse
+from baton.engine.runner.malloc_tuning import primitive_limits
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -302,7 +302,7 @@ FRONT_END = """
 import asyncio, sys
 import msgspec, psutil
 from baton.core.config import EngineConfig
-from baton.engine.client import EngineClient
+from baton.engine.core.client import EngineClient
 
 async def main():
     config = msgspec.msgpack.decode(open(sys.argv[1], "rb").read(), type=EngineConfig)

@@ -11,10 +11,8 @@ import pytest
 
 from baton.core.config import EngineConfig
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, FinishReason, SamplingParams
-from baton.engine.channel import FrameSplitter, frame
-from baton.engine.child import Child
-from baton.engine.client import EngineClient, EngineUnreadyError
-from baton.engine.core_messages import (
+from baton.engine.core.client import EngineClient, EngineUnreadyError
+from baton.engine.core.core_messages import (
     Abort,
     AddRequest,
     Drain,
@@ -29,6 +27,8 @@ from baton.engine.core_messages import (
     TakeBack,
     ToCore,
 )
+from baton.engine.process.channel import FrameSplitter, frame
+from baton.engine.process.child import Child
 
 BOUND_S = 30.0  # Only reached when something is wrong.
 

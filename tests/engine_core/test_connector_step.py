@@ -19,7 +19,7 @@ from baton.contract import (
 from baton.core.config import EngineConfig
 from baton.engine.api import SamplingParams
 from baton.engine.forward_context import AttentionMetadata, ForwardContext
-from baton.engine.model_runner import ModelRunner
+from baton.engine.runner.model_runner import ModelRunner
 from baton.engine.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")

@@ -11,9 +11,9 @@ from baton.contract import ConnectorDead, KVConnectorTransferResults
 from baton.core.config import KVTransferConfig
 from baton.core.errors import ConfigError
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
-from baton.engine.connector_calls import STEP_ERRORS_MAX
-from baton.engine.core import EngineCore
+from baton.engine.core.engine_core import EngineCore
 from baton.engine.llm import LLM
+from baton.engine.scheduling.connector_calls import STEP_ERRORS_MAX
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

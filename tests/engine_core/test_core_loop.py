@@ -15,9 +15,8 @@ from baton.engine.api import (
     SamplingParams,
     SchedulerStats,
 )
-from baton.engine.channel import Channel
-from baton.engine.core_messages import Abort, AddRequest, Drain, Drained, FromCore, Outputs, Stop, ToCore
-from baton.engine.core_process import (
+from baton.engine.core.core_messages import Abort, AddRequest, Drain, Drained, FromCore, Outputs, Stop, ToCore
+from baton.engine.core.core_process import (
     RESTARTS_MAX,
     RESTARTS_WITHIN_S,
     CoreLoop,
@@ -25,7 +24,8 @@ from baton.engine.core_process import (
     Stopping,
     StopSignal,
 )
-from baton.engine.step_waits import IDLE_S, Waker
+from baton.engine.core.step_waits import IDLE_S, Waker
+from baton.engine.process.channel import Channel
 
 
 class NoRanks:

@@ -20,7 +20,7 @@ from baton.contract import KVConnectorOutput
 from baton.core.config import KVTransferConfig, ParallelConfig
 from baton.core.errors import ConfigError
 from baton.engine.api import EngineRequest, SamplingParams
-from baton.engine.core import EngineCore
+from baton.engine.core.engine_core import EngineCore
 from baton.engine.executor import Executor, ExecutorDied, start_executor
 from baton.engine.executor.ray import RayExecutor
 from baton.engine.executor.ray_actors import RankActors, import_ray

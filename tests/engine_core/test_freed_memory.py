@@ -7,13 +7,13 @@ import sys
 import pytest
 import torch
 
-from baton.engine.freed_memory import primitive_limits
 from baton.engine.models.matmul import is_packable
+from baton.engine.runner.malloc_tuning import primitive_limits
 
 PROGRAM = """
 import resource, sys
 import torch
-from baton.engine.freed_memory import keep_freed_memory
+from baton.engine.runner.malloc_tuning import keep_freed_memory
 if not keep_freed_memory():
     sys.exit(77)
 def faults_of_a_step():

@@ -17,9 +17,9 @@ from baton.core.config import (
 from baton.core.kv_groups import KVCacheGroup, is_hybrid
 from baton.engine.api import SamplingParams
 from baton.engine.attention.kv_memory import allocate_kv_cache
-from baton.engine.checkpoint import load_model_config
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
-from baton.engine.new_model import write_checkpoint
 from tests.engine_core.test_llm import prompts_of, tokens_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

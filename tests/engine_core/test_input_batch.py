@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from baton.engine.api import SamplingParams
 from baton.engine.forward_context import build_attention_metadata
-from baton.engine.input_batch import InputBatch
+from baton.engine.runner.input_batch import InputBatch
 from baton.engine.step import CachedRequestData, NewRequestData, SchedulerOutput
 
 BLOCK = 4

@@ -16,7 +16,7 @@ from baton.contract.events import AllBlocksCleared, BlockRemoved, BlockStored, K
 from baton.core.config import CacheConfig, EngineConfig, KVEventsConfig
 from baton.core.errors import ConfigError
 from baton.engine.api import SamplingParams
-from baton.engine.kv_event_publisher import END, KVEventPublisher
+from baton.engine.core.kv_event_publisher import END, KVEventPublisher
 from baton.engine.llm import LLM
 from examples.kv_event_subscriber import CacheView, Subscriber
 from tests.engine_sched.world import BLOCK, World

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import psutil
 
-from baton.engine.pulse import (
+from baton.engine.process.liveness import (
     ALLOWANCE,
     PINGS_PER_STEP,
     SLICES,

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine import sampler as module
 from baton.engine.api import SamplingParams
-from baton.engine.sampler import Sampler, SamplingRow, TokenCounts, truncate, uniforms
+from baton.engine.runner import sampler as module
+from baton.engine.runner.sampler import Sampler, SamplingRow, TokenCounts, truncate, uniforms
 
 EOS = 2
 

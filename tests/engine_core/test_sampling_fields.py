@@ -10,8 +10,8 @@ from baton.contract.factory import load_factory
 from baton.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from baton.engine.api import PromptLogprobs, SamplingParams
 from baton.engine.llm import LLM
-from baton.engine.queues import RequestQueues
 from baton.engine.request import Request
+from baton.engine.scheduling.queues import RequestQueues
 
 NUM_TOP = 3
 ASKS = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=NUM_TOP, ignore_eos=True)

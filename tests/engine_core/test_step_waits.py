@@ -12,11 +12,11 @@ from engine_core_fakes import FACTORY, FakeSchedulerHalf, FakeWorkerHalf, factor
 
 from baton.contract import KVConnectorTransferResults
 from baton.core.config import KVTransferConfig
-from baton.engine import step_waits
 from baton.engine.api import EngineOutputs, SamplingParams
+from baton.engine.core import step_waits
+from baton.engine.core.step_waits import IDLE_S, LOOK_S, RETRY_S, StepWaits, Waker
 from baton.engine.executor import ExecutorDied
 from baton.engine.llm import LLM
-from baton.engine.step_waits import IDLE_S, LOOK_S, RETRY_S, StepWaits, Waker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = list(range(20, 40))

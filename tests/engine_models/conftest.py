@@ -8,10 +8,10 @@ import torch
 
 from baton.core.config import CacheConfig, ModelConfig
 from baton.engine.attention.kv_memory import allocate_kv_cache
-from baton.engine.checkpoint import load_model_config
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.forward_context import ForwardContext, build_attention_metadata
 from baton.engine.models import Decoder, TensorParallelGroup, build_model, load_weights
-from baton.engine.new_model import write_checkpoint
 
 BLOCK_SIZE = 8
 NUM_BLOCKS = 64

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from baton.core.errors import UserError
-from baton.engine.architecture import parse_architecture
+from baton.engine.checkpoints.architecture import parse_architecture
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from baton.core.errors import UserError
-from baton.engine.checkpoint import load_model_config, weight_files, weights_digest
+from baton.engine.checkpoints.checkpoint import load_model_config, weight_files, weights_digest
+from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.models import build_model, load_weights
 from baton.engine.models.loading import fill_weights
-from baton.engine.new_model import write_checkpoint
 
 TINY: dict[str, Any] = {
     "hidden": 32,

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from baton.engine.attention.cuda import CudaBackend, why_unavailable
-from baton.engine.checkpoint import load_model_config
+from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.forward_context import ForwardContext
 from baton.engine.models import decoder
 from tests.engine_models.attention_check import check_backend, shape_of

@@ -13,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import UserError
-from baton.engine.architecture import parse_architecture
-from baton.engine.checkpoint import load_model_config
-from baton.engine.tokenizer import MAX_GROWTH, Tokenizer
+from baton.engine.checkpoints.architecture import parse_architecture
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.text.tokenizer import MAX_GROWTH, Tokenizer
 from baton.http.settings import DoorSettings
 from baton.http.workers import WorkerPool
 from baton.server.tokens import PromptEncoder

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.core.errors import UserError
-from baton.engine.checkpoint import load_model_config, read_json
+from baton.engine.checkpoints.checkpoint import load_model_config, read_json
+from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.models import TensorParallelGroup, build_model
-from baton.engine.new_model import write_checkpoint
 
 WAIT_S = 60.0
 

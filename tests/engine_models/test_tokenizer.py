@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import UserError
-from baton.engine.detokenizer import IncrementalDetokenizer
-from baton.engine.tokenizer import Tokenizer, TokenizerPanic
+from baton.engine.text.detokenizer import IncrementalDetokenizer
+from baton.engine.text.tokenizer import Tokenizer, TokenizerPanic
 
 TEXT = "Hello, wörld!\n  日本語 😀 e\u0301 <|im_end|> def f(x): return x"
 CHAT = [

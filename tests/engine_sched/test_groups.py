@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from baton.core.config import CacheConfig
 from baton.core.errors import UserError
 from baton.core.kv_groups import KVCacheGroup, group_layers, is_hybrid, num_places, places_of
-from baton.engine.kv_cache import KVCache
+from baton.engine.cache.kv_cache import KVCache
 from baton.engine.request import Request
 from tests.engine_sched.world import BLOCK, World, engine_request
 

@@ -33,7 +33,7 @@ MODULES = [
     "waiting",
 ]
 OF_A_CORE = [
-    "baton.engine.core_process",
+    "baton.engine.core.core_process",
     "baton.engine.executor.multiprocess",
     "baton.engine.executor.ray",
     *sorted(place.partition(":")[0] for place in BUILT_IN.values()),
@@ -44,7 +44,7 @@ OF_A_CORE = [
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("modules", "heavy"),
-    [(["baton.engine.scheduler"], {"torch", "numpy", "zmq"}), (OF_A_CORE, {"torch", "ray"})],
+    [(["baton.engine.scheduling.scheduler"], {"torch", "numpy", "zmq"}), (OF_A_CORE, {"torch", "ray"})],
     ids=["scheduler", "core"],
 )
 def test_it_loads_no_tensors(modules: list[str], heavy: set[str]) -> None:

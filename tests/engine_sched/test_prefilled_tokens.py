@@ -8,7 +8,7 @@ import pytest
 
 from baton.core.prefilled import PrefilledTokens
 from baton.engine.api import EngineRequest, SamplingParams, TokenLogprob, TokenLogprobs
-from baton.engine.prefilled import accept, sampling_digest
+from baton.engine.prefilled import AcceptedTokens, accept, sampling_digest
 from baton.engine.request import Request
 from tests.engine_sched.world import (
     BLOCK,
@@ -208,6 +208,10 @@ def request_of(asked: EngineRequest) -> Request:
     return Request(asked, block_size=BLOCK, eos_token_ids=(EOS,))
 
 
+def accept_for(request: Request, tokens: PrefilledTokens) -> AcceptedTokens | None:
+    return accept(tokens, request.sampling_params, request.stop_token_ids, VOCAB)
+
+
 SAME = [
     ({}, {"max_tokens": 1}),  # The prefill leg's.
     ({"min_tokens": 3}, {"min_tokens": 1, "max_tokens": 1}),
@@ -241,7 +245,7 @@ OTHER = [
 @pytest.mark.parametrize(("ours", "theirs"), SAME)
 def test_a_token_that_would_have_been_chosen_in_the_same_way_is_accepted(ours: Any, theirs: Any) -> None:
     tokens = prefilled_tokens(engine_request("p", PROMPT, **theirs), [3])
-    accepted = accept(tokens, request_of(engine_request("d", PROMPT, **ours)), VOCAB)
+    accepted = accept_for(request_of(engine_request("d", PROMPT, **ours)), tokens)
     assert accepted is not None
     assert accepted.token_ids == [3]
     assert accepted.logprobs is None
@@ -250,7 +254,7 @@ def test_a_token_that_would_have_been_chosen_in_the_same_way_is_accepted(ours: A
 @pytest.mark.parametrize(("ours", "theirs"), OTHER)
 def test_a_token_that_was_chosen_by_other_parameters_is_not(ours: Any, theirs: Any) -> None:
     tokens = prefilled_tokens(engine_request("p", PROMPT, **theirs), [3])
-    assert accept(tokens, request_of(engine_request("d", PROMPT, **ours)), VOCAB) is None
+    assert accept_for(request_of(engine_request("d", PROMPT, **ours)), tokens) is None
 
 
 def test_a_declined_token_is_sampled_here() -> None:
@@ -266,14 +270,16 @@ def test_a_declined_token_is_sampled_here() -> None:
 def test_a_token_without_the_logprobs_that_the_client_wants_is_not_accepted(num_there: int | None) -> None:
     logprobs = [] if num_there is None else [logprobs_of(3, num_there)]
     tokens = prefilled_tokens(engine_request("p", PROMPT), [3], logprobs)
-    assert accept(tokens, request_of(engine_request("d", PROMPT, logprobs=2)), VOCAB) is None
-    assert accept(tokens, request_of(engine_request("d", PROMPT)), VOCAB) is not None
+    assert accept_for(request_of(engine_request("d", PROMPT, logprobs=2)), tokens) is None
+    assert accept_for(request_of(engine_request("d", PROMPT)), tokens) is not None
 
 
 def test_a_token_outside_the_vocabulary_is_not_accepted() -> None:
     request = request_of(engine_request("d", PROMPT))
-    tokens = PrefilledTokens((VOCAB,), None, sampling_digest(request, 1))
-    assert accept(tokens, request, VOCAB) is None
+    tokens = PrefilledTokens(
+        (VOCAB,), None, sampling_digest(request.sampling_params, request.stop_token_ids, 1)
+    )
+    assert accept_for(request, tokens) is None
 
 
 def test_every_sampling_parameter_has_a_place_in_the_digest_or_a_reason_not_to() -> None:

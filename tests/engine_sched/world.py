@@ -31,7 +31,7 @@ from baton.core.kv_groups import KVCacheGroup, is_hybrid
 from baton.core.prefilled import PrefilledTokens
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, SamplingParams, TokenLogprobs
 from baton.engine.request import Request
-from baton.engine.scheduler import Scheduler
+from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
 BLOCK = 4

@@ -14,9 +14,9 @@ from baton.cli.processes import Fleet, free_ports
 from baton.connectors.registry import connector_class
 from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig
 from baton.engine.api import SamplingParams
-from baton.engine.checkpoint import load_model_config
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
-from baton.engine.new_model import write_checkpoint
 from baton.testing import cut_files
 from baton.testing.contract.case import ConnectorCase
 from baton.testing.contract.check import check_connector

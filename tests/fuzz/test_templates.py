@@ -14,7 +14,7 @@ from baton.http.workers import Job, WorkerOutOfMemory, WorkerPool, WorkerTimeout
 pytestmark = pytest.mark.processes
 
 SCALE = int(os.environ.get("FUZZ_SCALE", "1"))
-JOB = Job("baton.engine.chat_template:render_job", 0.3)
+JOB = Job("baton.engine.text.chat_template:render_job", 0.3)
 MAX_CHARS = 10_000
 FRAGMENTS = (
     "{% for m in messages %}",

@@ -11,9 +11,9 @@ import pytest
 from baton.cli.processes import Fleet, free_ports
 from baton.core.config import EngineConfig
 from baton.engine.api import SamplingParams
-from baton.engine.checkpoint import load_model_config
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
-from baton.engine.new_model import write_checkpoint
 from tests.proxies.stock import (
     WAIT_S,
     Answer,

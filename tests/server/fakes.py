@@ -22,8 +22,8 @@ from baton.engine.api import (
     TokenLogprob,
     TokenLogprobs,
 )
-from baton.engine.chat_template import ChatTemplate
-from baton.engine.client import EngineDeadError
+from baton.engine.core.client import EngineDeadError
+from baton.engine.text.chat_template import ChatTemplate
 from baton.http.bodies import Bodies
 from baton.http.connections import server_config
 from baton.http.settings import DoorSettings

@@ -11,7 +11,7 @@ import pytest
 
 from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
-from baton.engine.client import EngineDeadError
+from baton.engine.core.client import EngineDeadError
 from baton.http.settings import DoorSettings
 from baton.server.run import EXIT_ENGINE_DIED, EXIT_STOPPED, Parts, ServeOptions, run
 from baton.server.samples import Engine

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.engine.chat_template import ChatTemplate
+from baton.engine.text.chat_template import ChatTemplate
 from baton.server.protocol.chat import ChatRequest, plain_messages, plain_tools
 from baton.server.protocol.parse import parse_body
 

@@ -9,9 +9,9 @@ import pytest
 
 from baton.core.config import EngineConfig
 from baton.engine.api import SamplingParams
-from baton.engine.checkpoint import load_model_config
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
-from baton.engine.new_model import write_checkpoint
 
 
 @pytest.fixture(scope="session")

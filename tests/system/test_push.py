@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from baton.cli.processes import Fleet
-from baton.engine.new_model import write_checkpoint
+from baton.engine.checkpoints.random_model import write_checkpoint
 from tests.system.engines import TIMERS, WAIT_S, Engine, Engines, make_prompt, tokens_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]

@@ -12,7 +12,6 @@ import msgspec
 
 from baton.contract import host
 from baton.core.prefilled import PrefilledTokens
-from baton.engine.prefilled import prefilled_by
 from tests.testing.sound import MemoryConnector, MemoryScheduler, MemoryWorker, Metadata, key_of, name_of
 
 _SHELVES: dict[int, dict[str, Any]] = {}  # By rank.
@@ -78,7 +77,7 @@ class PairScheduler(MemoryScheduler):
         self.first_tokens.pop(request.request_id, None)
         is_lent, _ = super().request_finished(request, block_ids)
         names = self.names.pop(request.request_id, {})
-        first_token = prefilled_by(request)  # type: ignore[arg-type]
+        first_token = request.prefilled_tokens
         if not self.is_producer or first_token is None:
             return is_lent, None
         blocks = [names[index] for index in takewhile(names.__contains__, count())]

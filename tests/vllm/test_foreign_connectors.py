@@ -45,7 +45,7 @@ IN_THE_EMBEDDED_ENGINE = """
 import sys
 from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig
 from baton.engine.api import SamplingParams
-from baton.engine.checkpoint import load_model_config
+from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.llm import LLM
 
 model, store = sys.argv[1:]

@@ -20,7 +20,7 @@ from vllm.distributed.kv_events import (
 
 from baton.contract.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from baton.core.config import KVEventsConfig
-from baton.engine.kv_event_publisher import END, KVEventPublisher
+from baton.engine.core.kv_event_publisher import END, KVEventPublisher
 
 WAIT_MS = 30_000
 OURS = [

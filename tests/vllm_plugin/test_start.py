@@ -12,8 +12,8 @@ import pytest
 from baton.connectors.pull.settings import PullSettings
 from baton.connectors.push.settings import PushSettings
 from baton.core.errors import ConfigError
-from baton.engine.checkpoint import load_model_config
-from baton.engine.new_model import write_checkpoint
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.vllm_plugin.fingerprint import fingerprint_of
 from baton.vllm_plugin.identity import find_folder, identity_of
 from baton.vllm_plugin.settings import PluginSettings

@@ -1,7 +1,7 @@
 """The worker half of a Multi connector: every child gets its own metadata, and nobody else's errors.
 
 What a child raises in a step becomes what it would be if the engine had only this child
-(`baton.engine.connector_step`), of its own loads alone:
+(`baton.engine.runner.connector_step`), of its own loads alone:
 
     raised by                               becomes
     anything up to the last load   the blocks that it was to load in this step are reported invalid; the

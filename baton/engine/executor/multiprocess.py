@@ -22,8 +22,6 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from baton.core.errors import BatonError
-from baton.engine.channel import Channel, ChannelClosed
-from baton.engine.child import Child
 from baton.engine.executor import Executor, ExecutorDied
 from baton.engine.executor.answers import RankAnswers, StepFuture
 from baton.engine.executor.last_words import LISTEN_S, LastWords
@@ -36,6 +34,8 @@ from baton.engine.executor.rank_messages import (
     RankStep,
     RankStop,
 )
+from baton.engine.process.channel import Channel, ChannelClosed
+from baton.engine.process.child import Child
 from baton.engine.step import ModelRunnerOutput
 
 if TYPE_CHECKING:

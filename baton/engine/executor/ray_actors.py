@@ -20,9 +20,9 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from baton.core.errors import ConfigError
-from baton.engine.child import signal_parents_death
 from baton.engine.executor.rank_messages import failure_of, packed_answer
-from baton.engine.freed_memory import primitive_limits
+from baton.engine.process.child import signal_parents_death
+from baton.engine.runner.malloc_tuning import primitive_limits
 
 if TYPE_CHECKING:
     from baton.core.config import EngineConfig

@@ -17,8 +17,6 @@ import torch.distributed as dist
 from baton.contract.factory import ConnectorFactory, load_factory
 from baton.core.errors import UserError
 from baton.engine.attention.cuda import require_cuda
-from baton.engine.cache_setup import allocate_for, register
-from baton.engine.channel import Channel
 from baton.engine.executor.rank_messages import (
     RankAssignment,
     RankCapture,
@@ -28,11 +26,13 @@ from baton.engine.executor.rank_messages import (
     failure_of,
     packed_answer,
 )
-from baton.engine.freed_memory import keep_freed_memory
 from baton.engine.graphs import GraphMode, choose_mode, graphs_of
-from baton.engine.model_runner import ModelRunner
 from baton.engine.models import build_model, load_weights
 from baton.engine.models.parallel import ProcessGroup, SingleRank, TensorParallelGroup
+from baton.engine.process.channel import Channel
+from baton.engine.runner.cache_setup import allocate_for, register
+from baton.engine.runner.malloc_tuning import keep_freed_memory
+from baton.engine.runner.model_runner import ModelRunner
 from baton.engine.step import ModelRunnerOutput
 
 if TYPE_CHECKING:

@@ -3,9 +3,9 @@
     token ids [T] -> embedding -> layers x (norm, attention, +, norm, MLP, +) -> norm -> hidden [T, M]
     hidden of the tokens to sample from [S, M] -> head -> logits [S, V]
 
-What differs between the families is data (`baton.engine.architecture`). Each attention layer calls the
-connector's hooks around itself. Legend: T tokens, Q query heads, H KV heads of this rank, D head size, M
-hidden size.
+What differs between the families is data (`baton.engine.checkpoints.architecture`). Each attention layer
+calls the connector's hooks around itself. Legend: T tokens, Q query heads, H KV heads of this rank, D head
+size, M hidden size.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from torch import nn
 
 from baton.core.kv_groups import KVCacheGroup, layer_name, places_of
 from baton.core.topology import kv_heads_of
-from baton.engine.architecture import DecoderArchitecture
 from baton.engine.attention import AttentionBackend, AttentionShape, build_backend
+from baton.engine.checkpoints.architecture import DecoderArchitecture
+from baton.engine.checkpoints.rope_config import RopeScaling
 from baton.engine.forward_context import AttentionMetadata, ForwardContext
 from baton.engine.models.experts import MixtureOfExperts
 from baton.engine.models.layers import PackedLinear, RMSNorm, RowParallelLinear, empty_parameter, rms_norm
 from baton.engine.models.matmul import Matmul, is_packable
 from baton.engine.models.parallel import TensorParallelGroup
 from baton.engine.models.rotary import Rotary, rotate
-from baton.engine.rope_config import RopeScaling
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 

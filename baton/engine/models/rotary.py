@@ -8,7 +8,7 @@ import math
 import torch
 from torch import nn
 
-from baton.engine.rope_config import RopeScaling
+from baton.engine.checkpoints.rope_config import RopeScaling
 
 
 class Rotary(nn.Module):

@@ -4,7 +4,7 @@
              ... as long as the step takes: frames arrive, reads go on, timers fire ...
     end:   compute, collect the ranks' reports, aggregate, update_from_output -> outputs to the front end
 
-Requests and aborts are taken between steps only, as in `baton.engine.core_process`. An engine that has
+Requests and aborts are taken between steps only, as in `baton.engine.core.core_process`. An engine that has
 nothing to compute sleeps until something happens to it, which is what polling it would see.
 """
 
@@ -31,8 +31,8 @@ from baton.core.errors import UserError
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.kv_groups import is_hybrid
 from baton.engine.api import EngineOutput, EngineRequest, RequestError
-from baton.engine.remote_kv import Load
-from baton.engine.scheduler import Scheduler
+from baton.engine.scheduling.remote_kv import Load
+from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from baton.protocol.signed_frame import ProcessKey
 from baton.sim.full.checkers import bounded, contained, fenced, fresh, whole

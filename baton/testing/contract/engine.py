@@ -18,7 +18,7 @@ from baton.contract import KVConnectorHandshakeMetadata
 from baton.core.config import EngineConfig
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
 from baton.engine.executor import Executor
-from baton.engine.scheduler import Scheduler
+from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from baton.testing.contract.arithmetic import states_of
 from baton.testing.contract.last_words import read_last_words

@@ -12,11 +12,11 @@ import msgspec
 from baton.contract import NullSchedulerHalf
 from baton.core.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from baton.engine.api import EngineRequest, SamplingParams
-from baton.engine.checkpoint import load_model_config
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.executor import Executor, start_executor
 from baton.engine.executor.inprocess import InProcessExecutor
-from baton.engine.new_model import write_checkpoint
-from baton.engine.scheduler import Scheduler
+from baton.engine.scheduling.scheduler import Scheduler
 from baton.testing.contract.arithmetic import VOCAB
 from baton.testing.contract.case import (
     BLOCK,

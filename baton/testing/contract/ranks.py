@@ -19,11 +19,11 @@ from baton.core.config import EngineConfig
 from baton.core.kv_groups import places_of
 from baton.core.topology import kv_heads_of
 from baton.engine.attention.kv_memory import attention_layers
-from baton.engine.cache_setup import allocate_for, register
-from baton.engine.connector_step import ConnectorStep
 from baton.engine.executor import Executor, done
 from baton.engine.forward_context import AttentionMetadata, ForwardContext, build_attention_metadata
 from baton.engine.models.parallel import TensorParallelGroup
+from baton.engine.runner.cache_setup import allocate_for, register
+from baton.engine.runner.connector_step import ConnectorStep
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from baton.testing.contract.arithmetic import GARBAGE, POISON, kv_values, next_token, states_of
 from baton.testing.contract.envelopes import RankNotes, WatchedMetadata, WatchedReport

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baton.engine.remote_kv import Load
+from baton.engine.scheduling.remote_kv import Load
 from baton.sim.checkers.violation import Violation
 from baton.sim.full.checkers import held
 from baton.sim.full.model import Words

@@ -1,0 +1,224 @@
+"""The pool of KV blocks: who holds which, and which of the free ones can still be found by hash.
+
+A block is held (`ref_cnt` above 0) or free. A free block keeps its hash until it is taken for something
+else, so the prefix cache costs no memory of its own: least recently used goes first, and of one request the
+tail goes before the head, because a prefix is useful without its continuation and not the other way round.
+
+Events say what the cache gained and lost; they are built only when somebody wants them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from baton.contract.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from baton.core.hashing import BlockHash
+from baton.engine.cache.free_queue import Block, FreeQueue
+
+if TYPE_CHECKING:
+    from baton.engine.request import Request
+
+
+class BlockPool:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_caching: bool = True,
+        enable_events: bool = False,
+        num_groups: int = 1,
+        has_null_block: bool = False,
+    ) -> None:
+        """`has_null_block`: block 0 stands for none (vLLM's null block), and is in no one's hands ever."""
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_caching = enable_caching
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.num_usable_blocks = num_blocks - has_null_block
+        self._free = FreeQueue(self.blocks[1:] if has_null_block else self.blocks)
+        self.blocks[0].is_null = has_null_block
+        # Per KV-cache group: one prefix has a block in each, and each is of use by itself.
+        self._cached: list[dict[BlockHash, Block]] = [{} for _ in range(num_groups)]
+        self._enable_events = enable_events
+        self._events: list[KVCacheEvent] = []
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._free.num_free
+
+    @property
+    def usage(self) -> float:
+        """Held blocks / all blocks, in [0, 1]."""
+        return 1 - self._free.num_free / self.num_usable_blocks
+
+    def get_num_free_blocks(self) -> int:
+        """vLLM's name, for connectors."""
+        return self._free.num_free
+
+    @property
+    def null_block(self) -> Block:
+        assert self.blocks[0].is_null
+        return self.blocks[0]
+
+    def get_cached_block(self, block_hash: BlockHash, group: int = 0) -> Block | None:
+        return self._cached[group].get(block_hash)
+
+    def get_new_blocks(self, num_blocks: int) -> list[Block]:
+        """Takes the least recently used free blocks; what they had cached is forgotten."""
+        assert num_blocks <= self._free.num_free, "the caller checks num_free_blocks first"
+        taken = []
+        for _ in range(num_blocks):
+            block = self._free.pop_first()
+            if block.block_hash is not None:
+                self._forget(block)
+            block.ref_cnt = 1
+            taken.append(block)
+        return taken
+
+    def touch(self, blocks: Iterable[Block]) -> None:
+        """One more holder for each."""
+        for block in blocks:
+            if block.ref_cnt == 0:
+                self._free.remove(block)
+            block.ref_cnt += 1
+
+    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
+        """One holder less for each; the first that nobody holds any more is the first to be evicted."""
+        for block in ordered_blocks:
+            assert block.ref_cnt > 0, f"{block} freed twice"
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                if block.block_hash is None:
+                    self._free.prepend(block)  # Nobody can find it: take it before anything of use.
+                else:
+                    self._free.append(block)
+
+    # --- Prefix cache ----------------------------------------------------------------------------
+
+    def cache_full_blocks(
+        self,
+        request: Request,
+        blocks: Sequence[Block],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        group: int = 0,
+    ) -> None:
+        """Make `blocks[num_cached_blocks:num_full_blocks]` of the request's table findable by hash.
+
+        Null blocks are passed over.
+
+        Two requests may have computed the same block side by side. The newer one is kept findable: it will be
+        evicted last.
+        """
+        if not self.enable_caching:
+            return
+        added: list[int] = []
+        cached = self._cached[group]
+        for index in range(num_cached_blocks, num_full_blocks):
+            block, block_hash = blocks[index], request.block_hashes[index]
+            if block.block_hash is not None:
+                assert (block.block_hash, block.group) == (block_hash, group), "one block, two contents"
+                continue
+            if block.is_null:
+                continue
+            older = cached.get(block_hash)
+            if older is None:
+                added.append(index)
+            else:
+                older.block_hash = None
+            block.block_hash, block.group = block_hash, group
+            cached[block_hash] = block
+        if self._enable_events and added:
+            self._events += [self._stored(request, run, group) for run in _consecutive(added)]
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Make these unfindable, held or not. For blocks whose content turned out to be wrong."""
+        for block_id in block_ids:
+            block = self.blocks[block_id]
+            if block.block_hash is None:
+                continue
+            self._forget(block)
+            if block.ref_cnt == 0:
+                self._free.remove(block)
+                self._free.prepend(block)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget everything cached. Refused (False) while any block is held: it would be cached again."""
+        if self._free.num_free != self.num_usable_blocks:
+            return False
+        for cached in self._cached:
+            for block in cached.values():
+                block.block_hash = None
+            cached.clear()
+        if self._enable_events:
+            self._events.append(AllBlocksCleared())
+        return True
+
+    def take_events(self) -> list[KVCacheEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def _forget(self, block: Block) -> None:
+        assert block.block_hash is not None
+        del self._cached[block.group][block.block_hash]
+        if self._enable_events:
+            self._events.append(
+                BlockRemoved(
+                    block_hashes=[block.block_hash],
+                    medium=MEDIUM_GPU,
+                    group_idx=self._group_in_events(block.group),
+                )
+            )
+        block.block_hash = None
+
+    def _group_in_events(self, group: int) -> int | None:
+        return group if len(self._cached) > 1 else None
+
+    def _stored(self, request: Request, indices: range, group: int) -> BlockStored:
+        size, hashes = self.block_size, request.block_hashes
+        return BlockStored(
+            block_hashes=[*hashes[indices.start : indices.stop]],
+            parent_block_hash=hashes[indices.start - 1] if indices.start else None,
+            token_ids=request.all_token_ids[indices.start * size : indices.stop * size],
+            block_size=size,
+            medium=MEDIUM_GPU,
+            group_idx=self._group_in_events(group),
+        )
+
+    # --- Checks ----------------------------------------------------------------------------------
+
+    def assert_consistent(self, holders: Mapping[int, int] | None = None) -> None:
+        """Every invariant of the pool; with `holders`, also that each block has exactly that many.
+
+        Costs O(pool): for tests and the simulator.
+        """
+        free = self._free.in_order()
+        assert len(free) == self._free.num_free
+        nobodys = {b.block_id for b in self.blocks if b.ref_cnt == 0 and not b.is_null}
+        assert {b.block_id for b in free} == nobodys
+        assert all(b.ref_cnt >= 0 for b in self.blocks)
+        assert not any(b.is_null and (b.ref_cnt or b.block_hash is not None) for b in self.blocks)
+        for group, cached in enumerate(self._cached):
+            assert all((b.block_hash, b.group) == (h, group) for h, b in cached.items())
+        assert sum(map(len, self._cached)) == sum(b.block_hash is not None for b in self.blocks)
+        if holders is not None:
+            held = {b.block_id: b.ref_cnt for b in self.blocks if b.ref_cnt}
+            assert held == {k: v for k, v in holders.items() if v}, (held, holders)
+
+    def assert_empty(self) -> None:
+        """Nothing is held."""
+        self.assert_consistent(Counter())
+
+
+def _consecutive(indices: list[int]) -> list[range]:
+    """[2, 3, 4, 7] -> [range(2, 5), range(7, 8)]."""
+    runs: list[range] = []
+    for index in indices:
+        if runs and runs[-1].stop == index:
+            runs[-1] = range(runs[-1].start, index + 1)
+        else:
+            runs.append(range(index, index + 1))
+    return runs

@@ -1,0 +1,329 @@
+"""Which blocks each request has: block tables, prefix hits, allocation (vLLM's KVCacheManager).
+
+A request's table, while it is being admitted:
+
+    | local hits        | loaded by a connector | computed in this step |
+    |<- new_computed  ->|<-     external      ->|<-    new tokens     ->|
+      shared, hashed      own, fresh              own, fresh
+
+Full blocks become findable when they are *allocated* for a step, not when that step has run, so that equal
+prompts admitted in one step share them. This is sound because a rank writes a layer's K and V for all
+requests of a step before any attention of that layer reads, and because a request is never taken back out
+of a step once it was put in. Until that is certain (`delay_cache_blocks`), and while a connector fills blocks
+in the background, they stay unfindable; the scheduler calls `cache_blocks` when it is time.
+
+A request has one table per group of layers (`baton.core.kv_groups`), all of one length. In a group with a
+sliding window the blocks that lie wholly behind it are given back, or never taken; the null block stands in
+their places:
+
+    sees everything   | 7 | 3 | 9 | 4 | 12 |
+    window            | - | - | - | 8 | 11 |      the next token sees the end of 8, and 11
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from baton.core.config import CacheConfig
+from baton.core.hashing import BlockHash
+from baton.core.kv_groups import KVCacheGroup, is_hybrid
+from baton.engine.cache.block_pool import BlockPool
+from baton.engine.cache.free_queue import Block
+from baton.engine.request import Request
+
+
+class KVCacheBlocks:
+    """Blocks of one request, in prompt order. One list per KV-cache group, all of one length."""
+
+    __slots__ = ("blocks",)
+
+    def __init__(self, blocks: tuple[Sequence[Block], ...] = ((),)) -> None:
+        self.blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self.blocks[0])
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return tuple([block.block_id for block in group] for group in self.blocks)
+
+    def get_unhashed_block_ids(self) -> list[int]:
+        """Those that the prefix cache does not find, which is where a load has to write."""
+        assert len(self.blocks) == 1, "a connector that knows groups asks for them"
+        return [block.block_id for block in self.blocks[0] if block.block_hash is None]
+
+
+class _Table:
+    __slots__ = ("blocks", "first_kept", "num_cached")
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.num_cached = 0  # Leading blocks that were offered to the prefix cache.
+        self.first_kept = 0  # Those before it are null.
+
+
+class KVCache:
+    def __init__(
+        self,
+        config: CacheConfig,
+        *,
+        groups: Sequence[KVCacheGroup] = (KVCacheGroup(()),),
+        chunk: int = 0,
+        enable_events: bool = False,
+    ) -> None:
+        """`groups`: all layers in one, unless told. `chunk`: most tokens of one request in a step."""
+        self.block_size = config.block_size
+        self.num_blocks = config.num_gpu_blocks
+        self.groups = tuple(groups)
+        self.is_hybrid = is_hybrid(groups)
+        self.block_pool = BlockPool(
+            config.num_gpu_blocks,
+            config.block_size,
+            enable_caching=config.enable_prefix_caching,
+            enable_events=enable_events,
+            num_groups=len(self.groups),
+            has_null_block=self.is_hybrid,
+        )
+        self._chunk = chunk
+        self._tables: dict[str, tuple[_Table, ...]] = {}  # In the order of groups.
+        self._nothing = KVCacheBlocks(tuple(() for _ in self.groups))  # Shared, hence tuples.
+
+    def num_tokens_max(self, limit: int) -> int:
+        """The longest request that the whole pool holds, if it is below `limit`; else that."""
+        usable = self.block_pool.num_usable_blocks
+        if self.blocks_at_most(limit) <= usable:
+            return limit
+        return bisect_right(range(limit), usable, key=self.blocks_at_most) - 1
+
+    def blocks_at_most(self, num_tokens: int) -> int:
+        """What a request of `num_tokens` holds at its worst, on its way there."""
+        size, chunk = self.block_size, self._chunk
+        return sum(group.blocks_at_most(num_tokens, block_size=size, chunk=chunk) for group in self.groups)
+
+    @property
+    def usage(self) -> float:
+        return self.block_pool.usage
+
+    # --- Prefix hits -----------------------------------------------------------------------------
+
+    def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
+        """The longest prefix that every group has cached as far as its layers see, and its length in tokens.
+
+        Never the whole request: the last token is computed again, because its logits are what we are after.
+        """
+        if not self.block_pool.enable_caching or request.skip_reading_prefix_cache:
+            return self._nothing, 0
+        hashes = request.block_hashes[: (request.num_tokens - 1) // self.block_size]
+        num_hits = len(hashes)
+        if self.is_hybrid:
+            num_hits = self._num_common_hits(hashes)
+        hits: list[list[Block]] = []
+        for index, group in enumerate(self.groups):
+            first = group.first_kept(num_hits * self.block_size, self.block_size)
+            blocks = [self.block_pool.null_block] * first if first else []
+            for block_hash in hashes[first:num_hits]:
+                block = self.block_pool.get_cached_block(block_hash, index)
+                if block is None:
+                    break
+                blocks.append(block)
+            assert not self.is_hybrid or len(blocks) == num_hits
+            hits.append(blocks)
+        return KVCacheBlocks(tuple(hits)), len(hits[0]) * self.block_size
+
+    def _num_common_hits(self, hashes: list[BlockHash]) -> int:
+        """In blocks. A group that accepts fewer makes the others look again, until all agree."""
+        num_hits, agreed = len(hashes), 0
+        while agreed < len(self.groups):
+            for index, group in enumerate(self.groups):
+                fewer = self._num_hits_of(index, group, hashes, num_hits)
+                agreed = agreed + 1 if fewer == num_hits else 1
+                num_hits = fewer
+        return num_hits
+
+    def _num_hits_of(self, index: int, group: KVCacheGroup, hashes: list[BlockHash], most: int) -> int:
+        """The longest prefix of at most `most` blocks that this group can be at the end of."""
+        cached = self.block_pool.get_cached_block
+        if group.window is None:
+            for num_hits in range(most):
+                if cached(hashes[num_hits], index) is None:
+                    return num_hits
+            return most
+        end = block = most  # Blocks from `block` to `end` are cached.
+        while block > group.first_kept(end * self.block_size, self.block_size):
+            block -= 1
+            if cached(hashes[block], index) is None:
+                end = block
+        return end
+
+    # --- Allocation ------------------------------------------------------------------------------
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+    ) -> KVCacheBlocks | None:
+        """Room for the tokens of the picture above, behind what the request has computed.
+
+        Returns the fresh blocks (none needed: empty), or None if the pool has too few; then nothing changed,
+        but for blocks behind a window.
+        """
+        tables = self._tables.get(request.request_id)
+        num_computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
+        num_slots = num_computed + num_new_tokens
+        num_wanted = -(-num_slots // self.block_size)
+        fresh: KVCacheBlocks | None = self._nothing
+        if tables is None:
+            fresh = self._admit(request, new_computed_blocks, num_computed, num_wanted)
+        else:
+            assert new_computed_blocks is None or not len(new_computed_blocks), (
+                "hits come first or not at all"
+            )
+            if self.is_hybrid:
+                self._drop_behind_windows(tables, num_computed)
+            if num_wanted > len(tables[0].blocks):
+                fresh = self._extend(tables, num_wanted)
+        if fresh is not None and not delay_cache_blocks:
+            tables = self._tables.get(request.request_id)
+            if tables is not None and num_slots // self.block_size > tables[0].num_cached:
+                self.cache_blocks(request, num_slots)
+        return fresh
+
+    def _admit(
+        self, request: Request, hits: KVCacheBlocks | None, num_computed: int, num_wanted: int
+    ) -> KVCacheBlocks | None:
+        """The request's first blocks. Nothing is taken for what lies behind a window already."""
+        if not num_wanted:
+            return self._nothing
+        firsts = [group.first_kept(num_computed, self.block_size) for group in self.groups]
+        num_hits = len(hits) if hits is not None else 0
+        of_hits = [
+            blocks[first:] for blocks, first in zip((hits or self._nothing).blocks, firsts, strict=True)
+        ]
+        num_idle_hits = sum(not block.ref_cnt for blocks in of_hits for block in blocks)
+        num_missing = sum(max(0, num_wanted - max(num_hits, first)) for first in firsts)
+        if num_missing + num_idle_hits > self.block_pool.num_free_blocks:
+            return None
+        tables = self._tables[request.request_id] = tuple(_Table() for _ in self.groups)
+        for table, blocks, first in zip(tables, of_hits, firsts, strict=True):
+            # All hits before any fresh one is taken, which might evict them.
+            self.block_pool.touch(blocks)
+            table.blocks = [*blocks] if not first else [self.block_pool.null_block] * first + [*blocks]
+            table.first_kept = first
+            table.num_cached = num_hits
+        return self._extend(tables, num_wanted)
+
+    def _extend(self, tables: tuple[_Table, ...], num_wanted: int) -> KVCacheBlocks | None:
+        nums_missing = [max(0, num_wanted - len(table.blocks)) for table in tables]
+        if sum(nums_missing) > self.block_pool.num_free_blocks:
+            return None
+        fresh = [self.block_pool.get_new_blocks(num) for num in nums_missing]
+        for table, blocks in zip(tables, fresh, strict=True):
+            table.blocks += blocks
+        return KVCacheBlocks(tuple(fresh))
+
+    def drop_behind_windows(self, request: Request) -> None:
+        """Give back what no token behind those that the request has computed will see."""
+        if self.is_hybrid and (tables := self._tables.get(request.request_id)) is not None:
+            self._drop_behind_windows(tables, request.num_computed_tokens)
+
+    def _drop_behind_windows(self, tables: tuple[_Table, ...], num_computed: int) -> None:
+        for group, table in zip(self.groups, tables, strict=True):
+            first = group.first_kept(num_computed, self.block_size)
+            if first > table.first_kept:
+                dropped = table.blocks[table.first_kept : first]
+                table.blocks[table.first_kept : first] = [self.block_pool.null_block] * len(dropped)
+                table.first_kept = first
+                self.block_pool.free_blocks(reversed(dropped))
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Make the full blocks of the first `num_computed_tokens` findable."""
+        num_full = min(num_computed_tokens, request.num_tokens) // self.block_size
+        for index, table in enumerate(self._tables[request.request_id]):
+            if num_full > table.num_cached:
+                self.block_pool.cache_full_blocks(request, table.blocks, table.num_cached, num_full, index)
+                table.num_cached = num_full
+
+    def free(self, request: Request) -> None:
+        """Give up the request's blocks, tail first. Harmless for a request without any."""
+        for table in self._tables.pop(request.request_id, ()):
+            self.block_pool.free_blocks(reversed(table.blocks[table.first_kept :]))
+
+    # --- Wrong content ---------------------------------------------------------------------------
+
+    def distrust(self, request: Request, num_valid_tokens: int) -> None:
+        """Make everything behind `num_valid_tokens` unfindable. The request keeps its blocks, to refill."""
+        first_bad = num_valid_tokens // self.block_size
+        for table in self._tables.get(request.request_id, ()):
+            self.evict_blocks(block.block_id for block in table.blocks[max(first_bad, table.first_kept) :])
+            table.num_cached = min(table.num_cached, first_bad)
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        self.block_pool.evict_blocks(block_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        return self.block_pool.reset_prefix_cache()
+
+    # --- Questions -------------------------------------------------------------------------------
+
+    def has_blocks(self, request: Request) -> bool:
+        return request.request_id in self._tables
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """The request's whole tables."""
+        tables = self._tables.get(request_id)
+        return KVCacheBlocks(
+            tuple(list(table.blocks) for table in tables) if tables else self._nothing.blocks
+        )
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        return self.get_blocks(request_id).get_block_ids()
+
+    def blocks_between(self, request_id: str, first: int, last: int) -> list[tuple[int, int]]:
+        """(index in the tables, block id) of what the request holds in [first, last), in order."""
+        held = [
+            (index, table.blocks[index].block_id)
+            for table in self._tables.get(request_id, ())
+            for index in range(max(first, table.first_kept), min(last, len(table.blocks)))
+        ]
+        return sorted(held) if len(self.groups) > 1 else held
+
+    def num_blocks_missing(self, request: Request, num_tokens: int) -> int:
+        """How many blocks the request still has to be given, at most, before it holds `num_tokens`."""
+        tables = self._tables.get(request.request_id)
+        if tables is None:
+            return self.blocks_at_most(num_tokens)
+        size, chunk = self.block_size, self._chunk
+        return sum(
+            max(
+                0,
+                group.blocks_at_most(num_tokens, block_size=size, chunk=chunk)
+                - len(table.blocks)
+                + table.first_kept,
+            )
+            for group, table in zip(self.groups, tables, strict=True)
+        )
+
+    # --- Checks ----------------------------------------------------------------------------------
+
+    def assert_consistent(self, other_holders: Iterable[int] = ()) -> None:
+        """Each block has one holder per table that names it, plus `other_holders` (of connectors)."""
+        holders = Counter(other_holders)
+        for request_id, tables in self._tables.items():
+            ids = [block.block_id for table in tables for block in table.blocks[table.first_kept :]]
+            assert len(set(ids)) == len(ids), f"{request_id} has a block twice"
+            for table in tables:
+                assert len(table.blocks) == len(tables[0].blocks)
+                assert table.num_cached <= len(table.blocks)
+                assert [block.is_null for block in table.blocks].count(True) == table.first_kept
+            holders.update(ids)
+        self.block_pool.assert_consistent(holders)
+
+    def assert_empty(self) -> None:
+        """At rest: no table, no holder."""
+        assert not self._tables, list(self._tables)
+        self.block_pool.assert_empty()

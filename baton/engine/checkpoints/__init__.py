@@ -1,0 +1,1 @@
+"""Hugging Face model folders: what they declare, and random ones for tests and demos."""

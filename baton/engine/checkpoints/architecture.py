@@ -1,0 +1,232 @@
+"""What a decoder checkpoint's config.json means, as values: parsed once, refused by name.
+
+Six families differ in little, and this module holds all of the difference:
+
+    family    bias of q, k, v   bias of o   bias of the MLP   norm of q and k   sliding window
+    llama     attention_bias    as q        mlp_bias          no                no
+    mistral   no                no          no                no                every layer
+    qwen2     yes               no          no                no                layers the config names
+    qwen3     attention_bias    as q        no                yes               layers the config names
+    gemma3    attention_bias    as q        no                yes               five layers in six
+    gpt_oss   attention_bias    as q        yes               no                every other layer
+
+Gemma 3 norms before and behind each half of a layer and scales its embedding; its layers with a window
+have a rotary theta of their own. GPT-OSS has experts for an MLP and a learned sink in every attention head.
+
+Torch-free, so that the front end may read a checkpoint's shape without loading a model.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from baton.engine.checkpoints.config_fields import config_error, flag, number, positive
+from baton.engine.checkpoints.rope_config import RopeScaling, parse_rope
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt_oss"]
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Gemma3ForCausalLM": "gemma3",
+    "GptOssForCausalLM": "gpt_oss",
+}
+HYBRIDS: frozenset[Family] = frozenset(("gemma3", "gpt_oss"))  # Of their layers, some always have a window.
+MAX_LAYERS = 4096  # Twenty times those of the deepest models; each is a list entry in many places.
+_DEFAULT_RMS_NORM_EPS = 1e-6
+_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+class Experts(msgspec.Struct, frozen=True, kw_only=True):
+    """A mixture in an MLP's place: `(up + 1) * gate * sigmoid(alpha * gate)`, both clamped at `limit`."""
+
+    num_experts: int
+    num_per_token: int
+    alpha: float
+    limit: float
+
+
+class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything of config.json that changes what the model computes, and nothing else."""
+
+    family: Family
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int  # Of one expert, where there are any.
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling
+    local_rope_theta: float | None  # Unscaled, in layers with a window; None: as in the others.
+    softmax_scale: float
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sandwich_norms: bool  # Behind attention and behind the MLP too, before their sum.
+    norm_offset: float  # Added to every norm's weight.
+    wide_norms: bool  # Weights of norms multiply in float32, before the result is rounded.
+    embedding_scale: float
+    activation: Literal["silu", "gelu_tanh"]
+    sinks: bool  # A learned score per head, which takes its share of the softmax and gives nothing.
+    experts: Experts | None
+    tie_word_embeddings: bool
+    windows: tuple[int | None, ...]  # Per layer: keys a query sees, itself included; None: all of them.
+
+    @property
+    def num_parameters_at_least(self) -> int:
+        """Of the matrices alone."""
+        kv_rows = 2 * self.num_kv_heads * self.head_dim
+        attention = self.hidden_size * (2 * self.num_heads * self.head_dim + kv_rows)
+        mlp = (
+            3 * self.hidden_size * self.intermediate_size * (self.experts.num_experts if self.experts else 1)
+        )
+        return self.vocab_size * self.hidden_size + self.num_layers * (attention + mlp)
+
+    @property
+    def digest(self) -> str:
+        """Equal digests: the same function of the same weights."""
+        return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()
+
+
+def parse_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
+    """Raises UserError naming the field of config.json that is missing, wrong or not supported."""
+    family = _family(config)
+    _refuse_what_would_change_the_answer(config, family)
+    num_heads = positive(config, "num_attention_heads")
+    hidden_size = positive(config, "hidden_size")
+    num_kv_heads = positive(config, "num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise config_error(
+            f"must divide num_attention_heads ({num_heads}), is {num_kv_heads}", "num_key_value_heads"
+        )
+    head_dim = _head_dim(config, family, hidden_size, num_heads)
+    num_layers = positive(config, "num_hidden_layers", maximum=MAX_LAYERS)
+    rope_theta, rope_scaling, local_rope_theta = parse_rope(config, family)
+    is_gemma, is_gpt_oss = family == "gemma3", family == "gpt_oss"
+    attention_bias = family in ("llama", "qwen3", "gemma3", "gpt_oss") and flag(
+        config, "attention_bias", default=is_gpt_oss
+    )
+    scored_dim = number(config, "query_pre_attn_scalar", 256.0) if is_gemma else head_dim
+    return DecoderArchitecture(
+        family=family,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=positive(config, "intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=positive(config, "vocab_size"),
+        rms_norm_eps=number(config, "rms_norm_eps", 1e-5 if is_gpt_oss else _DEFAULT_RMS_NORM_EPS),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        local_rope_theta=local_rope_theta,
+        softmax_scale=scored_dim**-0.5,
+        qkv_bias=family == "qwen2" or attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=is_gpt_oss or (family == "llama" and flag(config, "mlp_bias")),
+        qk_norm=family in ("qwen3", "gemma3"),
+        sandwich_norms=is_gemma,
+        norm_offset=1.0 if is_gemma else 0.0,
+        wide_norms=is_gemma or is_gpt_oss,
+        embedding_scale=hidden_size**0.5 if is_gemma else 1.0,
+        activation=_activation(config, family),
+        sinks=is_gpt_oss,
+        experts=_experts(config) if is_gpt_oss else None,
+        tie_word_embeddings=flag(config, "tie_word_embeddings", default=is_gemma),
+        windows=_windows(config, family, num_layers),
+    )
+
+
+def _family(config: Mapping[str, Any]) -> Family:
+    names = config.get("architectures") or []
+    for name in names if isinstance(names, list) else []:
+        if (family := FAMILIES.get(name)) is not None:
+            return family
+    raise config_error(f"must be one of {', '.join(FAMILIES)}, is {names!r}", "architectures")
+
+
+def _refuse_what_would_change_the_answer(config: Mapping[str, Any], family: Family) -> None:
+    if config.get("quantization_config") is not None:
+        raise config_error(
+            "quantised checkpoints are not supported; use the original weights", "quantization_config"
+        )
+    if (rotary_part := config.get("partial_rotary_factor", 1.0)) not in (None, 1, 1.0):
+        raise config_error(f"must be 1, is {rotary_part!r}", "partial_rotary_factor")
+    if family == "gemma3":
+        for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+            if config.get(key):
+                raise config_error(f"is not supported, is {config[key]!r}", key)
+
+
+def _activation(config: Mapping[str, Any], family: Family) -> Literal["silu", "gelu_tanh"]:
+    """GPT-OSS names silu and computes what `Experts` says."""
+    key, wanted = ("hidden_activation", "gelu_pytorch_tanh") if family == "gemma3" else ("hidden_act", "silu")
+    activation = config.get(key)
+    if activation not in (None, wanted):
+        raise config_error(f"must be {wanted!r}, is {activation!r}", key)
+    return _ACTIVATIONS[wanted]
+
+
+def _head_dim(config: Mapping[str, Any], family: Family, hidden_size: int, num_heads: int) -> int:
+    if config.get("head_dim") is None and hidden_size % num_heads:
+        raise config_error(
+            f"must be a multiple of num_attention_heads ({num_heads}), or set head_dim", "hidden_size"
+        )
+    defaults = {"qwen3": 128, "gemma3": 256, "gpt_oss": 64}
+    head_dim = positive(config, "head_dim", default=defaults.get(family, hidden_size // num_heads))
+    if head_dim % 2:
+        raise config_error(f"must be even for rotary embedding, is {head_dim}", "head_dim")
+    return head_dim
+
+
+def _experts(config: Mapping[str, Any]) -> Experts:
+    num_experts = positive(config, "num_local_experts")
+    num_per_token = positive(config, "num_experts_per_tok", default=4)
+    if num_per_token > num_experts:
+        raise config_error(f"is above num_local_experts ({num_experts})", "num_experts_per_tok")
+    return Experts(
+        num_experts=num_experts,
+        num_per_token=num_per_token,
+        alpha=number(config, "swiglu_alpha", 1.702),
+        limit=number(config, "swiglu_limit", 7.0),
+    )
+
+
+def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
+    everywhere: tuple[int | None, ...] = (None,) * num_layers
+    if family == "llama" or (family not in HYBRIDS and config.get("sliding_window") is None):
+        return everywhere
+    window = positive(config, "sliding_window")
+    if family == "mistral":
+        return (window,) * num_layers
+    if family in ("qwen2", "qwen3") and not flag(config, "use_sliding_window"):
+        return everywhere
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return tuple(window if slides else None for slides in _sliding(config, family, num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise config_error(f"must name one kind for each of the {num_layers} layers", "layer_types")
+    known = {"sliding_attention": window, "full_attention": None}
+    for kind in kinds:
+        if not isinstance(kind, str) or kind not in known:
+            raise config_error(f"must be full_attention or sliding_attention, has {kind!r}", "layer_types")
+    return tuple(known[kind] for kind in kinds)
+
+
+def _sliding(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
+    """Which layers have a window, where the file does not name each."""
+    if family == "gemma3":
+        pattern = positive(config, "sliding_window_pattern", default=6)
+        return [bool((layer + 1) % pattern) for layer in range(num_layers)]
+    if family == "gpt_oss":
+        return [not layer % 2 for layer in range(num_layers)]
+    first = positive(config, "max_window_layers", minimum=0)
+    return [layer >= first for layer in range(num_layers)]

@@ -1,0 +1,181 @@
+"""A Hugging Face model folder, read once: shape, limits, special tokens and what its bytes are.
+
+    config.json              the architecture                   -> architecture_digest
+    generation_config.json   end-of-sequence ids, optional
+    *.safetensors            the weights, one file or sharded   -> weights_digest
+
+Raises UserError naming the file and the field. Imports no torch.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from baton.core.config import ModelConfig
+from baton.core.errors import UserError
+from baton.core.json_text import NotJson, decode_json
+from baton.core.limited_file import open_regular, read_limited
+from baton.engine.checkpoints.architecture import DecoderArchitecture, parse_architecture
+
+DTYPES = ("float32", "bfloat16", "float16")
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_POSITION = 1 << 27
+MAX_JSON_BYTES = 32 << 20  # The index of a checkpoint with 100,000 tensors has 10 MiB.
+MAX_ROPE_ENTRIES = 1 << 30  # Positions times head_dim: 4 GiB of tables.
+_HASH_CHUNK_BYTES = 1 << 22
+
+
+def load_model_config(
+    folder: str | Path,
+    *,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    served_model_name: str | None = None,
+) -> ModelConfig:
+    """Reads all of the weights once, to digest them: seconds per ten gigabytes."""
+    root = Path(folder)
+    if not root.is_dir():
+        raise UserError(
+            f"{str(folder)!r} is not a folder; give a local Hugging Face model folder", field="model"
+        )
+    config = read_json(root / "config.json")
+    generation = read_json(root / "generation_config.json", required=False)
+    architecture = parse_architecture(config)
+    _check_size(architecture, weight_files(root))
+    return ModelConfig(
+        model=str(root.resolve()),
+        served_model_name=served_model_name or root.resolve().name,
+        dtype=_choose_dtype(dtype, config),
+        max_model_len=_choose_max_model_len(max_model_len, config, architecture),
+        num_hidden_layers=architecture.num_layers,
+        num_attention_heads=architecture.num_heads,
+        num_kv_heads=architecture.num_kv_heads,
+        head_dim=architecture.head_dim,
+        hidden_size=architecture.hidden_size,
+        vocab_size=architecture.vocab_size,
+        eos_token_ids=_eos_token_ids(config, generation),
+        bos_token_id=_token_id(config.get("bos_token_id"), "bos_token_id"),
+        architecture_digest=architecture.digest,
+        weights_digest=weights_digest(root),
+        hf_config=config,
+        generation_config=generation,
+        windows=architecture.windows,
+    )
+
+
+def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
+    """A JSON object; empty when the file is absent and not required."""
+    if not path.exists():
+        if not required:
+            return {}
+        raise UserError(f"{path.name} is missing in {path.parent}", field="model")
+    content = read_limited(path, MAX_JSON_BYTES, field=path.name)
+    try:
+        return decode_json(content, dict[str, Any])
+    except NotJson as error:
+        raise UserError(f"is not a JSON object: {error}", field=path.name) from error
+
+
+def weight_files(folder: str | Path) -> list[Path]:
+    """The checkpoint's safetensors files, in the order of their names."""
+    root = Path(folder)
+    if (root / INDEX_FILE).exists():
+        weight_map = read_json(root / INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError("must map tensor names to files", field=f"{INDEX_FILE}: weight_map")
+        files = [root / name for name in sorted(set(weight_map.values()))]
+    elif (root / SINGLE_FILE).exists():
+        files = [root / SINGLE_FILE]
+    else:
+        raise UserError(f"neither {SINGLE_FILE} nor {INDEX_FILE} is in {root}", field="model")
+    for file in files:
+        if file.parent != root or not file.is_file():
+            raise UserError(f"names {file.name}, which is not in {root}", field=f"{INDEX_FILE}: weight_map")
+    return files
+
+
+def weights_digest(folder: str | Path) -> str:
+    """128 bits over every byte of the weight files.
+
+    Detects a different or damaged checkpoint. It is no proof against a forger: whoever may write the weights
+    of an engine owns its answers anyway.
+    """
+    digest = xxhash.xxh3_128()
+    buffer = bytearray(_HASH_CHUNK_BYTES)
+    view = memoryview(buffer)
+    for file in weight_files(folder):
+        with open_regular(file) as stream:
+            while num_read := stream.readinto(buffer):
+                digest.update(view[:num_read])
+    return digest.hexdigest()
+
+
+def _choose_dtype(wanted: str, config: dict[str, Any]) -> str:
+    if wanted != "auto":
+        if wanted not in DTYPES:
+            raise UserError(f"must be auto, {', '.join(DTYPES)}, is {wanted!r}", field="dtype")
+        return wanted
+    named = config.get("dtype", config.get("torch_dtype")) or "float32"
+    if named not in DTYPES:
+        raise UserError(
+            f"must be {', '.join(DTYPES)}, is {named!r}; or choose --dtype", field="config.json: dtype"
+        )
+    return str(named)
+
+
+def _choose_max_model_len(
+    wanted: int | None, config: dict[str, Any], architecture: DecoderArchitecture
+) -> int:
+    limit = config.get("max_position_embeddings")
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+        raise UserError(
+            f"must be a positive integer, is {limit!r}", field="config.json: max_position_embeddings"
+        )
+    if limit > MAX_POSITION:
+        raise UserError(
+            f"must be at most {MAX_POSITION}, is {limit}", field="config.json: max_position_embeddings"
+        )
+    if architecture.rope_scaling.kind == "linear" and architecture.family != "gemma3":
+        # Unlike the others, this factor is not yet contained in max_position_embeddings.
+        limit = int(limit * architecture.rope_scaling.factor)
+    chosen = limit if wanted is None else wanted
+    if not 1 <= chosen <= limit:
+        raise UserError(f"must be in [1, {limit}], which is as far as the model goes", field="max_model_len")
+    if chosen * architecture.head_dim > MAX_ROPE_ENTRIES:
+        raise UserError(
+            f"{chosen} positions of {architecture.head_dim} are too many; at most "
+            f"{MAX_ROPE_ENTRIES // architecture.head_dim} fit into the tables of rotary embedding",
+            field="max_model_len",
+        )
+    return chosen
+
+
+def _check_size(architecture: DecoderArchitecture, files: list[Path]) -> None:
+    """Before anything is allocated: the weights that config.json describes must be in the files."""
+    num_bytes = sum(file.stat().st_size for file in files)
+    if architecture.num_parameters_at_least > num_bytes:
+        raise UserError(
+            f"describes a model of at least {architecture.num_parameters_at_least} parameters, but the "
+            f"weight files have {num_bytes} bytes; check num_hidden_layers, hidden_size, intermediate_size, "
+            "vocab_size and num_local_experts",
+            field="config.json",
+        )
+
+
+def _eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
+    """generation_config.json's where there are any, as `transformers.generate` does; else config.json's."""
+    raw = generation.get("eos_token_id")
+    if raw is None:
+        raw = config.get("eos_token_id")
+    ids = raw if isinstance(raw, list) else [raw]
+    return tuple(token for item in ids if (token := _token_id(item, "eos_token_id")) is not None)
+
+
+def _token_id(value: Any, key: str) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise UserError(f"must be a token id, is {value!r}", field=f"config.json: {key}")
+    return value

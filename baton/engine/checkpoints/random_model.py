@@ -1,0 +1,352 @@
+"""Writes a small random checkpoint that any Hugging Face loader reads: to try, test and demonstrate with.
+
+The weights are random but not arbitrary. Scales are chosen so that greedy output wanders: every layer adds
+about as much to the residual stream as it finds, attention looks at few tokens rather than at the average of
+all, and the last token's own embedding is too faint to repeat itself. Two prompts that differ in one token
+soon answer differently, which is what a test of KV transfer needs. The same arguments make the same bytes.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from safetensors.torch import save_file
+
+from baton.core.errors import UserError
+from baton.engine.checkpoints.architecture import (
+    FAMILIES,
+    HYBRIDS,
+    DecoderArchitecture,
+    Family,
+    parse_architecture,
+)
+from baton.engine.checkpoints.checkpoint import DTYPES, INDEX_FILE, SINGLE_FILE
+from baton.engine.checkpoints.random_tokenizer import WrittenTokenizer, write_tokenizer
+
+RopeScalingName = Literal["none", "linear", "llama3", "yarn"]
+
+_QK_GAIN = 1.8  # Scores of standard deviation 1.8**2: a query looks at a handful of keys.
+_DOWN_GAIN = 2.0  # Makes up for what the gate takes away.
+_LOGIT_STD = 3.0
+_BIAS_STD = 0.3
+_SINK_STD = 1.0
+_ROUTER_GAIN = 2.0  # Sure of its choice, so that experts matter and rounding does not choose others.
+_NUM_EXPERTS, _EXPERTS_PER_TOKEN = 8, 2
+_LAYERS_PER_GLOBAL = 3  # Of a small Gemma 3: two layers with a window, one without.
+_DEFAULT_WINDOW = 128  # Of the families that cannot be without one.
+_MUTE_SCALE = 1e-3  # Logits of tokens that are never to be chosen lie at zero, far below the largest.
+_SHARD_BYTES = 512 << 20
+
+
+class _Tensor(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    std: float
+    mean: float = 0.0
+
+
+def write_checkpoint(
+    folder: str | Path,
+    *,
+    family: str = "qwen3",
+    hidden: int = 256,
+    layers: int = 4,
+    heads: int = 8,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    intermediate: int | None = None,
+    vocab: int = 2048,
+    seed: int = 0,
+    dtype: str = "float32",
+    max_position: int = 4096,
+    sliding_window: int | None = None,
+    rope_scaling: str = "none",
+    rope_theta: float = 10000.0,
+    tie_word_embeddings: bool = False,
+    shard_bytes: int = _SHARD_BYTES,
+) -> Path:
+    """Returns the folder, which is made if missing; weights of an older checkpoint in it are replaced.
+
+    Left out, `kv_heads` is half of `heads`, `head_dim` hidden / heads, `intermediate` 3 * hidden.
+    Raises UserError naming the argument.
+    """
+    config = _config_json(
+        family=_checked_family(family),
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads if kv_heads is not None else max(1, heads // 2),
+        head_dim=head_dim if head_dim is not None else hidden // max(1, heads),
+        intermediate=intermediate if intermediate is not None else 3 * hidden,
+        vocab=vocab,
+        dtype=dtype,
+        max_position=max_position,
+        sliding_window=sliding_window,
+        rope_scaling=rope_scaling,
+        rope_theta=rope_theta,
+        tie_word_embeddings=tie_word_embeddings,
+    )
+    architecture = parse_architecture(config)
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    for old in [*root.glob("*.safetensors"), root / INDEX_FILE]:
+        old.unlink(missing_ok=True)
+    tokenizer = write_tokenizer(
+        root,
+        vocab=vocab,
+        with_bos=architecture.family in ("llama", "mistral", "gemma3"),
+        max_position=max_position,
+    )
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_ids[0],
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    _write_json(root / "config.json", {**config, **ids})
+    _write_json(root / "generation_config.json", {**ids, "eos_token_id": list(tokenizer.eos_token_ids)})
+    _write_weights(root, architecture, tokenizer, seed, getattr(torch, dtype), shard_bytes)
+    return root
+
+
+def _checked_family(family: str) -> Family:
+    for known in get_args(Family):
+        if family == known:
+            return known  # type: ignore[no-any-return]  # get_args is untyped.
+    raise UserError(f"must be one of {', '.join(get_args(Family))}, is {family!r}", field="family")
+
+
+def _config_json(
+    *,
+    family: Family,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    intermediate: int,
+    vocab: int,
+    dtype: str,
+    max_position: int,
+    sliding_window: int | None,
+    rope_scaling: str,
+    rope_theta: float,
+    tie_word_embeddings: bool,
+) -> dict[str, Any]:
+    sizes = {
+        "hidden": hidden,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate": intermediate,
+        "max_position": max_position,
+    }
+    for field, value in sizes.items():
+        if value < 1:
+            raise UserError(f"must be positive, is {value}", field=field)
+    if dtype not in DTYPES:
+        raise UserError(f"must be one of {', '.join(DTYPES)}, is {dtype!r}", field="dtype")
+    if sliding_window is not None and family == "llama":
+        raise UserError("the llama family has none; choose another one", field="sliding_window")
+    config: dict[str, Any] = {
+        "architectures": [next(name for name, kind in FAMILIES.items() if kind == family)],
+        "model_type": "gemma3_text" if family == "gemma3" else family,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": intermediate,
+        "vocab_size": vocab,
+        "max_position_embeddings": max_position,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": rope_theta,
+        "tie_word_embeddings": tie_word_embeddings,
+        "attention_dropout": 0.0,
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+    if (scaling := _rope_scaling(rope_scaling, max_position)) is not None:
+        config["rope_scaling"] = scaling
+    if family == "mistral" or sliding_window is not None:
+        config["sliding_window"] = sliding_window
+    if family in ("qwen2", "qwen3") and sliding_window is not None:
+        config["use_sliding_window"] = True
+        # The upper half slides, so that both kinds are in one model.
+        config["max_window_layers"] = layers // 2
+    if family in ("llama", "qwen3", "gemma3"):
+        config["attention_bias"] = False
+    if family == "llama":
+        config["mlp_bias"] = False
+    if family in HYBRIDS:
+        config["sliding_window"] = sliding_window if sliding_window is not None else _DEFAULT_WINDOW
+    if family == "gemma3":
+        del config["hidden_act"]
+        config |= {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": head_dim,
+            "rope_local_base_freq": 10000.0,
+            "sliding_window_pattern": _LAYERS_PER_GLOBAL,
+            "layer_types": _layer_types(layers, _LAYERS_PER_GLOBAL),
+        }
+    if family == "gpt_oss":
+        config |= {
+            "attention_bias": True,
+            "rope_scaling": config.get("rope_scaling", {"rope_type": "default"}),
+            "num_local_experts": _NUM_EXPERTS,
+            "num_experts_per_tok": _EXPERTS_PER_TOKEN,
+            "layer_types": _layer_types(layers, 2),
+        }
+    return config
+
+
+def _layer_types(layers: int, per_global: int) -> list[str]:
+    return ["sliding_attention" if (layer + 1) % per_global else "full_attention" for layer in range(layers)]
+
+
+def _rope_scaling(name: str, max_position: int) -> dict[str, Any] | None:
+    match name:
+        case "none":
+            return None
+        case "linear":
+            return {"rope_type": "linear", "factor": 2.0}
+        case "llama3":
+            return {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": max(1, max_position // 8),
+            }
+        case "yarn":
+            return {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": max(1, max_position // 8),
+            }
+        case _:
+            raise UserError(
+                f"must be {', '.join(get_args(RopeScalingName))}, is {name!r}", field="rope_scaling"
+            )
+
+
+def _tensors(architecture: DecoderArchitecture) -> Iterator[_Tensor]:
+    """Every tensor but the embedding and the head, in the order of the checkpoint."""
+    a = architecture
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if a.sandwich_norms:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    for layer in range(a.num_layers):
+        prefix = f"model.layers.{layer}"
+        yield _norm(a, f"{prefix}.{norms[0]}", 1.0)
+        yield from _attention_tensors(a, f"{prefix}.self_attn")
+        for name in norms[1:]:
+            yield _norm(a, f"{prefix}.{name}", 1.0)
+        yield from _mlp_tensors(a, f"{prefix}.mlp")
+    # Tied, a scaled embedding is that much fainter, which the head has to make up for.
+    yield _norm(a, "model.norm", a.embedding_scale if a.tie_word_embeddings else 1.0)
+
+
+def _norm(a: DecoderArchitecture, name: str, gain: float, size: int | None = None) -> _Tensor:
+    return _Tensor(f"{name}.weight", (size or a.hidden_size,), 0.1, gain - a.norm_offset)
+
+
+def _attention_tensors(a: DecoderArchitecture, prefix: str) -> Iterator[_Tensor]:
+    query, key = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    into, out_of = a.hidden_size**-0.5, query**-0.5
+    sharp = into if a.qk_norm else into * _QK_GAIN
+    yield _Tensor(f"{prefix}.q_proj.weight", (query, a.hidden_size), sharp)
+    yield _Tensor(f"{prefix}.k_proj.weight", (key, a.hidden_size), sharp)
+    yield _Tensor(f"{prefix}.v_proj.weight", (key, a.hidden_size), into)
+    yield _Tensor(f"{prefix}.o_proj.weight", (a.hidden_size, query), out_of)
+    if a.qkv_bias:
+        yield _Tensor(f"{prefix}.q_proj.bias", (query,), _BIAS_STD)
+        yield _Tensor(f"{prefix}.k_proj.bias", (key,), _BIAS_STD)
+        yield _Tensor(f"{prefix}.v_proj.bias", (key,), _BIAS_STD)
+    if a.output_bias:
+        yield _Tensor(f"{prefix}.o_proj.bias", (a.hidden_size,), _BIAS_STD)
+    if a.sinks:
+        yield _Tensor(f"{prefix}.sinks", (a.num_heads,), _SINK_STD)
+    if a.qk_norm:
+        yield _norm(a, f"{prefix}.q_norm", _QK_GAIN, a.head_dim)
+        yield _norm(a, f"{prefix}.k_norm", _QK_GAIN, a.head_dim)
+
+
+def _mlp_tensors(a: DecoderArchitecture, prefix: str) -> Iterator[_Tensor]:
+    wide = a.intermediate_size
+    into, down = a.hidden_size**-0.5, _DOWN_GAIN * wide**-0.5
+    if a.experts is None:
+        yield _Tensor(f"{prefix}.gate_proj.weight", (wide, a.hidden_size), into)
+        yield _Tensor(f"{prefix}.up_proj.weight", (wide, a.hidden_size), into)
+        yield _Tensor(f"{prefix}.down_proj.weight", (a.hidden_size, wide), down)
+        return
+    num = a.experts.num_experts
+    yield _Tensor(f"{prefix}.router.weight", (num, a.hidden_size), into * _ROUTER_GAIN)
+    yield _Tensor(f"{prefix}.router.bias", (num,), _BIAS_STD)
+    yield _Tensor(f"{prefix}.experts.gate_up_proj", (num, a.hidden_size, 2 * wide), into)
+    yield _Tensor(f"{prefix}.experts.gate_up_proj_bias", (num, 2 * wide), _BIAS_STD)
+    yield _Tensor(f"{prefix}.experts.down_proj", (num, wide, a.hidden_size), down)
+    yield _Tensor(f"{prefix}.experts.down_proj_bias", (num, a.hidden_size), _BIAS_STD)
+
+
+def _write_weights(
+    root: Path,
+    architecture: DecoderArchitecture,
+    tokenizer: WrittenTokenizer,
+    seed: int,
+    dtype: torch.dtype,
+    shard_bytes: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(shape: tuple[int, ...], std: float, mean: float = 0.0) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).mul_(std).add_(mean)
+
+    def draw_vocabulary() -> torch.Tensor:
+        rows = draw(
+            (architecture.vocab_size, architecture.hidden_size), _LOGIT_STD * architecture.hidden_size**-0.5
+        )
+        rows[sorted(tokenizer.mute_token_ids)] *= _MUTE_SCALE
+        rows[tokenizer.num_tokens :] *= _MUTE_SCALE
+        return rows
+
+    def drawn() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "model.embed_tokens.weight", draw_vocabulary().div_(architecture.embedding_scale)
+        for tensor in _tensors(architecture):
+            yield tensor.name, draw(tensor.shape, tensor.std, tensor.mean)
+        if not architecture.tie_word_embeddings:
+            yield "lm_head.weight", draw_vocabulary()
+
+    _write_shards(root, ((name, tensor.to(dtype)) for name, tensor in drawn()), shard_bytes)
+
+
+def _write_shards(root: Path, tensors: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) -> None:
+    """One file if everything fits into a shard, else numbered ones and their index."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    used_bytes = total_bytes = 0
+    for name, tensor in tensors:
+        if shards[-1] and used_bytes + tensor.nbytes > shard_bytes:
+            shards.append({})
+            used_bytes = 0
+        shards[-1][name] = tensor
+        used_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+    if len(shards) == 1:
+        save_file(shards[0], root / SINGLE_FILE, metadata={"format": "pt"})
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, root / file_name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, file_name))
+    _write_json(root / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")

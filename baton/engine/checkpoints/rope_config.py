@@ -1,0 +1,105 @@
+"""What config.json says of rotary embedding: frequencies, and how they are stretched for long contexts."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from baton.engine.checkpoints.config_fields import config_error, flag, number
+
+_DEFAULT_THETA = 10000.0
+_GEMMA3_GLOBAL_THETA, _GEMMA3_LOCAL_THETA = 1_000_000.0, 10000.0
+_GPT_OSS_THETA = 150000.0
+
+
+class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
+    """How rotary frequencies are stretched for long contexts. `default`: not at all."""
+
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3 only, as the one below.
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192  # llama3 and yarn.
+    beta_fast: float = 32.0  # yarn only, as all that follow.
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0  # Of cosines and sines both.
+
+
+def parse_rope(config: Mapping[str, Any], family: str) -> tuple[float, RopeScaling, float | None]:
+    """Theta and scaling, and the theta of layers with a window where it is another one.
+
+    Both spellings: `rope_theta` beside `rope_scaling`, and the `rope_parameters` of transformers 5.
+    """
+    field = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+    raw = config.get(field) or {}
+    if not isinstance(raw, Mapping):
+        raise config_error(f"must be an object, is {raw!r}", field)
+    if family == "gemma3":
+        return _gemma3(config, raw, field)
+    if family == "gpt_oss" and not raw:
+        raise config_error("is missing", field)  # Loaders disagree about what that would mean.
+    default = _GPT_OSS_THETA if family == "gpt_oss" else _DEFAULT_THETA
+    theta = number(raw if "rope_theta" in raw else config, "rope_theta", default)
+    return theta, _scaling(raw, field), None
+
+
+def _gemma3(
+    config: Mapping[str, Any], raw: Mapping[str, Any], field: str
+) -> tuple[float, RopeScaling, float]:
+    """Two kinds of layers with a rope each; only the global one is ever scaled."""
+    everywhere: Mapping[str, Any] = raw
+    sliding: Mapping[str, Any] = {}
+    if "full_attention" in raw or "sliding_attention" in raw:
+        everywhere, sliding = raw.get("full_attention") or {}, raw.get("sliding_attention") or {}
+        if not isinstance(everywhere, Mapping) or not isinstance(sliding, Mapping):
+            raise config_error("must hold an object for each kind of layer", field)
+    if _scaling(sliding, f"{field}.sliding_attention").kind != "default":
+        raise config_error("must be default", f"{field}.sliding_attention.rope_type")
+    theta = number(everywhere if "rope_theta" in everywhere else config, "rope_theta", _GEMMA3_GLOBAL_THETA)
+    local = (
+        number(sliding, "rope_theta")
+        if "rope_theta" in sliding
+        else number(config, "rope_local_base_freq", _GEMMA3_LOCAL_THETA)
+    )
+    return theta, _scaling(everywhere, field), local
+
+
+def _scaling(raw: Mapping[str, Any], field: str) -> RopeScaling:
+    kind = raw.get("rope_type", raw.get("type", "default"))
+    if kind == "default":
+        return RopeScaling()
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=number(raw, "factor", prefix=field))
+    if kind == "llama3":
+        scaling = RopeScaling(
+            kind="llama3",
+            factor=number(raw, "factor", prefix=field),
+            low_freq_factor=number(raw, "low_freq_factor", prefix=field),
+            high_freq_factor=number(raw, "high_freq_factor", prefix=field),
+            original_max_position=int(number(raw, "original_max_position_embeddings", prefix=field)),
+        )
+        if not scaling.low_freq_factor < scaling.high_freq_factor:
+            raise config_error("must be above low_freq_factor", f"{field}.high_freq_factor")
+        return scaling
+    if kind == "yarn":
+        return _yarn(raw, field)
+    raise config_error(f"must be default, linear, llama3 or yarn, is {kind!r}", f"{field}.rope_type")
+
+
+def _yarn(raw: Mapping[str, Any], field: str) -> RopeScaling:
+    for key in ("mscale", "mscale_all_dim"):
+        if raw.get(key) is not None:
+            raise config_error("is not supported", f"{field}.{key}")
+    factor = number(raw, "factor", prefix=field)
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_max_position=int(number(raw, "original_max_position_embeddings", prefix=field)),
+        beta_fast=number(raw, "beta_fast", 32.0, prefix=field),
+        beta_slow=number(raw, "beta_slow", 1.0, prefix=field),
+        truncate=flag(raw, "truncate", default=True),
+        # The temperature that the paper found to fit (equation 22).
+        attention_factor=number(raw, "attention_factor", 0.1 * math.log(max(factor, 1.0)) + 1, prefix=field),
+    )

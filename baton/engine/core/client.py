@@ -1,0 +1,362 @@
+"""The engine's front end, for an asyncio program: starts the core's process and speaks with it.
+
+    client = await EngineClient.start(config, connector_factory="baton.assemble:connector_factory")
+    async for output in client.generate(request): ...
+    await client.close()
+
+Nothing waits for a core that is gone: its end closes the socket, every open `generate` raises EngineDeadError
+with the reason, and so does every later one. One that lives and does not move any more is ended, and requests
+of one that is stopped fail (`pulse`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Self
+
+import msgspec
+
+from baton.core.config import EngineConfig
+from baton.core.errors import BatonError, ConfigError, UserError
+from baton.engine.api import EngineOutput, EngineRequest, SchedulerStats
+from baton.engine.core.core_messages import (
+    Abort,
+    AddRequest,
+    Drain,
+    Drained,
+    FromCore,
+    Outputs,
+    Ping,
+    Pong,
+    Restarted,
+    Restarting,
+    Start,
+    Started,
+    StartFailed,
+    Stop,
+    Stopped,
+    TakeBack,
+    ToCore,
+)
+from baton.engine.process.channel import FrameSplitter, frame
+from baton.engine.process.child import KILL_WAIT_S, Child
+from baton.engine.process.liveness import Pulse, StopWatch, family
+from baton.engine.runner.malloc_tuning import primitive_limits
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 900.0  # Reading a large model's weights from a slow disk, on every rank.
+STOP_TIMEOUT_S = 20.0  # Connector halves and ranks have 10 s of these.
+DRAIN_ANSWER_S = 5.0  # Beyond the time that a drain may take; a step can be long.
+# For a core whose front end died to shut down in order. No answer of it is of use any more, and a supervisor
+# starts the next engine on the same ports.
+LONG_PROMPT_TOKENS = 1 << 16  # At most one such prompt is sent in a turn of the event loop.
+PARENT_GRACE_S = 2.0
+
+
+class EngineDeadError(BatonError):
+    """The engine core is gone. Says why; another engine may serve the request."""
+
+
+class EngineUnreadyError(BatonError):
+    """A process of the engine is stopped, or its ranks start anew. Another engine may serve the request."""
+
+
+_Answer = EngineOutput | EngineDeadError | EngineUnreadyError
+
+
+class EngineClient:
+    """Made by `start`. Used from one event loop."""
+
+    def __init__(self, child: Child, step_timeout_s: float) -> None:
+        self.on_stats: Callable[[SchedulerStats], None] | None = None
+        self._child = child
+        self._splitter = FrameSplitter()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(FromCore)
+        # Until the last output, which for a request that was closed early (None) nobody waits for.
+        self._answers: dict[str, asyncio.Queue[_Answer] | None] = {}
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._dead = asyncio.Event()  # Nothing will come any more.
+        self._buried = asyncio.Event()  # The process has ended and left nothing behind.
+        self._sending_long = asyncio.Lock()
+        self._drained: asyncio.Future[bool] | None = None
+        self._introduction: str | None = None
+        self._death: EngineDeadError | None = None
+        self._burial: asyncio.Task[None] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._step_timeout_s = step_timeout_s
+        self._pulse = Pulse(lambda: self._send(Ping()), self._hangs, step_timeout_s)
+        self._stop_watch = StopWatch(self._stalls)
+        self._is_stalled = False  # For as long as a process is stopped.
+        self._restarting: str | None = None  # Why ranks are started anew, while they are.
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        connector_factory: str | None = None,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> Self:
+        """Returns when the engine is ready. Raises ConfigError, or EngineDeadError with its message."""
+        child = Child.spawn(
+            "baton.engine.core.core_process:main",
+            name="baton-core",
+            grace_s=PARENT_GRACE_S,
+            leads_group=True,
+            environment={"OMP_NUM_THREADS": str(config.device_config.num_threads), **primitive_limits()},
+        )
+        client = cls(child, config.step_timeout_s)
+        try:
+            client._transport, _ = await asyncio.get_running_loop().create_unix_connection(
+                lambda: _Connection(client), sock=child.socket
+            )
+            client._send(Start(config, connector_factory))
+            async with asyncio.timeout(start_timeout_s):
+                await client._started
+        except TimeoutError as error:
+            await client._kill()
+            raise EngineDeadError(f"the engine core was not ready within {start_timeout_s:.0f} s") from error
+        except BaseException:
+            await client._kill()
+            raise
+        client._watch()
+        return client
+
+    @property
+    def pid(self) -> int:
+        """Of the core's process."""
+        return self._child.process.pid
+
+    async def introduction(self) -> str | None:
+        """The connector's, for consumers that have no ticket of this engine yet; None without one.
+
+        It names what the core's process has started, so it changes only when that starts its ranks anew.
+        """
+        return self._introduction
+
+    @property
+    def is_dead(self) -> bool:
+        return self._dead.is_set()
+
+    async def wait_dead(self) -> None:
+        await self._dead.wait()
+
+    @property
+    def unready_reason(self) -> str | None:
+        """Why a router should send requests to other engines for now; None while this one serves."""
+        if self._restarting is not None:
+            return f"the engine starts its ranks anew: {self._restarting}"
+        return self._stop_watch.stopped
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+        """Ends after the output that has a `finish_reason`. Closed earlier, it aborts the request.
+
+        Raises UserError for a request id in use, EngineDeadError as soon as the core is gone, and
+        EngineUnreadyError while ranks start anew or a process has been stopped for STALLED_S.
+        """
+        if self._death is not None:
+            raise EngineDeadError(str(self._death))
+        self._is_stalled = self._is_stalled and self._stop_watch.stopped is not None
+        if (self._restarting is not None or self._is_stalled) and (reason := self.unready_reason) is not None:
+            raise EngineUnreadyError(reason)
+        if request.request_id in self._answers:
+            raise UserError(f"{request.request_id!r} is in use; choose a new one", field="request_id")
+        answers: asyncio.Queue[_Answer] = asyncio.Queue()
+        self._answers[request.request_id] = answers
+        try:
+            if len(request.prompt_token_ids) < LONG_PROMPT_TOKENS:
+                self._submit(request)
+            else:
+                # Its encoding takes up to 10 ms; a request with many samples sends one prompt often.
+                async with self._sending_long:
+                    self._submit(request)
+                    await asyncio.sleep(0)
+            while True:
+                answer = await answers.get()
+                if not isinstance(answer, EngineOutput):
+                    raise type(answer)(str(answer))
+                yield answer
+                if answer.finish_reason is not None:
+                    return
+        finally:
+            if self._answers.get(request.request_id) is answers:
+                self._answers[request.request_id] = None
+                self._send(Abort(request.request_id))
+            while not answers.empty():
+                self._drop(answers.get_nowait())
+
+    async def abort(self, request_id: str) -> None:
+        """Its `generate` ends with finish reason "abort", unless it ends otherwise first."""
+        self._send(Abort(request_id))
+
+    def take_back(self, params: dict[str, Any]) -> None:
+        """Nobody will come for what was lent under these `kv_transfer_params` of a finished request."""
+        self._send(TakeBack(params))
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Before `close`: lend nothing more, and wait until nothing runs and nothing is lent any more.
+
+        False when that took too long, or the core is gone: then there is nothing left to wait for.
+        """
+        if self._drained is None:
+            self._drained = asyncio.get_running_loop().create_future()
+            if self._death is not None:
+                self._drained.set_result(False)
+            self._send(Drain(timeout_s))
+        try:
+            async with asyncio.timeout(timeout_s + DRAIN_ANSWER_S):
+                return await asyncio.shield(self._drained)
+        except TimeoutError:
+            return False
+
+    async def close(self) -> None:
+        """Ends the core's process. Idempotent; bounded by STOP_TIMEOUT_S, after which it is killed."""
+        self._pulse.stop()
+        self._stop_watch.stop()
+        self._send(Stop())
+        self._child.resume()
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await self._buried.wait()
+        except TimeoutError:
+            logger.warning("the engine core did not end within %.0f s; killing it", STOP_TIMEOUT_S)
+            self._child.process.kill()
+            try:
+                async with asyncio.timeout(KILL_WAIT_S):
+                    await self._buried.wait()
+            except TimeoutError:  # It sits in a driver; nothing that we could do would end it.
+                logger.error("the engine core, process %d, cannot be ended", self.pid)
+
+    async def _kill(self) -> None:
+        self._child.process.kill()
+        if self._transport is not None:
+            await self._buried.wait()
+        else:
+            await asyncio.to_thread(self._child.kill)
+
+    def _submit(self, request: EngineRequest) -> None:
+        try:
+            self._send(AddRequest(request))
+        except (UnicodeEncodeError, OverflowError) as error:  # Half a surrogate pair, a token id beyond u64.
+            self._answers.pop(request.request_id)
+            raise UserError(f"cannot be sent to the engine: {error}", field="request") from error
+
+    def _send(self, message: ToCore) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame(self._encoder.encode(message)))
+
+    # --- What the connection tells ------------------------------------------------------------------
+
+    def _receive(self, received: bytes) -> None:
+        self._pulse.felt()
+        for payload in self._splitter.feed(received):
+            match self._decoder.decode(payload):
+                case Outputs(outputs):
+                    if outputs.stats is not None and self.on_stats is not None:
+                        # A call of its own: what a metric raises must not cost us the connection.
+                        asyncio.get_running_loop().call_soon(self.on_stats, outputs.stats)
+                    self._deliver(outputs.outputs)
+                case Started(introduction):
+                    self._introduction = introduction
+                    if not self._started.done():
+                        self._started.set_result(None)
+                case Restarting(reason):
+                    logger.error("the engine lost a rank and starts its ranks anew: %s", reason)
+                    self._introduction = None
+                    self._restarting = reason
+                    self._fail_open(EngineUnreadyError(f"the engine starts its ranks anew: {reason}"))
+                    self._pulse.stop()  # Reading the weights is no step.
+                case Restarted(introduction):
+                    logger.warning("the engine's ranks have been started anew")
+                    self._introduction = introduction
+                    self._restarting = None
+                    self._watch()
+                case StartFailed(message, is_users):
+                    error = ConfigError(message) if is_users else EngineDeadError(message)
+                    if not self._started.done():
+                        self._started.set_exception(error)
+                case Drained(is_whole):
+                    if self._drained is not None and not self._drained.done():
+                        self._drained.set_result(is_whole)
+                case Pong():
+                    pass  # Whatever it says shows that it moves.
+                case Stopped(reason):
+                    self._die(f"the engine core ended: {reason}")  # It may take long to clear up.
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            if output.finish_reason is not None:
+                answers = self._answers.pop(output.request_id, None)
+            else:
+                answers = self._answers.get(output.request_id)
+            if answers is not None:
+                answers.put_nowait(output)
+            else:
+                self._drop(output)
+
+    def _drop(self, answer: _Answer) -> None:
+        """No request waits for it any more. Its ticket reaches no consumer, so the loan ends now."""
+        if isinstance(answer, EngineOutput) and answer.kv_transfer_params is not None:
+            self.take_back(answer.kv_transfer_params)
+
+    def _watch(self) -> None:
+        """Of a core that has just started its ranks."""
+        self._pulse.start()
+        self._stop_watch.start(family(self.pid))
+
+    def _stalls(self, reason: str) -> None:
+        logger.error("%s; its requests fail", reason)
+        self._is_stalled = True
+        self._fail_open(EngineUnreadyError(reason))
+
+    def _fail_open(self, error: EngineUnreadyError) -> None:
+        """What the core makes of these requests later is dropped."""
+        for answers in self._answers.values():
+            if answers is not None:
+                answers.put_nowait(error)
+
+    def _hangs(self) -> None:
+        how = f"the engine core hangs: no step has ended for {self._step_timeout_s:g} s (step_timeout_s)"
+        logger.error("%s; killing it", how)
+        self._die(how)
+        self._child.process.kill()
+
+    def _connection_lost(self) -> None:
+        self._burial = asyncio.get_running_loop().create_task(self._bury())
+
+    async def _bury(self) -> None:
+        self._die(await asyncio.to_thread(self._child.describe_exit))
+        await asyncio.to_thread(self._child.stop, STOP_TIMEOUT_S)
+        self._buried.set()
+
+    def _die(self, how: str) -> None:
+        """From now on nothing will come; whoever waits hears why. The first reason stays."""
+        if self._death is not None:
+            return
+        self._pulse.stop()
+        self._stop_watch.stop()
+        death = self._death = EngineDeadError(how)
+        if not self._started.done():
+            self._started.set_exception(EngineDeadError(f"{how}, before it was ready"))
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(False)
+        answers_of, self._answers = self._answers, {}
+        for answers in answers_of.values():
+            if answers is not None:
+                answers.put_nowait(death)
+        self._dead.set()
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def data_received(self, data: bytes) -> None:
+        self._client._receive(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._client._connection_lost()

@@ -1,0 +1,231 @@
+"""The engine without any process around it: scheduler, connector half and executor, one `step()` at a time.
+
+    add_request / abort --> | schedule -> submit -> ... -> result -> update | --> EngineOutputs
+
+Up to `max_concurrent_batches` steps are in flight at once, of different requests.
+
+Whoever owns it (the core process, `LLM`, a benchmark) decides when to step. Single-threaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from baton.contract.factory import default_factory, load_factory
+from baton.core.config import EngineConfig
+from baton.core.errors import UserError
+from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, RequestError
+from baton.engine.core.kv_event_publisher import KVEventPublisher
+from baton.engine.executor import Executor, ExecutorDied, start_executor
+from baton.engine.runner.hybrid import settle_groups
+from baton.engine.scheduling.connector_calls import STEP_ERRORS_MAX
+from baton.engine.scheduling.scheduler import Scheduler
+from baton.engine.step import ModelRunnerOutput, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Where the time of all steps so far went, in seconds."""
+
+    num_steps: int = 0
+    schedule_s: float = 0.0
+    execute_s: float = 0.0
+    update_s: float = 0.0
+
+
+class EngineCore:
+    def __init__(
+        self, config: EngineConfig, connector_factory: str | None, *, executor: Executor | None = None
+    ) -> None:
+        """Raises UserError if the configuration cannot work.
+
+        `connector_factory` None: Baton's own, if the configuration names a connector. `executor`: instead of
+        the configured one.
+        """
+        connector_factory = connector_factory or default_factory(config)
+        self.times = StepTimes()
+        self.num_scheduled_tokens = 0  # In the last step.
+        self.has_progressed = False  # The last step computed, delivered or freed something.
+        self._batches: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()  # Oldest first.
+        self._num_batches_max = config.parallel_config.max_concurrent_batches
+        self.is_woken = False  # Whatever a step could find between messages, somebody will say.
+        config = settle_groups(config, connector_factory)
+        self.executor = executor if executor is not None else start_executor(config, connector_factory)
+        self._num_connector_errors = 0  # Steps in a row.
+        try:
+            half = load_factory(connector_factory).scheduler_half(config)
+        except BaseException:
+            self.executor.shutdown()
+            raise
+        self._half = half
+        self._event_publisher: KVEventPublisher | None = None
+        try:
+            if config.kv_events_config is not None and config.kv_events_config.is_published:
+                self._event_publisher = KVEventPublisher(config.kv_events_config, time.time)
+            self.scheduler = Scheduler(config, half)
+            self.executor.expect_reports(half.get_finished_count())
+            handshake = self.executor.handshake_metadata()
+            if handshake:
+                half.set_xfer_handshake_metadata_pp_aware(
+                    {(0, tp_rank): metadata for tp_rank, metadata in handshake.items()}
+                )
+            if self.executor.awaits_capture:
+                self.executor.capture(half.build_connector_meta(SchedulerOutput()))
+            only_half = self.executor.only_half()
+            if only_half is not None and self._num_batches_max == 1:
+                half.bind_only_rank(only_half)
+        except BaseException:
+            if self._event_publisher is not None:
+                self._event_publisher.close()
+            half.shutdown()
+            self.executor.shutdown()
+            raise
+
+    def add_request(self, request: EngineRequest) -> EngineOutput | None:
+        """A refusal is the request's only output, and the caller's to deliver."""
+        try:
+            self.scheduler.add_request(request)
+        except UserError as error:
+            return EngineOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason="error",
+                error=RequestError.of_user(error),
+            )
+        return None
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.abort([request_id])
+
+    def bind_wake(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, from any thread, when the connector has something for a step to find."""
+        hears_of_peers = self._half.bind_wake(wake)
+        hears_of_reads = self.executor.bind_wake(wake)
+        self.is_woken = hears_of_peers and hears_of_reads
+
+    def take_back(self, params: Mapping[str, Any]) -> None:
+        """Nobody will come for what was lent under these `kv_transfer_params`."""
+        self.scheduler.take_back(params)
+
+    def introduction(self) -> str | None:
+        """Signed text by which other engines find this one's connector; None if it has none to give."""
+        return self.scheduler.introduction()
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._batches) or self.scheduler.has_requests()
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """False while there are only loans and reports to wait for."""
+        return self.scheduler.has_unfinished_requests()
+
+    def drain(self, timeout_s: float) -> None:
+        """Before the end: whoever owns it goes on stepping until `is_drained`, or until the time is up."""
+        self.scheduler.drain(timeout_s)
+
+    @property
+    def is_drained(self) -> bool:
+        """Nothing runs, and nobody uses our blocks any more."""
+        return not self.has_unfinished_requests and not self.scheduler.has_blocks_to_await()
+
+    def step(self) -> EngineOutputs:
+        """Decides a step, and takes the result of the oldest one in flight.
+
+        With room for further steps in flight it waits for no result: then it returns nothing, and is to be
+        called again. Raises what the model raised, or ExecutorDied: the engine cannot go on.
+        """
+        if not self._batches or (
+            len(self._batches) < self._num_batches_max and self.scheduler.has_idle_requests()
+        ):
+            started = time.perf_counter()
+            output = self.scheduler.schedule()
+            scheduled = time.perf_counter()
+            self._batches.append((output, self.executor.submit(output)))
+            self.times.schedule_s += scheduled - started
+            self.times.execute_s += time.perf_counter() - scheduled
+            has_room = len(self._batches) < self._num_batches_max
+            if has_room and output.num_scheduled_tokens and not self._batches[0][1].done():
+                self.num_scheduled_tokens = 0
+                self.has_progressed = True
+                return EngineOutputs(outputs=[])
+        return self._take_oldest()
+
+    def _take_oldest(self) -> EngineOutputs:
+        waiting = time.perf_counter()
+        scheduler_output, future = self._batches.popleft()
+        result = future.result()
+        executed = time.perf_counter()
+        abandoned = self._abandon_loads(scheduler_output, result)
+        num_ended_before = self.scheduler.num_ended_transfers
+        outputs = self.scheduler.update_from_output(scheduler_output, result)
+        self._publish_events()
+        if abandoned:
+            outputs = _with_errors(outputs, abandoned, f"the KV connector failed: {result.connector_error}")
+        self.executor.forget_all_but(self.scheduler.requests)
+        updated = time.perf_counter()
+
+        self.num_scheduled_tokens = scheduler_output.total_num_scheduled_tokens
+        has_moved = self.scheduler.num_ended_transfers != num_ended_before
+        self.has_progressed = bool(self.num_scheduled_tokens or outputs.outputs or has_moved)
+        times = self.times
+        times.num_steps += 1
+        times.execute_s += executed - waiting
+        times.update_s += updated - executed
+        return outputs
+
+    def _abandon_loads(self, step: SchedulerOutput, result: ModelRunnerOutput) -> set[str]:
+        """End the requests whose load a broken worker half will never report.
+
+        Their blocks stay held until it does report them, since it may still be writing there. A half that
+        goes on like that takes its connector with it: nobody else shall wait for it.
+        """
+        self._num_connector_errors = 0 if result.connector_error is None else self._num_connector_errors + 1
+        if self._num_connector_errors >= STEP_ERRORS_MAX:
+            self.scheduler.retire_connector(f"a worker half raised: {result.connector_error}")
+            return set()
+        abandoned = set(self.scheduler.loads_begun_in(step)) if result.loads_failed else set()
+        if abandoned:
+            logger.error("%d requests waited for a connector that failed", len(abandoned))
+            self.scheduler.abort(abandoned)
+        return abandoned
+
+    def _publish_events(self) -> None:
+        """What is said to be stored is computed, and so can be found."""
+        if (events := self.scheduler.take_events()) and self._event_publisher is not None:
+            self._event_publisher.publish(events)
+
+    def fail_all(self, death: ExecutorDied) -> EngineOutputs:
+        """What is open ends with an error: its KV is gone with the ranks. Then comes `shutdown`."""
+        error = RequestError(f"the engine lost a rank, and its KV cache with it: {death}")
+        return EngineOutputs(outputs=self.scheduler.fail_all(error))
+
+    def shutdown(self) -> None:
+        """Idempotent."""
+        try:
+            self.scheduler.shutdown()
+        finally:
+            if self._event_publisher is not None:
+                self._event_publisher.close()
+            self.executor.shutdown()
+
+
+def _with_errors(outputs: EngineOutputs, request_ids: set[str], message: str) -> EngineOutputs:
+    """What the scheduler calls an abort was an error of ours."""
+    changed = [
+        msgspec.structs.replace(output, finish_reason="error", error=RequestError(message))
+        if output.request_id in request_ids and output.finish_reason == "abort"
+        else output
+        for output in outputs.outputs
+    ]
+    return EngineOutputs(outputs=changed, stats=outputs.stats)

@@ -1,0 +1,104 @@
+"""Between two steps of an engine core: waits until the next one has something to find, and is woken for it.
+
+When a step has changed nothing, so long at most:
+
+    LOOK_S              if the connector says when there is something to find; it wakes whoever waits at once
+    RETRY_S             otherwise, while a request waits, for a load or for blocks
+    RETRY_S .. IDLE_S   otherwise, while there are only loans to get back; doubling, so that they cost little
+
+Who took empty steps instead would keep the interpreter from the very threads that it waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from baton.engine.core.engine_core import EngineCore
+
+RETRY_S = 0.001
+IDLE_S = 0.020
+LOOK_S = 0.250
+
+
+class StepWaits:
+    """Of the one who steps `core`, on his thread."""
+
+    def __init__(self, core: EngineCore, waker: Waker) -> None:
+        """`waker`: the caller's to close, after the core is shut down."""
+        self._core = core
+        self._waker = waker
+        self._backoff_s = RETRY_S
+        core.bind_wake(waker.wake)
+        self._deaths = frozenset(core.executor.death_filenos())
+        self._poll = select.poll()
+        for fileno in (waker.fileno(), *self._deaths):
+            self._poll.register(fileno, select.POLLIN)
+
+    def next_wait_s(self) -> float:
+        """After a step; 0 if the next one may find more to do."""
+        if self._core.has_progressed or self._core.has_unfinished_requests:
+            self._backoff_s = RETRY_S
+        if self._core.has_progressed:
+            return 0.0
+        if self._core.is_woken:
+            return LOOK_S
+        if self._core.has_unfinished_requests:
+            return RETRY_S
+        wait_s, self._backoff_s = self._backoff_s, min(2 * self._backoff_s, IDLE_S)
+        return wait_s
+
+    def wait(self, timeout_s: float | None, also: Mapping[int, int] | None = None) -> None:
+        """Until the connector wakes us, a rank dies, one of `also` is ready, or the time is over.
+
+        `also`: file descriptors and their events for `select.poll`. `timeout_s`: None for no end. Raises
+        ExecutorDied.
+        """
+        for fileno, events in (also or {}).items():
+            self._poll.register(fileno, events)
+        ready = {fileno for fileno, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1e3)}
+        for fileno in also or ():
+            self._poll.unregister(fileno)
+        if self._waker.fileno() in ready:
+            self._waker.clear()  # Before the step: what is said from here on is said of the next one.
+        if ready & self._deaths:
+            self._core.executor.check_alive()
+
+    def wait_for_more(self) -> None:
+        """Not at all, if the last step has changed something or nothing is left. Raises ExecutorDied."""
+        if self._core.has_requests and (wait_s := self.next_wait_s()):
+            self.wait(wait_s)
+
+
+class Waker:
+    """An event to poll, which any thread may raise."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()  # Or a closed descriptor's number could by then be somebody else's.
+        self._is_closed = False
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def wake(self) -> None:
+        """Harmless after `close`."""
+        with self._lock:
+            if not self._is_closed:
+                os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                os.close(self._fd)

@@ -1,0 +1,1 @@
+"""Child processes: channels to them, and how their death or silence is noticed."""

@@ -1,0 +1,249 @@
+"""What one rank remembers of its requests, as arrays: one row per request, kept until the request finishes.
+
+    row    tokens                    num_tokens   blocks          num_blocks
+     0   | 5 6 7 8 9 . . . |              5     | 3 4 . . |            2          prompt and output so far
+     1   |                 |                                                      free
+     2   | 7 7 2 . . . . . |              3     | 9 . . . |            1
+
+A step picks its rows by one fancy index, so the cost of a step hardly depends on the number of requests.
+Preempted requests keep their rows: they come back, and the sampler's state with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.core.config import EngineConfig
+from baton.engine.forward_context import AttentionMetadata, metadata_of_tables
+from baton.engine.runner.sampler import SamplingRow
+from baton.engine.step import NewRequestData, SchedulerOutput
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class ScoredPrompt:
+    """A part of a prompt whose next tokens get log-probabilities from this step's hidden states."""
+
+    req_id: str
+    first_row: int  # Of the step's T tokens: the one before the first scored token.
+    first_position: int  # Of the first scored token, in the prompt.
+    token_ids: list[int]  # Those that are scored.
+    num_top: int
+
+
+@dataclass(slots=True)
+class StepInput:
+    """The rows that run in one step, in the order of `num_scheduled_tokens`."""
+
+    req_ids: list[str]
+    token_ids: IntArray  # [T]
+    attn_metadata: AttentionMetadata
+    group_metadata: tuple[AttentionMetadata, ...]  # Of each KV-cache group; empty if there is one.
+    sampled_index: IntArray  # Which of `req_ids` get a token.
+    sampled_rows: IntArray
+    sampled_positions: IntArray  # Where those tokens will stand.
+    only_decodes: bool  # One token of each, and none of them of a prompt.
+    scored_prompts: list[ScoredPrompt]
+
+
+class InputBatch:
+    def __init__(self, config: EngineConfig) -> None:
+        self._block_size = config.cache_config.block_size
+        self._eos_token_ids = config.model_config.eos_token_ids
+        self._seed = config.seed
+        self._row_of: dict[str, int] = {}
+        max_len = config.model_config.max_model_len
+        capacity = min(16, config.scheduler_config.max_num_seqs)
+        self._free = list(range(capacity - 1, -1, -1))
+        self._sampling: list[SamplingRow | None] = [None] * capacity
+        # Pages of zeros cost nothing until they are written, so rows may be as long as the longest request.
+        self._tokens = np.zeros((capacity, max_len + 1), np.int32)
+        self._num_tokens = np.zeros(capacity, np.int64)
+        self._num_prompt_tokens = np.zeros(capacity, np.int64)
+        self._scores_prompt = np.zeros(capacity, np.bool_)  # `prompt_logprobs` are wanted.
+        # One table per KV-cache group, all of one length; what lies behind a window is never read.
+        width = -(-max_len // self._block_size) + 1
+        self._blocks = [np.zeros((capacity, width), np.int32) for _ in config.kv_cache_groups]
+        self._num_blocks = np.zeros(capacity, np.int64)
+        self._num_computed = np.zeros(capacity, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def update(self, output: SchedulerOutput) -> None:
+        """Take over what the scheduler decided. Finished ids that were never scheduled are not known here."""
+        for req_id in output.finished_req_ids:
+            if (row := self._row_of.pop(req_id, None)) is not None:
+                self._sampling[row] = None
+                self._free.append(row)
+        for new in output.scheduled_new_reqs:
+            self._add(new)
+        self._update_cached(output)
+
+    def _add(self, new: NewRequestData) -> None:
+        assert new.req_id not in self._row_of, "a request is new once"
+        if not self._free:
+            self._grow()
+        row = self._row_of[new.req_id] = self._free.pop()
+        token_ids = [*new.prompt_token_ids, *new.output_token_ids]
+        self._tokens[row, : len(token_ids)] = token_ids
+        self._num_tokens[row] = len(token_ids)
+        self._num_prompt_tokens[row] = len(new.prompt_token_ids)
+        self._scores_prompt[row] = new.sampling_params.prompt_logprobs is not None
+        self._num_computed[row] = new.num_computed_tokens
+        self._set_blocks(row, new.block_ids)
+        self._sampling[row] = SamplingRow.of(
+            new.req_id,
+            new.sampling_params,
+            prompt=new.prompt_token_ids,
+            output=new.output_token_ids,
+            eos_token_ids=self._eos_token_ids,
+            engine_seed=self._seed,
+        )
+
+    def _update_cached(self, output: SchedulerOutput) -> None:
+        cached = output.scheduled_cached_reqs
+        if not cached.req_ids:
+            return
+        rows = np.array([self._row_of[req_id] for req_id in cached.req_ids])
+        self._num_computed[rows] = cached.num_computed_tokens
+        for index, new_blocks in enumerate(cached.new_block_ids):
+            if new_blocks is None:
+                continue
+            row, req_id = rows[index], cached.req_ids[index]
+            if req_id in cached.resumed_req_ids:
+                self._set_blocks(row, new_blocks)
+                self._set_tokens(row, cached.all_token_ids[req_id])
+            else:
+                start = self._num_blocks[row]
+                for table, block_ids in zip(self._blocks, new_blocks, strict=True):
+                    table[row, start : start + len(block_ids)] = block_ids
+                self._num_blocks[row] = start + len(new_blocks[0])
+        self._drop_what_the_scheduler_dropped(rows, cached.num_output_tokens)
+
+    def _set_tokens(self, row: int, token_ids: list[int]) -> None:
+        self._tokens[row, : len(token_ids)] = token_ids
+        if len(token_ids) > self._num_tokens[row]:  # Some were handed over, not sampled here.
+            self._num_tokens[row] = len(token_ids)
+            self._recount(row)
+
+    def _set_blocks(self, row: int, groups: tuple[list[int], ...]) -> None:
+        for table, block_ids in zip(self._blocks, groups, strict=True):
+            table[row, : len(block_ids)] = block_ids
+        self._num_blocks[row] = len(groups[0])
+
+    def _drop_what_the_scheduler_dropped(self, rows: IntArray, num_output_tokens: list[int]) -> None:
+        """A token sampled in a step whose loads failed was thrown away; so it is here."""
+        known = self._num_prompt_tokens[rows] + np.array(num_output_tokens, np.int64)
+        before = self._num_tokens[rows]
+        changed = known != before
+        if not changed.any():
+            return
+        assert (known <= before).all(), "the scheduler knows of tokens that were never sampled"
+        self._num_tokens[rows] = known
+        for row in rows[changed].tolist():
+            self._recount(row)
+
+    def _recount(self, row: int) -> None:
+        sampling = self._sampling[row]
+        assert sampling is not None
+        sampling.recount(self._tokens[row, : self._num_tokens[row]].tolist())
+
+    def step_input(self, num_scheduled_tokens: dict[str, int]) -> StepInput:
+        """`num_scheduled_tokens` is not empty, and its requests are known."""
+        req_ids = list(num_scheduled_tokens)
+        rows = np.array([self._row_of[req_id] for req_id in req_ids])
+        scheduled = np.fromiter(num_scheduled_tokens.values(), np.int64, len(req_ids))
+        computed = self._num_computed[rows]
+        seq_lens = computed + scheduled
+        of_groups = self._attention_metadata(rows, computed, scheduled, seq_lens)
+        metadata = of_groups[0]
+        if metadata.max_query_len == 1:
+            token_ids = self._tokens[rows, computed]
+        else:
+            token_ids = self._tokens[np.repeat(rows, scheduled), metadata.positions_np]
+        num_tokens = self._num_tokens[rows]
+        assert (seq_lens <= num_tokens).all(), "only known tokens can be computed"
+        sampled = (seq_lens == num_tokens).nonzero()[0]
+        return StepInput(
+            req_ids=req_ids,
+            token_ids=token_ids.astype(np.int64),
+            attn_metadata=metadata,
+            group_metadata=of_groups if len(of_groups) > 1 else (),
+            sampled_index=sampled,
+            sampled_rows=rows[sampled],
+            sampled_positions=num_tokens[sampled],
+            only_decodes=metadata.max_query_len == 1
+            and bool((computed >= self._num_prompt_tokens[rows]).all()),
+            scored_prompts=self._scored_prompts(req_ids, rows, computed, metadata.query_start_loc_np),
+        )
+
+    def _scored_prompts(
+        self, req_ids: list[str], rows: IntArray, computed: IntArray, query_start: IntArray
+    ) -> list[ScoredPrompt]:
+        """Prompts of this step that want log-probabilities: the row of a token scores the next token."""
+        is_scored = self._scores_prompt[rows]
+        if not is_scored.any():
+            return []
+        scored = []
+        for index in (is_scored & (self._num_prompt_tokens[rows] - 1 > computed)).nonzero()[0]:
+            row, first = rows[index], int(computed[index]) + 1
+            end = min(first + int(query_start[index + 1] - query_start[index]), self._num_prompt_tokens[row])
+            sampling = self._sampling[row]
+            assert sampling is not None
+            scored.append(
+                ScoredPrompt(
+                    req_ids[index],
+                    int(query_start[index]),
+                    first,
+                    self._tokens[row, first:end].tolist(),
+                    sampling.params.prompt_logprobs or 0,
+                )
+            )
+        return scored
+
+    def _attention_metadata(
+        self, rows: IntArray, computed: IntArray, scheduled: IntArray, seq_lens: IntArray
+    ) -> tuple[AttentionMetadata, ...]:
+        num_blocks = -(-seq_lens // self._block_size)
+        assert (num_blocks <= self._num_blocks[rows]).all(), "a request has tokens beyond its blocks"
+        width = int(num_blocks.max())
+        return tuple(
+            metadata_of_tables(computed, scheduled, table[rows, :width].astype(np.int64), self._block_size)
+            for table in self._blocks
+        )
+
+    def sampling_rows(self, rows: IntArray) -> list[SamplingRow]:
+        states = [self._sampling[row] for row in rows.tolist()]
+        return [state for state in states if state is not None]
+
+    def append(self, rows: IntArray, token_ids: list[int]) -> None:
+        """The tokens that were sampled for `rows`."""
+        self._tokens[rows, self._num_tokens[rows]] = token_ids
+        self._num_tokens[rows] += 1
+
+    def _grow(self) -> None:
+        capacity = len(self._sampling)
+        self._free.extend(range(2 * capacity - 1, capacity - 1, -1))
+        self._sampling += [None] * capacity
+        self._tokens = self._doubled(self._tokens, self._num_tokens)
+        self._blocks = [self._doubled(table, self._num_blocks) for table in self._blocks]
+        more = np.zeros(capacity, np.int64)
+        self._num_tokens = np.concatenate([self._num_tokens, more])
+        self._num_prompt_tokens = np.concatenate([self._num_prompt_tokens, more])
+        self._scores_prompt = np.concatenate([self._scores_prompt, more.astype(np.bool_)])
+        self._num_blocks = np.concatenate([self._num_blocks, more])
+        self._num_computed = np.concatenate([self._num_computed, more])
+
+    @staticmethod
+    def _doubled(table: npt.NDArray[np.int32], used: IntArray) -> npt.NDArray[np.int32]:
+        """Copies only what is used, so that untouched pages stay untouched."""
+        doubled = np.zeros((2 * len(table), table.shape[1]), table.dtype)
+        for row, length in enumerate(used.tolist()):
+            doubled[row, :length] = table[row, :length]
+        return doubled

@@ -1,0 +1,206 @@
+"""One rank's step: take over the scheduler's decision, run the model, sample, let the connector do its part.
+
+    update rows -> [connector: loads] -> forward -> logits of the last tokens -> sample
+                -> wait for the device -> [connector: report]
+
+A step is over when the device has done it, not when it has been launched. What follows leans on that: a
+connector tells peers that blocks are ready, and the scheduler gives freed ones to loads, which no stream
+orders behind a step's kernels. Only the tokens of a step wait by themselves, and a prompt's chunk has none.
+
+Rank 0 samples for all. The other ranks compute the same step without logits and learn its tokens with the
+next one, so that ranks cannot disagree about a token even if their arithmetic does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from baton.contract.base import KVConnectorMetadata, KVConnectorWorkerHalf
+from baton.core.config import EngineConfig
+from baton.engine.api import PromptLogprobs
+from baton.engine.attention.kv_memory import attention_layers
+from baton.engine.forward_context import ForwardContext
+from baton.engine.graphs import DecodeGraphs
+from baton.engine.runner.connector_step import ConnectorStep
+from baton.engine.runner.input_batch import InputBatch, IntArray, ScoredPrompt, StepInput
+from baton.engine.runner.sampler import Sampler, SamplingRow, prompt_logprobs
+from baton.engine.step import ModelRunnerOutput, SchedulerOutput
+
+WARM_UP_TOKENS = 8
+SCORED_ROWS = 64  # Of a prompt at once: 64 rows of 150,000 logits are 40 MB.
+
+
+class Model(Protocol):
+    """What the runner needs of a model. T tokens of the step, H hidden size, B sampled rows, V vocabulary."""
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """Hidden states [T, H], or only those of `context.wanted_tokens`."""
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[B, V], float32."""
+
+
+class ModelRunner:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Model,
+        kv_caches: dict[str, torch.Tensor],
+        half: KVConnectorWorkerHalf,
+        *,
+        device: torch.device,
+        is_driver: bool = True,
+        graphs: DecodeGraphs | None = None,
+        wait_for_device: Callable[[], None] | None = None,
+    ) -> None:
+        """`wait_for_device` returns when all that was launched is done; by default, torch's way to know."""
+        self._model = model
+        self._kv_caches = kv_caches
+        self._layers = attention_layers(kv_caches, config.cache_config.num_gpu_blocks, config.kv_cache_groups)
+        self._half = half
+        self._device = device
+        self._wait_for_device = wait_for_device or (lambda: _wait_for(device))
+        self._is_driver = is_driver
+        self._graphs = graphs
+        self._block_size = config.cache_config.block_size
+        self._batch = InputBatch(config)
+        self._sampler = Sampler()
+        self._untold_rows: deque[IntArray] = deque()  # Of steps: sampled by rank 0; not yet heard from it.
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """A dummy run: no cache is touched and no connector is called."""
+        positions = torch.arange(WARM_UP_TOKENS, device=self._device)
+        context = ForwardContext(kv_caches=self._kv_caches)
+        hidden = self._model.forward(torch.zeros_like(positions), positions, context)
+        self._model.compute_logits(hidden[-1:])
+        self._wait_for_device()  # For the cache's first zeros too: nothing may land before them.
+
+    @torch.inference_mode()
+    def record_graphs(self, metadata: KVConnectorMetadata | None = None) -> None:
+        """Behind `warm_up`. With metadata, of an empty step, the connector's layer hooks are recorded too."""
+        if self._graphs is not None:
+            self._graphs.record(*((self._half, metadata) if metadata is not None else ()))
+            self._wait_for_device()
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput, told_token_ids: list[list[int]]) -> ModelRunnerOutput:
+        """`told_token_ids`: what rank 0 sampled in the oldest steps of which we were not told, step by step;
+        rank 0 itself ignores it."""
+        if not self._is_driver:
+            for token_ids in told_token_ids:
+                self._learn(token_ids)
+        self._batch.update(output)
+        context = ForwardContext(kv_caches=self._kv_caches, layers=self._layers)
+        result = ModelRunnerOutput()
+        step_input: StepInput | None = None
+        if output.num_scheduled_tokens:
+            # Before the connector's part: synchronous loads start before the forward and read the metadata.
+            step_input = self._batch.step_input(output.num_scheduled_tokens)
+            context.attn_metadata = step_input.attn_metadata
+            context.group_metadata = step_input.group_metadata
+        with ConnectorStep(self._half, output, context, self._block_size) as step:
+            if step_input is not None:
+                self._compute(output, step_input, context, result)
+                self._wait_for_device()
+            elif not self._is_driver:
+                self._untold_rows.append(np.zeros(0, np.int64))
+        result.connector_error = step.error
+        result.loads_failed = step.loads_failed
+        result.kv_connector_output = None if step.report.is_empty() else step.report
+        return result
+
+    def _compute(
+        self,
+        output: SchedulerOutput,
+        step_input: StepInput,
+        context: ForwardContext,
+        result: ModelRunnerOutput,
+    ) -> None:
+        metadata = step_input.attn_metadata
+        last_tokens = metadata.query_start_loc_np[1:][step_input.sampled_index] - 1
+        wanted = _wanted_tokens(last_tokens, step_input)
+        if len(wanted) < metadata.num_actual_tokens:
+            context.wanted_tokens = torch.from_numpy(wanted).to(self._device)
+        # What the connector's hooks do for prompts and loads, no replay would do.
+        is_replayable = step_input.only_decodes and not output.has_sync_kv_loads
+        if self._graphs is not None and is_replayable and self._graphs.can_run(metadata):
+            hidden = self._graphs.run(step_input.token_ids, context)
+        else:
+            input_ids = torch.from_numpy(step_input.token_ids).to(self._device)
+            hidden = self._model.forward(input_ids, metadata.positions.to(self._device), context)
+        if context.wanted_tokens is not None and len(hidden) > len(wanted):
+            hidden = hidden[context.wanted_tokens]
+        if self._is_driver:
+            if step_input.scored_prompts:
+                self._score_prompts(hidden, wanted, step_input.scored_prompts, result)
+                hidden = hidden[torch.from_numpy(np.searchsorted(wanted, last_tokens)).to(self._device)]
+            self._sample(hidden, step_input, result)
+        else:
+            self._untold_rows.append(step_input.sampled_rows)
+
+    def _sample(self, hidden_BH: torch.Tensor, step_input: StepInput, result: ModelRunnerOutput) -> None:
+        result.req_ids = step_input.req_ids
+        index = step_input.sampled_index
+        if not len(index):
+            result.sampled_token_ids = [[] for _ in step_input.req_ids]
+            return
+        logits_BV = self._model.compute_logits(hidden_BH)
+        rows: list[SamplingRow] = self._batch.sampling_rows(step_input.sampled_rows)
+        sampled = self._sampler.sample(logits_BV, rows, step_input.sampled_positions)
+        self._batch.append(step_input.sampled_rows, sampled.token_ids)
+        if len(index) == len(step_input.req_ids):
+            result.sampled_token_ids = [[token_id] for token_id in sampled.token_ids]
+        else:
+            result.sampled_token_ids = [[] for _ in step_input.req_ids]
+            for place, token_id in zip(index.tolist(), sampled.token_ids, strict=True):
+                result.sampled_token_ids[place] = [token_id]
+        result.logprobs = {
+            step_input.req_ids[index[row]]: [logprobs] for row, logprobs in sampled.logprobs.items()
+        }
+
+    def _score_prompts(
+        self,
+        hidden: torch.Tensor,
+        wanted: IntArray,
+        scored_prompts: list[ScoredPrompt],
+        result: ModelRunnerOutput,
+    ) -> None:
+        """`hidden`: of the tokens `wanted`. A few rows at a time: a whole chunk's logits are gigabytes."""
+        for scored in scored_prompts:
+            first = int(np.searchsorted(wanted, scored.first_row))
+            parts: list[PromptLogprobs] = []
+            for start in range(0, len(scored.token_ids), SCORED_ROWS):
+                token_ids = scored.token_ids[start : start + SCORED_ROWS]
+                rows = hidden[first + start : first + start + len(token_ids)]
+                parts.append(prompt_logprobs(self._model.compute_logits(rows), token_ids, scored.num_top))
+            joined = PromptLogprobs.joined(parts, width=parts[0].width)
+            result.prompt_logprobs[scored.req_id] = (scored.first_position, joined)
+
+    def _learn(self, token_ids: list[int]) -> None:
+        rows = self._untold_rows.popleft()
+        assert len(token_ids) == len(rows), "one token for each row that rank 0 sampled"
+        if token_ids:
+            self._batch.append(rows, token_ids)
+
+
+def _wanted_tokens(last_tokens: IntArray, step_input: StepInput) -> IntArray:
+    """Ascending: tokens of the step whose hidden states are needed. The same on every rank."""
+    if not step_input.scored_prompts:
+        return last_tokens
+    scored = [
+        np.arange(part.first_row, part.first_row + len(part.token_ids)) for part in step_input.scored_prompts
+    ]
+    return np.union1d(last_tokens, np.concatenate(scored))
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

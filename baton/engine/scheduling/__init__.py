@@ -1,0 +1,1 @@
+"""Scheduler: admission, steps, preemption, and the connector's scheduler half. No torch, no clock."""

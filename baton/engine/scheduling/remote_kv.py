@@ -1,0 +1,303 @@
+"""Everything about KV that comes from or goes to somewhere else: the states between "allocated" and "free".
+
+    loading   parked in WAITING_FOR_REMOTE_KVS; a connector fills its blocks
+                 finished_recving ---------------> arrived: back to the scheduler, computed as far as valid
+                 failed / invalid, "recompute" --> as above, but valid only up to the first bad block
+                 failed / invalid, "fail" -------> finished with an error; blocks held
+    held      finished, but its blocks are in use by a transfer
+                 lent (delay_free)  until finished_sending
+                 being filled       until finished_recving
+                 both ended ---------------------> blocks free, request forgotten
+
+A load that has failed is not repeated: the request is recomputed here, so that every handoff ends. Reports
+about requests that are in none of these states are late or wrong; they are counted and change nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from baton.core.config import LoadFailurePolicy
+from baton.engine.cache.kv_cache import KVCache, KVCacheBlocks
+from baton.engine.request import Request, RequestStatus
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Load:
+    """`| local hit | external |`; of both, the first `num_valid_tokens` can be believed."""
+
+    request: Request
+    num_local_tokens: int
+    num_external_tokens: int
+    num_valid_tokens: int
+    is_failed: bool = False
+
+    def was_filled_at(self, token_index: int) -> bool:
+        """Whether the connector, rather than the local cache, answers for this token."""
+        return self.num_local_tokens <= token_index < self.num_local_tokens + self.num_external_tokens
+
+
+@dataclass(slots=True)
+class StepLoads:
+    """The loads that one step orders."""
+
+    sync: dict[str, Load] = field(default_factory=dict)  # Before it computes.
+    parked: list[Request] = field(default_factory=list)  # In the background.
+
+
+@dataclass(slots=True)
+class _Hold:
+    request: Request
+    is_lent: bool
+    is_being_filled: bool
+
+
+class LoadFailures:
+    """What has to happen now. A background load that failed and is to be recomputed awaits its end instead.
+
+    `request in failures`: its tokens of this step were computed on bad blocks.
+    """
+
+    __slots__ = ("_affected", "num_failed", "to_fail", "to_roll_back")
+
+    def __init__(self) -> None:
+        self.to_roll_back: list[tuple[Request, int]] = []  # With the number of tokens that are still valid.
+        self.to_fail: list[Request] = []
+        self.num_failed = 0  # Requests whose own load failed.
+        self._affected: set[str] = set()
+
+    def __contains__(self, request: Request) -> bool:
+        return request.request_id in self._affected
+
+    def roll_back(self, request: Request, num_valid_tokens: int) -> None:
+        self._affected.add(request.request_id)
+        self.to_roll_back.append((request, num_valid_tokens))
+
+    def fail(self, request: Request) -> None:
+        self._affected.add(request.request_id)
+        self.to_fail.append(request)
+
+
+class RemoteKV:
+    def __init__(self, kv_cache: KVCache, policy: LoadFailurePolicy) -> None:
+        self._kv_cache = kv_cache
+        self._policy = policy
+        self._loading: dict[str, Load] = {}
+        self._step_loads = StepLoads()  # Of the step in the making.
+        self._held: dict[str, _Hold] = {}
+        self.num_ignored_reports = 0
+
+    @property
+    def num_loading(self) -> int:
+        return len(self._loading)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    # --- Admission -------------------------------------------------------------------------------
+
+    def has_room_to_load(self, request: Request, hits: KVCacheBlocks, others: Iterable[Request]) -> bool:
+        """Whether a load may take blocks and keep them, unpreemptible, until it ends.
+
+        Only if every prompt that already has blocks (`others`, and those loading) can still be computed to
+        its end beside it. Otherwise loads and half-computed prompts could hold the pool against each other.
+        """
+        missing = self._kv_cache.num_blocks_missing
+        promised = sum(missing(other, other.num_tokens) for other in others)
+        promised += sum(missing(load.request, load.request.num_tokens + 1) for load in self._loading.values())
+        # Of groups with a window, hits may lie behind it once the load has ended.
+        shared = sum(
+            block.ref_cnt > 0
+            for group, blocks in zip(self._kv_cache.groups, hits.blocks, strict=True)
+            if group.window is None
+            for block in blocks
+        )
+        needed = missing(request, request.num_tokens + 1) - shared
+        return needed + promised <= self._kv_cache.block_pool.num_free_blocks
+
+    def park(self, request: Request, num_local_tokens: int, num_external_tokens: int) -> None:
+        """The load is agreed on and its blocks are allocated."""
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        end = num_local_tokens + num_external_tokens
+        request.num_computed_tokens = end  # In advance; nobody else may use it.
+        self._loading[request.request_id] = Load(request, num_local_tokens, num_external_tokens, end)
+        self._step_loads.parked.append(request)
+
+    def note_sync_load(self, request: Request, num_local_tokens: int, num_external_tokens: int) -> None:
+        """The step in the making loads these before it computes."""
+        self._step_loads.sync[request.request_id] = Load(
+            request, num_local_tokens, num_external_tokens, num_local_tokens + num_external_tokens
+        )
+
+    def take_step_loads(self) -> StepLoads:
+        """The step in the making is decided."""
+        taken, self._step_loads = self._step_loads, StepLoads()
+        return taken
+
+    def still_loading(self, loads: StepLoads) -> list[Request]:
+        """Of those that began to wait with a step."""
+        return [request for request in loads.parked if request.request_id in self._loading]
+
+    def find_unheard(self, loads: StepLoads) -> tuple[set[int], list[Request]]:
+        """No rank heard of what a step was to load: (blocks that its synchronous loads have not
+        filled, requests that wait for a load which nobody may ever report)."""
+        unfilled: set[int] = set()
+        for request_id, load in loads.sync.items():
+            first = load.num_local_tokens // self._kv_cache.block_size
+            last = -(-(load.num_local_tokens + load.num_external_tokens) // self._kv_cache.block_size)
+            held = self._kv_cache.blocks_between(request_id, first, last)
+            unfilled.update(block_id for _, block_id in held)
+        return unfilled, self.still_loading(loads)
+
+    def loading_among(self, request_ids: Iterable[str]) -> list[Request]:
+        return [self._loading[r].request for r in sorted(request_ids) if r in self._loading]
+
+    def loading_requests(self) -> list[Request]:
+        return [load.request for load in self._loading.values()]
+
+    # --- Failures --------------------------------------------------------------------------------
+
+    def find_failures(
+        self,
+        failed_recving: Iterable[str],
+        invalid_block_ids: Iterable[int],
+        others: Iterable[Request],
+        loads: StepLoads,
+    ) -> LoadFailures:
+        """`others`: requests with blocks that are not loading, in order. `loads`: of the reporting step."""
+        failures = LoadFailures()
+        for request_id in sorted(failed_recving):
+            if (load := self._loading.get(request_id)) is not None:
+                self._fail_load(load, load.num_local_tokens, failures)
+            elif request_id not in self._held:
+                self._ignore("failed_recving", request_id)
+        if bad := set(invalid_block_ids):
+            self._find_invalid(bad, list(others), loads, failures)
+        return failures
+
+    def _find_invalid(
+        self, bad: set[int], others: list[Request], loads: StepLoads, failures: LoadFailures
+    ) -> None:
+        """Follow the bad blocks to everybody who has computed on them.
+
+        What a request computed behind a bad block is bad too, and may be shared with requests that have
+        another, good block in the bad one's place. Hence until nothing is added.
+        """
+        untouched = [load.request for load in self._loading.values()] + others
+        found = True
+        while found:
+            found = False
+            for request in list(untouched):
+                num_computed = -(-request.num_computed_tokens // self._kv_cache.block_size)
+                computed = self._kv_cache.blocks_between(request.request_id, 0, num_computed)
+                first_bad = next((i for i, block_id in computed if block_id in bad), None)
+                if first_bad is None:
+                    continue
+                untouched.remove(request)
+                behind = self._kv_cache.blocks_between(request.request_id, first_bad, sys.maxsize)
+                bad.update(block_id for _, block_id in behind)
+                self._fail_request(request, first_bad * self._kv_cache.block_size, loads, failures)
+                found = True
+
+    def _fail_request(
+        self, request: Request, num_valid_tokens: int, loads: StepLoads, failures: LoadFailures
+    ) -> None:
+        if (load := self._loading.get(request.request_id)) is not None:
+            if load.was_filled_at(num_valid_tokens):
+                self._fail_load(load, num_valid_tokens, failures)
+            else:  # In its local hit, which others could find until the load has ended.
+                load.num_valid_tokens = min(load.num_valid_tokens, num_valid_tokens)
+                self._kv_cache.distrust(request, num_valid_tokens)
+            return
+        sync_load = loads.sync.get(request.request_id)
+        is_own_load = sync_load is not None and sync_load.was_filled_at(num_valid_tokens)
+        if is_own_load:
+            failures.num_failed += 1
+            request.asks_connector = False
+        # Whoever merely shared the block asked for no load: it is recomputed under either policy.
+        if is_own_load and self._policy == "fail":
+            self._kv_cache.distrust(request, num_valid_tokens)
+            failures.fail(request)
+        else:
+            failures.roll_back(request, num_valid_tokens)
+
+    def _fail_load(self, load: Load, num_valid_tokens: int, failures: LoadFailures) -> None:
+        load.num_valid_tokens = min(load.num_valid_tokens, num_valid_tokens)
+        if load.is_failed:
+            return
+        load.is_failed = True
+        load.request.asks_connector = False
+        failures.num_failed += 1
+        if self._policy == "fail":
+            failures.fail(load.request)
+
+    # --- Ends ------------------------------------------------------------------------------------
+
+    def take_arrived(self, finished_recving: Iterable[str]) -> tuple[list[Load], list[Request]]:
+        """Returns (loads that have ended and are to be settled, requests whose blocks are to be freed)."""
+        arrived, to_free = [], []
+        for request_id in sorted(finished_recving):
+            if (load := self._loading.pop(request_id, None)) is not None:
+                arrived.append(load)
+            elif (hold := self._held.get(request_id)) is not None and hold.is_being_filled:
+                hold.is_being_filled = False
+                to_free += self._released(hold)
+            else:
+                self._ignore("finished_recving", request_id)
+        return arrived, to_free
+
+    def take_sent(self, finished_sending: Iterable[str]) -> list[Request]:
+        """Returns those whose blocks are to be freed."""
+        to_free: list[Request] = []
+        for request_id in sorted(finished_sending):
+            if (hold := self._held.get(request_id)) is not None and hold.is_lent:
+                hold.is_lent = False
+                to_free += self._released(hold)
+            else:
+                self._ignore("finished_sending", request_id)
+        return to_free
+
+    def hold(self, request: Request, *, is_lent: bool) -> bool:
+        """At a request's end: whether its blocks have to stay."""
+        is_being_filled = self._loading.pop(request.request_id, None) is not None
+        if is_lent or is_being_filled:
+            self._held[request.request_id] = _Hold(request, is_lent, is_being_filled)
+            return True
+        return False
+
+    def settle(self, load: Load, *, is_continued: bool = False) -> bool:
+        """The load has ended: believe what is valid, and let others find it.
+
+        `is_continued`: output tokens come with it, so the next thing to compute stands behind the prompt.
+        False: nothing of it is of use, and the request has to give its blocks back. For what a window sees at
+        the end of the load says nothing of what it would have seen at the end of a part of it.
+        """
+        request = load.request
+        if self._kv_cache.is_hybrid and load.num_valid_tokens < request.num_computed_tokens:
+            self._kv_cache.distrust(request, load.num_valid_tokens)
+            request.num_computed_tokens = request.num_transferred_tokens = 0
+            return False
+        request.status = RequestStatus.PREEMPTED if request.is_known_to_ranks else RequestStatus.WAITING
+        request.num_computed_tokens = load.num_valid_tokens
+        self._kv_cache.cache_blocks(request, load.num_valid_tokens)
+        if request.num_computed_tokens == request.num_tokens and not is_continued:
+            request.num_computed_tokens -= 1  # The last token's logits are what we are after.
+        request.num_transferred_tokens = max(0, request.num_computed_tokens - load.num_local_tokens)
+        return True
+
+    def _released(self, hold: _Hold) -> list[Request]:
+        if hold.is_lent or hold.is_being_filled:
+            return []
+        del self._held[hold.request.request_id]
+        return [hold.request]
+
+    def _ignore(self, report: str, request_id: str) -> None:
+        level = logging.DEBUG if self.num_ignored_reports else logging.WARNING
+        self.num_ignored_reports += 1
+        logger.log(level, "ignored %s for %r, for which no such transfer is open", report, request_id)

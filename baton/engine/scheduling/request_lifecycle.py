@@ -1,0 +1,169 @@
+"""What becomes of requests: their tokens, their ends, and the outputs that say so.
+
+    take_tokens --> an output, or the end that a stop, or a limit, makes
+    finish, fail -> the end, now; of a busy request when its step is done (`in_flight`)
+    end ----------> asks the connector once --lent, or still being filled--> held (`remote_kv`)
+                                            --neither--> forgotten, its blocks free
+
+Imports no torch and reads no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from baton.engine.api import EngineOutput, PromptLogprobs, RequestError, TokenLogprobs
+from baton.engine.cache.kv_cache import KVCache
+from baton.engine.request import Request, RequestStatus
+from baton.engine.scheduling.connector_calls import ConnectorCalls
+from baton.engine.scheduling.in_flight_steps import InFlight, KeptEnd
+from baton.engine.scheduling.queues import RequestQueues
+from baton.engine.scheduling.remote_kv import RemoteKV
+from baton.engine.scheduling.stats import StepCounts
+
+
+class Outcomes:
+    """`num_tokens_max`: prompt and output; a request that has so many ends."""
+
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        queues: RequestQueues,
+        remote: RemoteKV,
+        in_flight: InFlight,
+        connector: ConnectorCalls,
+        counts: StepCounts,
+        *,
+        num_tokens_max: int,
+    ) -> None:
+        # All that are not forgotten, finished ones that hold blocks too.
+        self.requests: dict[str, Request] = {}
+        self._kv_cache = kv_cache
+        self._queues = queues
+        self._remote = remote
+        self._in_flight = in_flight
+        self._connector = connector
+        self._counts = counts
+        self._num_tokens_max = num_tokens_max
+        self._outputs: list[EngineOutput] = []  # Not handed out yet.
+        self._finished_ids: set[str] = set()  # Ranks have not been told yet.
+
+    @property
+    def has_to_tell(self) -> bool:
+        """Outputs to the front end, or ends to the ranks."""
+        return bool(self._finished_ids or self._outputs)
+
+    def take_outputs(self) -> list[EngineOutput]:
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def take_finished_ids(self) -> set[str]:
+        """Those since the last call."""
+        finished_ids, self._finished_ids = self._finished_ids, set()
+        return finished_ids
+
+    # --- Tokens ----------------------------------------------------------------------------------
+
+    def take_tokens(
+        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> bool:
+        """True if that ended the request; whoever has it in a queue takes it out."""
+        final: RequestStatus | None = None
+        for num_taken, token_id in enumerate(token_ids, start=1):
+            request.append_output_token(token_id)
+            final = self._final_status(request, token_id)
+            if final is not None:
+                token_ids = token_ids[:num_taken]
+                logprobs = logprobs[:num_taken] if logprobs is not None else None
+                break
+        if logprobs is not None and request.kv_transfer_params is not None:
+            request.output_logprobs += logprobs
+        prompt_logprobs = request.take_prompt_logprobs()
+        self._counts.num_generation_tokens += len(token_ids)
+        if final is None:
+            self._outputs.append(
+                EngineOutput(
+                    request_id=request.request_id,
+                    new_token_ids=token_ids,
+                    new_logprobs=logprobs,
+                    prompt_logprobs=prompt_logprobs,
+                    num_cached_tokens=request.num_cached_tokens,
+                    num_transferred_tokens=request.num_transferred_tokens,
+                )
+            )
+            return False
+        stop_token_id = token_ids[-1] if final is RequestStatus.FINISHED_STOPPED else None
+        self.end(
+            request,
+            final,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            stop_token_id=stop_token_id,
+        )
+        return True
+
+    def _final_status(self, request: Request, token_id: int) -> RequestStatus | None:
+        num_tokens = len(request.all_token_ids)
+        num_output = num_tokens - request.num_prompt_tokens
+        if token_id in request.stop_token_ids and num_output >= request.min_tokens:
+            return RequestStatus.FINISHED_STOPPED
+        if num_output >= request.max_tokens or num_tokens >= self._num_tokens_max:
+            return RequestStatus.FINISHED_LENGTH_CAPPED
+        return None
+
+    # --- Ends ------------------------------------------------------------------------------------
+
+    def fail(self, request: Request, error: RequestError) -> None:
+        self.finish(request, RequestStatus.FINISHED_ERROR, error)
+
+    def finish(self, request: Request, status: RequestStatus, error: RequestError | None = None) -> None:
+        """End a request that has not ended by its tokens, wherever it stands."""
+        is_running = request.status is RequestStatus.RUNNING
+        self._queues.remove(request)
+        if is_running and self._in_flight.is_busy(request):
+            self._in_flight.keep_end(KeptEnd(request, status, error))
+        else:
+            self.end(request, status, error=error)
+
+    def end(
+        self,
+        request: Request,
+        status: RequestStatus,
+        *,
+        token_ids: list[int] | None = None,
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
+        stop_token_id: int | None = None,
+        error: RequestError | None = None,
+    ) -> None:
+        """The one way out: asks the connector once, keeps what is lent, and makes the last output."""
+        assert not request.is_finished
+        request.status = status
+        self._finished_ids.add(request.request_id)
+        self._kv_cache.drop_behind_windows(request)  # Or a loan would keep what its last chunk saw.
+        num_blocks = -(-request.num_computed_tokens // self._kv_cache.block_size)
+        block_ids = tuple(ids[:num_blocks] for ids in self._kv_cache.get_block_ids(request.request_id))
+        delay_free, params = self._connector.finished(request, block_ids)
+        if not self._remote.hold(request, is_lent=delay_free):
+            self.forget([request])
+        self._outputs.append(
+            EngineOutput(
+                request_id=request.request_id,
+                new_token_ids=token_ids if token_ids is not None else [],
+                new_logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                finish_reason=request.finish_reason,
+                stop_token_id=stop_token_id,
+                error=error,
+                kv_transfer_params=params,
+                num_cached_tokens=max(0, request.num_cached_tokens),
+                num_transferred_tokens=request.num_transferred_tokens,
+            )
+        )
+
+    def forget(self, requests: Iterable[Request]) -> None:
+        """Finished ones that nobody uses any more: their blocks are free."""
+        for request in requests:
+            self._kv_cache.free(request)
+            del self.requests[request.request_id]

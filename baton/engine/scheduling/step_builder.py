@@ -1,0 +1,96 @@
+"""One step in the making: its token budget, who runs in it, and the SchedulerOutput that tells the ranks.
+
+A request is new to the ranks once; afterwards they are told only what changed, or everything again if their
+copy is stale (it was preempted, or a step's result was thrown away).
+"""
+
+from __future__ import annotations
+
+from baton.core.config import SchedulerConfig
+from baton.engine.cache.kv_cache import KVCache, KVCacheBlocks
+from baton.engine.request import Request
+from baton.engine.step import NewRequestData, SchedulerOutput
+
+
+class StepBuilder:
+    __slots__ = (
+        "_kv_cache",
+        "_limits",
+        "budget",
+        "is_short_of_blocks",
+        "num_prompt_tokens",
+        "output",
+        "scheduled",
+    )
+
+    def __init__(self, limits: SchedulerConfig, kv_cache: KVCache) -> None:
+        self.output = SchedulerOutput()
+        self.budget = limits.max_num_batched_tokens  # Tokens that may still be scheduled.
+        self.is_short_of_blocks = False  # Running requests go short; nobody may join them.
+        self.num_prompt_tokens = 0
+        self._limits = limits
+        self._kv_cache = kv_cache
+        self.scheduled: list[Request] = []
+
+    # --- How much of a request fits --------------------------------------------------------------
+
+    def chunk(self, num_tokens: int) -> int:
+        longest = self._limits.long_prefill_token_threshold
+        return min(num_tokens, self.budget, longest) if longest else min(num_tokens, self.budget)
+
+    def chunk_of_prompt(self, num_tokens: int) -> int:
+        """0: it has to wait for a step with more budget, because prompts are not to be chunked."""
+        if self._limits.enable_chunked_prefill:
+            return self.chunk(num_tokens)
+        return num_tokens if num_tokens <= self.budget else 0
+
+    # --- Who runs --------------------------------------------------------------------------------
+
+    def run_new(self, request: Request, num_new: int) -> None:
+        request.is_known_to_ranks = True
+        self.output.scheduled_new_reqs.append(
+            NewRequestData(
+                req_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                sampling_params=request.sampling_params,
+                block_ids=self._kv_cache.get_block_ids(request.request_id),
+                num_computed_tokens=request.num_computed_tokens,
+                output_token_ids=request.output_token_ids,
+            )
+        )
+        self._spend(request, num_new)
+
+    def run_known(self, request: Request, num_new: int, fresh: KVCacheBlocks | None) -> None:
+        """`fresh`: blocks that were added to its table. Irrelevant if everything is sent again."""
+        cached, request_id = self.output.scheduled_cached_reqs, request.request_id
+        cached.req_ids.append(request_id)
+        cached.num_computed_tokens.append(request.num_computed_tokens)
+        cached.num_output_tokens.append(len(request.all_token_ids) - request.num_prompt_tokens)
+        if request.needs_resend:
+            request.needs_resend = False
+            cached.resumed_req_ids.add(request_id)
+            cached.all_token_ids[request_id] = request.all_token_ids.copy()
+            cached.new_block_ids.append(self._kv_cache.get_block_ids(request_id))
+        else:
+            cached.new_block_ids.append(fresh.get_block_ids() if fresh else None)
+        self._spend(request, num_new)
+
+    def _spend(self, request: Request, num_new: int) -> None:
+        self.output.num_scheduled_tokens[request.request_id] = num_new
+        self.scheduled.append(request)
+        self.budget -= num_new
+        if (num_left := request.num_prompt_tokens - request.num_computed_tokens) > 0:
+            self.num_prompt_tokens += min(num_new, num_left)
+
+    # --- Its end ---------------------------------------------------------------------------------
+
+    def finish_output(self, finished_req_ids: set[str]) -> SchedulerOutput:
+        self.output.finished_req_ids = finished_req_ids
+        self.output.total_num_scheduled_tokens = self._limits.max_num_batched_tokens - self.budget
+        return self.output
+
+    def count_as_computed(self) -> None:
+        """From now on the step's tokens count as computed; connectors were told of it before."""
+        num_scheduled = self.output.num_scheduled_tokens
+        for request in self.scheduled:
+            request.num_computed_tokens += num_scheduled[request.request_id]

@@ -1,0 +1,227 @@
+"""A model folder's tokenizer: text to ids and back, chat template, special tokens.
+
+    tokenizer.json           vocabulary, merges, pre- and post-processing (the `tokenizers` library runs it)
+    tokenizer_config.json    special tokens by role, chat template
+    chat_template.jinja      the template, where the folder keeps it apart
+
+Imports neither torch nor transformers: the server starts in a second. Safe to use from several threads.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer as FastTokenizer
+
+from baton.core.errors import BatonError, UserError
+from baton.core.json_text import NotJson, decode_json
+from baton.core.limited_file import read_limited
+from baton.engine.checkpoints.checkpoint import read_json
+from baton.engine.text.chat_template import ChatTemplate
+from baton.engine.text.detokenizer import IncrementalDetokenizer
+
+MAX_TOKENIZER_BYTES = 256 << 20  # Those of large vocabularies have 33 MiB.
+MAX_TEMPLATE_BYTES = 4 << 20
+MAX_GROWTH = 64  # Of a text by the steps before and after the model; real tokenizers double a space at most.
+_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class Tokenizer:
+    """Made by `from_folder`."""
+
+    def __init__(
+        self,
+        fast: FastTokenizer,
+        special_tokens: Mapping[str, str],
+        chat_template: ChatTemplate | None,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self._fast = fast
+        self._special_tokens = dict(special_tokens)
+        self.chat_template = chat_template
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.vocab_size = fast.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "Tokenizer":
+        """Raises UserError naming the file that is missing or wrong."""
+        root = Path(folder)
+        path = root / "tokenizer.json"
+        if not path.exists():
+            raise UserError(
+                f"tokenizer.json is missing in {root}; convert a sentencepiece tokenizer with "
+                "transformers' AutoTokenizer(...).save_pretrained(...)",
+                field="tokenizer",
+            )
+        content = read_limited(path, MAX_TOKENIZER_BYTES, field="tokenizer.json")
+        _check_growth(content)
+        try:
+            with _panics():
+                fast = FastTokenizer.from_buffer(content)
+        except Exception as error:  # The library raises plain Exception for everything.
+            raise UserError(f"cannot be read: {error}", field="tokenizer.json") from error
+        # Settings for training batches; a served prompt is whole, and as long as it is.
+        fast.no_truncation()
+        fast.no_padding()
+        settings = read_json(root / "tokenizer_config.json", required=False)
+        special_tokens = _special_tokens(
+            settings, read_json(root / "special_tokens_map.json", required=False)
+        )
+        source = _template_source(root, settings)
+        return cls(
+            fast,
+            special_tokens,
+            ChatTemplate(source, special_tokens) if source is not None else None,
+            _eos_token_ids(root, fast, special_tokens),
+        )
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._special_token_id("bos_token")
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """`add_special_tokens`: what the tokenizer puts around a text, such as a beginning-of-text token.
+
+        Raises UserError for a string that is no text: JSON can carry one half of a surrogate pair.
+        """
+        try:
+            with _panics():
+                return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError as error:
+            raise UserError("has half of a surrogate pair, which is no character", field="prompt") from error
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Ids beyond the vocabulary decode to nothing; broken characters to U+FFFD."""
+        with _panics():
+            return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
+        """For one stream of output tokens."""
+        return IncrementalDetokenizer(
+            lambda token_ids: self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        )
+
+    def token_text(self, token_id: int) -> str:
+        """One token for people, special ones included: what logprobs show."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The conversation as one text, for trusted input. Raises UserError without a template, or where it
+        refuses."""
+        if self.chat_template is None:
+            raise UserError("the model has no chat template; use /v1/completions", field="messages")
+        return self.chat_template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+        )
+
+    def _special_token_id(self, role: str) -> int | None:
+        token = self._special_tokens.get(role)
+        return None if token is None else self._fast.token_to_id(token)
+
+
+class TokenizerPanic(BatonError):
+    """The tokenizers library failed on an input, by a defect of its own or of the model folder."""
+
+
+@contextmanager
+def _panics() -> Iterator[None]:
+    """Turns the library's Rust panics, which are no `Exception`, into TokenizerPanic."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerPanic(f"the model's tokenizer failed: {error}") from error
+
+
+class _Steps(msgspec.Struct):
+    """The parts of tokenizer.json that rewrite text."""
+
+    normalizer: Any = None
+    decoder: Any = None
+
+
+def _check_growth(content: bytes) -> None:
+    """Refuses replacements that would turn a short text into gigabytes. Raises UserError."""
+    try:
+        steps = decode_json(content, _Steps)
+    except NotJson:
+        return  # The library says what is wrong.
+    for name in ("normalizer", "decoder"):
+        growth = _growth_of(getattr(steps, name))
+        if growth > MAX_GROWTH:
+            raise UserError(
+                f"replacements make a text {growth:.3g} times as long; at most {MAX_GROWTH} times is allowed",
+                field=f"tokenizer.json: {name}",
+            )
+
+
+def _growth_of(step: Any) -> float:
+    """The most characters that one character can become."""
+    if not isinstance(step, Mapping):
+        return 1.0
+    growth = 1.0
+    for value in step.values():
+        for inner in value if isinstance(value, list) else ():
+            growth *= _growth_of(inner)
+    written = step.get("content", step.get("prepend"))
+    if step.get("type") not in ("Replace", "Prepend") or not isinstance(written, str):
+        return growth
+    pattern = step.get("pattern")
+    fixed = pattern.get("String") if isinstance(pattern, Mapping) else None
+    if isinstance(fixed, str) and fixed:
+        return growth * max(1.0, len(written) / len(fixed))
+    return growth * (1 + len(written))  # A regular expression may match between any two characters.
+
+
+def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
+    """Role to token, from the first source that has it; a token is a string or an object with `content`."""
+    found: dict[str, str] = {}
+    for role in _ROLES:
+        for source in sources:
+            value = source.get(role)
+            content = value.get("content") if isinstance(value, Mapping) else value
+            if isinstance(content, str):
+                found[role] = content
+                break
+    return found
+
+
+def _template_source(root: Path, settings: Mapping[str, Any]) -> str | None:
+    apart = root / "chat_template.jinja"
+    if apart.exists():
+        content = read_limited(apart, MAX_TEMPLATE_BYTES, field=apart.name)
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"is not text: {error}", field=apart.name) from error
+    value = settings.get("chat_template")
+    if isinstance(value, list):  # Several, by name; the default one is for conversations.
+        named = [entry for entry in value if isinstance(entry, Mapping)]
+        value = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
+    return value if isinstance(value, str) else None
+
+
+def _eos_token_ids(root: Path, fast: FastTokenizer, special_tokens: Mapping[str, str]) -> list[int]:
+    """The tokenizer's own, and those that generation_config.json or config.json name."""
+    generation = read_json(root / "generation_config.json", required=False)
+    config = read_json(root / "config.json", required=False)
+    raw = generation.get("eos_token_id")
+    if raw is None:
+        raw = config.get("eos_token_id")
+    ids = [token for token in (raw if isinstance(raw, list) else [raw]) if isinstance(token, int)]
+    own = fast.token_to_id(special_tokens["eos_token"]) if "eos_token" in special_tokens else None
+    if own is not None and own not in ids:
+        ids.append(own)
+    return ids
