@@ -155,7 +155,7 @@ def vllms_case(case: ConnectorCase, executor: str) -> ConnectorCase:
         )
     if importlib.util.find_spec("vllm") is None:
         raise typer.BadParameter("vllm is not installed", param_hint="--executor")
-    from baton.vllm_plugin import kit_site
+    from baton.vllm_kit import site as kit_site
 
     case = kit_site.vllms_case(case)
     if not is_vllms(case.path):
@@ -179,7 +179,7 @@ def run_case(
     make_site: Callable[[ConnectorCase], Site] = ToySite
     if executor == "vllm" or is_vllms(case.path):
         case, executor = vllms_case(case, executor), "vllm"
-        from baton.vllm_plugin.kit_hidden_states import make_vllm_site as make_site
+        from baton.vllm_kit.hidden_states import make_vllm_site as make_site
     tries = 200
     if executor not in ("toy", "vllm"):
         from baton.testing.contract.engine_site import EngineSite

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from baton.cli.main import app
 from baton.testing.contract import ConnectorCase, Verdict, check_connector
 from baton.testing.contract.ours import our_cases
+from baton.vllm_kit.hidden_states import make_vllm_site
+from baton.vllm_kit.site import VllmSite, vllms_case
 from baton.vllm_plugin.containment import Containment
-from baton.vllm_plugin.kit_hidden_states import make_vllm_site
-from baton.vllm_plugin.kit_site import VllmSite, vllms_case
 from tests.vllm import kit_connectors
 from tests.vllm.kit_connectors import BROKEN, Sound
 

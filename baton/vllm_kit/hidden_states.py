@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, KVCacheGroupSpec, U
 from baton.core.config import EngineConfig
 from baton.core.kv_groups import is_hybrid
 from baton.testing.contract.case import ConnectorCase, find_class
+from baton.vllm_kit.site import VllmHMAScheduler, VllmSite
 from baton.vllm_plugin.hidden_states import METHOD, BatonHiddenStatesConnector
-from baton.vllm_plugin.kit_site import VllmHMAScheduler, VllmSite
 
 LAYERS = (0, 2)  # Of a model that has at least two.
 STATES = "cache_only_layers.states"
