@@ -173,6 +173,13 @@ class KVConnectorSchedulerHalf(ABC):
         """
         return None
 
+    def get_load_failure(self, request_id: str) -> str | None:
+        """Why the load of this request has failed: one of few words, to log and to count. None: not known.
+
+        Baton's addition, asked by hosts when a load is reported as failed, before `request_finished`.
+        """
+        return None
+
     def introduction(self) -> str | None:
         """Signed text by which consumers of the cluster find this engine; None if it has none to give.
 

@@ -98,6 +98,7 @@ ROWS: Final = (
     Row("get_loaded_kv_cache_group_ids",        "vllm",  _M, _S,     _ENDED,   (0,),          _OWN),
     Row("get_external_cache_hit_sources",       "vllm",  _M, _S,     _ENDED,   dict,          _OWN),
     Row("take_prefilled_tokens",                "baton", _M, _S,     _ENDED,   None,          _OWN),
+    Row("get_load_failure",                     "baton", _M, _S,     _ENDED,   None,          _OWN),
     Row("register_finished_partial_tail",       "vllm",  _M, _S,     _ENDED,   False,         any),
     Row("request_finished",                     "vllm",  _M, _S,     _ENDED,   (False, None), _OWN),
     Row("request_finished_all_groups",          "vllm",  _M, _S,     _ENDED,   (False, None), _OWN),

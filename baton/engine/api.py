@@ -143,6 +143,7 @@ class RequestError(msgspec.Struct, frozen=True):
     message: str
     is_users: bool = False  # True: HTTP 400; False: HTTP 500.
     field: str | None = None  # What is wrong with the request, if it is the user's.
+    load_failure: str | None = None  # Why its KV could not be loaded, if that is what has ended it.
 
     @classmethod
     def of_user(cls, error: UserError) -> "RequestError":

@@ -67,6 +67,7 @@ class Request:
         "is_known_to_ranks",
         "kv_transfer_params",
         "last_step",
+        "load_failure",
         "max_tokens",
         "min_tokens",
         "needs_resend",
@@ -122,6 +123,7 @@ class Request:
         self.needs_resend = False  # The ranks' copy is stale: send tokens and block table whole.
         self.last_step = 0  # The number of the last step that computes for it; see `in_flight`.
         self.void_step = 0  # The step whose tokens of this request do not count, if there is one.
+        self.load_failure: str | None = None  # Why the last load of its KV failed, if it did.
         self.asks_connector = True  # False once a connector has failed this request: recompute, never loop.
 
         self.max_tokens = sampling.max_tokens

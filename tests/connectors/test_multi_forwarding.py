@@ -110,6 +110,7 @@ ONLY_THE_LOADER = {  # See test_multi_rules.
     "get_loaded_kv_cache_group_ids",
     "get_external_cache_hit_sources",
     "take_prefilled_tokens",
+    "get_load_failure",
 }
 INSTEAD = {
     "get_finished": "get_transfer_results",  # What hosts call; it asks `get_finished` of those that have it.

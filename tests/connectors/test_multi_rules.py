@@ -132,6 +132,9 @@ def test_what_only_the_loader_knows_is_asked_of_it() -> None:
         def take_prefilled_tokens(self, request_id: str) -> PrefilledTokens | None:
             return PrefilledTokens((7,))
 
+        def get_load_failure(self, request_id: str) -> str | None:
+            return "gone"
+
     half = MultiSchedulerHalf([("null", NullSchedulerHalf()), ("loader", Loader())], block_tokens=4)
     request: Any = Request("r")
     assert half.get_loaded_kv_cache_group_ids(request) == (0,)
@@ -142,6 +145,8 @@ def test_what_only_the_loader_knows_is_asked_of_it() -> None:
     assert half.get_external_cache_hit_sources(request, 4) == {"DISK": 4}
     assert half.take_prefilled_tokens("r") == PrefilledTokens((7,))
     assert half.take_prefilled_tokens("another") is None
+    assert half.get_load_failure("r") == "gone"
+    assert half.get_load_failure("another") is None
 
 
 def test_the_block_that_stands_for_none_is_never_called_bad() -> None:

@@ -33,7 +33,8 @@ def assert_failed(
     num_local: int = 0,
     p_is_not_told: bool = False,
 ) -> None:
-    """Nothing that was to be fetched counts as valid, and everything is returned."""
+    """Nothing that was to be fetched counts as valid, everything is returned, and the host can ask why."""
+    assert d.half.get_load_failure(request.request_id) == code
     assert d.read_out(request).valid_tokens == num_local
     world.settle()
     if p_is_not_told:

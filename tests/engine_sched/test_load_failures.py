@@ -256,6 +256,34 @@ def test_policy_fail_ends_a_background_load_with_an_error(how: str) -> None:
     world.check_at_rest()
 
 
+@pytest.mark.parametrize("on_failure", ["recompute", "fail"])
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize(
+    ("told", "logged"), [("lease expired", "lease expired"), (None, "reason unknown"), (7, "reason unknown")]
+)
+def test_the_connectors_reason_is_logged_and_told_to_the_client(
+    told: object, logged: str, is_async: bool, on_failure: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = loading_world(is_async=is_async, on_failure=on_failure)
+    world.half.load_failure = lambda request_id: told
+    world.bad_sync_blocks = lambda load: {load.block_ids[1]}
+    world.add("a", PROMPT)
+    world.step()
+    if is_async:
+        world.end_load("a", bad_indices={1})
+        world.step()
+    lines = [line for line in caplog.messages if "could not be loaded" in line]
+    assert lines == [f"the KV of request a could not be loaded: {logged}"]
+    if on_failure == "fail":
+        last = world.answers["a"].last
+        assert last is not None
+        assert last.error is not None
+        assert last.error.load_failure == logged
+        assert f"({logged})" in last.error.message
+    world.run()
+    world.check_at_rest()
+
+
 def test_policy_fail_keeps_the_blocks_until_nobody_writes_them_any_more() -> None:
     world = loading_world(is_async=True, on_failure="fail")
     world.add("a", PROMPT)

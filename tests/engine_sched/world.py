@@ -189,6 +189,7 @@ class FakeHalf(KVConnectorSchedulerHalf):
         self.on_new: Callable[[Any], None] = lambda request: None
         self.on_alloc: Callable[[Any, int], None] = lambda request, external: None
         self.prefilled: Callable[[str], PrefilledTokens | None] = lambda request_id: None
+        self.load_failure: Callable[[str], Any] = lambda request_id: None
         self.num_taken: Counter[str] = Counter()  # Questions for prefilled tokens.
         self.on_step: Callable[[str], None] = lambda method: None  # In each method that is about no request.
         self.frees_are_pending = False
@@ -260,6 +261,11 @@ class FakeHalf(KVConnectorSchedulerHalf):
     def take_prefilled_tokens(self, request_id: str) -> PrefilledTokens | None:
         self.num_taken[request_id] += 1
         return self.prefilled(request_id)
+
+    def get_load_failure(self, request_id: str) -> str | None:
+        assert request_id not in self.num_finished, "asked while it knows the request"
+        reason: str | None = self.load_failure(request_id)
+        return reason
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         assert request.status.name.startswith("FINISHED_")

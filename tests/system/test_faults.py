@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from baton.cli.processes import Fleet
+from baton.core.reasons import FailureCode
 from baton.engine.checkpoints.random_model import write_checkpoint
 from tests.system.engines import TIMERS, Engine, Engines, make_prompt, tokens_of
 
@@ -114,7 +115,7 @@ def test_a_ticket_used_again_at_another_engine_is_told_that_the_loan_is_gone(
     assert tokens_of(healing.complete(prompt, ticket)) == expected(prompt)
     answer = strict.complete(prompt, ticket)
     assert answer.status_code == 500
-    assert "could not be loaded" in answer.json()["error"]["message"]
+    assert f"could not be loaded ({FailureCode.LEASE_EXPIRED})" in answer.json()["error"]["message"]
 
 
 def test_a_loan_that_nobody_claims_ends_by_time_and_its_ticket_is_worth_nothing(

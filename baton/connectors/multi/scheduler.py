@@ -139,6 +139,9 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         """Of the child that loaded: others may know of another producer."""
         return self._requests.chosen_half(request_id).take_prefilled_tokens(request_id)
 
+    def get_load_failure(self, request_id: str) -> str | None:
+        return self._requests.chosen_half(request_id).get_load_failure(request_id)
+
     def request_finished(self, request: host.Request, block_ids: list[int]) -> Finished:
         return self._requests.finished(request, lambda half: half.request_finished(request, block_ids))
 

@@ -36,7 +36,7 @@ from baton.core.errors import BadTransferParams
 from baton.core.ids import Address, TransferId
 from baton.core.layout import RankLayout
 from baton.core.prefilled import PrefilledTokens
-from baton.core.reasons import FailureReason, Fault
+from baton.core.reasons import FailureCode, FailureReason, Fault
 from baton.core.transfer_params import FIELD
 from baton.protocol.effects import (
     CancelReads,
@@ -177,6 +177,10 @@ class PullBorrower:
         incoming.covers_prompt = False
         return incoming.offer.ticket.prefilled
 
+    def failure_of(self, request_id: str) -> FailureCode | None:
+        incoming = self._incoming.get(request_id)
+        return None if incoming is None else incoming.failure
+
     def allocated(
         self, request_id: str, block_ids: Sequence[Sequence[int]], num_external_tokens: int, now: float
     ) -> None:
@@ -200,6 +204,8 @@ class PullBorrower:
     def give_up(self, request_id: str, block_ids: Sequence[Sequence[int]], now: float) -> None:
         """A fault of ours in `allocated`: let the host hear of a failed load rather than wait for ever."""
         incoming = self._incoming.get(request_id)
+        if incoming is not None:
+            incoming.failure = incoming.failure or FailureCode.INTERNAL
         if incoming is not None and incoming.state is State.FETCHING:
             self._agent.abort(incoming.claim, now)  # Its end will tell.
             return
@@ -322,6 +328,7 @@ class PullBorrower:
     def _fail(self, incoming: IncomingHandoff, reason: FailureReason) -> None:
         if incoming.is_unused or incoming.is_finished:
             return  # Our own wish, or the host's.
+        incoming.failure = incoming.failure or reason.code
         self._stats.count_failure(reason.code)
         if incoming.offer is not None and not incoming.offer.producer.is_named_only:
             self._stats.add_for("peer_failures", incoming.offer.producer.engine_id)

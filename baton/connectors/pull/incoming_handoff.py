@@ -16,6 +16,7 @@ from baton.connectors.pull.metadata import ReadEnd
 from baton.contract import host
 from baton.core.ids import Address, TransferId
 from baton.core.kv_groups import NULL_BLOCK_ID, is_hybrid
+from baton.core.reasons import FailureCode
 from baton.protocol.effects import Part
 from baton.protocol.front import num_tokens_in
 from baton.protocol.grouped_prompt import ONE_TABLE, Passages
@@ -59,6 +60,7 @@ class IncomingHandoff:
     is_started: bool = False  # Its pairs are known, and what is lent is read.
     is_unused: bool = False  # Released by us before anything was fetched: no failure.
     failed_early: bool = False  # Before anything was allocated for it.
+    failure: FailureCode | None = None  # The first.
     is_finished: bool = False  # The host has ended the request.
     read_ends: list[ReadEnd] = field(default_factory=list)
 

@@ -204,6 +204,11 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         with self._lock:
             return self._borrower.take_prefilled(request_id)
 
+    def get_load_failure(self, request_id: str) -> str | None:
+        with self._lock:
+            code = self._borrower.failure_of(request_id)
+        return None if code is None else code.value
+
     def get_external_cache_hit_sources(
         self, request: host.Request, num_external_tokens: int
     ) -> dict[str, int]:

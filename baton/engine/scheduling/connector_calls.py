@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+REASON_CHARS_MAX = 100  # Of why a load has failed.
 STEP_ERRORS_MAX = 3  # Steps in a row. One bad step may be one bad peer; three are a broken connector.
 
 
@@ -134,6 +135,15 @@ class ConnectorCalls:
         except Exception:  # It may be anybody's: the tokens are sampled here.
             self._count_error("take_prefilled_tokens", request)
             return None
+
+    def load_failure(self, request: Request) -> str:
+        """Why its load has failed, for the log and for its client."""
+        try:
+            reason = self._half.get_load_failure(request.request_id)
+            return "reason unknown" if reason is None else _check_plain(reason, str)[:REASON_CHARS_MAX]
+        except Exception:  # It may be anybody's: the load has failed all the same.
+            self._count_error("get_load_failure", request)
+            return "reason unknown"
 
     def finished(
         self, request: Request, block_ids: tuple[list[int], ...]

@@ -63,12 +63,12 @@ class LoadFailures:
     `request in failures`: its tokens of this step were computed on bad blocks.
     """
 
-    __slots__ = ("_affected", "num_failed", "to_fail", "to_roll_back")
+    __slots__ = ("_affected", "failed", "to_fail", "to_roll_back")
 
     def __init__(self) -> None:
         self.to_roll_back: list[tuple[Request, int]] = []  # With the number of tokens that are still valid.
         self.to_fail: list[Request] = []
-        self.num_failed = 0  # Requests whose own load failed.
+        self.failed: list[Request] = []  # Whose own load failed.
         self._affected: set[str] = set()
 
     def __contains__(self, request: Request) -> bool:
@@ -218,7 +218,7 @@ class RemoteKV:
         sync_load = loads.sync.get(request.request_id)
         is_own_load = sync_load is not None and sync_load.was_filled_at(num_valid_tokens)
         if is_own_load:
-            failures.num_failed += 1
+            failures.failed.append(request)
             request.asks_connector = False
         # Whoever merely shared the block asked for no load: it is recomputed under either policy.
         if is_own_load and self._policy == "fail":
@@ -233,7 +233,7 @@ class RemoteKV:
             return
         load.is_failed = True
         load.request.asks_connector = False
-        failures.num_failed += 1
+        failures.failed.append(load.request)
         if self._policy == "fail":
             failures.fail(load.request)
 

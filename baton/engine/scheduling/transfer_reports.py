@@ -59,7 +59,7 @@ class Transfers:
         failures = self._remote.find_failures(
             report.failed_recving or (), report.invalid_block_ids, holders, loads
         )
-        self._counts.num_kv_load_failures += failures.num_failed
+        self._note(failures)
         for request, num_valid in failures.to_roll_back:
             self._rollback.roll_back(request, num_valid)
         return failures
@@ -68,7 +68,15 @@ class Transfers:
         """Their load has failed, and is not to be recomputed."""
         for request in requests:
             if not request.is_finished:  # An abort that was kept for this step came first.
-                self._outcomes.fail(request, _LOAD_FAILED)
+                self._outcomes.fail(request, _load_failed(request))
+
+    def _note(self, failures: LoadFailures) -> None:
+        self._counts.num_kv_load_failures += len(failures.failed)
+        for request in failures.failed:
+            request.load_failure = self._connector.load_failure(request)
+            logger.warning(
+                "the KV of request %s could not be loaded: %s", request.request_id, request.load_failure
+            )
 
     def give_up(self, report: KVConnectorOutput, loads: StepLoads) -> None:
         """The connector could not say what was to be loaded in this step."""
@@ -101,7 +109,7 @@ class Transfers:
     def _fail_loads(self, request_ids: set[str]) -> None:
         """Of requests that wait in the background, so no token of a step depends on them."""
         failures = self._remote.find_failures(request_ids, (), (), StepLoads())
-        self._counts.num_kv_load_failures += failures.num_failed
+        self._note(failures)
         self.fail(failures.to_fail)
 
     def _resume_after(self, load: Load) -> None:
@@ -147,4 +155,9 @@ class Transfers:
 _CONNECTOR_FAILED = RequestError(
     "the KV connector of this engine failed while the KV of this prompt was being loaded"
 )
-_LOAD_FAILED = RequestError("the KV of this prompt could not be loaded, and kv_load_failure_policy is 'fail'")
+
+
+def _load_failed(request: Request) -> RequestError:
+    reason = request.load_failure
+    message = f"the KV of this prompt could not be loaded ({reason}), and kv_load_failure_policy is 'fail'"
+    return RequestError(message, load_failure=reason)

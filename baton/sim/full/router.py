@@ -294,7 +294,7 @@ class Router:
     def _note_error(self, journey: _Journey, name: str, output: EngineOutput) -> None:
         """An engine that may fail loads may do so; nothing else in this world gives it a reason."""
         assert output.error is not None
-        if self.cluster.machines[name].policy == "fail" and "could not be loaded" in output.error.message:
+        if self.cluster.machines[name].policy == "fail" and output.error.load_failure is not None:
             journey.ask.causes.add(f"{name}: load failed")
 
 

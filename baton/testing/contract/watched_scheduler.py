@@ -197,6 +197,10 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
         tokens: PrefilledTokens | None = self._ask_if_there("take_prefilled_tokens", request_id)
         return tokens
 
+    def get_load_failure(self, request_id: str) -> str | None:
+        reason: str | None = self._ask_if_there("get_load_failure", request_id)
+        return reason
+
     def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
         self._ask_if_there("take_back", kv_transfer_params)
 
