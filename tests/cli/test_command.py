@@ -1,99 +1,19 @@
-"""The `baton` command: its flags are a promise, and its help costs nothing."""
+"""The `baton` command: what it answers, and that its help costs nothing."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 import baton
 from baton.cli.main import COMMANDS, app
 
-SERVE_FLAGS = [
-    "--admin-port",
-    "--allowed-hosts",
-    "--api-key-file",
-    "--block-size",
-    "--config",
-    "--device",
-    "--drain-timeout-s",
-    "--dtype",
-    "--enable-chunked-prefill",
-    "--enable-prefix-caching",
-    "--executor",
-    "--graph-mode",
-    "--host",
-    "--hybrid-kv-cache",
-    "--insecure-no-secret",
-    "--kv-cache-memory",
-    "--kv-events-config",
-    "--kv-transfer-config",
-    "--limits",
-    "--log-level",
-    "--max-concurrent-batches",
-    "--max-model-len",
-    "--max-num-batched-tokens",
-    "--max-num-seqs",
-    "--no-enable-chunked-prefill",
-    "--no-enable-prefix-caching",
-    "--num-blocks",
-    "--on-rank-death",
-    "--port",
-    "--scheduling-policy",
-    "--secret-file",
-    "--seed",
-    "--served-model-name",
-    "--show-config",
-    "--shutdown-timeout-s",
-    "--step-timeout-s",
-    "--tensor-parallel-size",
-    "--threads",
-    "-tp",
-]
-
-MODEL_NEW_FLAGS = [
-    "--dtype",
-    "--family",
-    "--head-dim",
-    "--heads",
-    "--hidden",
-    "--intermediate",
-    "--kv-heads",
-    "--layers",
-    "--max-position",
-    "--rope-scaling",
-    "--seed",
-    "--sliding-window",
-    "--tie-word-embeddings",
-    "--vocab",
-]
-
-
-def flags(command: object) -> list[str]:
-    names = [name for p in getattr(command, "params", []) for name in (*p.opts, *p.secondary_opts)]
-    return sorted(name for name in names if name.startswith("-") and not name.startswith("--no-tie"))
-
 
 def run(*arguments: str, **environment: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, list(arguments), env=environment)
     return result.exit_code, result.output
-
-
-def test_the_flags_of_serve_are_frozen() -> None:
-    from baton.cli.serve import app as serve
-
-    # typer gives every root the two for completion; `LazyGroup` takes them away again.
-    found = set(flags(typer.main.get_command(serve))) - {"--install-completion", "--show-completion"}
-    assert sorted(found) == SERVE_FLAGS
-
-
-def test_the_flags_of_model_new_are_frozen() -> None:
-    from baton.cli.model import app as model
-
-    group = typer.main.get_command(model)
-    assert flags(getattr(group, "commands")["new"]) == MODEL_NEW_FLAGS  # noqa: B009  Typed as a bare command.
 
 
 def test_the_version_is_the_packages() -> None:

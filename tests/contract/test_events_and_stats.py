@@ -11,11 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from baton.connectors.pull import BatonPullConnector
 from baton.connectors.pull.stats import PullStats
 from baton.contract import (
-    AllBlocksCleared,
-    BlockRemoved,
     BlockStored,
     KVEventAggregator,
-    KVEventBatch,
     load_factory,
 )
 from baton.contract.factory import ConnectorFactory
@@ -25,24 +22,6 @@ from baton.core.reasons import FailureCode
 
 def stored(number: int) -> BlockStored:
     return BlockStored(block_hashes=[number], parent_block_hash=None, token_ids=[number], block_size=1)
-
-
-def test_a_batch_has_vllms_form_on_the_wire() -> None:
-    batch = KVEventBatch(1.5, [stored(7), BlockRemoved(block_hashes=[7], medium="GPU"), AllBlocksCleared()])
-    ts, events, data_parallel_rank = msgspec.msgpack.decode(msgspec.msgpack.encode(batch))
-    assert (ts, data_parallel_rank) == (1.5, None)
-    required = {"lora_id": None, "medium": None, "lora_name": None}  # As vLLM's decoder has it.
-    assert events[0] == {
-        "type": "BlockStored",
-        "block_hashes": [7],
-        "parent_block_hash": None,
-        "token_ids": [7],
-        "block_size": 1,
-        **required,
-    }
-    assert events[1] == {"type": "BlockRemoved", "block_hashes": [7], "medium": "GPU"}
-    assert events[2] == {"type": "AllBlocksCleared"}
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch) == batch
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=6), min_size=1, max_size=4))

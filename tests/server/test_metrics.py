@@ -1,7 +1,6 @@
 """What `/metrics` shows, by the names that dashboards for vLLM know."""
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -43,68 +42,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
-
-
-def test_the_names_are_frozen() -> None:
-    names = {f.name for f in text_string_to_metric_families(ServerMetrics("toy").exposition().decode())}
-    assert names == {
-        "baton:num_requests_running",
-        "baton:num_requests_waiting",
-        "baton:num_requests_waiting_for_remote_kvs",
-        "baton:num_requests_delayed_free",
-        "baton:kv_cache_usage_perc",
-        "baton:prompt_tokens",
-        "baton:generation_tokens",
-        "baton:num_preemptions",
-        "baton:prefix_cache_queries",
-        "baton:prefix_cache_hits",
-        "baton:external_prefix_cache_queries",
-        "baton:external_prefix_cache_hits",
-        "baton:kv_load_failures",
-        "baton:kv_connector_retired",
-        "baton:kv_connector_errors",
-        "baton:request_success",
-        "baton:time_to_first_token_seconds",
-        "baton:inter_token_latency_seconds",
-        "baton:request_time_per_output_token_seconds",
-        "baton:e2e_request_latency_seconds",
-        "baton:request_prompt_tokens",
-        "baton:request_generation_tokens",
-        "baton:request_params_max_tokens",
-    } | _created(names)
-
-
-def test_the_connectors_names_are_frozen_too_and_documented() -> None:
-    before, after = (_names(metrics) for metrics in (ServerMetrics("toy"), with_connector()))
-    names = {
-        "baton:kv_transfer_seconds",
-        "baton:kv_transfer_wire_seconds",
-        "baton:kv_transfer_bytes",
-        "baton:kv_transfer_descriptors",
-        "baton:kv_early_tokens",
-        "baton:kv_peer_transfers",
-        "baton:kv_peer_bytes",
-        "baton:kv_peer_wire_seconds",
-        "baton:kv_links_lost",
-        "baton:kv_peer_failures",
-        "baton:kv_transfer_failures",
-        "baton:kv_tickets_refused",
-        "baton:kv_loans",
-        "baton:kv_loans_expired",
-        "baton:kv_bad_frames",
-    }
-    assert after - before - _created(after) == names
-    told = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
-    assert [name for name in sorted(names) if f"`{name}" not in told] == []
-
-
-def _names(metrics: ServerMetrics) -> set[str]:
-    return {family.name for family in text_string_to_metric_families(metrics.exposition().decode())}
-
-
-def _created(names: set[str]) -> set[str]:
-    """The client library's own companions of counters and histograms."""
-    return {name for name in names if name.endswith("_created")}
 
 
 def test_steps_add_up_and_gauges_show_the_latest() -> None:

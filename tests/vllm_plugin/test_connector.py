@@ -82,13 +82,6 @@ def test_all_names_are_registered_once_however_often_the_plugin_is_loaded(plugin
         plugin.BatonOtherConnector  # noqa: B018
 
 
-def test_the_entry_point_names_the_registration() -> None:
-    import tomllib
-
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"]["vllm.general_plugins"] == {"baton": "baton.vllm_plugin:register"}
-
-
 def test_an_untested_vllm_is_refused_unless_told(
     plugin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

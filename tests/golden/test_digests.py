@@ -1,0 +1,191 @@
+"""Hashes, fingerprints and names of files: the same content has the same name in every release.
+
+A change makes engines refuse each other, or find nothing of what others have stored.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from baton.connectors.hidden_states.settings import HiddenStatesSettings
+from baton.connectors.pull.pairing import transfer_of_request
+from baton.connectors.shared_storage.chunk_name import ChunkName
+from baton.connectors.shared_storage.identity import FORMAT, StorageIdentity, layout_digest
+from baton.connectors.shared_storage.settings import StorageSettings
+from baton.connectors.whole_file import TEMPORARY_PREFIX
+from baton.core.config import ClusterSecret
+from baton.core.hashing import HASH_SEED, block_hash, extra_key, prompt_hash, root_hash
+from baton.core.kv_groups import KVCacheGroup
+from baton.core.layout import PLANES, SLOT, ModelFingerprint
+from baton.engine.api import SamplingParams
+from baton.engine.checkpoints.architecture import parse_architecture
+from baton.engine.checkpoints.checkpoint import weights_digest
+from baton.engine.prefilled import sampling_digest
+from baton.router.legs import shape_of
+from baton.router.policies import EngineState, RoutedRequest, choose_prefix_affinity
+from baton.vllm_plugin.fingerprint import fingerprint_of
+from tests.golden.golden import check_values, literals
+from tests.golden.samples import HASH, MODEL, SECRET
+
+
+def test_prompts() -> None:
+    extra = extra_key(cache_salt="salt", adapter="adapter", media=["media"])
+    first = block_hash(root_hash(), range(16))
+    check_values(
+        "digests_of_prompts",
+        {
+            "seed": HASH_SEED,
+            "root": root_hash(),
+            "extra": extra,
+            "first block": first,
+            "second block": block_hash(first, range(16), extra),
+            "prompt": prompt_hash(range(20), 17),
+            "prompt with extra": prompt_hash(range(20), 17, extra),
+            "transfer that no router has named": transfer_of_request("cmpl-1f00d-0-9c41e7ab"),
+            "transfer of a request with a strange id": transfer_of_request("ü-9c41e7ab"),
+        },
+    )
+
+
+# --- Models ---------------------------------------------------------------------------------------
+
+LLAMA_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
+GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"rope_scaling": LLAMA_ROPE},
+    "MistralForCausalLM": {"sliding_window": 16},
+    "Qwen2ForCausalLM": {},
+    "Qwen3ForCausalLM": {},
+    "Gemma3ForCausalLM": {"sliding_window": 16},
+    "GptOssForCausalLM": {"sliding_window": 16, "num_local_experts": 4, "rope_scaling": GPT_OSS_ROPE},
+}
+
+
+def config_of(name: str) -> dict[str, Any]:
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+    }
+    return {"architectures": [name], **sizes, **CONFIGS.get(name, {})}
+
+
+def in_vllm(name: str, *, load_format: str = "auto", **changes: Any) -> ModelFingerprint:
+    """Of a model whose files are not on this machine."""
+    fields = {
+        "seed": 0,
+        "dtype": "torch.bfloat16",
+        "use_mla": False,
+        "hf_overrides": {},
+        "quantization": None,
+        "hf_config": SimpleNamespace(to_dict=lambda: config_of(name)),
+        "get_total_num_hidden_layers": lambda: 2,
+        "get_total_num_kv_heads": lambda: 4,
+        "get_head_size": lambda: 8,
+        **changes,
+    }
+    revision = "r" if load_format == "auto" else None
+    return fingerprint_of(SimpleNamespace(**fields), "auto", None, revision=revision, load_format=load_format)
+
+
+def test_models(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    check_values(
+        "digests_of_models",
+        {
+            **{name: parse_architecture(config_of(name)).digest for name in CONFIGS},
+            "weights": weights_digest(tmp_path),
+            "another family, in vLLM": in_vllm("Strange").model,
+            "another family, in vLLM, quantised": in_vllm("Strange", quantization="fp8").model,
+            "weights with a name, in vLLM": in_vllm("Strange").revision,
+            "weights that are made up, in vLLM": in_vllm("Strange", load_format="dummy").revision,
+        },
+    )
+    assert in_vllm("Qwen3ForCausalLM").model == parse_architecture(config_of("Qwen3ForCausalLM")).digest
+
+
+def test_names_of_packings() -> None:
+    """Engines move whole blocks between caches whose packings have one name."""
+    assert (SLOT, PLANES) == ("slot", "planes")
+    assert {"vllm {} {}", "vllm CPU_ATTN {} {}"} <= literals("baton/vllm_plugin")
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+
+def storage(**changes: Any) -> StorageIdentity:
+    fields: dict[str, Any] = {
+        "fingerprint": MODEL,
+        "num_ranks": 2,
+        "rank": 0,
+        "block_tokens": 16,
+        "saves": True,
+        "loads": True,
+        "secret": ClusterSecret(SECRET),
+        "settings": StorageSettings(path="/kv"),
+    }
+    return StorageIdentity(**{**fields, **changes})
+
+
+def test_stored_files() -> None:
+    cache: Any = SimpleNamespace(shape=(64, 4, 16, 16), dtype="torch.bfloat16", dim=lambda: 4)
+    layouts = {rank: layout_digest({"layer": cache}, 16) for rank in (0, 1)}
+    windowed = storage(groups=(KVCacheGroup((0,)), KVCacheGroup((1,), 16)))
+    folder = Path("/kv")
+    states = HiddenStatesSettings(shared_storage_path="/states")
+    check_values(
+        "digests_of_files",
+        {
+            "format": FORMAT,
+            "signing key": storage().signing_keys[0],
+            "layout": layouts[0],
+            "namespace": storage().namespaces(layouts)[0],
+            "namespace without a secret": storage(secret=None).namespaces(layouts)[0],
+            "namespace with windows": windowed.namespaces(layouts)[0],
+            "file": ChunkName("namespace", HASH, 1).path_in(folder),
+            "file of a window": ChunkName("namespace", HASH, 1, 16).path_in(folder),
+            "file being written": TEMPORARY_PREFIX,
+            "hidden states": states.path_for("cmpl-1", None),
+            "hidden states of a request with a strange id": states.path_for("../a b", None),
+            "hidden states of a request with a long id": states.path_for("r" * 200, None),
+        },
+    )
+
+
+# --- Requests -------------------------------------------------------------------------------------
+
+
+def test_requests() -> None:
+    """Sampling parameters travel in tickets. Routers of one fleet send equal prefixes to one engine."""
+    sampled = {
+        "greedy": SamplingParams(temperature=0.0),
+        "drawn": SamplingParams(temperature=0.5, top_p=0.9, seed=7, min_tokens=2, logit_bias={3: 0.5}),
+    }
+    bodies: dict[str, dict[str, Any]] = {
+        "text": {"model": "m", "prompt": "Once upon a time"},
+        "tokens": {"model": "m", "prompt": [1, 2, 3], "cache_salt": "salt"},
+        "chat": {"model": "m", "messages": [{"role": "user", "content": "hello"}]},
+    }
+    prefixes = {name: shape_of(body).prefix_key for name, body in bodies.items()}
+    engines = [EngineState(f"http://10.0.0.{number}:8100", is_eligible=True) for number in range(8)]
+    check_values(
+        "digests_of_requests",
+        {
+            **{f"sampling, {name}": sampling_digest(params, {2, 1}, 1) for name, params in sampled.items()},
+            **{f"prefix, {name}": key for name, key in prefixes.items()},
+            **{
+                f"engine, {name}": choose_prefix_affinity(engines, RoutedRequest(0, key))
+                for name, key in prefixes.items()
+            },
+        },
+    )

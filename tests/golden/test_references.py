@@ -1,0 +1,89 @@
+"""Modules, attributes and files that code, documents and scripts name in their texts exist.
+
+Python notices an import that fails. It does not notice a module that a table of commands, a configuration, a
+docstring or a guide names.
+"""
+
+import re
+from functools import cache
+from pathlib import Path
+
+from tests.golden.golden import ROOT
+
+PATTERNS = (
+    *("baton/**/*.py", "chaos/**/*.py", "tests/**/*.py", "examples/**/*.py"),
+    *("README.md", "SECURITY.md", "CONTRIBUTING.md", "docs/*.md", "deploy/**/*", "examples/**/*.md"),
+    *("pyproject.toml", "Makefile", "scripts/*", ".ci/*"),
+)
+EXCEPT = ("docs/log.md", "tests/golden/test_references.py")  # The first says what there was at the time.
+NO_REFERENCES = (
+    "baton.toml",  # A user's file.
+    "baton.tokens",  # A variable of a test.
+    "baton.assemble:nothing",  # A test of what is not there.
+    "chaos.md",
+    "docs/soak.md",  # Written by `make soak`.
+    "examples/disaggregated/",  # vLLM's files.
+    "tests/v1/",
+)
+
+_DOTTED = re.compile(r"(?<![\w./-])(baton|chaos)((?:\.[a-z]\w*)+)(?:[:.]([A-Za-z]\w*))?(?![\w-]|\.\d|\.__)")
+_FOLDERS = "baton|chaos|tests|docs|examples|scripts|deploy"
+_PATH = re.compile(rf"(?<![\w./-])((?:{_FOLDERS})/[\w./-]+\.(?:py|md|toml|yaml|json|txt))\b")
+
+
+def module_file(parts: list[str]) -> Path | None:
+    folder = ROOT.joinpath(*parts)
+    if (folder / "__init__.py").is_file():
+        return folder / "__init__.py"
+    file = folder.with_suffix(".py")
+    return file if file.is_file() else None
+
+
+@cache
+def code_of(file: Path) -> str:
+    """Without comments and docstrings."""
+    return re.sub(r'"{3}.*?"{3}|#[^\n]*', "", file.read_text(), flags=re.DOTALL)
+
+
+def defines(file: Path, name: str) -> bool:
+    """Whether the module has such a name: its own, an imported one, or one that `__getattr__` finds."""
+    own, quoted = rf"(?:async def|def|class) {name}\b|{name}\s*[:=]", rf'    "{name}"'
+    imported = rf"(?:from \S+ )?import .*\b{name}\b|    {name},"
+    return re.search(rf"^(?:{own}|{quoted}|{imported})", code_of(file), re.MULTILINE) is not None
+
+
+def leads_somewhere(package: str, dotted: str, attribute: str | None) -> bool:
+    """Up to two names behind a module: what it defines, and a member of that."""
+    parts = [package, *dotted[1:].split(".")]
+    names = [attribute] if attribute else []
+    while parts:
+        file = module_file(parts)
+        if file is not None:
+            members = re.findall(r"\w+", code_of(file)) if len(names) == 2 else []
+            return not names or (defines(file, names[0]) and len(names) <= 2 and set(names[1:]) <= {*members})
+        names.insert(0, parts.pop())
+    return False
+
+
+def unresolved(text: str) -> list[str]:
+    dotted = [found.group(0) for found in _DOTTED.finditer(text) if not leads_somewhere(*found.groups())]
+    paths = [path for path in _PATH.findall(text) if not (ROOT / path).exists()]
+    return [name for name in dotted + paths if not name.startswith(NO_REFERENCES)]
+
+
+def test_references() -> None:
+    files = [file for pattern in PATTERNS for file in sorted(ROOT.glob(pattern)) if file.is_file()]
+    texts = {str(file.relative_to(ROOT)): file.read_text() for file in files}
+    assert len(texts) > 500
+    assert {
+        name: lost for name, text in texts.items() if name not in EXCEPT and (lost := unresolved(text))
+    } == {}
+
+
+def test_what_leads_nowhere_is_noticed() -> None:
+    assert unresolved("`baton.core.nothing`, baton.core.config.Nothing and docs/nothing.md") == [
+        "baton.core.nothing",
+        "baton.core.config.Nothing",
+        "docs/nothing.md",
+    ]
+    assert unresolved("baton.core.config.EngineConfig.max_chunk, baton.cli:main. baton.ticket.1") == []
