@@ -26,7 +26,7 @@ def _none() -> None:
     """Of fields that vLLM's decoder requires: what comes from a factory is sent, even if it is None."""
 
 
-class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True, frozen=True, kw_only=True):
+class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag="BlockStored", frozen=True, kw_only=True):
     """Full blocks that can be found by hash from now on, in prompt order behind `parent_block_hash`."""
 
     block_hashes: list[ExternalBlockHash]
@@ -45,7 +45,9 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True, frozen
     session_id: str | None = None
 
 
-class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True, frozen=True, kw_only=True):
+class BlockRemoved(
+    msgspec.Struct, omit_defaults=True, gc=False, tag="BlockRemoved", frozen=True, kw_only=True
+):
     block_hashes: list[ExternalBlockHash]
     medium: str | None = msgspec.field(default_factory=_none)
     group_idx: int | None = None
@@ -53,7 +55,7 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True, froze
     ownership: str | None = None
 
 
-class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True, frozen=True):
+class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag="AllBlocksCleared", frozen=True):
     """The whole cache was forgotten."""
 
 

@@ -43,7 +43,7 @@ from baton.transport.registry import PREFERENCE
 from baton.transport.tcp_wire import Challenge, TcpEndpoint
 from baton.transport.tcp_wire import Hello as TcpHello
 from baton.transport.tcp_wire import Welcome as TcpWelcome
-from tests.golden.golden import check, check_values
+from tests.golden.golden import check, check_values, source
 from tests.golden.samples import (
     CARD,
     HASH,
@@ -155,6 +155,11 @@ def test_versions() -> None:
 
 def test_names_of_transports() -> None:
     assert PREFERENCE == ("memory", "cuda_ipc", "local", "nixl", "tcp")
+
+
+def test_no_tag_is_the_name_of_a_class() -> None:
+    """Then a renamed class would be another message."""
+    assert "tag=True" not in source("baton")
 
 
 def test_fields() -> None:

@@ -15,77 +15,77 @@ from baton.core.config import EngineConfig
 from baton.engine.api import EngineOutputs, EngineRequest
 
 
-class Start(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Start(msgspec.Struct, frozen=True, tag="Start", array_like=True):
     config: EngineConfig
     connector_factory: str | None
 
 
-class AddRequest(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class AddRequest(msgspec.Struct, frozen=True, tag="AddRequest", array_like=True):
     request: EngineRequest
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Abort(msgspec.Struct, frozen=True, tag="Abort", array_like=True):
     request_id: str
 
 
-class TakeBack(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class TakeBack(msgspec.Struct, frozen=True, tag="TakeBack", array_like=True):
     """Nobody will come for what was lent under these params of a finished request."""
 
     kv_transfer_params: dict[str, Any]
 
 
-class Ping(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Ping(msgspec.Struct, frozen=True, tag="Ping", array_like=True):
     """Say something, between two steps: do you move?"""
 
 
-class Drain(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Drain(msgspec.Struct, frozen=True, tag="Drain", array_like=True):
     """Lend nothing more, and say when nothing is lent and nothing runs: by then at the latest."""
 
     timeout_s: float
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Stop(msgspec.Struct, frozen=True, tag="Stop", array_like=True):
     """Shut down and end."""
 
 
-class Started(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Started(msgspec.Struct, frozen=True, tag="Started", array_like=True):
     """Ready for requests."""
 
     introduction: str | None = None  # What the connector's scheduler half has said; it stays so.
 
 
-class StartFailed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class StartFailed(msgspec.Struct, frozen=True, tag="StartFailed", array_like=True):
     message: str
     is_users: bool  # The configuration has to change.
 
 
-class Restarting(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Restarting(msgspec.Struct, frozen=True, tag="Restarting", array_like=True):
     """A rank is gone and all are started anew. What was open has been answered; what comes now is refused."""
 
     reason: str
 
 
-class Restarted(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Restarted(msgspec.Struct, frozen=True, tag="Restarted", array_like=True):
     """Ready for requests again, under another name for peers."""
 
     introduction: str | None = None
 
 
-class Outputs(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Outputs(msgspec.Struct, frozen=True, tag="Outputs", array_like=True):
     outputs: EngineOutputs
 
 
-class Pong(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Pong(msgspec.Struct, frozen=True, tag="Pong", array_like=True):
     """The answer to Ping."""
 
 
-class Drained(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Drained(msgspec.Struct, frozen=True, tag="Drained", array_like=True):
     """The answer to Drain."""
 
     is_whole: bool  # False: the time was up first.
 
 
-class Stopped(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Stopped(msgspec.Struct, frozen=True, tag="Stopped", array_like=True):
     """The core's last words. Nothing that was asked for will come."""
 
     reason: str
