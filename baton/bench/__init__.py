@@ -1,1 +1,1 @@
-"""Benchmarks: ratios against a limit or a peer measured in the same run. Not imported by anything else."""
+"""Benchmarks that users run on their machines: ratios against a limit measured in the same run."""

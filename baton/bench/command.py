@@ -1,15 +1,45 @@
-"""`baton bench`: above the other commands, so that it may drive them; `baton.cli.main` knows it by name."""
+"""`baton bench [NAME ...]`: what Baton costs on this machine, as ratios against limits of the same run.
+
+Above the other commands, so that it may drive them; `baton.cli.main` knows it by name.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated
 
 import typer
 
-from baton.bench.compare.command import compare
+from baton.bench.machine import machine_line
 
-app = typer.Typer(no_args_is_help=True)
+BENCHMARKS = {
+    "step": "baton.bench.step_overhead",
+    "transports": "baton.bench.transports",
+    "handoff": "baton.bench.handoff",
+}
+
+app = typer.Typer(add_completion=False)
 
 
-@app.callback()
-def _group() -> None:
-    """Measure this machine: Baton beside its peers."""
+@app.command()
+def bench(
+    names: Annotated[
+        list[str] | None, typer.Argument(help=f"Of {', '.join(BENCHMARKS)}; all if none is named.")
+    ] = None,
+) -> None:
+    """Measure this machine: the overhead of a step, the transports, a handoff."""
+    if status := run_benchmarks(names or [], BENCHMARKS):
+        raise typer.Exit(status)
 
 
-app.command()(compare)
+def run_benchmarks(names: Sequence[str], known: Mapping[str, str]) -> int:
+    """Runs the `main` of each named module, or of all. Returns 1 if one failed, 2 for an unknown name."""
+    if unknown := [name for name in names if name not in known]:
+        print(f"unknown benchmark {', '.join(unknown)}; there are: {', '.join(known)}", file=sys.stderr)
+        return 2
+    print(machine_line())
+    failed = False
+    for name in names or known:
+        run: Callable[[], object] = importlib.import_module(known[name]).main
+        failed |= bool(run())
+    return int(failed)

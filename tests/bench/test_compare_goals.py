@@ -2,12 +2,12 @@
 
 import pytest
 
-from baton.bench.compare.figures import Spread
-from baton.bench.compare.goals import Verdict, is_worse, judge
-from baton.bench.compare.journal import Findings, Samples
-from baton.bench.compare.raw import RAW_PEERS
-from baton.bench.compare.reasons import BOTH_SIDES, NOT_KNOWN, REASONS, Reason
-from baton.bench.compare.systems import SYSTEMS
+from benchmarks.compare.figures import Spread
+from benchmarks.compare.goals import Verdict, is_worse, judge
+from benchmarks.compare.journal import Findings, Samples
+from benchmarks.compare.raw import RAW_PEERS
+from benchmarks.compare.reasons import BOTH_SIDES, NOT_KNOWN, REASONS, Reason
+from benchmarks.compare.systems import SYSTEMS
 
 
 def findings(*samples: tuple[str, str, str, str, list[float]]) -> Findings:

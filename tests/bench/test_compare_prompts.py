@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.bench.compare.prompts import (
+from benchmarks.compare.prompts import (
     FreshPrompts,
     Prompt,
     offset_chunks,
@@ -17,7 +17,7 @@ from baton.bench.compare.prompts import (
     slice_of_trace,
     write_trace,
 )
-from baton.bench.compare.session import FULL, QUICK, TRACE_PATH
+from benchmarks.compare.session import FULL, QUICK, TRACE_PATH
 
 
 def line(at_ms: int, num_tokens: int, answer_tokens: int, *chunks: int) -> str:

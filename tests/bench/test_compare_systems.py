@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.compare.systems import (
+from benchmarks.compare.systems import (
     FAULT_SYSTEMS,
     GROUPS,
     PEERS,

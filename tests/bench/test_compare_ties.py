@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.bench.compare.journal import Journal, read_journal
-from baton.bench.compare.ties import Exact, Said, compare, exact_model, hold, write
 from baton.engine.checkpoints.random_model import write_checkpoint
+from benchmarks.compare.journal import Journal, read_journal
+from benchmarks.compare.ties import Exact, Said, compare, exact_model, hold, write
 
 VOCAB = 4
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from baton.bench.compare.turns import Deadline, is_same_answer
+from benchmarks.compare.turns import Deadline, is_same_answer
 
 PAST = -math.inf
 

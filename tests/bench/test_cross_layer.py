@@ -2,11 +2,11 @@
 
 import pytest
 
-from baton.bench import cross_layer
-from baton.bench.cross_layer import KINDS, SHAPES, layout_of
 from baton.core.layout import Region
 from baton.protocol.plan import plan_spans
 from baton.protocol.soundness import check_layout
+from benchmarks import cross_layer
+from benchmarks.cross_layer import KINDS, SHAPES, layout_of
 
 TOTAL_BYTES = 4 << 20
 

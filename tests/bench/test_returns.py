@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from baton.bench import offload, shared_storage
-from baton.bench.returns import run_command
 from baton.engine.checkpoints.random_model import write_checkpoint
+from benchmarks import offload, shared_storage
+from benchmarks.returns import run_command
 
 
 @pytest.fixture

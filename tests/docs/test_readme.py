@@ -96,7 +96,7 @@ def test_a_system_comes_up_and_the_openai_client_talks_to_it(folder: Path, tmp_p
 
 
 def test_the_engine_runs_inside_python(folder: Path) -> None:
-    printed = run_python(block_with("python", "from baton.engine.llm import LLM"), folder)
+    printed = run_python(block_with("python", "from baton import LLM"), folder)
     assert len(re.findall(r"\d+", printed)) == 8
 
 

@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from baton.bench.compare.journal import Findings, Journal, Samples, Skipped, read_journal
 from baton.bench.handoff import RESULTS
 from baton.bench.handoff_goals import Results
+from benchmarks.compare.journal import Findings, Journal, Samples, Skipped, read_journal
 from chaos.cell import Record
 from chaos.faults import FAULTS
 from chaos.modes import MODES

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from baton.bench.stalls import ATTACKS, JSON, Attack
 from baton.http.settings import DoorSettings
+from benchmarks.stalls import ATTACKS, JSON, Attack
 from tests.server.fakes import LiveApp, LiveServer, ScriptedEngine, router_before, service_around
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]

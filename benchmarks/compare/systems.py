@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from baton.bench.compare.load import MODEL_NAME
+from benchmarks.compare.load import MODEL_NAME
 
 HOST = "127.0.0.1"
 MAX_MODEL_LEN = 4096

@@ -3,9 +3,9 @@
     files     chunks of an engine's blocks <-> files, beside plain files of as many bytes; taking turns
     returns   a prompt that the engine's own cache has lost: loaded, beside computed (`returns`)
 
-    python -m baton.bench.shared_storage                      a few minutes; JSON behind the tables
-    python -m baton.bench.shared_storage --out FILE           and the JSON kept
-    TMPDIR=/mnt/kv python -m baton.bench.shared_storage       files there; they are removed again
+    python -m benchmarks.shared_storage                      a few minutes; JSON behind the tables
+    python -m benchmarks.shared_storage --out FILE           and the JSON kept
+    TMPDIR=/mnt/kv python -m benchmarks.shared_storage       files there; they are removed again
 
 All is read while it lies in the page cache: what a disk or a network adds is theirs. Files are written
 through to the disk, ours and the plain ones.
@@ -26,7 +26,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from baton.bench.returns import (
+from baton.connectors.shared_storage import files
+from baton.connectors.shared_storage.cache_blocks import CacheBlocks
+from baton.connectors.shared_storage.chunk_name import SUFFIX, ChunkName
+from baton.connectors.shared_storage.layer_kinds import LayerKind
+from baton.connectors.shared_storage.settings import CHUNK_TOKENS, StorageSettings
+from baton.core.config import KVTransferConfig
+from baton.engine.llm import LLM
+from benchmarks.returns import (
     BLOCK_TOKENS,
     Measured,
     measure_returns,
@@ -35,13 +42,6 @@ from baton.bench.returns import (
     print_returns,
     run_command,
 )
-from baton.connectors.shared_storage import files
-from baton.connectors.shared_storage.cache_blocks import CacheBlocks
-from baton.connectors.shared_storage.chunk_name import SUFFIX, ChunkName
-from baton.connectors.shared_storage.layer_kinds import LayerKind
-from baton.connectors.shared_storage.settings import CHUNK_TOKENS, StorageSettings
-from baton.core.config import KVTransferConfig
-from baton.engine.llm import LLM
 
 LAYERS, BLOCK_SHAPE = 12, (4, BLOCK_TOKENS, 128)  # As the model's: 32 KiB a block and layer.
 NUM_CHUNKS = 15  # Of 4,000 tokens: 90 MiB.
@@ -174,7 +174,7 @@ def print_tables(measured: Measured, console: Console) -> None:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    return run_command("baton.bench.shared_storage", arguments, measure, print_tables)
+    return run_command("benchmarks.shared_storage", arguments, measure, print_tables)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from baton.bench.asking import AskingError
-from baton.bench.compare.journal import Journal
+from benchmarks.compare.journal import Journal
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ import psutil
 import baton
 from baton.bench.machine import machine_line
 
-ROOT = Path(baton.__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 PEERS = ROOT / ".venv-peers"
 QUESTION_TIMEOUT_S = 120.0

@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 
 from baton.bench.asking import Answer, AskingError, ask
-from baton.bench.compare.journal import Journal
-from baton.bench.compare.load import MODEL_NAME
-from baton.bench.compare.running import RunningSystem, turn_of
+from benchmarks.compare.journal import Journal
+from benchmarks.compare.load import MODEL_NAME
+from benchmarks.compare.running import RunningSystem, turn_of
 
 LENGTHS = (129, 513, 3841)
 ANSWER_TOKENS = 6

@@ -8,7 +8,7 @@ Two processes on different cores; the same bytes on both sides, seen through eit
 A copy's speed hangs on the length of its runs, so the shapes differ in that. Judge the ratios: all kinds of a
 shape take turns on each transport.
 
-    python -m baton.bench.cross_layer --out docs/benchmarks/cross_layer.json
+    python -m benchmarks.cross_layer --out docs/benchmarks/cross_layer.json
 """
 
 import argparse

@@ -3,8 +3,8 @@
 copies    rows of host memory <-> an engine's blocks, beside a memcpy of as many bytes; taking turns
 returns   a prompt that the engine's own cache has lost: loaded, beside computed (`returns`)
 
-python -m baton.bench.offload                     a minute or two; JSON behind the tables
-python -m baton.bench.offload --out FILE          and the JSON kept
+python -m benchmarks.offload                     a minute or two; JSON behind the tables
+python -m benchmarks.offload --out FILE          and the JSON kept
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from baton.bench.returns import (
+from baton.core.config import KVTransferConfig
+from baton.tiers.host_rows import HostRows
+from benchmarks.returns import (
     Measured,
     measure_returns,
     median_rates,
@@ -25,8 +27,6 @@ from baton.bench.returns import (
     print_returns,
     run_command,
 )
-from baton.core.config import KVTransferConfig
-from baton.tiers.host_rows import HostRows
 
 COPY_LAYERS, COPY_BLOCKS = 12, 176  # As the model's: 66 MiB in pieces of 32 KiB.
 COPY_PIECE_BYTES = 32 << 10
@@ -88,7 +88,7 @@ def print_tables(measured: Measured, console: Console) -> None:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    return run_command("baton.bench.offload", arguments, measure, print_tables)
+    return run_command("benchmarks.offload", arguments, measure, print_tables)
 
 
 if __name__ == "__main__":

@@ -18,16 +18,16 @@ from pathlib import Path
 import httpx
 
 from baton.bench.asking import AskingError
-from baton.bench.compare import faults, raw, second_leg, ties
-from baton.bench.compare.ground import vocab_size
-from baton.bench.compare.journal import Journal
-from baton.bench.compare.load import LoadClient, LoadError
-from baton.bench.compare.prompts import FreshPrompts, shared_share, slice_of_trace
-from baton.bench.compare.running import CannotRun, Ground, RunningSystem, fits, running, turn_of
-from baton.bench.compare.systems import MAX_MODEL_LEN, SYSTEMS, Role
-from baton.bench.compare.turns import Setting, Target, Turns
 from baton.cli.processes import Fleet, Stopped
 from baton.core.errors import BatonError
+from benchmarks.compare import faults, raw, second_leg, ties
+from benchmarks.compare.ground import vocab_size
+from benchmarks.compare.journal import Journal
+from benchmarks.compare.load import LoadClient, LoadError
+from benchmarks.compare.prompts import FreshPrompts, shared_share, slice_of_trace
+from benchmarks.compare.running import CannotRun, Ground, RunningSystem, fits, running, turn_of
+from benchmarks.compare.systems import MAX_MODEL_LEN, SYSTEMS, Role
+from benchmarks.compare.turns import Setting, Target, Turns
 
 TRACE_PATH = Path(__file__).with_name("traces") / "mooncake_conversation.jsonl"
 TRACE_ANSWER_TOKENS_MAX = 64

@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from baton.bench.compare.figures import Spread, difference, percentile, ratio
-from baton.bench.compare.goals import Verdict, judge, num_missed, single_of, verdict_word
-from baton.bench.compare.journal import Findings, read_journal
-from baton.bench.compare.plots import draw
+from benchmarks.compare.figures import Spread, difference, percentile, ratio
+from benchmarks.compare.goals import Verdict, judge, num_missed, single_of, verdict_word
+from benchmarks.compare.journal import Findings, read_journal
+from benchmarks.compare.plots import draw
 
 NOTHING = ""
 INTRODUCTION = """\
-Made by `baton bench compare` (see [benchmarks.md](../benchmarks.md)). Loads and their figures are those of
+Made by `scripts/bench compare` (see [benchmarks.md](../benchmarks.md)). Loads and their figures are those of
 `vllm bench serve`. Systems take turns round by round with the same prompts; while one is measured the others
 are stopped. Ratios are medians over rounds, with the lowest and the highest."""
 LOADS = {

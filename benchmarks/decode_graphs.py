@@ -1,7 +1,7 @@
 """What replaying decode steps from CUDA graphs gains: eager, piecewise and full, in turns, by batch size.
 
-    python -m baton.bench.decode_graphs                 on a GPU
-    python -m baton.bench.decode_graphs --device cpu    the same buckets without graphs: what padding costs
+    python -m benchmarks.decode_graphs                 on a GPU
+    python -m benchmarks.decode_graphs --device cpu    the same buckets without graphs: what padding costs
 
 A step is timed as the engine times it: from the scheduler's decision to the sampled tokens.
 """

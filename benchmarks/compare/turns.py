@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.bench.compare.journal import Journal
-from baton.bench.compare.load import LoadClient, LoadError, LoadResult
-from baton.bench.compare.prompts import CHUNK_TOKENS, FreshPrompts, Prompt, offset_chunks
-from baton.bench.compare.running import RunningSystem, turn_of
+from benchmarks.compare.journal import Journal
+from benchmarks.compare.load import LoadClient, LoadError, LoadResult
+from benchmarks.compare.prompts import CHUNK_TOKENS, FreshPrompts, Prompt, offset_chunks
+from benchmarks.compare.running import RunningSystem, turn_of
 
 ROUNDS_MIN = 2  # One says nothing of noise.
 WARM_UP_TOKENS = (64, 700)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from baton.bench import nixl_raw, transports
-from baton.bench.compare.journal import Journal
 from baton.core.errors import TransferError
+from benchmarks.compare.journal import Journal
 
 TOTAL_BYTES = 64 << 20
 REPEATS = 5

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.bench.compare.prompts import CHUNK_TOKENS, Prompt, write_trace
 from baton.core.errors import BatonError
+from benchmarks.compare.prompts import CHUNK_TOKENS, Prompt, write_trace
 
 START_TIMEOUT_S = 180.0  # Importing vLLM, on a machine that does other things as well.
 STOP_GRACE_S = 5.0

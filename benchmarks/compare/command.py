@@ -1,4 +1,4 @@
-"""`baton bench compare`: the options, and from them a session, a journal and a report."""
+"""`scripts/bench compare`: the options, and from them a session, a journal and a report."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def compare(
     """Compare Baton with vLLM's own connectors, and with raw transports, in one session on this machine."""
     from rich.console import Console
 
-    from baton.bench.compare.journal import read_journal
-    from baton.bench.compare.report import write_report
+    from benchmarks.compare.journal import read_journal
+    from benchmarks.compare.report import write_report
 
     console = Console(highlight=False, soft_wrap=True)
     chosen = tuple(part for part in parts.split(",") if part)
@@ -113,21 +113,21 @@ def _run(
     out: Path,
     console: Console,
 ) -> None:
-    from baton.bench.compare import ground as grounds
-    from baton.bench.compare.goals import single_of
-    from baton.bench.compare.journal import Journal
-    from baton.bench.compare.load import LoadClient, client_environment
-    from baton.bench.compare.running import Ground
-    from baton.bench.compare.session import FULL, QUICK, TRACE_PATH, Plan, Session
-    from baton.bench.compare.systems import (
+    from baton.bench.handoff_system import model_folder
+    from baton.cli.processes import Fleet, Stopped, raising_on_stop_signals
+    from benchmarks.compare import ground as grounds
+    from benchmarks.compare.goals import single_of
+    from benchmarks.compare.journal import Journal
+    from benchmarks.compare.load import LoadClient, client_environment
+    from benchmarks.compare.running import Ground
+    from benchmarks.compare.session import FULL, QUICK, TRACE_PATH, Plan, Session
+    from benchmarks.compare.systems import (
         FAULT_SYSTEMS,
         QUICK_FAULT_SYSTEMS,
         SYSTEMS,
         TRACE_GROUP,
         chosen_groups,
     )
-    from baton.bench.handoff_system import model_folder
-    from baton.cli.processes import Fleet, Stopped, raising_on_stop_signals
 
     if unknown := [name for name in systems if name not in SYSTEMS]:
         raise typer.BadParameter(

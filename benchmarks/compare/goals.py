@@ -6,11 +6,11 @@ A goal is judged by the median over rounds; the range beside it says how sure th
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from baton.bench.compare.figures import Spread, difference, ratio
-from baton.bench.compare.journal import Findings
-from baton.bench.compare.raw import RAW_PEERS
-from baton.bench.compare.reasons import why
-from baton.bench.compare.systems import PEERS
+from benchmarks.compare.figures import Spread, difference, ratio
+from benchmarks.compare.journal import Findings
+from benchmarks.compare.raw import RAW_PEERS
+from benchmarks.compare.reasons import why
+from benchmarks.compare.systems import PEERS
 
 LOADED_SHARE_MAX = 1.03  # (a) of TTFT and ITL without a connector
 LEG_MAX_S = {129: 0.010, 513: 0.010, 3841: 0.025}  # (b) over the same prompt, cached

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from baton.bench.compare.figures import difference, median_by_round, percentile
-from baton.bench.compare.journal import Findings
+from benchmarks.compare.figures import difference, median_by_round, percentile
+from benchmarks.compare.journal import Findings
 
 INCHES = (8, 4.5)
 DOTS_PER_INCH = 110

@@ -20,7 +20,9 @@ from pathlib import Path
 
 import psutil
 
-from baton.bench.compare.systems import (
+from baton.cli.processes import Child, Fleet, free_ports
+from baton.core.errors import BatonError
+from benchmarks.compare.systems import (
     BLOCK_TOKENS,
     HEALTH_PATHS,
     KV_CACHE_GIB,
@@ -31,8 +33,6 @@ from baton.bench.compare.systems import (
     engine_environment,
     front_command,
 )
-from baton.cli.processes import Child, Fleet, free_ports
-from baton.core.errors import BatonError
 
 START_TIMEOUT_S = 600.0  # Against hanging; a vLLM takes half a minute where it is alone.
 FRONT_TIMEOUT_S = 60.0

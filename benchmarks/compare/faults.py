@@ -18,10 +18,10 @@ from typing import Literal
 import httpx
 
 from baton.bench.asking import AskingError, ask
-from baton.bench.compare.journal import Journal
-from baton.bench.compare.running import RunningSystem
-from baton.bench.compare.second_leg import Prompts
-from baton.bench.compare.systems import Role
+from benchmarks.compare.journal import Journal
+from benchmarks.compare.running import RunningSystem
+from benchmarks.compare.second_leg import Prompts
+from benchmarks.compare.systems import Role
 
 NUM_CLIENTS = 3
 PROMPT_TOKENS = 400

@@ -1,0 +1,33 @@
+"""`make bench [ARGS="step handoff"]`: prints benchmarks' tables, and the machine that they ran on.
+
+`make bench ARGS="compare --quick"` compares Baton with its peers; see docs/benchmarks.md.
+"""
+
+import sys
+
+import typer
+
+from baton.bench.command import BENCHMARKS, run_benchmarks
+from benchmarks.compare.command import compare
+
+ALL = {
+    **BENCHMARKS,
+    "cross-layer": "benchmarks.cross_layer",
+    "decode-graphs": "benchmarks.decode_graphs",
+    "offload": "benchmarks.offload",
+    "shared-storage": "benchmarks.shared_storage",
+    "stalls": "benchmarks.stalls",
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status: 0, 1 if a benchmark failed, 2 for an unknown one."""
+    if arguments[:1] == ["compare"]:
+        app = typer.Typer(add_completion=False)
+        app.command()(compare)
+        app(arguments[1:], prog_name="compare")
+    return run_benchmarks(arguments, ALL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
