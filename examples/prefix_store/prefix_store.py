@@ -69,13 +69,13 @@ class WorkerHalf(NullWorkerHalf):
         self._failed: set[int] = set()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._caches = kv_caches  # Each [num_blocks, kv_heads, block_size, 2 * head_dim].
+        self._caches = kv_caches  # Each [num_blocks, kv_heads, block_size, 2 * head_dim], any strides.
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
         for name, block_ids in connector_metadata.saves:
             aside = self._folder / uuid4().hex
-            save_file({layer: cache[block_ids].cpu() for layer, cache in self._caches.items()}, aside)
+            save_file({layer: kv[block_ids].cpu().contiguous() for layer, kv in self._caches.items()}, aside)
             aside.rename(self._folder / f"{name}.{self._rank}")  # Whole or not at all.
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
