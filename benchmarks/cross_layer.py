@@ -262,8 +262,8 @@ def decode_cost(num_steps: int = DECODE_STEPS) -> float:
     steps = {
         kind: _decode_step(model, ForwardContext(metadata, caches))
         for kind, caches in (
-            (kind, allocate_kv_cache(config, cache_config, 0, 1, "cpu", has_cross_layer_blocks=is_together))
-            for kind, is_together in (("per layer", False), ("cross-layer", True))
+            ("per layer", allocate_kv_cache(config, cache_config, 0, 1, "cpu", layout="LBHNC")),
+            ("cross-layer", allocate_kv_cache(config, cache_config, 0, 1, "cpu", layout="BLHNC")),
         )
     }
     seconds = _in_turns(steps, num_steps)

@@ -292,14 +292,17 @@ class KVConnectorWorkerHalf(ABC):
         return None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Once, before the first step. Each `[num_blocks, kv_heads, block_tokens, 2 * head_dim]`."""
+        """Once, before the first step. Each `[num_blocks, kv_heads, block_tokens, 2 * head_dim]`.
+
+        The strides say the layout: tokens lie before heads if `get_required_kvcache_layout` said "NHD".
+        """
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
         """Instead of the above, if `prefer_cross_layer_blocks` and the host has one tensor for all layers:
         not where layers of several cache groups share memory.
 
-        `[num_blocks, layers, kv_heads, block_tokens, 2 * head_dim]`, contiguous in this order. Baton's hosts
-        name the layers in `attn_backend.layer_names`.
+        `[num_blocks, layers, kv_heads, block_tokens, 2 * head_dim]`, contiguous in this order, or with tokens
+        before heads if "NHD" is required. Baton's hosts name the layers in `attn_backend.layer_names`.
         """
 
     def unregister_kv_caches(self) -> None:
@@ -435,7 +438,10 @@ class KVConnectorBase_V1(KVConnectorSchedulerHalf, KVConnectorWorkerHalf):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: host.HostConfig) -> str | None:
-        """A layout name ("HND", "NHD", vLLM 0.33: "LBHNC", ...) that the host has to use, or None."""
+        """A layout name ("HND", "NHD", since vLLM 0.32 "LBHNC", ...) that the host has to use, or None.
+
+        It changes the strides of the registered tensors, and not their shape.
+        """
         if cls is KVConnectorBase_V1:
             raise TypeError("get_required_kvcache_layout is asked of a connector, not of the base class")
         return None

@@ -25,12 +25,12 @@ from baton.core.config import (
 from baton.core.errors import ConfigError
 from baton.core.ids import Address
 from baton.engine.api import SamplingParams
-from baton.engine.attention.kv_memory import allocate_kv_cache, cross_layer_cache, describe
+from baton.engine.attention.kv_memory import KVCacheLayout, allocate_kv_cache, cross_layer_cache
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
 from baton.engine.models import SingleRank
-from baton.engine.runner.cache_setup import CROSS_LAYER, allocate_for, register
+from baton.engine.runner.cache_setup import allocate_for, register
 from baton.transport.base import Transport
 from baton.transport.memory import MemoryNetwork, MemoryTransport
 from tests.connectors.pull_world import engine_config, model_config
@@ -65,24 +65,18 @@ def test_a_block_of_all_layers_is_one_run_where_both_sides_keep_it_so() -> None:
 # --- What an engine gives -------------------------------------------------------------------------------
 
 
-def test_its_layers_are_views_of_one_contiguous_tensor() -> None:
+@pytest.mark.parametrize("layout", ["BLHNC", "BLNHC"])
+def test_its_layers_are_views_of_one_contiguous_tensor(layout: KVCacheLayout) -> None:
     config = engine_config("e")
     model, cache = config.model_config, config.cache_config
-    caches = allocate_kv_cache(model, cache, 0, 1, "cpu", has_cross_layer_blocks=True)
+    caches = allocate_kv_cache(model, cache, 0, 1, "cpu", layout=layout)
     whole = cross_layer_cache(caches)
     assert whole.shape[:2] == (cache.num_gpu_blocks, model.num_hidden_layers)
-    assert whole.is_contiguous()
+    assert (whole if layout == "BLHNC" else whole.transpose(2, 3)).is_contiguous()
+    assert whole.untyped_storage().nbytes() == whole.numel() * whole.element_size()
     for index, layer in enumerate(caches.values()):
         layer.fill_(index + 1)
         assert (whole[:, index] == index + 1).all()
-    layout = describe(caches, tp_rank=0, tp_size=1, num_kv_heads=model.num_kv_heads)
-    (region,) = layout.regions
-    block_bytes = whole[0].numel() * whole.element_size()
-    assert region.nbytes == whole.numel() * whole.element_size()
-    assert [layer.block_stride for layer in layout.layers] == [block_bytes] * len(caches)
-    assert [layer.offset for layer in layout.layers] == [
-        index * block_bytes // len(caches) for index in range(len(caches))
-    ]
 
 
 class Wishing(TwoHalves):
@@ -122,7 +116,7 @@ class WishingHalf(NullWorkerHalf):
 
 
 def given(layout: str | None, *, prefers: bool = False, model: ModelConfig | None = None) -> WishingHalf:
-    config = engine_config("e", model=model)
+    config = engine_config("e", connector="Wishing", model=model)
     kind = type("Wishing", (Wishing,), {"layout": layout, "prefers": prefers})
     connector: KVConnectorBase_V1 = kind(config, KVConnectorRole.WORKER, None)
     caches = allocate_for(connector, config, SingleRank(), torch.device("cpu"), num_scratch_blocks=1)
@@ -132,25 +126,31 @@ def given(layout: str | None, *, prefers: bool = False, model: ModelConfig | Non
     return half
 
 
-@pytest.mark.parametrize("layout", [None, "HND", "LBHNC", "BLHNC"])
+@pytest.mark.parametrize("layout", [None, "HND", "NHD", "LBHNC", "LBNHC", "BLHNC", "BLNHC"])
 def test_a_layout_that_it_has_is_what_the_connector_gets(layout: str | None) -> None:
+    """In one shape, as in vLLM; the strides say which it is."""
     half = given(layout)
     assert half.whole is None
     assert half.layers is not None
+    config = engine_config("e")
+    model, cache_config = config.model_config, config.cache_config
+    shape = (model.num_kv_heads, cache_config.block_size, 2 * model.head_dim)
     for cache in half.layers.values():
-        assert cache.shape[0] == engine_config("e").cache_config.num_gpu_blocks, "no scratch block is shown"
-        assert cache.is_contiguous() is (layout != CROSS_LAYER)
+        assert cache.shape == (cache_config.num_gpu_blocks, *shape), "no scratch block is shown"
+        in_memory = cache.transpose(1, 2) if layout in ("NHD", "LBNHC", "BLNHC") else cache
+        assert in_memory[0].is_contiguous()
+        assert in_memory.is_contiguous() is (layout not in ("BLHNC", "BLNHC"))
 
 
-@pytest.mark.parametrize("layout", [None, "HND", "BLHNC"])
-def test_who_prefers_cross_layer_blocks_gets_one_tensor_and_the_names_of_its_layers(
+@pytest.mark.parametrize("layout", [None, "HND", "NHD", "BLHNC", "BLNHC"])
+def test_a_half_that_prefers_cross_layer_blocks_gets_one_tensor_and_the_names_of_its_layers(
     layout: str | None,
 ) -> None:
     half = given(layout, prefers=True)
     assert half.layers is None
     assert half.whole is not None
     whole, backend = half.whole
-    assert whole.is_contiguous()
+    assert (whole.transpose(2, 3) if layout in ("NHD", "BLNHC") else whole).is_contiguous()
     assert whole.shape[:2] == (engine_config("e").cache_config.num_gpu_blocks, len(backend.layer_names))
     assert backend.layer_names[0] == "model.layers.0.self_attn.attn"
 
@@ -167,10 +167,21 @@ def test_layers_of_several_groups_are_shown_one_by_one_within_their_blocks() -> 
     assert first.stride(0) == 2 * first[0].numel()
 
 
-@pytest.mark.parametrize(("layout", "prefers"), [("NHD", False), ("LBNHC", True), ("LBHNC", True)])
-def test_a_layout_that_it_has_not_is_refused_with_both_names(layout: str, prefers: bool) -> None:
-    with pytest.raises(ConfigError, match=rf"Wishing requires the KV cache layout '?{layout}'?.*BLHNC"):
+@pytest.mark.parametrize(
+    ("layout", "prefers", "mend"),
+    [
+        ("LHBNC", False, "this engine has HND .*NHD .*another connector, or run this one in vLLM"),
+        ("nhd", False, "this engine has HND .*NHD "),
+        ("LBNHC", True, "must require BLNHC"),
+        ("LBHNC", True, "must require BLHNC"),
+    ],
+)
+def test_a_layout_that_it_has_not_is_refused_with_the_mend(layout: str, prefers: bool, mend: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"Wishing requires the KV cache layout '?{layout}'?.*{mend}"
+    ) as at:
         given(layout, prefers=prefers)
+    assert at.value.field == "kv_transfer_config.kv_connector"
 
 
 def test_the_pull_connector_describes_both_kinds_to_its_peers() -> None:
@@ -183,9 +194,12 @@ def test_the_pull_connector_describes_both_kinds_to_its_peers() -> None:
         caches = allocate_for(half, config, SingleRank(), torch.device("cpu"))
         register(half, caches, config.cache_config.num_gpu_blocks)
         handshake: Any = half.get_handshake_metadata()
-        assert handshake.card.layout == describe(
-            caches, tp_rank=0, tp_size=1, num_kv_heads=config.model_config.num_kv_heads
-        )
+        layout = handshake.card.layout
+        (region,) = layout.regions
+        for layer, cache in zip(layout.layers, caches.values(), strict=True):
+            in_block = layer.offset + 3 * layer.block_stride + 1 * layer.head_stride
+            assert region.address + in_block == cache[3, 1].data_ptr()
+            assert (layer.token_stride, layer.head_bytes) == (0, cache[3, 1].nbytes)
         half.shutdown()
 
 

@@ -23,7 +23,7 @@ from baton.core.errors import ConfigError
 from baton.core.ids import Address, EngineId, Epoch
 from baton.engine.api import SamplingParams
 from baton.engine.attention.cuda import why_unavailable
-from baton.engine.attention.kv_memory import allocate_kv_cache
+from baton.engine.attention.kv_memory import KVCacheLayout, allocate_kv_cache
 from baton.engine.forward_context import build_attention_metadata
 from baton.engine.llm import LLM
 from baton.engine.runner.cache_setup import copy_blocks
@@ -42,12 +42,10 @@ PROMPTS = [PROMPT, [*PROMPT[:30], *range(100, 117)], [(11 * i) % 500 + 5 for i i
 # --- The mirror ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_together", [False, True])
-def test_it_has_the_shape_of_the_cache_and_what_was_saved(is_together: bool) -> None:
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+def test_it_has_the_shape_of_the_cache_and_what_was_saved(layout: KVCacheLayout) -> None:
     config = engine_config("e")
-    caches = allocate_kv_cache(
-        config.model_config, config.cache_config, 0, 1, "cpu", has_cross_layer_blocks=is_together
-    )
+    caches = allocate_kv_cache(config.model_config, config.cache_config, 0, 1, "cpu", layout=layout)
     for cache in caches.values():
         cache.copy_(torch.rand(cache.shape))
     mirror = HostMirror(caches, BLOCK)
@@ -64,9 +62,10 @@ def test_it_has_the_shape_of_the_cache_and_what_was_saved(is_together: bool) -> 
     mirror.save((), ())
 
 
-def test_what_a_claim_has_read_goes_to_the_device_and_nothing_else() -> None:
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC"])
+def test_what_a_claim_has_read_goes_to_the_device_and_nothing_else(layout: KVCacheLayout) -> None:
     config = engine_config("e")
-    caches = allocate_kv_cache(config.model_config, config.cache_config, 0, 1, "cpu")
+    caches = allocate_kv_cache(config.model_config, config.cache_config, 0, 1, "cpu", layout=layout)
     mirror = HostMirror(caches, BLOCK)
     mirror.bind(copy_blocks)
     for cache in mirror.caches.values():

@@ -55,10 +55,12 @@ def check_backend(
     *,
     num_layers: int = 1,
     has_sinks: bool = False,
+    is_token_major: bool = False,
 ) -> None:
     """Random keys and values for requests of (computed, scheduled) tokens; the other slots are NaN.
 
-    `num_layers` above 1: the cache is the second layer of blocks that hold all layers.
+    `num_layers` above 1: the cache is the second layer of blocks that hold all layers. `is_token_major`:
+    tokens lie before heads in a block.
     """
     shape = backend.shape
     device, head_dim, kv_heads = shape.device, shape.head_dim, shape.num_kv_heads
@@ -69,10 +71,14 @@ def check_backend(
 
     free = iter(torch.randperm(NUM_BLOCKS, generator=generator).tolist())
     blocks = [[next(free) for _ in range(-(-(c + s) // BLOCK_SIZE))] for c, s in requests]
-    size = (NUM_BLOCKS, num_layers, kv_heads, BLOCK_SIZE, 2 * head_dim)
-    storage = torch.full(size, torch.nan, dtype=shape.dtype)
-    layer = min(1, num_layers - 1)
-    cache = storage[:, layer]
+    in_block = (BLOCK_SIZE, kv_heads) if is_token_major else (kv_heads, BLOCK_SIZE)
+    storage = torch.full((NUM_BLOCKS, num_layers, *in_block, 2 * head_dim), torch.nan, dtype=shape.dtype)
+
+    def shown(storage: torch.Tensor) -> torch.Tensor:
+        layer = storage[:, min(1, num_layers - 1)]
+        return layer.transpose(1, 2) if is_token_major else layer
+
+    cache = shown(storage)
     histories = [random(c + s, kv_heads, 2 * head_dim) for c, s in requests]
     for (computed, _), table, history in zip(requests, blocks, histories, strict=True):
         for position in range(computed):
@@ -82,7 +88,7 @@ def check_backend(
     new = torch.cat([history[c:] for (c, _), history in zip(requests, histories, strict=True)])
 
     metadata = build_attention_metadata([c for c, _ in requests], scheduled, blocks, BLOCK_SIZE)
-    cache, q, new = storage.to(device)[:, layer], q.to(device), new.to(device)
+    cache, q, new = shown(storage.to(device)), q.to(device), new.to(device)
     plan = backend.plan(metadata, window, cache)
     backend.write(new[..., :head_dim], new[..., head_dim:], cache, plan)
     sinks = random(shape.num_heads) if has_sinks else None

@@ -1,5 +1,7 @@
 """Backends against attention written down as its definition; see `attention_check`."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -25,12 +27,13 @@ windows = st.sampled_from([None, 1, 5, 16, 100])
     seed=st.integers(0, 1000),
     num_layers=st.sampled_from([1, 3]),
     has_sinks=st.booleans(),
+    is_token_major=st.booleans(),
+    num_kv_heads=st.sampled_from([1, 2]),
 )
 def test_any_batch_agrees_with_the_definition(
-    requests: list[tuple[int, int]], window: int | None, seed: int, num_layers: int, has_sinks: bool
+    requests: list[tuple[int, int]], window: int | None, seed: int, num_kv_heads: int, **how: Any
 ) -> None:
-    backend = SdpaBackend(shape_of())
-    check_backend(backend, requests, window, seed, num_layers=num_layers, has_sinks=has_sinks)
+    check_backend(SdpaBackend(shape_of(num_kv_heads=num_kv_heads)), requests, window, seed, **how)
 
 
 @settings(deadline=None, max_examples=40)
@@ -39,12 +42,13 @@ def test_any_batch_agrees_with_the_definition(
     window=windows,
     seed=st.integers(0, 1000),
     num_layers=st.sampled_from([1, 3]),
+    is_token_major=st.booleans(),
 )
 def test_decoding_together_agrees_with_the_definition(
-    lengths: list[int], window: int | None, seed: int, num_layers: int
+    lengths: list[int], window: int | None, seed: int, **how: Any
 ) -> None:
     requests = [(length, 1) for length in lengths]
-    check_backend(SdpaBackend(shape_of()), requests, window, seed, num_layers=num_layers)
+    check_backend(SdpaBackend(shape_of()), requests, window, seed, **how)
 
 
 @pytest.mark.parametrize("window", [None, 7])

@@ -39,15 +39,16 @@ def device() -> str:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("is_token_major", [False, True])
 @pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize("window", [None, 1, 7])
 @pytest.mark.parametrize("requests", [[(9, 21), (0, 1), (0, 17), (30, 1)], [(5, 1), (0, 1), (30, 1)]])
 def test_it_agrees_with_the_definition(
-    device: str, requests: list[tuple[int, int]], window: int | None, num_layers: int
+    device: str, requests: list[tuple[int, int]], window: int | None, num_layers: int, is_token_major: bool
 ) -> None:
+    how = {"num_layers": num_layers, "is_token_major": is_token_major}
     for has_sinks in (False, True):
-        backend = CudaBackend(shape_of(device))
-        check_backend(backend, requests, window, seed=2, num_layers=num_layers, has_sinks=has_sinks)
+        check_backend(CudaBackend(shape_of(device)), requests, window, 2, has_sinks=has_sinks, **how)
 
 
 @pytest.mark.gpu
@@ -80,9 +81,13 @@ def reference_of(checkpoint_of: Callable[[str], Path]) -> Iterator[Callable[[str
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_size", [1, 4])
-def test_warming_up_leaves_the_cache_alone(device: str, block_size: int) -> None:
+@pytest.mark.parametrize("is_token_major", [False, True])
+def test_warming_up_leaves_the_cache_alone(device: str, block_size: int, is_token_major: bool) -> None:
     shape = shape_of(device)
-    cache = torch.full((3, shape.num_kv_heads, block_size, 2 * shape.head_dim), torch.nan, device=device)
+    in_block = (block_size, shape.num_kv_heads) if is_token_major else (shape.num_kv_heads, block_size)
+    cache = torch.full((3, *in_block, 2 * shape.head_dim), torch.nan, device=device)
+    if is_token_major:
+        cache = cache.transpose(1, 2)
     for window in (None, 5):
         CudaBackend(shape).warm_up(cache, window)
     assert cache.isnan().all()
@@ -153,12 +158,22 @@ def test_nothing_of_a_step_is_left_on_another_device(
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
-    ("head_dim", "group_size", "rows", "has_sinks"), [(64, 7, 64, True), (128, 4, 16, False)]
+    ("head_dim", "group_size", "rows", "has_sinks", "num_heads_apart"),
+    [(64, 7, 64, True, 1), (128, 4, 16, False, 8)],
 )
 def test_it_compiles_for_gpus_that_are_not_here(
-    capability: int, dtype: str, head_dim: int, group_size: int, rows: int, has_sinks: bool
+    capability: int,
+    dtype: str,
+    head_dim: int,
+    group_size: int,
+    rows: int,
+    has_sinks: bool,
+    num_heads_apart: int,
 ) -> None:
-    """Down to machine code. What only the interpreter accepts fails here, not at somebody's first request."""
+    """Down to machine code. What only the interpreter accepts fails here, not at somebody's first request.
+
+    `num_heads_apart`: from one token of a head to the next; 1 where heads come first.
+    """
     pytest.importorskip("triton")
     if INTERPRETED:
         pytest.skip("TRITON_INTERPRET=1: nothing is compiled")
@@ -173,6 +188,7 @@ def test_it_compiles_for_gpus_that_are_not_here(
         "HEAD_DIM": head_dim,
         "HEAD_DIM_PADDED": triton.next_power_of_2(head_dim),
         "BLOCK_SIZE": 16,
+        "TOKEN_STRIDE": 2 * head_dim * num_heads_apart,
         "ROWS": rows,
         "KEYS": _KEYS,
         "HAS_SINKS": has_sinks,

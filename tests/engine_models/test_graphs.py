@@ -24,7 +24,7 @@ from baton.core.config import (
 from baton.core.errors import ConfigError
 from baton.engine.api import SamplingParams
 from baton.engine.attention.cuda import why_unavailable
-from baton.engine.attention.kv_memory import allocate_kv_cache
+from baton.engine.attention.kv_memory import KVCacheLayout, allocate_kv_cache
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.forward_context import ForwardContext, build_attention_metadata
 from baton.engine.graphs import DecodeGraphs, GraphMode, bucket_sizes, choose_mode, decode_graphs
@@ -152,9 +152,9 @@ def test_the_tokens_are_those_of_eager_steps_on_a_gpu(
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("is_together", [False, True])
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
 def test_recording_and_padding_write_nowhere_but_into_the_scratch_block(
-    config_of: Callable[..., EngineConfig], mode: str, is_together: bool
+    config_of: Callable[..., EngineConfig], mode: str, layout: KVCacheLayout
 ) -> None:
     config = config_of(mode)
     num_blocks = config.cache_config.num_gpu_blocks
@@ -166,7 +166,7 @@ def test_recording_and_padding_write_nowhere_but_into_the_scratch_block(
         0,
         1,
         "cpu",
-        has_cross_layer_blocks=is_together,
+        layout=layout,
         num_scratch_blocks=1,
     )
     for cache in caches.values():

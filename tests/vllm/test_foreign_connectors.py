@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from baton.cli.processes import free_ports
 from tests.vllm.engines import START_S, Server, Site
 from tests.vllm.prompts import Single, prompts
@@ -48,11 +50,11 @@ from baton.engine.api import SamplingParams
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.llm import LLM
 
-model, store = sys.argv[1:]
+model, store, connector, module = sys.argv[1:]
 cache = CacheConfig(block_size=16, num_gpu_blocks=128)
 transfer = KVTransferConfig(
-    kv_connector="ExampleConnector",
-    kv_connector_module_path="vllm.distributed.kv_transfer.kv_connector.v1.example_connector",
+    kv_connector=connector,
+    kv_connector_module_path=module,
     kv_role="kv_both",
     kv_connector_extra_config={"shared_storage_path": store},
 )
@@ -72,11 +74,34 @@ assert moved == [[0, 0, 0], [0, 0, 0], [32, 64, 192]], moved
 """
 
 
-def test_vllms_example_connector_runs_unchanged_in_the_embedded_engine(site: Site, tmp_path: Path) -> None:
+EXAMPLE = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector"
+TOKENS_FIRST = f"""
+from {EXAMPLE} import ExampleConnector
+
+class TokensFirst(ExampleConnector):
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config):
+        return "NHD"
+
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs):
+        assert kv_layer.transpose(1, 2)[0].is_contiguous(), kv_layer.stride()
+        super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
+"""
+
+
+@pytest.mark.parametrize(
+    ("connector", "module"), [("ExampleConnector", EXAMPLE), ("TokensFirst", "tokens_first")]
+)
+def test_vllms_example_connector_runs_in_the_embedded_engine(
+    site: Site, tmp_path: Path, connector: str, module: str
+) -> None:
     """In a process of its own: this one has registered Baton's classes with vLLM."""
     (tmp_path / "store").mkdir()
+    (tmp_path / "tokens_first.py").write_text(TOKENS_FIRST)
+    arguments = [str(site.model), str(tmp_path / "store"), connector, module]
     done = subprocess.run(
-        [sys.executable, "-c", IN_THE_EMBEDDED_ENGINE, str(site.model), str(tmp_path / "store")],
+        [sys.executable, "-c", IN_THE_EMBEDDED_ENGINE, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         timeout=START_S,

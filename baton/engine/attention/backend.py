@@ -6,17 +6,22 @@ Legend of shape suffixes, here and in the backends:
     Q  query heads of this rank    G  query heads per KV head    D  head size
     L  keys, padded to blocks      C  2 * D: K in front of V     N  blocks of the pool,  P  slots of a block
 
-A cache `[N, H, P, C]` has the slots of one block and head in one run, and its heads one behind the other.
+A cache `[N, H, P, C]` has one of these orders in a block, and no gap between two slots:
+
+    heads first    | head 0: token 0, token 1, ... | head 1: ...  |   the slots of a head are one run
+    tokens first   | token 0: head 0, head 1, ...  | token 1: ... |   each slot is a run of its own
+
 What lies between two of its blocks is nothing (a tensor per layer) or the same block of the other layers.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from baton.engine.forward_context import AttentionMetadata
+from baton.engine.forward_context import AttentionMetadata, IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,25 +91,44 @@ class AttentionBackend(ABC):
         """
 
 
-def head_rows(cache_NHPC: torch.Tensor) -> torch.Tensor:
-    """The cache as rows `[rows, P * C]`, one for each block and head; block b begins at b * `block_rows`."""
+class SlotStrides(NamedTuple):
+    """From one block, head and token of a cache to the next, in slots."""
+
+    block: int
+    head: int
+    token: int
+
+
+def slot_strides(cache_NHPC: torch.Tensor) -> SlotStrides:
+    width = cache_NHPC.shape[3]
+    block, head, token, element = cache_NHPC.stride()
+    assert element == 1, "a slot is one run"
+    assert block % width == head % width == token % width == 0, "two slots are whole slots apart"
+    return SlotStrides(block // width, head // width, token // width)
+
+
+def run_of(cache_NHPC: torch.Tensor) -> int:
+    """Slots of a head and block that lie one after the other: P where heads come first, else 1."""
+    _, _, block_size, width = cache_NHPC.shape
+    return block_size if cache_NHPC.stride(2) == width else 1
+
+
+def rows_of(cache_NHPC: torch.Tensor, run: int = 1) -> torch.Tensor:
+    """The cache as rows `[rows, run * C]` of `run` slots each; `run` is 1 or `run_of` the cache.
+
+    With `slot_strides` s, a slot is in row `(block * s.block + head * s.head + token * s.token) // run`.
+    """
     num_blocks, heads, block_size, width = cache_NHPC.shape
-    num_rows = (num_blocks - 1) * block_rows(cache_NHPC) + heads
-    return cache_NHPC.as_strided((num_rows, block_size * width), (block_size * width, 1))
+    block, head, token, _ = cache_NHPC.stride()
+    row, last = run * width, (num_blocks - 1) * block + (heads - 1) * head + (block_size - 1) * token
+    return cache_NHPC.as_strided((last // row + 1, row), (row, 1))
 
 
-def slot_rows(cache_NHPC: torch.Tensor) -> torch.Tensor:
-    """The same as rows `[rows * P, C]`, a row for each slot."""
-    num_blocks, heads, block_size, width = cache_NHPC.shape
-    num_rows = (num_blocks - 1) * block_rows(cache_NHPC) + heads
-    return cache_NHPC.as_strided((num_rows * block_size, width), (width, 1))
-
-
-def block_rows(cache_NHPC: torch.Tensor) -> int:
-    """From one block to the next, in rows of one head: H, or the heads of all layers together."""
-    _, heads, block_size, width = cache_NHPC.shape
-    row = block_size * width
-    stride = cache_NHPC.stride(0)
-    assert heads == 1 or cache_NHPC.stride(1) == row, "the heads of a block lie one behind the other"
-    assert stride % row == 0, "blocks are whole rows apart"
-    return stride // row
+def write_rows(metadata: AttentionMetadata, cache_NHPC: torch.Tensor) -> IntArray:
+    """`[T * H]`: rows of `rows_of` the cache for the step's keys and values."""
+    strides = slot_strides(cache_NHPC)
+    block_ids, offsets = np.divmod(metadata.slot_mapping_np, metadata.block_size)
+    heads = np.arange(cache_NHPC.shape[1], dtype=np.int64) * strides.head
+    rows = block_ids[:, None] * strides.block + heads
+    rows += (offsets * strides.token)[:, None]
+    return rows.reshape(-1)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from baton.core.errors import UserError
-from baton.engine.attention.backend import AttentionBackend, AttentionShape, block_rows, slot_rows
+from baton.engine.attention.backend import AttentionBackend, AttentionShape, rows_of, write_rows
 from baton.engine.attention.static_array import StaticArray
 from baton.engine.forward_context import AttentionMetadata, IntArray, build_attention_metadata
 
@@ -45,7 +45,7 @@ def build_cuda_backend(shape: AttentionShape) -> "CudaBackend":
 class _Plan:
     """On the device. One entry per tile in the `tile_*` tensors, which are the columns of `tiles`."""
 
-    write_rows: torch.Tensor  # [T * H], indices into `slot_rows` of the cache.
+    write_rows: torch.Tensor  # [T * H], indices into `rows_of` the cache.
     block_table: torch.Tensor  # [R, blocks], int32
     tiles: torch.Tensor  # [tiles, 4], int32: request, first token, number of tokens, position of the first.
     rows_per_tile: int
@@ -65,7 +65,8 @@ class CudaBackend(AttentionBackend):
     def warm_up(self, cache_NHPC: torch.Tensor, window: int | None) -> None:
         """Compiles the kernel, for tiles of one token and of several: some seconds, the first time ever."""
         shape, block_size = self.shape, cache_NHPC.shape[2]
-        scratch = cache_NHPC.new_zeros(2, *cache_NHPC.shape[1:])
+        # With the strides of the cache, one of which is compiled in.
+        scratch = cache_NHPC.new_empty_strided((2, *cache_NHPC.shape[1:]), cache_NHPC.stride()).zero_()
         for num_tokens in (1, 2):
             metadata = build_attention_metadata([0], [num_tokens], [[0, 1]], block_size)
             plan = self.plan(metadata, window, scratch)
@@ -80,7 +81,7 @@ class CudaBackend(AttentionBackend):
             tokens_per_tile = 1
         tiles = cut_tiles(metadata.query_start_loc_np, metadata.seq_lens_np, tokens_per_tile)
         return _Plan(
-            write_rows=_to_device(self._write_rows(metadata, block_rows(cache_NHPC)), device),
+            write_rows=_to_device(write_rows(metadata, cache_NHPC), device),
             block_table=_to_device(metadata.block_table_np.astype(np.int32), device),
             tiles=_to_device(tiles.astype(np.int32), device),
             rows_per_tile=self._rows_per_tile(tokens_per_tile),
@@ -110,7 +111,7 @@ class CudaBackend(AttentionBackend):
     ) -> None:
         """Of a block table that was wider before, the rest stays: no key lies behind the end of a request."""
         assert metadata.max_query_len == 1, "a tile is a request"
-        plan.write_rows_array.fill(self._write_rows(metadata, block_rows(cache_NHPC)))
+        plan.write_rows_array.fill(write_rows(metadata, cache_NHPC))
         plan.block_table_array.fill(metadata.block_table_np)
         plan.tiles_array.fill(cut_tiles(metadata.query_start_loc_np, metadata.seq_lens_np, 1))
 
@@ -118,16 +119,10 @@ class CudaBackend(AttentionBackend):
         rows = tokens_per_tile * self.shape.group_size
         return max(_DOT_ROWS_MIN, 1 << (rows - 1).bit_length())
 
-    def _write_rows(self, metadata: AttentionMetadata, block_rows: int) -> IntArray:
-        block_ids, offsets = np.divmod(metadata.slot_mapping_np, metadata.block_size)
-        heads = np.arange(self.shape.num_kv_heads, dtype=np.int64)
-        rows = (block_ids[:, None] * block_rows + heads) * metadata.block_size + offsets[:, None]
-        return rows.reshape(-1)
-
     def write(self, k_THD: torch.Tensor, v_THD: torch.Tensor, cache_NHPC: torch.Tensor, plan: _Plan) -> None:
         width = cache_NHPC.shape[-1]
         rows = torch.cat((k_THD, v_THD), dim=-1).view(-1, width)
-        slot_rows(cache_NHPC).index_copy_(0, plan.write_rows, rows)
+        rows_of(cache_NHPC).index_copy_(0, plan.write_rows, rows)
 
     def attend(
         self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: _Plan, sinks_Q: torch.Tensor | None = None

@@ -8,7 +8,12 @@ or, for a connector that prefers to move a block of all layers at once (cross-la
     |<----------------------------- one storage ------------------------------>|
     | block 0: layer 0, layer 1, ...          | block 1: layer 0, ...          | ...
 
-In either, each layer is a view `[num_blocks, num_kv_heads_of_rank, block_size, 2 * head_dim]`, K before V.
+In a block of a layer heads come before tokens (HND), or tokens before heads (NHD). The layouts have the names
+of vLLM, the order of layers, blocks, heads, tokens (N) and content in memory (`vllm/v1/kv_cache_layout.py`).
+
+In every layout each layer is a view `[num_blocks, num_kv_heads_of_rank, block_size, 2 * head_dim]`, K before
+V, and its strides say the layout. vLLM 0.32 and later show the same (`create_kv_cache_views` in
+`vllm/v1/kv_cache_interface.py`): attention and connectors index a cache in one way.
 Where layers are grouped (`baton.core.kv_groups`), layers at the same place of different groups are views of
 the same memory: a block belongs to one group at a time.
 Behind the blocks of the pool there may be scratch blocks, which belong to no request and which no connector
@@ -18,17 +23,19 @@ sees (see `baton.engine.graphs`).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 
 from baton.core.config import CacheConfig, ModelConfig
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import KVCacheGroup, layer_name, num_places, one_group, places_of
-from baton.core.layout import LayerLayout, RankLayout, Region
 from baton.core.topology import kv_heads_of
 from baton.engine.forward_context import AttentionLayer
 from baton.tiers.host_memory import GIB, available_bytes, touch
 
+KVCacheLayout: TypeAlias = Literal["LBHNC", "LBNHC", "BLHNC", "BLNHC"]
+_AXES = "LBHNC"  # In the order in which they are shown.
 FIELD = "cache_config.num_gpu_blocks"
 BOOKKEEPING_BYTES = 128  # What the scheduler keeps of a block in host memory, measured with tracemalloc.
 
@@ -40,7 +47,7 @@ def allocate_kv_cache(
     tp_size: int,
     device: str | torch.device,
     *,
-    has_cross_layer_blocks: bool = False,
+    layout: KVCacheLayout = "LBHNC",
     num_scratch_blocks: int = 0,
     groups: Sequence[KVCacheGroup] | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -50,10 +57,10 @@ def allocate_kv_cache(
     """
     heads = kv_heads_of(tp_rank, tp_size=tp_size, num_kv_heads=model_config.num_kv_heads)
     groups = groups or one_group(model_config.num_hidden_layers)
-    num_layers = num_places(groups)
     num_blocks = cache_config.num_gpu_blocks + num_scratch_blocks
-    outer = (num_blocks, num_layers) if has_cross_layer_blocks else (num_layers, num_blocks)
-    shape = (*outer, len(heads), cache_config.block_size, 2 * model_config.head_dim)
+    slots = (len(heads), cache_config.block_size, 2 * model_config.head_dim)
+    sizes = dict(zip(_AXES, (num_places(groups), num_blocks, *slots), strict=True))
+    shape = tuple(sizes[axis] for axis in layout)
     dtype, device = torch_dtype(model_config.dtype), torch.device(device)
     block_bytes = math.prod(shape) // num_blocks * dtype.itemsize
     check_room(num_blocks, block_bytes, device, num_ranks=tp_size)
@@ -62,7 +69,7 @@ def allocate_kv_cache(
         touch(storage.view(-1).view(torch.uint8).numpy(), FIELD)
     else:
         storage.zero_()
-    layers = storage.unbind(1 if has_cross_layer_blocks else 0)
+    layers = storage.permute([layout.index(axis) for axis in _AXES])
     return {layer_name(layer): layers[place] for layer, (_, place) in sorted(places_of(groups).items())}
 
 
@@ -113,55 +120,13 @@ class CrossLayerBackend:
 
 
 def cross_layer_cache(kv_caches: dict[str, torch.Tensor]) -> torch.Tensor:
-    """All layers of a cache with cross-layer blocks, as one contiguous tensor `[N, layers, H, P, C]`."""
+    """All layers of a cache with cross-layer blocks, as one dense tensor `[N, layers, H, P, C]`."""
     first, num_layers = next(iter(kv_caches.values())), len(kv_caches)
     num_blocks, *of_layer = first.shape
     of_layer_stride = torch.Size(of_layer).numel()
     assert first.stride(0) == num_layers * of_layer_stride, "the cache has cross-layer blocks"
     strides = (first.stride(0), of_layer_stride, *first.stride()[1:])
     return first.as_strided((num_blocks, num_layers, *of_layer), strides)
-
-
-def describe(
-    kv_caches: dict[str, torch.Tensor], *, tp_rank: int, tp_size: int, num_kv_heads: int
-) -> RankLayout:
-    """Where the bytes lie, read off the tensors. `num_kv_heads` is the whole model's."""
-    regions: list[Region] = []
-    region_of_storage: dict[int, int] = {}
-    layers: list[LayerLayout] = []
-    first = next(iter(kv_caches.values()))
-    for name, cache in kv_caches.items():
-        assert cache.shape == first.shape
-        assert cache.dtype == first.dtype
-        num_blocks, _, block_tokens, width = cache.shape
-        itemsize = cache.element_size()
-        block_stride, head_stride, token_stride, element_stride = cache.stride()
-        assert (token_stride, element_stride) == (width, 1), "a head of a block is one contiguous run"
-        storage = cache.untyped_storage()
-        address = storage.data_ptr()
-        if address not in region_of_storage:
-            region_of_storage[address] = len(regions)
-            regions.append(Region(address, storage.nbytes(), str(cache.device)))
-        layers.append(
-            LayerLayout(
-                name=name,
-                region=region_of_storage[address],
-                offset=cache.data_ptr() - address,
-                block_stride=block_stride * itemsize,
-                head_stride=head_stride * itemsize,
-                head_bytes=block_tokens * width * itemsize,
-            )
-        )
-    return RankLayout(
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        num_kv_heads=num_kv_heads,
-        num_blocks=num_blocks,
-        block_tokens=block_tokens,
-        dtype=str(first.dtype).removeprefix("torch."),
-        regions=tuple(regions),
-        layers=tuple(layers),
-    )
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -1,9 +1,9 @@
 """Paged attention on a CPU: gather a request's blocks into one run of keys, then torch's SDPA.
 
-A KV head of a block is contiguous in the cache, so a gather is one `index_select` of long rows, and its
-result is what SDPA wants. Query heads that share a KV head become queries of that head, which never repeats
-keys. Requests that decode one token go together, by similar length; a prompt's chunk goes alone, in tiles of
-queries:
+A gather is one `index_select`, and its result is what SDPA wants: heads before tokens. If the cache has heads
+first, its rows are long, a KV head of a block each. If it has tokens first, a row is a slot. Query heads that
+share a KV head become queries of that head, which never repeats keys. Requests that decode one token go
+together, by similar length; a prompt's chunk goes alone, in tiles of queries:
 
     keys of the request   |<-- computed before -->|<-- this chunk -->|
     tile 0                |x x x x x x x x x x x x|x x x .           |   no key behind a tile's last query
@@ -24,9 +24,10 @@ import torch.nn.functional as F
 from baton.engine.attention.backend import (
     AttentionBackend,
     AttentionShape,
-    block_rows,
-    head_rows,
-    slot_rows,
+    rows_of,
+    run_of,
+    slot_strides,
+    write_rows,
 )
 from baton.engine.forward_context import AttentionMetadata, IntArray
 
@@ -42,7 +43,7 @@ class _DecodeGroup:
     """Requests with one query each."""
 
     tokens: torch.Tensor | None  # [B], indices into T; None: all of the step's tokens, in order.
-    rows: torch.Tensor  # [B * H * blocks], indices into `head_rows` of the cache.
+    rows: torch.Tensor  # [B * H * blocks * P / run], indices into `rows_of` the cache, `run_of` slots each.
     num_reqs: int
     first_key: int  # Gathered keys to skip.
     num_keys: int
@@ -65,13 +66,13 @@ class _Tile:
 class _Prefill:
     """One request with more than one query."""
 
-    rows: torch.Tensor  # [H * blocks], as above.
+    rows: torch.Tensor  # [H * blocks * P / run], as above.
     tiles: list[_Tile]
 
 
 @dataclass(slots=True)
 class _Plan:
-    write_rows: torch.Tensor  # [T * H], indices into `slot_rows` of the cache.
+    write_rows: torch.Tensor  # [T * H], indices into `rows_of` the cache, a slot each.
     decodes: list[_DecodeGroup]
     prefills: list[_Prefill]
 
@@ -84,7 +85,9 @@ class SdpaBackend(AttentionBackend):
         self._heads = np.arange(shape.num_kv_heads, dtype=np.int64)
         # Gathered keys and values, reused by every layer: fresh memory of this size costs more than the copy.
         self._scratch = torch.empty(0, dtype=shape.dtype)
-        self._block_rows = shape.num_kv_heads  # Of the cache that is planned for.
+        # Of the cache that is planned for, in the rows of a gather.
+        self._block_stride = shape.num_kv_heads
+        self._rows_in_block = self._heads[:, None]  # [H, P / run], from the block's first row.
 
     def warm_up(self, cache_NHPC: torch.Tensor, window: int | None) -> None:
         return  # torch has everything built.
@@ -92,12 +95,15 @@ class SdpaBackend(AttentionBackend):
     # --- Once per step ---------------------------------------------------------------------------
 
     def plan(self, metadata: AttentionMetadata, window: int | None, cache_NHPC: torch.Tensor) -> _Plan:
-        self._block_rows = block_rows(cache_NHPC)
+        strides, run = slot_strides(cache_NHPC), run_of(cache_NHPC)
+        slots = np.arange(0, metadata.block_size, run, dtype=np.int64) * strides.token
+        self._block_stride = strides.block // run
+        self._rows_in_block = (self._heads[:, None] * strides.head + slots) // run
         query_lens = np.diff(metadata.query_start_loc_np)
         (decoding,) = np.nonzero(query_lens == 1)
         (prefilling,) = np.nonzero(query_lens > 1)
         return _Plan(
-            write_rows=self._write_rows(metadata),
+            write_rows=torch.from_numpy(write_rows(metadata, cache_NHPC)),
             decodes=self._plan_decodes(metadata, decoding, window) if len(decoding) else [],
             prefills=[self._plan_prefill(metadata, request, window) for request in prefilling.tolist()],
         )
@@ -114,16 +120,9 @@ class SdpaBackend(AttentionBackend):
         fresh = self.plan(metadata, window, cache_NHPC)
         plan.write_rows, plan.decodes = fresh.write_rows, fresh.decodes
 
-    def _write_rows(self, metadata: AttentionMetadata) -> torch.Tensor:
-        block_ids, offsets = np.divmod(metadata.slot_mapping_np, metadata.block_size)
-        rows = block_ids[:, None] * self._block_rows + self._heads
-        rows *= metadata.block_size
-        rows += offsets[:, None]
-        return torch.from_numpy(rows.reshape(-1))
-
     def _gather_rows(self, block_ids: IntArray) -> torch.Tensor:
-        """Block ids `[..., blocks]` to cache rows, in the order `[..., H, blocks]`."""
-        rows = block_ids[..., None, :] * self._block_rows + self._heads[:, None]
+        """Block ids `[..., blocks]` to cache rows, in the order `[..., H, blocks, P / run]`."""
+        rows = block_ids[..., None, :, None] * self._block_stride + self._rows_in_block[:, None]
         return torch.from_numpy(rows.reshape(-1))
 
     def _plan_decodes(
@@ -245,7 +244,7 @@ class SdpaBackend(AttentionBackend):
     def write(self, k_THD: torch.Tensor, v_THD: torch.Tensor, cache_NHPC: torch.Tensor, plan: _Plan) -> None:
         width = cache_NHPC.shape[-1]
         rows = torch.cat((k_THD, v_THD), dim=-1).view(-1, width)
-        slot_rows(cache_NHPC).index_copy_(0, plan.write_rows, rows)
+        rows_of(cache_NHPC).index_copy_(0, plan.write_rows, rows)
 
     def attend(
         self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: _Plan, sinks_Q: torch.Tensor | None = None
@@ -325,13 +324,14 @@ class SdpaBackend(AttentionBackend):
 
     def _gather(self, cache_NHPC: torch.Tensor, rows: torch.Tensor, num_reqs: int) -> torch.Tensor:
         """The rows' blocks, in scratch memory: valid until the next gather."""
-        _, heads, block_size, width = cache_NHPC.shape
-        size = len(rows) * block_size * width
+        _, heads, _, width = cache_NHPC.shape
+        run = run_of(cache_NHPC)
+        size = len(rows) * run * width
         if self._scratch.numel() < size:
             with torch.inference_mode(False):  # Or no later pass outside of it could write here.
                 self._scratch = torch.empty(size, dtype=cache_NHPC.dtype)
-        gathered = self._scratch[:size].view(len(rows), block_size * width)
-        torch.index_select(head_rows(cache_NHPC), 0, rows, out=gathered)
+        gathered = self._scratch[:size].view(len(rows), run * width)
+        torch.index_select(rows_of(cache_NHPC, run), 0, rows, out=gathered)
         return gathered.view(num_reqs, heads, -1, width)
 
 

@@ -39,6 +39,7 @@ def _kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -78,7 +79,7 @@ def _kernel(
         kv_offset = (
             block.to(tl.int64) * cache_block_stride
             + kv_head * cache_head_stride
-            + (key % BLOCK_SIZE) * (2 * HEAD_DIM)
+            + (key % BLOCK_SIZE) * TOKEN_STRIDE
         )
         kv_is_real = key_is_real[:, None] & (column < HEAD_DIM)[None, :]
         kv_pointer = cache_pointer + kv_offset[:, None] + column[None, :]
@@ -142,6 +143,7 @@ def paged_attention(
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=triton.next_power_of_2(max(16, head_dim)),
         BLOCK_SIZE=block_size,
+        TOKEN_STRIDE=cache_NHPC.stride(2),
         ROWS=rows_per_tile,
         KEYS=_KEYS,
         HAS_SINKS=sinks_Q is not None,

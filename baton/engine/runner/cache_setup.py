@@ -3,8 +3,9 @@
     get_required_kvcache_layout, prefer_cross_layer_blocks -> get_mem_pool_context -> allocate
     -> register_kv_caches | register_cross_layers_kv_cache -> set_host_xfer_buffer_ops
 
-Layouts have the names of vLLM, old and new (`vllm/v1/kv_cache_layout.py`): the order of layers, blocks,
-heads, tokens (N) and content in memory.
+A connector is shown tensors `[num_blocks, kv_heads, block_size, content]` in every layout; a layout changes
+their strides. vLLM 0.32 and later do the same (`create_kv_cache_views` in `vllm/v1/kv_cache_interface.py`),
+and have "NHD" as an old name of LBNHC, "HND" as one of LBHNC (`vllm/config/cache.py`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from baton.contract.base import KVConnectorBase_V1, KVConnectorWorkerHalf
+from baton.contract.base import KVConnectorWorkerHalf
 from baton.core.errors import ConfigError
 from baton.engine.attention.kv_memory import (
     CrossLayerBackend,
+    KVCacheLayout,
     allocate_kv_cache,
     blocks_of_pool,
     cross_layer_cache,
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
     from baton.core.config import EngineConfig
     from baton.engine.models.parallel import TensorParallelGroup
 
-PER_LAYER, CROSS_LAYER = "LBHNC", "BLHNC"
-_EITHER = "HND"  # Says only that heads come before tokens.
 FIELD = "kv_transfer_config.kv_connector"
 
 
@@ -40,7 +40,7 @@ def allocate_for(
     *,
     num_scratch_blocks: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """Layer name to cache, scratch blocks behind the pool's. Raises ConfigError as `is_cross_layer`."""
+    """Layer name to cache, scratch blocks after the pool's. Raises ConfigError as `layout_for`."""
     with half.get_mem_pool_context() or nullcontext():
         return allocate_kv_cache(
             config.model_config,
@@ -48,34 +48,42 @@ def allocate_for(
             group.rank,
             group.size,
             device,
-            has_cross_layer_blocks=is_cross_layer(half, config),
+            layout=layout_for(half, config),
             num_scratch_blocks=num_scratch_blocks,
             groups=config.kv_cache_groups,
         )
 
 
-def is_cross_layer(half: KVConnectorWorkerHalf, config: EngineConfig) -> bool:
-    """Whether a block holds all layers. Raises ConfigError for a layout that this engine does not have."""
-    required = None
-    if isinstance(half, KVConnectorBase_V1):
-        required = type(half).get_required_kvcache_layout(config)
+def layout_for(half: KVConnectorWorkerHalf, config: EngineConfig) -> KVCacheLayout:
+    """The layout that the connector requires, with all layers in a block if it prefers that.
+
+    "HND" and "NHD" say the order in a block only. Raises ConfigError for a layout that this engine does not
+    have. vLLM takes another one then, and logs a warning.
+    """
+    ask = getattr(half, "get_required_kvcache_layout", None)  # Connectors have it, halves do not.
+    required: str | None = ask(config) if ask is not None else None
+    has_cross_layer_blocks = half.prefer_cross_layer_blocks
+    transfer = config.kv_transfer_config
+    name = transfer.kv_connector if transfer is not None else type(half).__name__
     match required:
         case None | "HND":
-            return half.prefer_cross_layer_blocks
-        case "BLHNC":
-            return True
-        case "LBHNC" if not half.prefer_cross_layer_blocks:
-            return False
-        case "LBHNC":
+            return "BLHNC" if has_cross_layer_blocks else "LBHNC"
+        case "NHD":
+            return "BLNHC" if has_cross_layer_blocks else "LBNHC"
+        case "BLHNC" | "BLNHC":
+            return required
+        case "LBHNC" | "LBNHC" if not has_cross_layer_blocks:
+            return required
+        case "LBHNC" | "LBNHC":
             raise ConfigError(
-                f"{type(half).__name__} requires the KV cache layout {PER_LAYER} and prefers cross-layer "
-                f"blocks, which are {CROSS_LAYER}",
+                f"{name} requires the KV cache layout {required}, in which layers lie apart, and sets "
+                f"prefer_cross_layer_blocks; it must require BL{required[2:]}, or not set that",
                 field=FIELD,
             )
         case _:
             raise ConfigError(
-                f"{type(half).__name__} requires the KV cache layout {required!r}, this engine has "
-                f"{_EITHER} ({PER_LAYER}, {CROSS_LAYER})",
+                f"{name} requires the KV cache layout {required!r}, this engine has HND (LBHNC, BLHNC) and "
+                "NHD (LBNHC, BLNHC); use another connector, or run this one in vLLM",
                 field=FIELD,
             )
 
