@@ -34,6 +34,30 @@ class SavesZeros(PrefixStoreConnector):
     make_worker_half = classmethod(lambda cls, config, kv_cache_config: _Zeros(config))
 
 
+class TokensFirst(PrefixStoreConnector):
+    """Requires tokens before heads in a block, and shows that it gets that."""
+
+    make_worker_half = classmethod(lambda cls, config, kv_cache_config: _TokensFirst(config))
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return "NHD"
+
+
+class _TokensFirst(WorkerHalf):
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        assert all(cache.transpose(1, 2).is_contiguous() for cache in kv_caches.values())
+        super().register_kv_caches(kv_caches)
+
+
+class BlocksInside(PrefixStoreConnector):
+    """Requires a layout that vLLM has and Baton's engine has not."""
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        return "LHBNC"
+
+
 class WearsOut(PrefixStoreConnector):
     """Whoever tries the same again finds it worse than before."""
 

@@ -67,6 +67,15 @@ def test_what_an_earlier_run_has_left_in_a_folder_is_not_this_ones_fault(tmp_pat
     check_enough(mended, {"loads in a step": 3}, examples=15)
 
 
+def test_a_connector_is_shown_the_layout_that_it_requires(tmp_path: Path) -> None:
+    config = {"path": str(tmp_path)}
+    case = ConnectorCase(path="tests.testing.folder_stores:TokensFirst", extra_config=config)
+    check_enough(case, {"loads in a step": 3}, examples=15)
+    without = ConnectorCase(path="tests.testing.folder_stores:BlocksInside", extra_config=config)
+    verdict = check_connector(without, examples=1)
+    assert "BlocksInside requires the KV cache layout 'LHBNC'" in str(verdict.broken)
+
+
 def test_a_fault_that_does_not_come_again_in_the_same_way_is_told_all_the_same(tmp_path: Path) -> None:
     case = ConnectorCase(path="tests.testing.folder_stores:WearsOut", extra_config={"path": str(tmp_path)})
     verdict = check_connector(case, examples=EXAMPLES, tries=20)

@@ -64,6 +64,11 @@ class WatchedWorker(KVConnectorWorkerHalf):
         ask = getattr(self.inner, "get_mem_pool_context", None)
         return ask() if ask is not None else None
 
+    def get_required_kvcache_layout(self, config: Any) -> str | None:
+        """As the connector's class answers: its host allocates what this one is shown."""
+        ask = getattr(self.inner, "get_required_kvcache_layout", None)
+        return ask(config) if ask is not None else None
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.inner.register_kv_caches(kv_caches)
 
