@@ -29,7 +29,7 @@ K = TypeVar("K")
 
 
 class Half(enum.Enum):
-    """Values: the attribute of `TwoHalves` that holds it."""
+    """Values: the attribute of `halves.HoldsOneHalf` for it."""
 
     SCHEDULER = "scheduler_half"
     WORKER = "worker_half"
@@ -145,6 +145,10 @@ ROWS: Final = (
 # fmt: on
 
 SURFACE: Final[Mapping[str, Row]] = {row.name: row for row in ROWS}
+
+
+def rows_of(half: Half) -> list[Row]:
+    return [row for row in ROWS if row.half in (half, Half.BOTH)]
 
 
 def completed(rows: Iterable[Row], make: Callable[[Row], Callable[..., Any]]) -> Callable[[type[K]], type[K]]:

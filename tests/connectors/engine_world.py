@@ -167,7 +167,7 @@ def store_half(llm: LLM) -> StoreWorkerHalf:
 
 def store_scheduler(llm: LLM) -> StoreSchedulerHalf:
     """As above."""
-    connector: Any = llm.core.scheduler._connector._half
+    connector: Any = llm.core.scheduler._connector.half
     half = connector.scheduler_half
     if isinstance(half, MultiSchedulerHalf):
         (half,) = (

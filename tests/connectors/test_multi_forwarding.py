@@ -9,47 +9,33 @@ from baton.connectors.multi import MultiSchedulerHalf, MultiWorkerHalf
 from baton.connectors.multi.connector import BatonMultiConnector
 from baton.connectors.multi.metadata import ChildPart, MultiHandshake, MultiMetadata
 from baton.contract import (
-    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorOutput,
-    KVConnectorSchedulerHalf,
-    KVConnectorWorkerHalf,
     NullSchedulerHalf,
     NullWorkerHalf,
     SupportsHMA,
 )
+from baton.contract.surface import ROWS, SURFACE, Half, Scope, rows_of
 
-OF_THE_STEP = {"_get_connector_metadata", "has_connector_metadata"}
+INHERITED = {"_get_connector_metadata", "has_connector_metadata"}
 """About the Multi's own metadata, which it has bound itself as any half does."""
 
-AT_CONFIGURATION = {
-    name
-    for name, value in vars(KVConnectorBase_V1).items()
-    if isinstance(value, classmethod) and not name.startswith("__")
-}
 
-
-def members(half: type) -> set[str]:
-    return {
-        name
-        for name, value in inspect.getmembers(half)
-        if not name.startswith("__")
-        and not name.startswith("_abc")
-        and (inspect.isfunction(value) or isinstance(value, property | bool))
-    }
+def members(half: Half) -> set[str]:
+    return {row.name for row in rows_of(half)} - INHERITED - SupportsHMA.__abstractmethods__
 
 
 @pytest.mark.parametrize(
-    ("base", "multi"),
-    [(KVConnectorSchedulerHalf, MultiSchedulerHalf), (KVConnectorWorkerHalf, MultiWorkerHalf)],
+    ("half", "multi"),
+    [(Half.SCHEDULER, MultiSchedulerHalf), (Half.WORKER, MultiWorkerHalf)],
 )
-def test_nothing_of_a_half_is_inherited(base: type, multi: type) -> None:
-    assert members(base) - OF_THE_STEP <= set(vars(multi))
+def test_nothing_of_a_half_is_inherited(half: Half, multi: type) -> None:
+    assert members(half) <= set(vars(multi))
 
 
 def test_nothing_of_the_class_is_inherited() -> None:
-    assert set(vars(BatonMultiConnector)) >= AT_CONFIGURATION
+    assert {row.name for row in ROWS if row.half is Half.CLASS} - {"role"} <= set(vars(BatonMultiConnector))
     assert set(vars(MultiSchedulerHalf)) >= SupportsHMA.__abstractmethods__
 
 
@@ -71,7 +57,7 @@ def recording(half: type, name: str, log: list[tuple[str, str, tuple[Any, ...]]]
     methods = {
         method: recorder(method)
         for method, value in inspect.getmembers(half, inspect.isfunction)
-        if not method.startswith("_") and method not in OF_THE_STEP
+        if not method.startswith("_") and method not in INHERITED
     }
     kind: Any = type("Recording", (half,), methods)
     return kind()
@@ -118,7 +104,7 @@ INSTEAD = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(members(KVConnectorSchedulerHalf) - ONLY_THE_LOADER))
+@pytest.mark.parametrize("name", sorted(members(Half.SCHEDULER) - ONLY_THE_LOADER))
 def test_each_call_reaches_every_scheduler_half(name: str) -> None:
     log: list[tuple[str, str, tuple[Any, ...]]] = []
     multi = MultiSchedulerHalf(
@@ -133,7 +119,7 @@ def test_each_call_reaches_every_scheduler_half(name: str) -> None:
     assert called == ["a", "b"]
 
 
-@pytest.mark.parametrize("name", sorted(members(KVConnectorWorkerHalf) - OF_THE_STEP))
+@pytest.mark.parametrize("name", sorted(members(Half.WORKER)))
 def test_each_call_reaches_every_worker_half(name: str) -> None:
     log: list[tuple[str, str, tuple[Any, ...]]] = []
     multi = MultiWorkerHalf([(child, recording(NullWorkerHalf, child, log)) for child in "ab"])
@@ -155,22 +141,11 @@ def test_each_call_reaches_every_worker_half(name: str) -> None:
         assert all(args[-1] == ("later", "addition") for _, args in calls)
 
 
-AT_START = {  # What a child raises here, nobody can start with; `shutdown` see test_multi_rules.
-    "bind_kv_cache_manager",
-    "bind_gpu_block_pool",
-    "get_finished_count",
-    "set_xfer_handshake_metadata",
-    "set_xfer_handshake_metadata_pp_aware",
-    "bind_wake",
-    "bind_only_rank",
-    "requires_kv_delivery",
-    "supports_divergent_local_hybrid_hits",
-    "shutdown",
-}
+CONTAINED = {name for name in members(Half.SCHEDULER) if SURFACE[name].scope is not Scope.START}
 
 
 @pytest.mark.parametrize("who", ["a", "b"])
-@pytest.mark.parametrize("name", sorted(members(KVConnectorSchedulerHalf) - ONLY_THE_LOADER - AT_START))
+@pytest.mark.parametrize("name", sorted(CONTAINED - ONLY_THE_LOADER))
 def test_what_one_scheduler_half_raises_is_heard_by_nobody_else(name: str, who: str) -> None:
     log: list[tuple[str, str, tuple[Any, ...]]] = []
 

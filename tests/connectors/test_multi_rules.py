@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from baton.connectors.multi import MultiSchedulerHalf, MultiStats, MultiWorkerHalf
-from baton.connectors.multi.child import STEP_ERRORS_MAX
 from baton.contract import (
     BlockRemoved,
     ConnectorDead,
@@ -16,6 +15,7 @@ from baton.contract import (
     NullWorkerHalf,
     QuorumKVEvents,
 )
+from baton.contract.guard import STEP_ERRORS_MAX
 from baton.core.errors import BadTransferParams, ConfigError
 from baton.core.prefilled import PrefilledTokens
 from baton.engine.step import SchedulerOutput

@@ -8,12 +8,12 @@ from engine_core_fakes import FACTORY, FakeSchedulerHalf, FakeWorkerHalf, factor
 from baton.bench import step_overhead
 from baton.connectors.pull.stats import PullStats
 from baton.contract import ConnectorDead, KVConnectorTransferResults
+from baton.contract.guard import STEP_ERRORS_MAX
 from baton.core.config import KVTransferConfig
 from baton.core.errors import ConfigError
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
 from baton.engine.core.engine_core import EngineCore
 from baton.engine.llm import LLM
-from baton.engine.scheduling.connector_calls import STEP_ERRORS_MAX
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

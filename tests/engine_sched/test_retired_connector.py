@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from baton.contract import ConnectorDead
-from baton.engine.scheduling.connector_calls import STEP_ERRORS_MAX
+from baton.contract.guard import STEP_ERRORS_MAX
 from tests.engine_sched.world import World
 
 PROMPT = list(range(1, 19))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ class RequestCalls:
         self._sync_blocks: list[set[int]] = [set() for _ in children]
 
     def announce(self, request: host.Request) -> None:
-        self._tell_all(request, "on_new_request", lambda child, half: half.on_new_request(request))
+        self._tell_all(request, "on_new_request", lambda child: child.half.on_new_request(request))
 
     def find_match(self, request: host.Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Every child is asked, so that none depends on its place; a UserError of one ends the request."""
@@ -43,7 +44,11 @@ class RequestCalls:
         for child in self._children:
             if child.position in self._unasked.get(request.request_id, ()):
                 continue
-            num_tokens, is_async = self._ask(child, request, num_computed_tokens)
+            answer = child.find_tokens(request, num_computed_tokens)
+            if answer is None:
+                self._unasked.setdefault(request.request_id, set()).add(child.position)
+                continue
+            num_tokens, is_async = answer
             if num_tokens is None:
                 is_later = True
             elif num_tokens and choice is None:
@@ -56,19 +61,6 @@ class RequestCalls:
             return None, False
         return (0, False) if choice is None else (num_chosen, choice.is_async)
 
-    def _ask(self, child: Child, request: host.Request, num_local: int) -> tuple[int | None, bool]:
-        def ask(half: KVConnectorSchedulerHalf) -> tuple[int | None, bool] | None:
-            num_tokens, is_async = half.get_num_new_matched_tokens(request, num_local)
-            if num_tokens is not None and not 0 <= num_tokens <= request.num_tokens - num_local:
-                raise ValueError(f"matched {num_tokens} of {request.num_tokens - num_local} tokens")
-            return num_tokens, bool(is_async)
-
-        answer = child.call_for(request.request_id, "get_num_new_matched_tokens", ask, None)
-        if answer is None:
-            self._unasked.setdefault(request.request_id, set()).add(child.position)
-            return 0, False
-        return answer
-
     def allocated(self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int) -> None:
         """Raises what the child raised that was to load: whether it does, nobody can say any more."""
         choice = self._ledger.chosen(request.request_id) if num_external_tokens else None
@@ -77,13 +69,13 @@ class RequestCalls:
             self._note_load(request, blocks, num_external_tokens, choice)
         failure: Exception | None = None
 
-        def tell(child: Child, half: KVConnectorSchedulerHalf) -> None:
+        def tell(child: Child) -> None:
             nonlocal failure
             if choice is None or child.position != choice.position:
-                half.update_state_after_alloc(request, blocks, 0)
+                child.half.update_state_after_alloc(request, blocks, 0)
                 return
             try:
-                half.update_state_after_alloc(request, blocks, num_external_tokens)
+                child.half.update_state_after_alloc(request, blocks, num_external_tokens)
             except Exception as error:  # Contained as any child's, and raised again: nobody else loads it.
                 failure = error
                 self._forget_load(request.request_id, child.position)
@@ -125,16 +117,10 @@ class RequestCalls:
         self._unasked.pop(request_id, None)
         params: dict[str, Any] = {}
         delayed_by: set[int] = set()
-        nothing: Finished = (False, None)
         for child in self._children:
-            try:
-                is_delayed, of_child = child.call_for(request_id, "request_finished", finish, nothing)
-            except UserError as error:  # It is too late for the request to be wrong.
-                logger.error(
-                    "the connector %s refuses the end of request %s: %s", child.name, request_id, error
-                )
-                child.count_error()
-                continue
+            is_delayed, of_child = child.contain(
+                "request_finished", partial(finish, child.half), request_id=request_id
+            )
             if is_delayed:
                 delayed_by.add(child.position)
             if of_child:
@@ -156,8 +142,9 @@ class RequestCalls:
             request_id,
             ", ".join(clashes),
         )
-        child.count_error()
-        child.call("take_back", lambda half: half.take_back(of_child), None)
+        child.num_errors += 1
+        with suppress(UserError):
+            child.contain("take_back", partial(child.half.take_back, of_child))
 
     def take_loads(self, child: Child) -> tuple[list[str], set[int]]:
         """Since the last call: (requests whose load it began, blocks that it is to load within the step)."""
@@ -169,27 +156,20 @@ class RequestCalls:
         self,
         request: host.Request,
         method: str,
-        tell: Callable[[Child, KVConnectorSchedulerHalf], None],
+        tell: Callable[[Child], None],
     ) -> None:
         """Every child hears it; then the first UserError is raised, if there was one."""
         wrong: UserError | None = None
         for child in self._children:
             is_told = False
             try:
-                is_told = child.call_for(request.request_id, method, partial(_told, tell, child), False)
+                is_told = child.succeeds(method, partial(tell, child), request_id=request.request_id)
             except UserError as error:
                 wrong = wrong or error
             if not is_told:
                 self._unasked.setdefault(request.request_id, set()).add(child.position)
         if wrong is not None:
             raise wrong
-
-
-def _told(
-    tell: Callable[[Child, KVConnectorSchedulerHalf], None], child: Child, half: KVConnectorSchedulerHalf
-) -> bool:
-    tell(child, half)
-    return True
 
 
 _NOBODY = NullSchedulerHalf()

@@ -11,11 +11,11 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
-from baton.connectors.multi.child import Child
+from baton.connectors.multi.child import Child, ask_each, shut_down_each
 from baton.connectors.multi.ledger import Ledger
 from baton.connectors.multi.metadata import MultiHandshake
 from baton.connectors.multi.requests import Finished, RequestCalls
@@ -34,14 +34,12 @@ from baton.contract import (
     SupportsHMA,
     host,
 )
+from baton.contract.surface import Half, completed, rows_of
 from baton.core.errors import UserError
 from baton.core.prefilled import PrefilledTokens
 
-logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-
+@completed((row for row in rows_of(Half.SCHEDULER) if row.multi is not None), ask_each)
 class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def __init__(
         self,
@@ -57,23 +55,7 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._requests = RequestCalls(self._children, ledger, block_tokens=block_tokens)
         self._steps = StepCalls(self._children, ledger)
 
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return any(child.half.requires_kv_delivery for child in self._children)
-
-    @property
-    def supports_divergent_local_hybrid_hits(self) -> bool:
-        return all(child.half.supports_divergent_local_hybrid_hits for child in self._children)
-
     # --- Start: what a child raises here goes through ----------------------------------------------
-
-    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        for child in self._children:
-            child.half.bind_kv_cache_manager(kv_cache_manager)
-
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        for child in self._children:
-            child.half.bind_gpu_block_pool(gpu_block_pool)
 
     def get_finished_count(self) -> int | None:
         """The host has nothing to count: here each child's reports are, against its own number."""
@@ -95,10 +77,6 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
                     of_child[rank] = part
             if of_child:
                 child.half.set_xfer_handshake_metadata_pp_aware(of_child)
-
-    def bind_wake(self, wake: Callable[[], None]) -> bool:
-        answers = [child.half.bind_wake(wake) for child in self._children]
-        return all(answers)
 
     def bind_only_rank(self, rank: KVConnectorWorkerHalf) -> None:
         """Left out for a child whose sibling fences.
@@ -170,78 +148,38 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         events: list[KVCacheEvent] = []
-        no_events: list[KVCacheEvent] = []
         for child in self._children:
-            events += child.call("take_events", lambda half: list(half.take_events()), no_events)
+            events += child.contain("take_events", partial(_events_of, child.half))
         return events
-
-    def has_pending_block_frees(self) -> bool:
-        return any(
-            self._call_each("has_pending_block_frees", lambda half: half.has_pending_block_frees(), False)
-        )
-
-    def has_pending_push_work(self) -> bool:
-        return any(self._call_each("has_pending_push_work", lambda half: half.has_pending_push_work(), False))
-
-    def register_finished_partial_tail(
-        self,
-        request: host.Request,
-        block_ids: tuple[list[int], ...],
-        partial_tail_offloads: list[tuple[int, int, int]],
-    ) -> bool:
-        """Only vLLM calls this hook, and vLLM has a MultiConnector of its own."""
-        return any(
-            self._call_each(
-                "register_finished_partial_tail",
-                lambda half: half.register_finished_partial_tail(request, block_ids, partial_tail_offloads),
-                False,
-            )
-        )
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         stats = MultiStats()
         for child in self._children:
-            of_child = child.call("get_kv_connector_stats", lambda half: half.get_kv_connector_stats(), None)
+            of_child = child.contain("get_kv_connector_stats", child.half.get_kv_connector_stats)
             stats.add(child.name, of_child)
             stats.count(child.name, num_errors=child.take_num_errors(), is_retired=child.is_retired)
         return None if stats.is_empty() else stats
 
     # --- Its whole life --------------------------------------------------------------------------
 
-    def introduction(self) -> str | None:
-        """The first child's that has one; two would have been refused at start (`answered_params`)."""
-        texts = self._call_each("introduction", lambda half: half.introduction(), None)
-        return next((text for text in texts if text is not None), None)
-
     def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
         """Every child hears it, and then the first UserError is raised."""
         wrong: UserError | None = None
         for child in self._children:
             try:
-                child.call_for("(any)", "take_back", lambda half: half.take_back(kv_transfer_params), None)
+                child.contain("take_back", partial(child.half.take_back, kv_transfer_params))
             except UserError as error:
                 wrong = wrong or error
         if wrong is not None:
             raise wrong
 
-    def drain(self, timeout_s: float) -> None:
-        self._call_each("drain", lambda half: half.drain(timeout_s), None)
-
     def reset_cache(self) -> bool | None:
-        return all(self._call_each("reset_cache", lambda half: half.reset_cache() is not False, False))
+        answers = [child.contain("reset_cache", child.half.reset_cache) for child in self._children]
+        return all(answer is not False for answer in answers)  # None: the child keeps nothing.
 
     def shutdown(self) -> None:
-        """Of all children, whatever some of them raise; then the first of it is raised."""
-        failure: Exception | None = None
-        for child in self._children:
-            try:
-                child.shutdown()
-            except Exception as error:  # Raised again when the others have been shut down.
-                logger.exception("the connector %s could not shut down", child.name)
-                if not child.is_retired:
-                    failure = failure or error
-        if failure is not None:
-            raise failure
+        shut_down_each({child.name: child.shutdown for child in self._children})
 
-    def _call_each(self, method: str, call: Callable[[KVConnectorSchedulerHalf], T], otherwise: T) -> list[T]:
-        return [child.call(method, call, otherwise) for child in self._children]
+
+def _events_of(half: KVConnectorSchedulerHalf) -> list[KVCacheEvent]:
+    return list(half.take_events())

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from baton.connectors.multi.child import Child
 from baton.connectors.multi.ledger import Ledger
@@ -19,7 +18,6 @@ from baton.connectors.multi.stats import MultiStats
 from baton.contract import (
     ConnectorDead,
     KVConnectorOutput,
-    KVConnectorSchedulerHalf,
     host,
 )
 
@@ -46,11 +44,8 @@ class StepCalls:
             begun, sync_blocks = take_loads(child)
             metadata = None
             if not child.is_retired:
-                metadata = child.call(
-                    "build_connector_meta",
-                    lambda half: half.build_connector_meta(scheduler_output),
-                    None,
-                )
+                build = partial(child.half.build_connector_meta, scheduler_output)
+                metadata = child.contain("build_connector_meta", build)
             if metadata is None:
                 self._abandoned.update(begun)  # No rank hears of them, or it is not known which.
             parts.append(ChildPart(metadata, tuple(begun), frozenset(sync_blocks)))
@@ -65,10 +60,11 @@ class StepCalls:
         sent: set[str] = set()
         for child, report in zip(self._children, reports, strict=True):
             own = self._tell(child, report, connector_output)
-            ended = {r for r in _ids(own.finished_recving, child) if self._end_load(r, child)}
+            ended = {r for r in child.checked_ids(own.finished_recving) or () if self._end_load(r, child)}
             received |= ended
-            failed |= ended & _ids(own.failed_recving, child)
-            sent |= {r for r in _ids(own.finished_sending, child) if self._ledger.end_send(r, child.position)}
+            failed |= ended & (child.checked_ids(own.failed_recving) or set())
+            sent_ids = child.checked_ids(own.finished_sending) or ()
+            sent |= {r for r in sent_ids if self._ledger.end_send(r, child.position)}
             self._abandoned |= own.abandoned_recving
             child.forget_all_but(_Awaited(self._ledger, child.position))
         for child in self._children:
@@ -93,7 +89,7 @@ class StepCalls:
             child.note(f"a worker half raised: {report.error}")
         own = _own_output(child, report, whole)
         if not child.is_retired:
-            child.call("update_connector_output", partial(_update, own=own), None)
+            child.contain("update_connector_output", partial(child.half.update_connector_output, own))
         return own
 
     def _end_load(self, request_id: str, child: Child) -> bool:
@@ -130,21 +126,6 @@ def _own_output(child: Child, report: ChildReport, whole: KVConnectorOutput) -> 
         expected_finished_count=ended.expected_finished_count,
         abandoned_recving=set(report.abandoned),
     )
-
-
-def _update(half: KVConnectorSchedulerHalf, own: KVConnectorOutput) -> None:
-    half.update_connector_output(own)
-
-
-def _ids(ids: Any, child: Child) -> set[str]:
-    """What a child added need not be what the contract says."""
-    if ids is None:
-        return set()
-    if isinstance(ids, set) and all(isinstance(i, str) for i in ids):
-        return ids
-    logger.error("%s reported %.200r, which are no request ids", child.name, ids)
-    child.note("update_connector_output: what it added are no request ids")
-    return {i for i in ids if isinstance(i, str)} if isinstance(ids, set) else set()
 
 
 @dataclass(frozen=True, slots=True)

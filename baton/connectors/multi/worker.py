@@ -19,11 +19,12 @@ the host, which acts on them before it asks the scheduler half.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from baton.connectors.multi.child import ask_each, shut_down_each
 from baton.connectors.multi.children import FIELD
 from baton.connectors.multi.metadata import (
     ChildPart,
@@ -34,7 +35,6 @@ from baton.connectors.multi.metadata import (
 )
 from baton.connectors.multi.stats import MultiStats
 from baton.contract import (
-    CopyBlocksOp,
     KVConnectorHandshakeMetadata,
     KVConnectorKVEvents,
     KVConnectorMetadata,
@@ -47,6 +47,8 @@ from baton.contract import (
     host,
 )
 from baton.contract.base import hidden_states_name
+from baton.contract.guard import Guard
+from baton.contract.surface import Half, completed, rows_of
 from baton.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,19 +56,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
-
-class _Child:
+class _Child(Guard):
     """One child on this rank, in one step at a time."""
 
     def __init__(self, name: str, position: int, half: KVConnectorWorkerHalf) -> None:
-        self.name = name
+        super().__init__(name)
         self.position = position
         self.half = half
         self.part = ChildPart(None)
         self.is_bound = False
-        self.loads_failed = False
         self.report = ChildReport()
         self.ends = KVConnectorOutput()  # What it says of requests' ends, for its report.
 
@@ -75,6 +74,7 @@ class _Child:
 
     def take_report(self, rank: int) -> ChildReport:
         report, self.report = self.report, ChildReport()
+        report.error, self.error = self.error, None
         ends, self.ends = self.ends, KVConnectorOutput()
         if not ends.is_empty():
             report.ends[rank] = ends
@@ -84,29 +84,8 @@ class _Child:
     def is_heard(self) -> bool:
         return self.part.metadata is not None
 
-    def load(self, method: str, call: Callable[[], object]) -> bool:
-        """A call without which this step's loads cannot be trusted."""
-        try:
-            call()
-        except Exception as error:  # The border to a child, which may be anybody's.
-            self.note(method, error)
-            self.loads_failed = True
-            return False
-        return True
 
-    def call(self, method: str, call: Callable[[], T], otherwise: T) -> T:
-        try:
-            return call()
-        except Exception as error:  # As above.
-            self.note(method, error)
-            return otherwise
-
-    def note(self, method: str, error: Exception) -> None:
-        logger.error("the connector %s raised in %s; the others go on", self.name, method, exc_info=error)
-        if self.report.error is None:
-            self.report.error = f"{method}: {type(error).__name__}: {error}"
-
-
+@completed((row for row in rows_of(Half.WORKER) if row.multi is not None), ask_each)
 class MultiWorkerHalf(KVConnectorWorkerHalf):
     prefer_cross_layer_blocks = False  # Set when it is made: true if all children prefer them.
 
@@ -135,10 +114,6 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
         """All that any child wants; each is shown its own."""
         return tuple(sorted({layer for child in self._children for layer in child.half.hidden_states_wanted}))
 
-    @property
-    def graph_capturable(self) -> bool:
-        return all(child.half.graph_capturable for child in self._children)
-
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         """Raises ConfigError if two children want the cache in memory of their own."""
         given = [
@@ -151,33 +126,9 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
             raise ConfigError(f"{names} both want the KV cache in memory of their own", field=FIELD)
         return given[0][1] if given else None
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        for child in self._children:
-            child.half.register_kv_caches(kv_caches)
-
-    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
-        for child in self._children:
-            child.half.register_cross_layers_kv_cache(kv_cache, attn_backend)
-
-    def unregister_kv_caches(self) -> None:
-        for child in self._children:
-            child.half.unregister_kv_caches()
-
-    def restore_kv_caches(self) -> None:
-        for child in self._children:
-            child.half.restore_kv_caches()
-
-    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
-        for child in self._children:
-            child.half.set_host_xfer_buffer_ops(copy_operation)
-
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         of_children = tuple(child.half.get_handshake_metadata() for child in self._children)
         return MultiHandshake(of_children) if any(part is not None for part in of_children) else None
-
-    def bind_wake(self, wake: Callable[[], None]) -> bool:
-        answers = [child.half.bind_wake(wake) for child in self._children]
-        return all(answers)
 
     # --- Step: before and in the forward -----------------------------------------------------------
 
@@ -199,7 +150,7 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
     def clear_connector_metadata(self) -> None:
         for child in self._children:
             if child.is_heard:
-                child.call("clear_connector_metadata", child.half.clear_connector_metadata, None)
+                child.contain("clear_connector_metadata", child.half.clear_connector_metadata)
             child.begin_step(ChildPart(None))
         self._begun = None
         super().clear_connector_metadata()
@@ -214,7 +165,7 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
             if child.part.sync_blocks:
                 child.load("wait_for_layer_load", wait)
             else:
-                child.call("wait_for_layer_load", wait, None)
+                child.contain("wait_for_layer_load", wait)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -223,20 +174,20 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
         for child in self._bound():
             if of_whom is None or child.position in of_whom:
                 save = partial(child.half.save_kv_layer, layer_name, kv_layer, attn_metadata, **kwargs)
-                child.call("save_kv_layer", save, None)
+                child.contain("save_kv_layer", save)
 
     def finish_forward(self) -> None:
         for child in self._children:
             if child.is_heard:
-                child.call("finish_forward", child.half.finish_forward, None)
+                child.contain("finish_forward", child.half.finish_forward)
 
     def wait_for_save(self) -> None:
         for child in self._bound():
-            child.call("wait_for_save", child.half.wait_for_save, None)
+            child.contain("wait_for_save", child.half.wait_for_save)
 
     def reset_capture_state(self) -> None:
         for child in self._children:
-            child.call("reset_capture_state", child.half.reset_capture_state, None)
+            child.contain("reset_capture_state", child.half.reset_capture_state)
 
     # --- Step: what comes back ---------------------------------------------------------------------
 
@@ -254,13 +205,11 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
         return KVConnectorTransferResults()
 
     def _collect(self, child: _Child, finished_req_ids: set[str]) -> None:
-        results = child.call(
-            "get_transfer_results",
-            lambda: child.half.get_transfer_results(set(finished_req_ids)),
-            KVConnectorTransferResults(),
+        results = child.contain(
+            "get_transfer_results", lambda: child.half.get_transfer_results(set(finished_req_ids))
         )
         # Here rather than when the host asks for blocks: it has to be known with them what else has failed.
-        invalid = child.call(
+        invalid: set[int] | None = child.contain(
             "get_block_ids_with_load_errors", lambda: set(child.half.get_block_ids_with_load_errors()), None
         )
         received = self._loaded_by(child, results.finished_recving)
@@ -291,8 +240,8 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
         """They go with each child's own report, as the ids do that they are about."""
         for child in self._children:
             if child.is_heard:
-                child.ends.expected_finished_count = child.call(
-                    "get_expected_finished_count", partial(_expected_by, child.half), 0
+                child.ends.expected_finished_count = child.contain(
+                    "get_expected_finished_count", partial(_expected_by, child.half)
                 )
         return 0
 
@@ -300,7 +249,7 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
         stats = MultiStats()
         for child in self._children:
             if child.is_heard:
-                of_child = child.call("get_kv_connector_stats", child.half.get_kv_connector_stats, None)
+                of_child = child.contain("get_kv_connector_stats", child.half.get_kv_connector_stats)
                 stats.add(child.name, of_child)
         return None if stats.is_empty() else stats
 
@@ -308,8 +257,8 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
         """They go with each child's own report: a host could only mix them."""
         for child in self._children:
             if child.is_heard:
-                child.report.events = child.call(
-                    "get_kv_connector_kv_cache_events", child.half.get_kv_connector_kv_cache_events, None
+                child.report.events = child.contain(
+                    "get_kv_connector_kv_cache_events", child.half.get_kv_connector_kv_cache_events
                 )
         return None
 
@@ -317,8 +266,8 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
         reports = []
         for child in self._children:
             if child.is_heard:
-                child.report.metadata = child.call(
-                    "build_connector_worker_meta", child.half.build_connector_worker_meta, None
+                child.report.metadata = child.contain(
+                    "build_connector_worker_meta", child.half.build_connector_worker_meta
                 )
             reports.append(child.take_report(self._rank))
         return None if all(report.is_empty for report in reports) else MultiWorkerMetadata(tuple(reports))
@@ -326,16 +275,7 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
     # --- End -----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Of all children, whatever some of them raise; then the first of it is raised."""
-        failure: Exception | None = None
-        for child in self._children:
-            try:
-                child.half.shutdown()
-            except Exception as error:  # Raised again when the others have been shut down.
-                logger.exception("the connector %s could not shut down", child.name)
-                failure = failure or error
-        if failure is not None:
-            raise failure
+        shut_down_each({child.name: child.half.shutdown for child in self._children})
 
     def _heard(self, metadata: KVConnectorMetadata) -> list[_Child]:
         """The children that have a part in this step, which begins with the first mention of it."""

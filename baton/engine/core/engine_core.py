@@ -20,13 +20,13 @@ from typing import Any
 import msgspec
 
 from baton.contract.factory import default_factory, load_factory
+from baton.contract.guard import STEP_ERRORS_MAX
 from baton.core.config import EngineConfig
 from baton.core.errors import UserError
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, RequestError
 from baton.engine.core.kv_event_publisher import KVEventPublisher
 from baton.engine.executor import Executor, ExecutorDied, start_executor
 from baton.engine.runner.hybrid import settle_groups
-from baton.engine.scheduling.connector_calls import STEP_ERRORS_MAX
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 

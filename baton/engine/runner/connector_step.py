@@ -12,7 +12,7 @@
 
 Steps without tokens run the same sequence; a step without metadata (the scheduler half failed, or is retired)
 has no part of it. `clear_connector_metadata` is always last, also when the model
-raises, which is ours and fatal. What a *connector* raises never leaves this module: it is logged, and turned
+raises, which is ours and fatal. What a *connector* raises is contained (`baton.contract.guard`), and turned
 into what keeps every token right:
 
     raised by                               becomes
@@ -32,14 +32,14 @@ and the scheduler get of a connector is of the types that they rely on.
 
 from __future__ import annotations
 
-import logging
 import operator
-from collections.abc import Callable
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from baton.contract.base import KVConnectorMetadata, KVConnectorWorkerHalf
 from baton.contract.events import KVConnectorKVEvents, QuorumKVEvents
+from baton.contract.guard import Guard
 from baton.contract.null import NullWorkerHalf
 from baton.contract.output import (
     KVConnectorOutput,
@@ -53,12 +53,8 @@ from baton.engine.step import SchedulerOutput
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-
-class ConnectorStep:
+class ConnectorStep(Guard):
     def __init__(
         self,
         half: KVConnectorWorkerHalf,
@@ -66,9 +62,8 @@ class ConnectorStep:
         context: ForwardContext,
         block_size: int,
     ) -> None:
+        super().__init__()
         self.report = KVConnectorOutput()
-        self.error: str | None = None  # The first thing that the connector raised.
-        self.loads_failed = False
         self._half = half
         self._scheduler_output = scheduler_output
         self._context = context
@@ -81,7 +76,7 @@ class ConnectorStep:
         metadata = self._scheduler_output.kv_connector_metadata
         if metadata is None:
             return self
-        self._load("handle_preemptions", lambda: self._half.handle_preemptions(metadata))
+        self.load("handle_preemptions", partial(self._half.handle_preemptions, metadata))
         self._bind(metadata)
         if self._scheduler_output.has_sync_kv_loads:
             self._start_loads()
@@ -99,57 +94,54 @@ class ConnectorStep:
             if error is None:
                 self._finish()
         finally:
-            self._contain("clear_connector_metadata", self._half.clear_connector_metadata, None)
+            self.contain("clear_connector_metadata", self._half.clear_connector_metadata)
             self._context.worker_half = None
 
     def _bind(self, metadata: KVConnectorMetadata) -> None:
         if not self.loads_failed:
-            self._is_bound = self._load(
-                "bind_connector_metadata", lambda: self._half.bind_connector_metadata(metadata)
-            )
+            bind = partial(self._half.bind_connector_metadata, metadata)
+            self._is_bound = self.load("bind_connector_metadata", bind)
 
     def _start_loads(self) -> None:
         if self._is_bound:
-            self._load("start_load_kv", lambda: self._half.start_load_kv(self._context.for_connector()))
+            self.load("start_load_kv", lambda: self._half.start_load_kv(self._context.for_connector()))
 
     def _finish(self) -> None:
         half = self._half
         if self._scheduler_output.total_num_scheduled_tokens:
-            self._contain("finish_forward", half.finish_forward, None)
+            self.contain("finish_forward", half.finish_forward)
         if not self._scheduler_output.has_sync_kv_loads:
             self._start_loads()
         if self._is_bound:
-            self._contain("wait_for_save", half.wait_for_save, None)
+            self.contain("wait_for_save", half.wait_for_save)
         self._collect_transfers()
         report = self.report
-        report.expected_finished_count = self._contain(
-            "get_expected_finished_count", lambda: operator.index(half.get_expected_finished_count()), 0
+        report.expected_finished_count = self.contain(
+            "get_expected_finished_count", lambda: operator.index(half.get_expected_finished_count())
         )
-        report.kv_connector_stats = self._contain(
-            "get_kv_connector_stats", lambda: _checked(half.get_kv_connector_stats(), KVConnectorStats), None
+        report.kv_connector_stats = self.contain(
+            "get_kv_connector_stats", lambda: _checked(half.get_kv_connector_stats(), KVConnectorStats)
         )
-        report.kv_cache_events = self._contain(
+        report.kv_cache_events = self.contain(
             "get_kv_connector_kv_cache_events",
             lambda: _checked(half.get_kv_connector_kv_cache_events(), KVConnectorKVEvents),
             QuorumKVEvents(),  # Not None, which takes no part: what other ranks say would count without it.
         )
-        report.kv_connector_worker_meta = self._contain(
+        report.kv_connector_worker_meta = self.contain(
             "build_connector_worker_meta",
             lambda: _checked(half.build_connector_worker_meta(), KVConnectorWorkerMetadata),
-            None,
         )
 
     def _collect_transfers(self) -> None:
         report = self.report
-        results = self._contain(
+        results = self.contain(
             "get_transfer_results",
             lambda: _checked_ends(self._half.get_transfer_results(self._scheduler_output.finished_req_ids)),
-            KVConnectorTransferResults(),
         )
         report.finished_sending = results.finished_sending or None
         report.finished_recving = results.finished_recving or None
         report.failed_recving = results.failed_recving or None
-        invalid: set[int] | None = self._contain(
+        invalid: set[int] | None = self.contain(
             "get_block_ids_with_load_errors",
             lambda: {operator.index(block) for block in self._half.get_block_ids_with_load_errors()},
             None,
@@ -181,28 +173,6 @@ class ConnectorStep:
             for block_id in block_ids[: -(-num_computed // self._block_size)]
         }
 
-    def _load(self, name: str, call: Callable[[], None]) -> bool:
-        """A call without which this step's loads cannot be trusted."""
-        try:
-            call()
-        except Exception as error:  # The border to the connector, which may be anybody's.
-            self._note(name, error)
-            self.loads_failed = True
-            return False
-        return True
-
-    def _contain(self, name: str, call: Callable[[], T], otherwise: T) -> T:
-        try:
-            return call()
-        except Exception as error:  # As above.
-            self._note(name, error)
-            return otherwise
-
-    def _note(self, name: str, error: Exception) -> None:
-        logger.error("the connector's %s raised", name, exc_info=error)
-        if self.error is None:
-            self.error = f"{name}: {type(error).__name__}: {error}"
-
 
 class _ContainedHooks(NullWorkerHalf):
     """What attention layers see of the half: their two hooks, which cannot raise."""
@@ -217,25 +187,20 @@ class _ContainedHooks(NullWorkerHalf):
         return self._half.hidden_states_wanted
 
     def has_connector_metadata(self) -> bool:
-        return self._step._contain("has_connector_metadata", self._half.has_connector_metadata, False)
+        return self._step.contain("has_connector_metadata", self._half.has_connector_metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        def wait() -> None:
-            self._half.wait_for_layer_load(layer_name)
-
+        wait = partial(self._half.wait_for_layer_load, layer_name)
         if self._waits_for_loads:
-            self._step._load("wait_for_layer_load", wait)
+            self._step.load("wait_for_layer_load", wait)
         else:
-            self._step._contain("wait_for_layer_load", wait, None)
+            self._step.contain("wait_for_layer_load", wait)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        self._step._contain(
-            "save_kv_layer",
-            lambda: self._half.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs),
-            None,
-        )
+        save = partial(self._half.save_kv_layer, layer_name, kv_layer, attn_metadata, **kwargs)
+        self._step.contain("save_kv_layer", save)
 
 
 def _checked(answer: Any, kind: type[Any]) -> Any:

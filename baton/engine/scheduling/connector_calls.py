@@ -4,31 +4,29 @@ What it raises about one request costs that request: it is recomputed where noth
 and failed where something may have been. The engine and every other request go on.
 
 What it raises about a whole step (`build_connector_meta`, ...) costs what it had to say in that step. After
-STEP_ERRORS_MAX such steps in a row, of this half or of a worker half, or at once if it says itself that it is
-dead (`ConnectorDead`), it is *retired*: a null half takes its place, so that prompts are computed here, and
-only `shutdown` reaches it still. A retired connector does not come back; the engine has to be restarted.
+several such steps in a row, of this half or of a worker half, it is retired (`baton.contract.guard`): prompts
+are computed here, and the engine has to be restarted.
 """
 
 from __future__ import annotations
 
 import logging
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import msgspec
 
 from baton.contract import (
-    ConnectorDead,
     KVConnectorMetadata,
     KVConnectorOutput,
-    KVConnectorSchedulerHalf,
     KVConnectorStats,
-    NullSchedulerHalf,
     SupportsHMA,
 )
 from baton.contract.events import KVCacheEvent
+from baton.contract.guard import SchedulerGuard
 from baton.core.errors import UserError
 from baton.core.prefilled import PrefilledTokens
 from baton.engine.api import RequestError
@@ -38,10 +36,7 @@ from baton.engine.step import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 REASON_CHARS_MAX = 100  # Of why a load has failed.
-STEP_ERRORS_MAX = 3  # Steps in a row. One bad step may be one bad peer; three are a broken connector.
 
 
 class RequestFault(Exception):
@@ -63,105 +58,73 @@ class Match:
 NO_MATCH = Match(0, False)
 
 
-class ConnectorCalls:
-    def __init__(self, half: KVConnectorSchedulerHalf) -> None:
-        self.num_errors = 0  # Exceptions and impossible answers, since start.
-        self.is_retired = False
-        self._half = half  # Whom to ask.
-        self._owned = half  # Whom to shut down.
-        self._num_errors_taken = 0
-        self._num_bad_steps = 0  # In a row.
-        self._step_error: str | None = None  # The first of this step, or since the last one.
-        self._is_dead = False
-
+class ConnectorCalls(SchedulerGuard):
     # --- One request -----------------------------------------------------------------------------
 
     def announce(self, request: Request) -> None:
         """Raises RequestFault if the connector says that the request is wrong."""
-        try:
-            self._half.on_new_request(request)
-        except UserError as error:
-            raise RequestFault(RequestError.of_user(error)) from error
-        except Exception:  # It may be anybody's: this request is computed.
-            self._count_error("on_new_request", request)
-            request.asks_connector = False
+        tell = partial(self.half.on_new_request, request)
+        with _refusals():
+            if not self.succeeds("on_new_request", tell, request_id=request.request_id):
+                request.asks_connector = False
 
     def find_match(self, request: Request, num_local_tokens: int) -> Match | None:
         """None: ask again in a later step. Raises RequestFault as above."""
         if not request.asks_connector:
             return NO_MATCH
-        try:
-            num_tokens, is_async = self._half.get_num_new_matched_tokens(request, num_local_tokens)
-            if num_tokens is None:
-                return None
-            num_tokens = operator.index(num_tokens)
-        except UserError as error:
-            raise RequestFault(RequestError.of_user(error)) from error
-        except Exception:  # As above.
-            self._count_error("get_num_new_matched_tokens", request)
+        with _refusals():
+            answer = self.find_tokens(request, num_local_tokens)
+        if answer is None:
             request.asks_connector = False
             return NO_MATCH
-        if not 0 <= num_tokens <= request.num_tokens - num_local_tokens:
-            self.num_errors += 1
-            logger.error(
-                "the connector matched %s tokens of request %s, which has %d to load; computing them",
-                num_tokens,
-                request.request_id,
-                request.num_tokens - num_local_tokens,
-            )
-            request.asks_connector = False
-            return NO_MATCH
-        return Match(num_tokens, bool(is_async)) if num_tokens else NO_MATCH
+        num_tokens, is_async = answer
+        if num_tokens is None:
+            return None
+        return Match(num_tokens, is_async) if num_tokens else NO_MATCH
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Raises RequestFault if a load was agreed on: whether it is under way, nobody can say any more."""
-        try:
-            self._half.update_state_after_alloc(request, blocks, num_external_tokens)
-        except UserError as error:
-            raise RequestFault(RequestError.of_user(error)) from error
-        except Exception as error:  # It may be anybody's: this request alone fails.
-            self._count_error("update_state_after_alloc", request)
-            if num_external_tokens:
-                raise RequestFault(
-                    RequestError("the KV connector could not start to load this prompt")
-                ) from error
+        """Raises RequestFault if a load was agreed on: it is not known whether it is under way."""
+        tell = partial(self.half.update_state_after_alloc, request, blocks, num_external_tokens)
+        with _refusals():
+            is_told = self.succeeds("update_state_after_alloc", tell, request_id=request.request_id)
+        if not is_told and num_external_tokens:
+            raise RequestFault(RequestError("the KV connector could not start to load this prompt"))
 
     def prefilled(self, request: Request) -> PrefilledTokens | None:
-        try:
-            prefilled = self._half.take_prefilled_tokens(request.request_id)
+        def take() -> PrefilledTokens | None:
+            prefilled = self.half.take_prefilled_tokens(request.request_id)
             if prefilled is not None and not isinstance(prefilled, PrefilledTokens):
                 raise TypeError(f"{prefilled!r:.100} are no PrefilledTokens")
             return prefilled
-        except Exception:  # It may be anybody's: the tokens are sampled here.
-            self._count_error("take_prefilled_tokens", request)
-            return None
+
+        return self.contain("take_prefilled_tokens", take, request_id=request.request_id)
 
     def load_failure(self, request: Request) -> str:
         """Why its load has failed, for the log and for its client."""
-        try:
-            reason = self._half.get_load_failure(request.request_id)
+
+        def ask() -> str:
+            reason = self.half.get_load_failure(request.request_id)
             return "reason unknown" if reason is None else _check_plain(reason, str)[:REASON_CHARS_MAX]
-        except Exception:  # It may be anybody's: the load has failed all the same.
-            self._count_error("get_load_failure", request)
-            return "reason unknown"
+
+        return self.contain("get_load_failure", ask, "reason unknown", request_id=request.request_id)
 
     def finished(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """(delay_free, kv_transfer_params). A connector that fails here has lent nothing."""
-        delay_free = False
-        try:
-            if isinstance(self._half, SupportsHMA):
-                lends, params = self._half.request_finished_all_groups(request, block_ids)
+
+        def finish() -> tuple[bool, Any]:
+            if isinstance(self.half, SupportsHMA):
+                lends, params = self.half.request_finished_all_groups(request, block_ids)
             else:
                 (only_group,) = block_ids
-                lends, params = self._half.request_finished(request, only_group)
-            delay_free = bool(lends)
-            if params is not None:
-                _check_plain(params, dict)
-        except Exception:  # It may be anybody's: it has lent nothing.
-            self._count_error("request_finished", request)
-            return delay_free, None
+                lends, params = self.half.request_finished(request, only_group)
+            return bool(lends), params
+
+        delay_free, params = self.contain("request_finished", finish, request_id=request.request_id)
+        if params is not None:
+            check = partial(_check_plain, params, dict)
+            params = self.contain("request_finished", check, None, request_id=request.request_id)
         return delay_free, params
 
     # --- One step --------------------------------------------------------------------------------
@@ -170,115 +133,68 @@ class ConnectorCalls:
         """None: ranks hear nothing in this step, and what was to be loaded in it is not."""
         if self.is_retired:
             return None
-        return self._contain("build_connector_meta", lambda: self._half.build_connector_meta(output), None)
+        return self.contain("build_connector_meta", partial(self.half.build_connector_meta, output))
 
     def take_report(self, report: KVConnectorOutput) -> None:
         """The connector may add to the report's ids."""
-        self._contain("update_connector_output", lambda: self._half.update_connector_output(report), None)
-        report.finished_sending = self._ids(report.finished_sending)
-        report.finished_recving = self._ids(report.finished_recving)
-        report.failed_recving = self._ids(report.failed_recving)
-        report.abandoned_recving = self._ids(report.abandoned_recving) or set()
+        self.contain("update_connector_output", partial(self.half.update_connector_output, report))
+        report.finished_sending = self.checked_ids(report.finished_sending)
+        report.finished_recving = self.checked_ids(report.finished_recving)
+        report.failed_recving = self.checked_ids(report.failed_recving)
+        report.abandoned_recving = self.checked_ids(report.abandoned_recving) or set()
 
     def step_stats(self, of_workers: KVConnectorStats | None) -> dict[str, Any] | None:
         def merge() -> dict[str, Any] | None:
-            own = self._half.get_kv_connector_stats()
+            own = self.half.get_kv_connector_stats()
             if own is None or of_workers is None:
                 one = own if own is not None else of_workers
             else:
                 one = of_workers.aggregate(own)
             return None if one is None else _check_plain(one.to_dict(), dict)
 
-        return self._contain("get_kv_connector_stats", merge, None)
+        return self.contain("get_kv_connector_stats", merge)
 
     def take_events(self) -> list[KVCacheEvent]:
         def take() -> list[KVCacheEvent]:
-            events = list(self._half.take_events())
+            events = list(self.half.take_events())
             for event in events:
                 _check_plain(event, KVCacheEvent)
             return events
 
-        return self._contain("take_events", take, [])
+        return self.contain("take_events", take, [])
 
     def has_pending_block_frees(self) -> bool:
-        return self._contain("has_pending_block_frees", self._half.has_pending_block_frees, False)
+        return self.contain("has_pending_block_frees", self.half.has_pending_block_frees)
 
     def has_pending_push_work(self) -> bool:
-        return self._contain("has_pending_push_work", self._half.has_pending_push_work, False)
-
-    def end_step(self) -> str | None:
-        """Why the connector is to be retired now, if it is."""
-        if self.is_retired:
-            return None
-        error, self._step_error = self._step_error, None
-        self._num_bad_steps = 0 if error is None else self._num_bad_steps + 1
-        if self._is_dead or self._num_bad_steps >= STEP_ERRORS_MAX:
-            return error
-        return None
+        return self.contain("has_pending_push_work", self.half.has_pending_push_work)
 
     # --- Its whole life --------------------------------------------------------------------------
 
     def introduction(self) -> str | None:
-        return self._contain("introduction", self._half.introduction, None)
+        return self.contain("introduction", self.half.introduction)
 
     def take_back(self, params: Mapping[str, Any]) -> None:
-        """Whatever is wrong with them concerns whoever sent them: the loan then ends by time."""
+        """If they are wrong, that concerns the client that sent them: the loan then ends by time."""
         try:
-            self._half.take_back(params)
+            self.contain("take_back", partial(self.half.take_back, params))
         except UserError as error:
             logger.warning("cannot take back what was lent: %s", error)
-        except Exception:  # It may be anybody's: the loan ends by time.
-            self.num_errors += 1
-            logger.exception("the connector raised in take_back; the engine goes on")
-
-    def retire(self) -> None:
-        """Ask it nothing more. What it holds stays held: it may not even know any more who uses what."""
-        self.is_retired = True
-        self._half = NullSchedulerHalf()
 
     def drain(self, timeout_s: float) -> None:
-        self._contain("drain", lambda: self._half.drain(timeout_s), None)
+        self.contain("drain", partial(self.half.drain, timeout_s))
 
     def reset_cache(self) -> bool:
-        return self._contain("reset_cache", lambda: self._half.reset_cache() is not False, False)
+        return self.contain("reset_cache", self.half.reset_cache) is not False
 
-    def take_num_errors(self) -> int:
-        """Since the last call."""
-        taken, self._num_errors_taken = self.num_errors - self._num_errors_taken, self.num_errors
-        return taken
 
-    def shutdown(self) -> None:
-        """Raises what a connector in use raises; of a retired one nothing else was to be expected."""
-        try:
-            self._owned.shutdown()
-        except Exception:  # One that is in use goes through.
-            if not self.is_retired:
-                raise
-            logger.exception("the retired connector could not shut down")
-
-    def _contain(self, method: str, call: Callable[[], T], otherwise: T) -> T:
-        try:
-            return call()
-        except Exception as error:  # It may be anybody's: it loses this step, `end_step` judges.
-            self.num_errors += 1
-            self._is_dead = self._is_dead or isinstance(error, ConnectorDead)
-            logger.exception("the connector raised in %s; the engine goes on", method)
-            if self._step_error is None:
-                self._step_error = f"{method}: {type(error).__name__}: {error}"
-            return otherwise
-
-    def _ids(self, ids: Any) -> set[str] | None:
-        """What a connector added need not be what the contract says."""
-        if ids is None or (isinstance(ids, set) and all(isinstance(i, str) for i in ids)):
-            return ids
-        self.num_errors += 1
-        self._step_error = self._step_error or "update_connector_output: what it added are no request ids"
-        logger.error("the connector reported %.200r, which are no request ids", ids)
-        return {i for i in ids if isinstance(i, str)} if isinstance(ids, set) else None
-
-    def _count_error(self, method: str, request: Request) -> None:
-        self.num_errors += 1
-        logger.exception("the connector raised in %s for request %s", method, request.request_id)
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises RequestFault for a UserError of the connector."""
+    try:
+        yield
+    except UserError as error:
+        raise RequestFault(RequestError.of_user(error)) from error
 
 
 def _check_plain(value: Any, kind: Any) -> Any:

@@ -1,0 +1,74 @@
+"""What a connector raises: answered as the table says, and charged to a request or to a step."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from baton.contract import ConnectorDead, NullSchedulerHalf
+from baton.contract.guard import STEP_ERRORS_MAX, Guard, SchedulerGuard
+from baton.contract.surface import ROWS, Row, Scope
+from baton.core.errors import BadTransferParams
+
+ABOUT_A_REQUEST = {Scope.REQUEST, Scope.ENDED}
+
+
+def fail(error: Exception) -> Any:
+    raise error
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_failure_is_answered_safely_and_charged_by_its_scope(row: Row) -> None:
+    guard = Guard()
+    assert guard.contain(row.name, partial(fail, RuntimeError("no"))) == row.safe_answer()
+    assert guard.contain(row.name, partial(fail, RuntimeError("later")), "another") == "another"
+    assert guard.num_errors == 2
+    assert guard.error == (None if row.scope in ABOUT_A_REQUEST else f"{row.name}: RuntimeError: no")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_user_error_passes_where_the_request_can_still_be_refused(row: Row) -> None:
+    guard = Guard()
+    ask: Any = partial(guard.contain, row.name, partial(fail, BadTransferParams("expired")))
+    if row.scope is Scope.REQUEST:
+        with pytest.raises(BadTransferParams):
+            ask()
+    else:
+        assert ask() == row.safe_answer()
+    assert guard.num_errors == (row.scope is not Scope.REQUEST)
+
+
+def test_a_load_that_fails_marks_the_step_and_one_after_it_does_not_clear_the_mark() -> None:
+    guard = Guard()
+    assert not guard.load("start_load_kv", partial(fail, RuntimeError("no")))
+    assert guard.load("wait_for_layer_load", lambda: None)
+    assert guard.loads_failed
+
+
+def test_only_a_step_can_say_that_the_connector_is_dead() -> None:
+    guard = SchedulerGuard(NullSchedulerHalf())
+    guard.contain("request_finished", partial(fail, ConnectorDead("its thread")))
+    assert guard.end_step() is None
+    guard.contain("take_events", partial(fail, ConnectorDead("its thread")))
+    assert guard.end_step() == "take_events: ConnectorDead: its thread"
+
+
+def test_steps_are_counted_in_a_row_and_a_retired_half_is_asked_for_nothing_but_its_end() -> None:
+    class Ends(NullSchedulerHalf):
+        def shutdown(self) -> None:
+            raise RuntimeError("never started")
+
+    guard = SchedulerGuard(Ends())
+    with pytest.raises(RuntimeError, match="never started"):
+        guard.shutdown()
+    reasons = []
+    for step in range(2 * STEP_ERRORS_MAX):
+        if step != STEP_ERRORS_MAX - 1:
+            guard.note(f"step {step}")
+        reasons.append(guard.end_step())
+    assert reasons == [None] * (2 * STEP_ERRORS_MAX - 1) + [f"step {2 * STEP_ERRORS_MAX - 1}"]
+    guard.retire()
+    assert not isinstance(guard.half, Ends)
+    assert guard.take_num_errors() == 2 * STEP_ERRORS_MAX - 1
+    assert guard.take_num_errors() == 0
+    guard.shutdown()
