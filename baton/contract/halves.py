@@ -33,23 +33,43 @@ if TYPE_CHECKING:
     from baton.core.kv_groups import KVCacheGroup
 
 
-def _forward(row: Row) -> Callable[..., Any]:
+class HoldsOneHalf:
+    """By its role; asking for the other half is a mistake of the host's."""
+
+    _scheduler_half: KVConnectorSchedulerHalf | None = None
+    _worker_half: KVConnectorWorkerHalf | None = None
+
+    @property
+    def scheduler_half(self) -> KVConnectorSchedulerHalf:
+        assert self._scheduler_half is not None, "this instance has the worker role"
+        return self._scheduler_half
+
+    @property
+    def worker_half(self) -> KVConnectorWorkerHalf:
+        assert self._worker_half is not None, "this instance has the scheduler role"
+        return self._worker_half
+
+    @property
+    def either_half(self) -> KVConnectorSchedulerHalf | KVConnectorWorkerHalf:
+        return self.worker_half if self._scheduler_half is None else self._scheduler_half
+
+
+def forward_to_half(row: Row) -> Callable[..., Any]:
+    """The method or property of a connector that asks its half."""
     find = attrgetter(f"{row.half.value}.{row.name}")
 
-    def forward(self: TwoHalves, *arguments: Any, **keywords: Any) -> Any:
+    def forward(self: HoldsOneHalf, *arguments: Any, **keywords: Any) -> Any:
         return find(self)(*arguments, **keywords)
 
     return find if row.kind == "property" else forward
 
 
-@completed((row for row in ROWS if row.half is not Half.CLASS), _forward)
-class TwoHalves(KVConnectorBase_V1):
+@completed((row for row in ROWS if row.half is not Half.CLASS), forward_to_half)
+class TwoHalves(KVConnectorBase_V1, HoldsOneHalf):
     def __init__(
         self, vllm_config: host.HostConfig, role: KVConnectorRole, kv_cache_config: Any = None
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._scheduler_half: KVConnectorSchedulerHalf | None = None
-        self._worker_half: KVConnectorWorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler_half = self.make_scheduler_half(vllm_config, kv_cache_config)
         else:
@@ -66,20 +86,6 @@ class TwoHalves(KVConnectorBase_V1):
     @abstractmethod
     def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:
         """The rank is `vllm_config.parallel_config.rank`."""
-
-    @property
-    def scheduler_half(self) -> KVConnectorSchedulerHalf:
-        assert self._scheduler_half is not None, "this instance has the worker role"
-        return self._scheduler_half
-
-    @property
-    def worker_half(self) -> KVConnectorWorkerHalf:
-        assert self._worker_half is not None, "this instance has the scheduler role"
-        return self._worker_half
-
-    @property
-    def either_half(self) -> KVConnectorSchedulerHalf | KVConnectorWorkerHalf:
-        return self.worker_half if self._scheduler_half is None else self._scheduler_half
 
     def bind_only_rank(self, rank: KVConnectorWorkerHalf) -> None:
         self.scheduler_half.bind_only_rank(rank.worker_half if isinstance(rank, TwoHalves) else rank)

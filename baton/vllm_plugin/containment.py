@@ -1,44 +1,32 @@
-"""What we raise inside vLLM, contained: an exception out of any hook ends its engine, for every request.
+"""Containment inside vLLM, where an exception out of any hook ends the engine, for every request.
 
-    hook --> our half --returns--> its answer
-                      --raises---> the safe answer, which means "compute it here"; logged and counted
-
-Only starting up may raise: an engine that does not start says why, and harms nobody.
+A hook that raises is answered with its row's safe answer, which means "compute it here". Only starting up may
+raise: an engine that does not start says why, and harms no request.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
-from typing import TypeVar
+from typing import ClassVar
 
-T = TypeVar("T")
-U = TypeVar("U")
+from baton.contract.guard import Guard
 
 logger = logging.getLogger(__name__)
 
 
-class Containment:
+class Containment(Guard):
     """Of one connector. Not for several threads: vLLM calls hooks from one."""
 
+    passes_user_errors: ClassVar[bool] = False
+
     def __init__(self) -> None:
+        super().__init__()
         self._counts: Counter[str] = Counter()  # By hook, since start.
 
-    def call(self, hook: str, ask: Callable[[], T], otherwise: U) -> T | U:
-        try:
-            return ask()
-        except Exception as error:  # The border to vLLM, whose engine dies of what a connector raises.
-            self.note(hook, error)
-            return otherwise
-
-    def note(self, hook: str, error: Exception) -> None:
-        self._counts[hook] += 1
-        count = self._counts[hook]
+    def log(self, method: str, error: Exception, request_id: str) -> None:
+        self._counts[method] += 1
+        count = self._counts[method]
         # The first, second, fourth, ...: a hook that always fails, fails in every step.
         if count & (count - 1) == 0:
-            logger.error("%s failed, number %d; vLLM goes on without it", hook, count, exc_info=error)
-
-    @property
-    def num_contained(self) -> int:
-        return self._counts.total()
+            logger.error("%s failed, number %d; vLLM goes on without it", method, count, exc_info=error)

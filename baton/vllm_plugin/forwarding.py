@@ -11,9 +11,9 @@
         def make_worker_half(cls, vllm_config, kv_cache_config, settings): return OtherWorkerHalf(...)
 
 and its name in `baton.vllm_plugin.CONNECTORS`. vLLM makes one instance beside its scheduler and one in each
-worker. An instance holds one half, by `role`, and forwards each method by name; nothing is inherited
-silently, so that a method that vLLM adds shows up in the drift test. Requests, scheduler outputs and blocks
-go through as they are.
+worker. An instance holds one half, by `role`, and forwards to it each method of vLLM's that the contract's
+table has (`baton.contract.surface`); a method that vLLM adds is missing there, which the drift test says.
+Requests, scheduler outputs and blocks go through as they are.
 
 What our half raises is contained here (`containment`); only start-up may raise.
 """
@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import vllm
@@ -31,12 +31,13 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
-    KVConnectorTransferResults,
     SupportsHMA,
 )
 
 from baton.contract import KVConnectorMetadata, KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.contract import SupportsHMA as KnowsGroups
+from baton.contract.halves import HoldsOneHalf, forward_to_half
+from baton.contract.surface import ROWS, Half, Row, Scope, completed
 from baton.core.errors import ConfigError
 from baton.core.reasons import FailureCode
 from baton.vllm_plugin import register
@@ -56,7 +57,19 @@ share_log()
 register()
 
 
-class ForwardingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not installed
+def _forward(row: Row) -> Callable[..., Any]:
+    forward = forward_to_half(row)
+    if row.scope is Scope.START:
+        return forward
+
+    def contained(self: ForwardingConnector, *arguments: Any, **keywords: Any) -> Any:
+        return self._contained.contain(row.name, partial(forward, self, *arguments, **keywords))
+
+    return contained
+
+
+@completed((row for row in ROWS if row.by == "vllm" and row.half is not Half.CLASS), _forward)
+class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # type: ignore[misc]  # vLLM is not installed
     # where types are checked, so that its base classes are Any there.
     _cache_hit_source: (
         Any  # vLLM's CacheHitSource, an attribute of its base class: where loaded tokens are from.
@@ -95,8 +108,6 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         self._group = self.find_group(kv_cache_config)
         self._contained = Containment()
         self._num_contained_counted = 0
-        self._scheduler_half: KVConnectorSchedulerHalf | None = None
-        self._worker_half: KVConnectorWorkerHalf | None = None
         if role is KVConnectorRole.WORKER:
             self._worker_half = self.make_worker_half(vllm_config, kv_cache_config, settings)
         else:
@@ -119,16 +130,6 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
                 "connectors may take it for; name it as the engine's only kv_connector",
                 field="kv_transfer_config.kv_connector_extra_config.connectors",
             )
-
-    @property
-    def scheduler_half(self) -> KVConnectorSchedulerHalf:
-        assert self._scheduler_half is not None, "this instance has the worker role"
-        return self._scheduler_half
-
-    @property
-    def worker_half(self) -> KVConnectorWorkerHalf:
-        assert self._worker_half is not None, "this instance has the scheduler role"
-        return self._worker_half
 
     # --- Class level, at configuration time ------------------------------------------------------
 
@@ -161,10 +162,6 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     # --- Scheduler half ------------------------------------------------------------------------
 
     @property
-    def supports_divergent_local_hybrid_hits(self) -> bool:
-        return False
-
-    @property
     def requires_kv_delivery(self) -> bool:
         return bool(self._kv_transfer_config.is_kv_producer)
 
@@ -172,53 +169,18 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         self._kv_cache_manager = kv_cache_manager
         self.bind_gpu_block_pool(kv_cache_manager.block_pool)
 
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self.scheduler_half.bind_gpu_block_pool(gpu_block_pool)
-
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): value for rank, value in metadata.items()})
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        self.scheduler_half.set_xfer_handshake_metadata_pp_aware(metadata)
-
-    def on_new_request(self, request: Any) -> None:
-        self._contained.call(
-            "on_new_request", lambda: self.scheduler_half.on_new_request(request), otherwise=None
-        )
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._contained.call(
-            "get_num_new_matched_tokens",
-            lambda: self.scheduler_half.get_num_new_matched_tokens(request, num_computed_tokens),
-            otherwise=(0, False),
-        )
-
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._contained.call(
-            "update_state_after_alloc",
-            lambda: self.scheduler_half.update_state_after_alloc(request, blocks, num_external_tokens),
-            otherwise=None,
-        )
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         return {self._cache_hit_source: num_external_tokens} if num_external_tokens else {}
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        return self._contained.call(
-            "build_connector_meta",
-            lambda: self.scheduler_half.build_connector_meta(scheduler_output),
-            otherwise=self._empty_metadata,
-        )
-
-    def update_connector_output(self, connector_output: Any) -> None:
-        self._contained.call(
-            "update_connector_output",
-            lambda: self.scheduler_half.update_connector_output(connector_output),
-            otherwise=None,
-        )
+        build = partial(self.scheduler_half.build_connector_meta, scheduler_output)
+        return self._contained.contain("build_connector_meta", build, self._empty_metadata)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -226,9 +188,8 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._contained.call(
-            "request_finished", lambda: self._finished(request, block_ids), otherwise=(False, None)
-        )
+        finish = partial(self._finished, request, block_ids)
+        return self._contained.contain("request_finished_all_groups", finish)
 
     def _finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         half = self.scheduler_half
@@ -236,151 +197,26 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         tables = block_ids if self._group is None else (block_ids[self._group],)
         return half.request_finished_all_groups(request, tables)
 
-    def register_finished_partial_tail(
-        self,
-        request: Any,
-        block_ids: tuple[list[int], ...],
-        partial_tail_offloads: list[tuple[int, int, int]],
-    ) -> bool:
-        return False  # Of models that keep a state, which `groups_of` refuses.
-
-    def take_events(self) -> Iterable[Any]:
-        return self._contained.call("take_events", lambda: self.scheduler_half.take_events(), otherwise=())
-
-    def has_pending_block_frees(self) -> bool:
-        return self._contained.call(
-            "has_pending_block_frees", lambda: self.scheduler_half.has_pending_block_frees(), otherwise=False
-        )
-
-    def has_pending_push_work(self) -> bool:
-        return self._contained.call(
-            "has_pending_push_work", lambda: self.scheduler_half.has_pending_push_work(), otherwise=False
-        )
-
-    def get_finished_count(self) -> int | None:
-        return self.scheduler_half.get_finished_count()
-
     def reset_cache(self) -> bool | None:
-        return self._contained.call("reset_cache", lambda: self.scheduler_half.reset_cache(), otherwise=None)
+        return self._contained.contain("reset_cache", self.scheduler_half.reset_cache, None)
 
     # --- Worker half ---------------------------------------------------------------------------
-
-    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        return self.worker_half.get_mem_pool_context()
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         if self._group is None:
             kv_caches = in_order(kv_caches, self._kv_cache_config)
         self.worker_half.register_kv_caches(kv_caches)
 
-    def unregister_kv_caches(self) -> None:
-        self.worker_half.unregister_kv_caches()
-
-    def restore_kv_caches(self) -> None:
-        self.worker_half.restore_kv_caches()
-
-    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
-        self.worker_half.set_host_xfer_buffer_ops(copy_operation)
-
-    def get_handshake_metadata(self) -> Any:
-        return self.worker_half.get_handshake_metadata()
-
-    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        self._contained.call(
-            "handle_preemptions",
-            lambda: self.worker_half.handle_preemptions(kv_connector_metadata),
-            otherwise=None,
-        )
-
-    def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        self._contained.call(
-            "bind_connector_metadata",
-            lambda: self.worker_half.bind_connector_metadata(connector_metadata),
-            otherwise=None,
-        )
-
-    def clear_connector_metadata(self) -> None:
-        self._contained.call(
-            "clear_connector_metadata",
-            lambda: self.worker_half.clear_connector_metadata(),
-            otherwise=None,
-        )
-
-    def _get_connector_metadata(self) -> Any:
-        return self.worker_half._get_connector_metadata()
-
-    def has_connector_metadata(self) -> bool:
-        return self.worker_half.has_connector_metadata()
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._contained.call(
-            "start_load_kv",
-            lambda: self.worker_half.start_load_kv(forward_context, **kwargs),
-            otherwise=None,
-        )
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        self._contained.call(
-            "wait_for_layer_load", lambda: self.worker_half.wait_for_layer_load(layer_name), otherwise=None
-        )
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        self._contained.call(
-            "save_kv_layer",
-            lambda: self.worker_half.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs),
-            otherwise=None,
-        )
-
-    def wait_for_save(self) -> None:
-        self._contained.call("wait_for_save", lambda: self.worker_half.wait_for_save(), otherwise=None)
-
-    def finish_forward(self) -> None:
-        self._contained.call("finish_forward", lambda: self.worker_half.finish_forward(), otherwise=None)
-
-    def reset_capture_state(self) -> None:
-        self.worker_half.reset_capture_state()
-
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending or None, results.finished_recving or None
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        return self._contained.call(
-            "get_finished",
-            lambda: self.worker_half.get_transfer_results(finished_req_ids),
-            otherwise=KVConnectorTransferResults(),
-        )
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._contained.call(
-            "get_block_ids_with_load_errors",
-            lambda: self.worker_half.get_block_ids_with_load_errors(),
-            otherwise=set[int](),
-        )
-
-    def get_kv_connector_kv_cache_events(self) -> Any:
-        return self._contained.call(
-            "get_kv_connector_kv_cache_events",
-            lambda: self.worker_half.get_kv_connector_kv_cache_events(),
-            otherwise=None,
-        )
-
-    def build_connector_worker_meta(self) -> Any:
-        return self._contained.call(
-            "build_connector_worker_meta",
-            lambda: self.worker_half.build_connector_worker_meta(),
-            otherwise=None,
-        )
-
     # --- Both ----------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> BatonStats | None:
-        half = self._scheduler_half or self._worker_half
-        assert half is not None
-        taken = self._contained.call(
-            "get_kv_connector_stats", lambda: half.get_kv_connector_stats(), otherwise=None
-        )
-        num_new = self._contained.num_contained - self._num_contained_counted
+        half = self.either_half
+        taken = self._contained.contain("get_kv_connector_stats", lambda: half.get_kv_connector_stats())
+        num_new = self._contained.num_errors - self._num_contained_counted
         if taken is None and num_new == 0:
             return None
         stats = self._stats_kind(taken.data if taken is not None else {})
@@ -394,4 +230,4 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     def shutdown(self) -> None:
         half = self._scheduler_half or self._worker_half
         if half is not None:
-            self._contained.call("shutdown", lambda: half.shutdown(), otherwise=None)
+            self._contained.contain("shutdown", lambda: half.shutdown())

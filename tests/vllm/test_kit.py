@@ -66,14 +66,14 @@ def test_the_command_finds_what_vllms_example_answers_to_a_prompt_of_one_token(t
     assert "match-out-of-range: " in result.output
 
 
-def contain_nothing(self: Containment, hook: str, ask: Callable[[], T], otherwise: object) -> T:
+def contain_nothing(self: Containment, hook: str, ask: Callable[[], T], otherwise: object = None) -> T:
     return ask()
 
 
 @pytest.fixture
 def uncontained(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the kit hears what is raised."""
-    monkeypatch.setattr(Containment, "call", contain_nothing)
+    monkeypatch.setattr(Containment, "contain", contain_nothing)
 
 
 @pytest.mark.usefixtures("uncontained")
