@@ -80,8 +80,10 @@ def config_of(name: str) -> dict[str, Any]:
     return {"architectures": [name], **sizes, **CONFIGS.get(name, {})}
 
 
-def in_vllm(name: str, *, load_format: str = "auto", **changes: Any) -> ModelFingerprint:
-    """Of a model whose files are not on this machine."""
+def in_vllm(
+    name: str, *, load_format: str = "auto", folder: Path | None = None, **changes: Any
+) -> ModelFingerprint:
+    """Of a model whose files are in this folder, or not on this machine."""
     fields = {
         "seed": 0,
         "dtype": "torch.bfloat16",
@@ -94,12 +96,16 @@ def in_vllm(name: str, *, load_format: str = "auto", **changes: Any) -> ModelFin
         "get_head_size": lambda: 8,
         **changes,
     }
-    revision = "r" if load_format == "auto" else None
-    return fingerprint_of(SimpleNamespace(**fields), "auto", None, revision=revision, load_format=load_format)
+    revision = "r" if load_format == "auto" and folder is None else None
+    return fingerprint_of(
+        SimpleNamespace(**fields), "auto", folder, revision=revision, load_format=load_format
+    )
 
 
 def test_models(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (other := tmp_path / "other").mkdir()
+    (other / "pytorch_model.bin").write_bytes(b"weights")
     check_values(
         "digests_of_models",
         {
@@ -107,6 +113,7 @@ def test_models(tmp_path: Path) -> None:
             "weights": weights_digest(tmp_path),
             "another family, in vLLM": in_vllm("Strange").model,
             "another family, in vLLM, quantised": in_vllm("Strange", quantization="fp8").model,
+            "weights in other files, in vLLM": in_vllm("Strange", folder=other).revision,
             "weights with a name, in vLLM": in_vllm("Strange").revision,
             "weights that are made up, in vLLM": in_vllm("Strange", load_format="dummy").revision,
         },
