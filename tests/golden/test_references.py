@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.golden.golden import ROOT
 
 PATTERNS = (
-    *("baton/**/*.py", "chaos/**/*.py", "tests/**/*.py", "examples/**/*.py"),
+    *("baton/**/*.py", "benchmarks/**/*.py", "chaos/**/*.py", "tests/**/*.py", "examples/**/*.py"),
     *("README.md", "SECURITY.md", "CONTRIBUTING.md", "docs/*.md", "deploy/**/*", "examples/**/*.md"),
     *("pyproject.toml", "Makefile", "scripts/*", ".ci/*"),
 )
@@ -20,14 +20,17 @@ NO_REFERENCES = (
     "baton.toml",  # A user's file.
     "baton.tokens",  # A variable of a test.
     "baton.assemble:nothing",  # A test of what is not there.
+    "benchmarks.md",
     "chaos.md",
     "docs/soak.md",  # Written by `make soak`.
     "examples/disaggregated/",  # vLLM's files.
     "tests/v1/",
 )
 
-_DOTTED = re.compile(r"(?<![\w./-])(baton|chaos)((?:\.[a-z]\w*)+)(?:[:.]([A-Za-z]\w*))?(?![\w-]|\.\d|\.__)")
-_FOLDERS = "baton|chaos|tests|docs|examples|scripts|deploy"
+_DOTTED = re.compile(
+    r"(?<![\w./-])(baton|benchmarks|chaos)((?:\.[a-z]\w*)+)(?:[:.]([A-Za-z]\w*))?(?![\w-]|\.\d|\.__)"
+)
+_FOLDERS = "baton|benchmarks|chaos|tests|docs|examples|scripts|deploy"
 _PATH = re.compile(rf"(?<![\w./-])((?:{_FOLDERS})/[\w./-]+\.(?:py|md|toml|yaml|json|txt))\b")
 
 
@@ -65,19 +68,18 @@ def leads_somewhere(package: str, dotted: str, attribute: str | None) -> bool:
     return False
 
 
-def unresolved(text: str) -> list[str]:
+def unresolved(text: str, folder: Path = ROOT) -> list[str]:
+    """`folder`: of the text. Paths in it begin there, or at the root of the repository."""
     dotted = [found.group(0) for found in _DOTTED.finditer(text) if not leads_somewhere(*found.groups())]
-    paths = [path for path in _PATH.findall(text) if not (ROOT / path).exists()]
+    paths = [path for path in _PATH.findall(text) if not ((ROOT / path).exists() or (folder / path).exists())]
     return [name for name in dotted + paths if not name.startswith(NO_REFERENCES)]
 
 
 def test_references() -> None:
     files = [file for pattern in PATTERNS for file in sorted(ROOT.glob(pattern)) if file.is_file()]
-    texts = {str(file.relative_to(ROOT)): file.read_text() for file in files}
-    assert len(texts) > 500
-    assert {
-        name: lost for name, text in texts.items() if name not in EXCEPT and (lost := unresolved(text))
-    } == {}
+    assert len(files) > 500
+    lost = {str(file.relative_to(ROOT)): unresolved(file.read_text(), file.parent) for file in files}
+    assert {name: found for name, found in lost.items() if found and name not in EXCEPT} == {}
 
 
 def test_what_leads_nowhere_is_noticed() -> None:
