@@ -14,6 +14,7 @@ import torch
 
 from baton.connectors.pull.metadata import PullHandshake, PullMetadata, PullWorkerReport
 from baton.connectors.pull.stats import PullStats
+from baton.contract.surface import ROWS
 from baton.core.errors import ConfigError
 from baton.vllm_plugin import CONNECTORS
 from tests.connectors.pull_world import FakeBlocks, FakeRequest, Status
@@ -199,6 +200,13 @@ def test_a_hook_that_always_fails_does_not_fill_the_log(
 
 
 # --- Forwarding --------------------------------------------------------------------------------------
+
+
+def test_each_method_of_vllms_is_forwarded(plugin: Any) -> None:
+    import baton.vllm_plugin.forwarding
+
+    theirs = {row.name for row in ROWS if row.by == "vllm"} - {"role"}
+    assert theirs - vars(baton.vllm_plugin.forwarding.ForwardingConnector).keys() == set()
 
 
 def test_a_bare_wish_is_computed_here(scheduler: Any) -> None:

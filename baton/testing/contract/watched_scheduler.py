@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from baton.contract import (
-    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorSchedulerHalf,
@@ -18,21 +17,26 @@ from baton.contract import (
     host,
 )
 from baton.contract.events import KVCacheEvent
+from baton.contract.surface import SURFACE, Half, Scope, completed, rows_of
 from baton.core.errors import UserError
 from baton.core.kv_groups import NULL_BLOCK_ID, is_hybrid
 from baton.testing.contract.envelopes import WatchedMetadata, WatchedReport
 from baton.testing.contract.ledger import Ledger, OpenLoad
 from baton.testing.contract.story import short, why
-from baton.testing.contract.watched_worker import WatchedWorker, is_plain, says_something, why_not_pickled
+from baton.testing.contract.watched_worker import (
+    WatchedWorker,
+    is_plain,
+    pass_on,
+    says_something,
+    why_not_pickled,
+)
 
 if TYPE_CHECKING:
     from baton.core.kv_groups import KVCacheGroup
-    from baton.core.prefilled import PrefilledTokens
     from baton.testing.contract.story import Story
 
-_ABOUT_A_REQUEST = {"on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc"}
 
-
+@completed(rows_of(Half.SCHEDULER), pass_on)
 class WatchedScheduler(KVConnectorSchedulerHalf):
     def __init__(
         self,
@@ -64,39 +68,14 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
 
     # --- Start and end -----------------------------------------------------------------------------
 
-    @property
-    def supports_divergent_local_hybrid_hits(self) -> bool:
-        return bool(getattr(self.inner, "supports_divergent_local_hybrid_hits", False))
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return bool(self.inner.requires_kv_delivery)
-
-    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        self.inner.bind_kv_cache_manager(kv_cache_manager)
-
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        self._ask("set_xfer_handshake_metadata", metadata, told=())
-
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
-    ) -> None:
-        self._ask("set_xfer_handshake_metadata_pp_aware", metadata, told=())
-
     def get_finished_count(self) -> int | None:
         count = self._ask("get_finished_count")
         is_count = count is None or (isinstance(count, int) and count > 0)
         self._story.check("wrong-type", is_count, f"get_finished_count answers {short(count)}")
         return count if is_count else None
 
-    def bind_wake(self, wake: Callable[[], None]) -> bool:
-        return bool(self._ask_if_there("bind_wake", wake, told=()))
-
     def bind_only_rank(self, rank: KVConnectorWorkerHalf) -> None:
         self._ask_if_there("bind_only_rank", rank.inner if isinstance(rank, WatchedWorker) else rank, told=())
-
-    def drain(self, timeout_s: float) -> None:
-        self._ask_if_there("drain", timeout_s)
 
     def reset_cache(self) -> bool | None:
         answer: bool | None = self._ask("reset_cache")
@@ -193,17 +172,6 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
     def _blocks_of(self, tables: tuple[list[int], ...], first: int, last: int) -> list[int]:
         return [b for table in tables for b in table[first:last] if b not in self._null_blocks]
 
-    def take_prefilled_tokens(self, request_id: str) -> PrefilledTokens | None:
-        tokens: PrefilledTokens | None = self._ask_if_there("take_prefilled_tokens", request_id)
-        return tokens
-
-    def get_load_failure(self, request_id: str) -> str | None:
-        reason: str | None = self._ask_if_there("get_load_failure", request_id)
-        return reason
-
-    def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
-        self._ask_if_there("take_back", kv_transfer_params)
-
     def request_finished(
         self, request: host.Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -298,12 +266,6 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
         events = list(self._ask_if_there("take_events") or ())
         return events
 
-    def has_pending_block_frees(self) -> bool:
-        return bool(self._ask_if_there("has_pending_block_frees"))
-
-    def has_pending_push_work(self) -> bool:
-        return bool(self._ask_if_there("has_pending_push_work"))
-
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         stats: KVConnectorStats | None = self._ask("get_kv_connector_stats", is_quiet=True)
         if stats is not None:
@@ -326,7 +288,7 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
         except UserError as error:
             self._story.tell_call(self.name, method, arguments if told is None else told)
             self._story.tell(f"    {method} refused the request: {error}")
-            allowed = method in _ABOUT_A_REQUEST
+            allowed = SURFACE[method].scope is Scope.REQUEST
             self._story.check("raised", allowed, f"{method} raised a UserError: {error}")
             raise
         except Exception as error:  # That it raised is the finding.

@@ -1,5 +1,7 @@
 """A worker half under observation: passes every call on, and notes what the call broke.
 
+What has no rule of its own is passed on by the table of the contract (`pass_on`).
+
 Runs in whatever process its rank runs in; what it notes comes home in the rank's report.
 """
 
@@ -8,13 +10,10 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from baton.contract import (
-    CopyBlocksOp,
     KVConnectorHandshakeMetadata,
-    KVConnectorKVEvents,
     KVConnectorMetadata,
     KVConnectorStats,
     KVConnectorTransferResults,
@@ -22,6 +21,7 @@ from baton.contract import (
     KVConnectorWorkerMetadata,
     host,
 )
+from baton.contract.surface import Half, Row, Scope, completed, rows_of
 from baton.testing.contract.envelopes import RankNotes, WatchedMetadata, WatchedReport
 from baton.testing.contract.last_words import write_last_words
 from baton.testing.contract.leaks import RankLeaks
@@ -33,6 +33,24 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+def pass_on(row: Row) -> Callable[..., Any]:
+    """The method or property of a watcher that asks `inner`, and judges no more than whether it raises.
+
+    Connectors that were written for other hosts may lack it. What start-up raises, the kit reports anyway.
+    """
+
+    def ask(self: Any, *arguments: Any) -> Any:
+        if not hasattr(self.inner, row.name):
+            return row.safe_answer()
+        if row.scope is Scope.START:
+            asked = getattr(self.inner, row.name)
+            return asked if row.kind == "property" else asked(*arguments)
+        return self._ask(row.name, *arguments, told=tuple(filter(is_plain, arguments)))
+
+    return ask
+
+
+@completed(rows_of(Half.WORKER), pass_on)
 class WatchedWorker(KVConnectorWorkerHalf):
     def __init__(self, inner: Any, rank: int, leaks: RankLeaks | None = None) -> None:
         """`inner`: a worker half, or anything that has its methods, as vLLM's connectors do.
@@ -52,47 +70,15 @@ class WatchedWorker(KVConnectorWorkerHalf):
 
     # --- Start -----------------------------------------------------------------------------------
 
-    @property
-    def hidden_states_wanted(self) -> tuple[int, ...]:
-        return tuple(getattr(self.inner, "hidden_states_wanted", ()))
-
-    @property
-    def graph_capturable(self) -> bool:
-        return bool(getattr(self.inner, "graph_capturable", False))
-
-    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        ask = getattr(self.inner, "get_mem_pool_context", None)
-        return ask() if ask is not None else None
-
     def get_required_kvcache_layout(self, config: Any) -> str | None:
         """As the connector's class answers: its host allocates what this one is shown."""
         ask = getattr(self.inner, "get_required_kvcache_layout", None)
         return ask(config) if ask is not None else None
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.inner.register_kv_caches(kv_caches)
-
-    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
-        self.inner.register_cross_layers_kv_cache(kv_cache, attn_backend)
-
-    def unregister_kv_caches(self) -> None:
-        self.inner.unregister_kv_caches()
-
-    def restore_kv_caches(self) -> None:
-        self.inner.restore_kv_caches()
-
-    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
-        if hasattr(self.inner, "set_host_xfer_buffer_ops"):
-            self.inner.set_host_xfer_buffer_ops(copy_operation)
-
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         metadata: KVConnectorHandshakeMetadata | None = self._ask("get_handshake_metadata")
         self._check_pickles("get_handshake_metadata", metadata)
         return metadata
-
-    def bind_wake(self, wake: Callable[[], None]) -> bool:
-        ask = getattr(self.inner, "bind_wake", None)
-        return bool(ask(wake)) if ask is not None else False
 
     # --- Step ------------------------------------------------------------------------------------
 
@@ -139,12 +125,6 @@ class WatchedWorker(KVConnectorWorkerHalf):
 
     def wait_for_save(self) -> None:
         self._ask("wait_for_save")
-
-    def finish_forward(self) -> None:
-        self._ask_if_there("finish_forward")
-
-    def reset_capture_state(self) -> None:
-        self._ask_if_there("reset_capture_state")
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self.get_transfer_results(finished_req_ids)
@@ -199,10 +179,6 @@ class WatchedWorker(KVConnectorWorkerHalf):
         if stats is not None:
             self._check("stats-not-plain", is_plain(stats.to_dict()), f"stats are {short(stats.to_dict())}")
         return stats
-
-    def get_kv_connector_kv_cache_events(self) -> KVConnectorKVEvents | None:
-        events: KVConnectorKVEvents | None = self._ask("get_kv_connector_kv_cache_events")
-        return events
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         inner = self._ask_if_there("build_connector_worker_meta")
