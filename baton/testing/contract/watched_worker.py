@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from baton.contract import (
+    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorStats,
@@ -71,9 +72,12 @@ class WatchedWorker(KVConnectorWorkerHalf):
     # --- Start -----------------------------------------------------------------------------------
 
     def get_required_kvcache_layout(self, config: Any) -> str | None:
-        """As the connector's class answers: its host allocates what this one is shown."""
-        ask = getattr(self.inner, "get_required_kvcache_layout", None)
-        return ask(config) if ask is not None else None
+        """As the connector's class answers: its host allocates what this one is shown.
+
+        A connector of vLLM's base class would read vLLM's configuration, and `config` is Baton's.
+        """
+        inner = self.inner
+        return inner.get_required_kvcache_layout(config) if isinstance(inner, KVConnectorBase_V1) else None
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         metadata: KVConnectorHandshakeMetadata | None = self._ask("get_handshake_metadata")
