@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baton.contract import ConnectorDead, NullSchedulerHalf
-from baton.contract.guard import STEP_ERRORS_MAX, Guard, SchedulerGuard
+from baton.contract.guard import Guard, SchedulerGuard
 from baton.contract.surface import ROWS, Row, Scope
 from baton.core.errors import BadTransferParams
 
@@ -51,24 +51,3 @@ def test_only_a_step_can_say_that_the_connector_is_dead() -> None:
     assert guard.end_step() is None
     guard.contain("take_events", partial(fail, ConnectorDead("its thread")))
     assert guard.end_step() == "take_events: ConnectorDead: its thread"
-
-
-def test_steps_are_counted_in_a_row_and_a_retired_half_is_asked_for_nothing_but_its_end() -> None:
-    class Ends(NullSchedulerHalf):
-        def shutdown(self) -> None:
-            raise RuntimeError("never started")
-
-    guard = SchedulerGuard(Ends())
-    with pytest.raises(RuntimeError, match="never started"):
-        guard.shutdown()
-    reasons = []
-    for step in range(2 * STEP_ERRORS_MAX):
-        if step != STEP_ERRORS_MAX - 1:
-            guard.note(f"step {step}")
-        reasons.append(guard.end_step())
-    assert reasons == [None] * (2 * STEP_ERRORS_MAX - 1) + [f"step {2 * STEP_ERRORS_MAX - 1}"]
-    guard.retire()
-    assert not isinstance(guard.half, Ends)
-    assert guard.take_num_errors() == 2 * STEP_ERRORS_MAX - 1
-    assert guard.take_num_errors() == 0
-    guard.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +15,10 @@ import torch
 
 from baton.connectors.pull.metadata import PullHandshake, PullMetadata, PullWorkerReport
 from baton.connectors.pull.stats import PullStats
-from baton.contract.surface import ROWS
+from baton.contract.surface import ROWS, Half, Row, Scope
 from baton.core.errors import ConfigError
 from baton.vllm_plugin import CONNECTORS
-from tests.connectors.pull_world import FakeBlocks, FakeRequest, Status
+from tests.connectors.pull_world import FakeRequest, Status
 from tests.vllm_plugin.test_start import FullAttentionSpec, folder, groups, vllm_config
 
 __all__ = ["folder"]  # A fixture.
@@ -132,55 +133,28 @@ class Broken:
 REQUEST = FakeRequest("r", [1, 2, 3], {"do_remote_prefill": True})
 
 
-@pytest.mark.parametrize(
-    ("hook", "arguments", "answer"),
-    [
-        ("on_new_request", (REQUEST,), None),
-        ("get_num_new_matched_tokens", (REQUEST, 0), (0, False)),
-        ("update_state_after_alloc", (REQUEST, FakeBlocks([1]), 3), None),
-        ("build_connector_meta", (None,), PullMetadata()),
-        ("update_connector_output", (None,), None),
-        ("request_finished", (REQUEST, [1]), (False, None)),
-        ("request_finished_all_groups", (REQUEST, ([1],)), (False, None)),
-        ("take_events", (), ()),
-        ("has_pending_block_frees", (), False),
-        ("has_pending_push_work", (), False),
-        ("reset_cache", (), None),
-        ("shutdown", (), None),
-    ],
-)
-def test_a_broken_scheduler_half_costs_a_prompt_that_is_computed_here(
-    scheduler: Any, hook: str, arguments: tuple[Any, ...], answer: Any, monkeypatch: pytest.MonkeyPatch
+WITHOUT_THE_HALF = {"get_loaded_kv_cache_group_ids", "get_external_cache_hit_sources"}
+ANSWERS = {"build_connector_meta": PullMetadata(), "reset_cache": None}  # Others than the table's.
+CONTAINED = [
+    row
+    for row in ROWS
+    if row.by == "vllm" and (row.scope is not Scope.START or row.name == "shutdown")
+    if row.name not in WITHOUT_THE_HALF | {"get_kv_connector_stats"}
+]
+
+
+@pytest.mark.parametrize("row", CONTAINED, ids=lambda row: row.name)
+def test_a_broken_half_is_answered_for_and_counted(
+    row: Row, scheduler: Any, worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "_scheduler_half", Broken())
-    assert getattr(scheduler, hook)(*arguments) == answer
-    stats = scheduler.get_kv_connector_stats()
+    is_workers = row.half is Half.WORKER
+    connector = worker if is_workers else scheduler
+    monkeypatch.setattr(connector, "_worker_half" if is_workers else "_scheduler_half", Broken())
+    hook = getattr(connector, row.name)
+    arguments = [p for p in inspect.signature(hook).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert hook(*arguments) == ANSWERS.get(row.name, row.safe_answer())
+    stats = connector.get_kv_connector_stats()
     assert stats.data["failures"] == {"internal error": 2}, "the hook, and the statistics themselves"
-
-
-@pytest.mark.parametrize(
-    ("hook", "arguments", "answer"),
-    [
-        ("handle_preemptions", (None,), None),
-        ("bind_connector_metadata", (PullMetadata(),), None),
-        ("start_load_kv", (None,), None),
-        ("wait_for_layer_load", ("layer",), None),
-        ("save_kv_layer", ("layer", None, None), None),
-        ("wait_for_save", (), None),
-        ("finish_forward", (), None),
-        ("get_finished", (set(),), (None, None)),
-        ("get_block_ids_with_load_errors", (), set()),
-        ("get_kv_connector_kv_cache_events", (), None),
-        ("build_connector_worker_meta", (), None),
-        ("clear_connector_metadata", (), None),
-    ],
-)
-def test_a_broken_worker_half_does_not_end_the_worker(
-    worker: Any, hook: str, arguments: tuple[Any, ...], answer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker, "_worker_half", Broken())
-    assert getattr(worker, hook)(*arguments) == answer
-    assert worker.get_kv_connector_stats().data["failures"]["internal error"] == 2
 
 
 @pytest.mark.parametrize("name", sorted(CONNECTORS))
