@@ -5,8 +5,8 @@ half     the half that has it. A connector of both halves forwards it there; CLA
          connector's class answers
 scope    what a failure costs, see `Scope`
 safe     the answer that stands in for one that raised: a value, or the factory of one that can be modified
-multi    how a Multi connector combines the answers of its children, all of which it asks; OWN: by code of
-         its own
+multi    how a Multi connector combines the answers of its children, all of which it asks. LOADER: it asks
+         only the child that loads the request; OWN: it has code of its own
 
 Read by everything that forwards calls or contains failures: `halves.TwoHalves`, `guard`, the Multi connector,
 the vLLM plug-in and the test kit's watchers. `base` documents each method; a test compares both.
@@ -52,7 +52,7 @@ class Row:
     half: Half
     scope: Scope
     safe: Any
-    multi: Combine | None
+    multi: Combine | Literal["loader"] | None
 
     def safe_answer(self) -> Any:
         return self.safe() if callable(self.safe) else self.safe
@@ -70,6 +70,7 @@ _S, _W, _BOTH, _CLASS = Half.SCHEDULER, Half.WORKER, Half.BOTH, Half.CLASS
 _START, _REQUEST, _ENDED, _STEP = Scope.START, Scope.REQUEST, Scope.ENDED, Scope.STEP
 _M: Final = "method"
 _P: Final = "property"
+_LOADER: Final = "loader"
 _OWN: Final = None
 _NO_RESULTS = KVConnectorTransferResults
 
@@ -95,10 +96,10 @@ ROWS: Final = (
     Row("get_num_new_matched_tokens",           "vllm",  _M, _S,     _REQUEST, (0, False),    _OWN),
     Row("update_state_after_alloc",             "vllm",  _M, _S,     _REQUEST, None,          _OWN),
     Row("take_back",                            "baton", _M, _S,     _REQUEST, None,          _OWN),
-    Row("get_loaded_kv_cache_group_ids",        "vllm",  _M, _S,     _ENDED,   (0,),          _OWN),
-    Row("get_external_cache_hit_sources",       "vllm",  _M, _S,     _ENDED,   dict,          _OWN),
-    Row("take_prefilled_tokens",                "baton", _M, _S,     _ENDED,   None,          _OWN),
-    Row("get_load_failure",                     "baton", _M, _S,     _ENDED,   None,          _OWN),
+    Row("get_loaded_kv_cache_group_ids",        "vllm",  _M, _S,     _ENDED,   (0,),          _LOADER),
+    Row("get_external_cache_hit_sources",       "vllm",  _M, _S,     _ENDED,   dict,          _LOADER),
+    Row("take_prefilled_tokens",                "baton", _M, _S,     _ENDED,   None,          _LOADER),
+    Row("get_load_failure",                     "baton", _M, _S,     _ENDED,   None,          _LOADER),
     Row("register_finished_partial_tail",       "vllm",  _M, _S,     _ENDED,   False,         any),
     Row("request_finished",                     "vllm",  _M, _S,     _ENDED,   (False, None), _OWN),
     Row("request_finished_all_groups",          "vllm",  _M, _S,     _ENDED,   (False, None), _OWN),

@@ -41,8 +41,6 @@ class Child(SchedulerGuard):
 
 def ask_each(row: Row) -> Callable[..., Any]:
     """The method or property of a Multi half that asks every child, and combines what they answer."""
-    combine = row.multi
-    assert combine is not None
 
     def answer(child: Any, *arguments: Any, **keywords: Any) -> Any:
         asked = getattr(child.half, row.name)
@@ -53,9 +51,15 @@ def ask_each(row: Row) -> Callable[..., Any]:
         return child.contain(row.name, partial(asked, *arguments, **keywords))
 
     def ask(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        return combine([answer(child, *arguments, **keywords) for child in self._children])
+        assert callable(row.multi)
+        return row.multi([answer(child, *arguments, **keywords) for child in self._children])
 
-    return ask
+    def ask_loader(self: Any, request: Any, *arguments: Any) -> Any:
+        """`request`: or its id."""
+        half = self._requests.chosen_half(getattr(request, "request_id", request))
+        return getattr(half, row.name)(request, *arguments)
+
+    return ask_loader if row.multi == "loader" else ask
 
 
 def shut_down_each(children: Mapping[str, Callable[[], None]]) -> None:

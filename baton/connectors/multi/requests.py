@@ -34,7 +34,7 @@ class RequestCalls:
         self._sync_blocks: list[set[int]] = [set() for _ in children]
 
     def announce(self, request: host.Request) -> None:
-        self._tell_all(request, "on_new_request", lambda child: child.half.on_new_request(request))
+        self.tell_all("on_new_request", lambda child: child.half.on_new_request(request), request.request_id)
 
     def find_match(self, request: host.Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Every child is asked, so that none depends on its place; a UserError of one ends the request."""
@@ -81,7 +81,7 @@ class RequestCalls:
                 self._forget_load(request.request_id, child.position)
                 raise
 
-        self._tell_all(request, "update_state_after_alloc", tell)
+        self.tell_all("update_state_after_alloc", tell, request.request_id)
         if failure is not None:
             raise failure
 
@@ -152,22 +152,17 @@ class RequestCalls:
         sync_blocks, self._sync_blocks[child.position] = self._sync_blocks[child.position], set()
         return begun, sync_blocks
 
-    def _tell_all(
-        self,
-        request: host.Request,
-        method: str,
-        tell: Callable[[Child], None],
-    ) -> None:
+    def tell_all(self, method: str, tell: Callable[[Child], None], request_id: str = "") -> None:
         """Every child hears it; then the first UserError is raised, if there was one."""
         wrong: UserError | None = None
         for child in self._children:
             is_told = False
             try:
-                is_told = child.succeeds(method, partial(tell, child), request_id=request.request_id)
+                is_told = child.succeeds(method, partial(tell, child), request_id=request_id)
             except UserError as error:
                 wrong = wrong or error
-            if not is_told:
-                self._unasked.setdefault(request.request_id, set()).add(child.position)
+            if request_id and not is_told:
+                self._unasked.setdefault(request_id, set()).add(child.position)
         if wrong is not None:
             raise wrong
 

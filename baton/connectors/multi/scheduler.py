@@ -35,8 +35,6 @@ from baton.contract import (
     host,
 )
 from baton.contract.surface import Half, completed, rows_of
-from baton.core.errors import UserError
-from baton.core.prefilled import PrefilledTokens
 
 
 @completed((row for row in rows_of(Half.SCHEDULER) if row.multi is not None), ask_each)
@@ -104,22 +102,6 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     ) -> None:
         self._requests.allocated(request, blocks, num_external_tokens)
 
-    def get_loaded_kv_cache_group_ids(self, request: host.Request) -> tuple[int, ...]:
-        return self._requests.chosen_half(request.request_id).get_loaded_kv_cache_group_ids(request)
-
-    def get_external_cache_hit_sources(
-        self, request: host.Request, num_external_tokens: int
-    ) -> dict[str, int]:
-        half = self._requests.chosen_half(request.request_id)
-        return half.get_external_cache_hit_sources(request, num_external_tokens)
-
-    def take_prefilled_tokens(self, request_id: str) -> PrefilledTokens | None:
-        """Of the child that loaded: others may know of another producer."""
-        return self._requests.chosen_half(request_id).take_prefilled_tokens(request_id)
-
-    def get_load_failure(self, request_id: str) -> str | None:
-        return self._requests.chosen_half(request_id).get_load_failure(request_id)
-
     def request_finished(self, request: host.Request, block_ids: list[int]) -> Finished:
         return self._requests.finished(request, lambda half: half.request_finished(request, block_ids))
 
@@ -163,15 +145,7 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     # --- Its whole life --------------------------------------------------------------------------
 
     def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
-        """Every child hears it, and then the first UserError is raised."""
-        wrong: UserError | None = None
-        for child in self._children:
-            try:
-                child.contain("take_back", partial(child.half.take_back, kv_transfer_params))
-            except UserError as error:
-                wrong = wrong or error
-        if wrong is not None:
-            raise wrong
+        self._requests.tell_all("take_back", lambda child: child.half.take_back(kv_transfer_params))
 
     def reset_cache(self) -> bool | None:
         answers = [child.contain("reset_cache", child.half.reset_cache) for child in self._children]

@@ -133,14 +133,14 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
     # --- Step: before and in the forward -----------------------------------------------------------
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        for child in self._heard(kv_connector_metadata):
+        for child in self._begin(kv_connector_metadata):
             metadata = child.part.metadata
             assert metadata is not None
             child.load("handle_preemptions", partial(child.half.handle_preemptions, metadata))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        for child in self._heard(connector_metadata):
+        for child in self._begin(connector_metadata):
             metadata = child.part.metadata
             assert metadata is not None
             if not child.loads_failed:
@@ -177,9 +177,8 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
                 child.contain("save_kv_layer", save)
 
     def finish_forward(self) -> None:
-        for child in self._children:
-            if child.is_heard:
-                child.contain("finish_forward", child.half.finish_forward)
+        for child in self._heard():
+            child.contain("finish_forward", child.half.finish_forward)
 
     def wait_for_save(self) -> None:
         for child in self._bound():
@@ -238,38 +237,30 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
 
     def get_expected_finished_count(self) -> int:
         """They go with each child's own report, as the ids do that they are about."""
-        for child in self._children:
-            if child.is_heard:
-                child.ends.expected_finished_count = child.contain(
-                    "get_expected_finished_count", partial(_expected_by, child.half)
-                )
+        for child in self._heard():
+            expected = partial(_expected_by, child.half)
+            child.ends.expected_finished_count = child.contain("get_expected_finished_count", expected)
         return 0
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         stats = MultiStats()
-        for child in self._children:
-            if child.is_heard:
-                of_child = child.contain("get_kv_connector_stats", child.half.get_kv_connector_stats)
-                stats.add(child.name, of_child)
+        for child in self._heard():
+            of_child = child.contain("get_kv_connector_stats", child.half.get_kv_connector_stats)
+            stats.add(child.name, of_child)
         return None if stats.is_empty() else stats
 
     def get_kv_connector_kv_cache_events(self) -> KVConnectorKVEvents | None:
         """They go with each child's own report: a host could only mix them."""
-        for child in self._children:
-            if child.is_heard:
-                child.report.events = child.contain(
-                    "get_kv_connector_kv_cache_events", child.half.get_kv_connector_kv_cache_events
-                )
+        for child in self._heard():
+            events = child.half.get_kv_connector_kv_cache_events
+            child.report.events = child.contain("get_kv_connector_kv_cache_events", events)
         return None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        reports = []
-        for child in self._children:
-            if child.is_heard:
-                child.report.metadata = child.contain(
-                    "build_connector_worker_meta", child.half.build_connector_worker_meta
-                )
-            reports.append(child.take_report(self._rank))
+        for child in self._heard():
+            build = child.half.build_connector_worker_meta
+            child.report.metadata = child.contain("build_connector_worker_meta", build)
+        reports = [child.take_report(self._rank) for child in self._children]
         return None if all(report.is_empty for report in reports) else MultiWorkerMetadata(tuple(reports))
 
     # --- End -----------------------------------------------------------------------------------
@@ -277,7 +268,7 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
     def shutdown(self) -> None:
         shut_down_each({child.name: child.half.shutdown for child in self._children})
 
-    def _heard(self, metadata: KVConnectorMetadata) -> list[_Child]:
+    def _begin(self, metadata: KVConnectorMetadata) -> list[_Child]:
         """The children that have a part in this step, which begins with the first mention of it."""
         assert isinstance(metadata, MultiMetadata)
         if self._begun is not metadata:
@@ -287,6 +278,9 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
             for child, part in zip(self._children, metadata.parts, strict=True):
                 child.begin_step(part)
                 self._loader.update(dict.fromkeys(part.begun, child.position))
+        return self._heard()
+
+    def _heard(self) -> list[_Child]:
         return [child for child in self._children if child.is_heard]
 
     def _bound(self) -> list[_Child]:
