@@ -15,7 +15,7 @@ from tests.server.fakes import LiveApp, LiveServer, ScriptedEngine, router_befor
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-LIMIT_S = 0.1  # Twice the goal of 50 ms, for machines of half the speed.
+LIMIT_S = 0.2  # The goal is 0.05 on a quiet machine; processor time doubles where two threads share a core.
 
 
 @pytest.fixture(scope="module")
