@@ -12,6 +12,9 @@ from baton.http.errors import RETRY_AFTER_S, ApiError
 from baton.http.settings import DoorSettings
 from baton.http.workers import Job, WorkerOutOfMemory, WorkerPool, WorkerTimeout
 
+# Between two turns of the event loop that take tens of milliseconds for one request. A stream's next token is
+# on its way through several turns, which one turn in between would not let through.
+PAUSE_S = 0.01
 CHECKED_INLINE_BYTES = 256 << 10  # The costliest JSON of this size takes 10 ms to check and to decode.
 
 
@@ -66,7 +69,7 @@ class Bodies:
             json_body.check_cost(raw)
             return raw
         if len(raw) <= self._settings.inline_body_bytes and json_body.is_cheap(raw):
-            await asyncio.sleep(0)  # The caller decodes it in another turn of the event loop.
+            await asyncio.sleep(PAUSE_S)  # Then the caller decodes it.
             return raw
         try:
             cheap: bytes = await self._workers.run(self._check, raw)

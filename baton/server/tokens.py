@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from baton.core.config import ModelConfig
 from baton.core.errors import UserError
+from baton.http.bodies import PAUSE_S
 from baton.http.settings import DoorSettings
 from baton.http.workers import Job, WorkerOutOfMemory, WorkerPool, WorkerTimeout
 from baton.server.protocol.completion import Prompt
@@ -138,10 +139,10 @@ class PromptEncoder:
                 field=field,
             )
         if len(token_ids) > LONG_TOKENS:
-            await asyncio.sleep(0)
+            await asyncio.sleep(PAUSE_S)
         check_token_ids(token_ids, self._vocab_size, field)
         if len(token_ids) > LONG_TOKENS:
-            await asyncio.sleep(0)
+            await asyncio.sleep(PAUSE_S)
 
     async def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as it stands at the beginning of a text, and within one. Raises UserError."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import UserError
 from baton.engine.text.detokenizer import IncrementalDetokenizer
-from baton.engine.text.tokenizer import Tokenizer, TokenizerPanic
+from baton.engine.text.tokenizer import LONG_TOKENS, Tokenizer, TokenizerPanic
 
 TEXT = "Hello, wörld!\n  日本語 😀 e\u0301 <|im_end|> def f(x): return x"
 CHAT = [
@@ -37,6 +37,16 @@ def reference(checkpoint_of: Callable[[str], Path]) -> Any:
 def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_long_text_is_that_of_transformers(tokenizer: Tokenizer, reference: Any, skips: bool) -> None:
+    """More than LONG_TOKENS ids take another call of the library, which releases the interpreter's lock."""
+    ids = tokenizer.encode(TEXT) * (LONG_TOKENS // 8)
+    assert len(ids) > LONG_TOKENS
+    assert tokenizer.decode(ids, skip_special_tokens=skips) == reference.decode(
+        ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False
+    )
 
 
 def test_ids_are_those_of_transformers(tokenizer: Tokenizer, reference: Any) -> None:

@@ -25,6 +25,7 @@ from baton.engine.text.detokenizer import IncrementalDetokenizer
 MAX_TOKENIZER_BYTES = 256 << 20  # Those of large vocabularies have 33 MiB.
 MAX_TEMPLATE_BYTES = 4 << 20
 MAX_GROWTH = 64  # Of a text by the steps before and after the model; real tokenizers double a space at most.
+LONG_TOKENS = 1 << 12  # Decoded in half a millisecond.
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -95,6 +96,9 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Ids beyond the vocabulary decode to nothing; broken characters to U+FFFD."""
         with _panics():
+            if len(token_ids) > LONG_TOKENS:  # Only `decode_batch` releases the interpreter's lock.
+                [text] = self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+                return str(text)
             return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
