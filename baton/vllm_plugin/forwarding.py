@@ -197,9 +197,6 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
         tables = block_ids if self._group is None else (block_ids[self._group],)
         return half.request_finished_all_groups(request, tables)
 
-    def reset_cache(self) -> bool | None:
-        return self._contained.contain("reset_cache", self.scheduler_half.reset_cache, None)
-
     # --- Worker half ---------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:

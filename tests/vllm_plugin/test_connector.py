@@ -134,7 +134,7 @@ REQUEST = FakeRequest("r", [1, 2, 3], {"do_remote_prefill": True})
 
 
 WITHOUT_THE_HALF = {"get_loaded_kv_cache_group_ids", "get_external_cache_hit_sources"}
-ANSWERS = {"build_connector_meta": PullMetadata(), "reset_cache": None}  # Others than the table's.
+ANSWERS = {"build_connector_meta": PullMetadata()}  # Others than the table's.
 CONTAINED = [
     row
     for row in ROWS
