@@ -50,12 +50,12 @@ def count_prefill_hits(text: bytes, lent: Mapping[str, Any]) -> RawObject | None
         at_prefill = parse_cached_tokens(lent)
         if not at_prefill or _MARK not in text:
             return None
-        said = decode_json(text, RawObject)
-        usage = decode_json(said["usage"], RawObject)
+        answer = decode_json(text, RawObject)
+        usage = decode_json(answer["usage"], RawObject)
         details = decode_json(usage[_DETAILS], dict[str, int])
         own, transferred = details["cached_tokens"], details["transferred_tokens"]
     except (BadTransferParams, NotJson, KeyError):
         return None  # Not as Baton's engines write it.
     details["cached_tokens"] = cached_tokens(own, transferred, at_prefill)
     usage[_DETAILS] = msgspec.Raw(msgspec.json.encode(details))
-    return {**said, "usage": msgspec.Raw(msgspec.json.encode(usage))}
+    return {**answer, "usage": msgspec.Raw(msgspec.json.encode(usage))}

@@ -56,7 +56,7 @@ def defines(file: Path, name: str) -> bool:
 
 
 def leads_somewhere(package: str, dotted: str, attribute: str | None) -> bool:
-    """Up to two names behind a module: what it defines, and a member of that."""
+    """Up to two names after a module: what it defines, and a member of that."""
     parts = [package, *dotted[1:].split(".")]
     names = [attribute] if attribute else []
     while parts:

@@ -34,13 +34,13 @@ def test_between_the_decode_engines_hits_and_all_that_it_did_not_compute(
 
 
 def test_only_the_number_changes() -> None:
-    said = {"id": "a", "choices": [{"text": "x"}], "usage": usage_of(16, 134)}
-    counted = count_prefill_hits(json.dumps(said).encode(), LENT)
+    answer = {"id": "a", "choices": [{"text": "x"}], "usage": usage_of(16, 134)}
+    counted = count_prefill_hits(json.dumps(answer).encode(), LENT)
     assert counted is not None
     usage = json.loads(bytes(counted["usage"]))
     assert usage == usage_of(64, 134)
-    assert json.loads(bytes(counted["choices"])) == said["choices"]
-    assert list(counted) == list(said)
+    assert json.loads(bytes(counted["choices"])) == answer["choices"]
+    assert list(counted) == list(answer)
 
 
 @pytest.mark.parametrize(

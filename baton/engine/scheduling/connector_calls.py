@@ -49,7 +49,7 @@ class RequestFault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """So many tokens behind the local hit can be loaded."""
+    """So many tokens after the local hit can be loaded."""
 
     num_tokens: int
     is_async: bool
