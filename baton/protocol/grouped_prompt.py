@@ -22,7 +22,7 @@ from baton.protocol.messages import BlockTables
 from baton.protocol.plan import GroupPair, pair_groups
 
 
-class Passage(NamedTuple):
+class GroupRoute(NamedTuple):
     """Layers that move through one table on each side."""
 
     groups: GroupPair | None  # None: of engines that have one table each.
@@ -30,20 +30,20 @@ class Passage(NamedTuple):
     window: int | None = None  # D's; of what lies behind it nothing moves.
 
 
-Passages: TypeAlias = tuple[Passage, ...]
+GroupRoutes: TypeAlias = tuple[GroupRoute, ...]
 
-ONE_TABLE: Passages = (Passage(None),)
+ONE_TABLE: GroupRoutes = (GroupRoute(None),)
 
 
-def plan_passages(
+def plan_group_routes(
     producers: Sequence[RankLayout], consumers: Sequence[RankLayout], windows: Sequence[int | None]
-) -> Passages:
+) -> GroupRoutes:
     """Of all ranks of two engines; `windows`: of D's groups. Raises PlanError as `pair_groups` does."""
     pairs = pair_groups(producers, consumers)
     ours = {layer.name: layer.group for rank in consumers for layer in rank.layers}
     in_order = [layer for rank in producers[:: producers[0].tp_size] for layer in rank.layers]
     return tuple(
-        Passage(
+        GroupRoute(
             pair,
             frozenset(
                 position
@@ -60,13 +60,13 @@ def plan_passages(
 class GroupedPrompt:
     """One prompt. `block_tokens` are P's, and D's as well where there are groups."""
 
-    passages: Passages
+    group_routes: GroupRoutes
     num_tokens: int
     block_tokens: int
 
     def cut(self, parts: Iterable[Part]) -> tuple[Part, ...]:
         """These parts, passage by passage, without what lies behind a window."""
-        cuts = (self._through(passage, part) for part in parts for passage in self.passages)
+        cuts = (self._through(passage, part) for part in parts for passage in self.group_routes)
         return tuple(cut for cut in cuts if cut is not None)
 
     def needed(
@@ -77,7 +77,7 @@ class GroupedPrompt:
         None if a token before `end_token` that moves has no block.
         """
         needed: list[tuple[BlockId, ...]] = []
-        for passage in self.passages:
+        for passage in self.group_routes:
             remote = passage.groups.remote if passage.groups is not None else 0
             named = block_ids[remote] if remote < len(block_ids) else ()
             first_named = first_blocks[remote] if remote < len(first_blocks) else 0
@@ -91,13 +91,13 @@ class GroupedPrompt:
 
     def table_of(self, part: Part, needed: BlockTables) -> tuple[BlockId, ...]:
         """P's, for this part, as from token 0 on; 0 in the places behind a window."""
-        [index] = [index for index, passage in enumerate(self.passages) if passage.groups == part.groups]
-        return (BlockId(NULL_BLOCK_ID),) * self._first_block(self.passages[index]) + needed[index]
+        [index] = [index for index, passage in enumerate(self.group_routes) if passage.groups == part.groups]
+        return (BlockId(NULL_BLOCK_ID),) * self._first_block(self.group_routes[index]) + needed[index]
 
-    def _first_block(self, passage: Passage) -> int:
+    def _first_block(self, passage: GroupRoute) -> int:
         return KVCacheGroup((), passage.window).first_kept(self.num_tokens, self.block_tokens)
 
-    def _through(self, passage: Passage, part: Part) -> Part | None:
+    def _through(self, passage: GroupRoute, part: Part) -> Part | None:
         first = max(part.first_token, self._first_block(passage) * self.block_tokens)
         end = part.first_token + part.num_tokens
         named = passage.layers is None or part.layers is None or passage.layers & {*range(*part.layers)}

@@ -11,13 +11,13 @@ from baton.core.layout import ModelFingerprint, differences
 from baton.core.reasons import Fault
 from baton.core.transfer_params import MAX_ENGINE_ID_CHARS, MAX_INTRODUCTION_CHARS
 from baton.protocol.messages import PUBLIC_KEY_BYTES, U64_MAX
-from baton.protocol.seal import BadPaper, Seal, check_range
+from baton.protocol.signed_token import BadSignedToken, TokenSigner, check_range
 from baton.protocol.ticket import MAX_TP_SIZE, MAX_URL_CHARS
 
 INTRODUCTION_VERSION = 2
 
 
-class BadIntroduction(BadPaper):
+class BadIntroduction(BadSignedToken):
     key = "baton_introduction"
 
 
@@ -40,7 +40,7 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         check_range("block_tokens", self.block_tokens, 1, 1 << 16)
 
 
-_SEAL = Seal(
+_SEAL = TokenSigner(
     Introduction,
     BadIntroduction,
     version=INTRODUCTION_VERSION,

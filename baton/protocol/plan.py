@@ -20,8 +20,8 @@ from typing import NamedTuple
 from baton.core.ids import Pair
 from baton.core.layout import CopySpan, RankLayout
 from baton.core.topology import kv_heads_of, replica_of
-from baton.protocol.slots import PlanError, Shape, check_equal, slot_spans
-from baton.protocol.soundness import can_share, check_layout, heads_of
+from baton.protocol.layout_checks import can_share, check_layout, heads_of
+from baton.protocol.token_spans import PlanError, Shape, check_equal, slot_spans
 
 __all__ = [
     "GroupPair",

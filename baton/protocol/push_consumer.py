@@ -38,8 +38,7 @@ from baton.protocol.effects import (
     Send,
     StreamEffect,
 )
-from baton.protocol.front import Front, parts_between
-from baton.protocol.grouped_prompt import ONE_TABLE, Passages
+from baton.protocol.grouped_prompt import ONE_TABLE, GroupRoutes
 from baton.protocol.messages import (
     Announced,
     Failed,
@@ -50,6 +49,7 @@ from baton.protocol.messages import (
     Withdraw,
     Working,
 )
+from baton.protocol.progress_frontier import ProgressFrontier, parts_between
 from baton.protocol.pull_consumer import PullConsumer, read_failed
 from baton.protocol.push_stream import PushStream, front_of
 from baton.protocol.ticket import Ticket
@@ -106,17 +106,17 @@ class PushConsumer:
         now: float,
         *,
         block_tokens: int | None = None,
-        passages: Passages = ONE_TABLE,
+        group_routes: GroupRoutes = ONE_TABLE,
     ) -> list[StreamEffect]:
         """P's ranks are known and there are blocks to read into; the tokens before `first_token` are here.
 
-        `block_tokens` are P's, for a stream that did not know; `passages`, through which tables its layers
-        move. The first time counts.
+        `block_tokens`: P's block size, for a stream that did not know it. `group_routes`: the block tables
+        through which each layer moves. Only the first call counts.
         """
         stream = self._streams.get(claim)
         if stream is None or stream.draining or stream.pairs is not None:
             return []
-        stream.pairs, stream.first_token, stream.passages = pairs, first_token, passages
+        stream.pairs, stream.first_token, stream.group_routes = pairs, first_token, group_routes
         stream.block_tokens = stream.block_tokens or block_tokens
         if stream.latest is not None and stream.needed(stream.latest) is None:
             stream.latest = None
@@ -306,7 +306,7 @@ class PushConsumer:
         assert needed is not None, "dropped before"
         if not stream.goes_on_in(needed):
             return self._fail(stream, FailureReason(FailureCode.BLOCKS_CHANGED))
-        read = stream.front or Front(stream.first_token)
+        read = stream.front or ProgressFrontier(stream.first_token)
         ready = front_of(latest).between(stream.first_token, stream.num_tokens)
         parts = prompt.cut(parts_between(read, ready, self._num_layers))
         if not parts:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from baton.core.ids import Address, Pair, PromptHash, TransferId
 from baton.protocol.effects import Part
-from baton.protocol.front import Front, parts_between
-from baton.protocol.grouped_prompt import ONE_TABLE, GroupedPrompt, Passages
+from baton.protocol.grouped_prompt import ONE_TABLE, GroupedPrompt, GroupRoutes
 from baton.protocol.messages import Announced, BlockTables, Finished
+from baton.protocol.progress_frontier import ProgressFrontier, parts_between
 from baton.protocol.ticket import Ticket
 
 
@@ -27,10 +27,10 @@ class PushStream:
     next_want: float
     pairs: tuple[Pair, ...] | None = None  # None until there is something to read into.
     first_token: int = 0
-    passages: Passages = ONE_TABLE
+    group_routes: GroupRoutes = ONE_TABLE
     latest: Announced | None = None
     run: int = 0  # What is read, or has been.
-    front: Front | None = None  # How far it is ordered to be read; None: nothing is.
+    front: ProgressFrontier | None = None  # How far it is ordered to be read; None: nothing is.
     blocks: BlockTables = ()  # P's that are read, of each passage.
     reading: set[Pair] = field(default_factory=set)  # Reads whose end is owed.
     is_clearing: bool = False  # They are of an older run, and cancelled.
@@ -40,7 +40,7 @@ class PushStream:
     @property
     def prompt(self) -> GroupedPrompt:
         assert self.block_tokens is not None, "said when it is ready"
-        return GroupedPrompt(self.passages, self.num_tokens, self.block_tokens)
+        return GroupedPrompt(self.group_routes, self.num_tokens, self.block_tokens)
 
     def is_news(self, message: Announced) -> bool:
         """They overtake each other: none is what is older than what we know, or names too few blocks."""
@@ -77,9 +77,9 @@ class PushStream:
         """What of the whole prompt is not ordered to be read; None: nothing is."""
         if self.front is None:
             return None
-        unread = parts_between(self.front, Front(self.num_tokens), num_layers)
+        unread = parts_between(self.front, ProgressFrontier(self.num_tokens), num_layers)
         return self.prompt.cut(unread)
 
 
-def front_of(message: Announced) -> Front:
-    return Front(message.num_tokens, message.partial_tokens, message.partial_layers)
+def front_of(message: Announced) -> ProgressFrontier:
+    return ProgressFrontier(message.num_tokens, message.partial_tokens, message.partial_layers)

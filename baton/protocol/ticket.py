@@ -25,7 +25,7 @@ from baton.core.transfer_params import (
     MAX_TRANSFER_ID_CHARS,
 )
 from baton.protocol.messages import PROMPT_HASH_BYTES, PUBLIC_KEY_BYTES, U64_MAX
-from baton.protocol.seal import BadPaper, Seal, check_range
+from baton.protocol.signed_token import BadSignedToken, TokenSigner, check_range
 
 TICKET_VERSION = 4
 TICKET_FIELD = f"{FIELD}.baton_ticket"
@@ -33,7 +33,7 @@ MAX_URL_CHARS = 512
 MAX_TP_SIZE = 4096
 
 
-class BadTicket(BadPaper):
+class BadTicket(BadSignedToken):
     key = "baton_ticket"
 
 
@@ -94,7 +94,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return (BlockId(0),) * (-(-self.num_tokens // self.block_tokens) - len(held)) + held
 
 
-_SEAL = Seal(Ticket, BadTicket, version=TICKET_VERSION, max_chars=MAX_TICKET_CHARS, purpose=b"")
+_SEAL = TokenSigner(Ticket, BadTicket, version=TICKET_VERSION, max_chars=MAX_TICKET_CHARS, purpose=b"")
 
 
 def sign_ticket(ticket: Ticket, key: bytes | None) -> str:

@@ -8,7 +8,7 @@ from baton.core.ids import NO_EPOCH, Address, BlockId, EngineId, Pair, TransferI
 from baton.core.kv_groups import NULL_BLOCK_ID, one_group
 from baton.core.reasons import FailureCode, FailureReason
 from baton.protocol.effects import Effect, Part, ReadEarly, Send, StreamEffect
-from baton.protocol.grouped_prompt import ONE_TABLE, GroupedPrompt, Passages
+from baton.protocol.grouped_prompt import ONE_TABLE, GroupedPrompt, GroupRoutes
 from baton.protocol.introduction import BadIntroduction, check_introduction, open_introduction
 from baton.protocol.plan import plan_pairs
 from baton.protocol.ticket import BadTicket, Ticket, open_ticket
@@ -213,10 +213,10 @@ class Fetcher:
             landing.num_hits,
             now,
             block_tokens=1,
-            passages=self._passages(landing),
+            group_routes=self._passages(landing),
         )
 
-    def _passages(self, landing: Landing) -> Passages:
+    def _passages(self, landing: Landing) -> GroupRoutes:
         cluster = self._engine.cluster
         if cluster.groups == one_group(NUM_LAYERS):
             return ONE_TABLE
@@ -224,7 +224,7 @@ class Fetcher:
             tuple(toy_layout(rank, size, cluster.num_blocks, cluster.groups) for rank in range(size))
             for size in (self._engine.num_ranks, landing.tp_size)
         )
-        return cluster.parts.plan_passages(theirs, ours, tuple(group.window for group in cluster.groups))
+        return cluster.parts.plan_group_routes(theirs, ours, tuple(group.window for group in cluster.groups))
 
     def _tables_of(self, ticket: Ticket) -> Tables:
         return tuple(ticket.table_of(group) for group in range(len(ticket.block_ids)))

@@ -14,7 +14,7 @@ from baton.core.kv_groups import NULL_BLOCK_ID, KVCacheGroup, is_hybrid, num_pla
 from baton.core.layout import CopySpan, LayerLayout, RankLayout, Region
 from baton.core.topology import kv_heads_of
 from baton.protocol.plan import Share, heads_of_pair, share_spans
-from baton.protocol.slots import Shape
+from baton.protocol.token_spans import Shape
 from baton.sim.checkers.violation import Violation
 
 NUM_HEADS = 2

@@ -15,7 +15,7 @@ from baton.core.layout import ModelFingerprint, RankLayout
 from baton.core.reasons import FailureCode, Fault
 from baton.core.timers import Timers
 from baton.protocol.effects import ConsumerEffect, FreeTarget, ProducerEffect, ReadEarly, Send, StreamEffect
-from baton.protocol.grouped_prompt import Passages, plan_passages
+from baton.protocol.grouped_prompt import GroupRoutes, plan_group_routes
 from baton.protocol.messages import Announced, Envelope, Finished, Message, Renewed
 from baton.protocol.pull_consumer import NEVER, PullConsumer, _Fetch
 from baton.protocol.pull_producer import PullProducer, _Loan
@@ -297,11 +297,11 @@ class NoHold(PushProducer):
 
 def plan_shorter(
     producers: Sequence[RankLayout], consumers: Sequence[RankLayout], windows: Sequence[int | None]
-) -> Passages:
+) -> GroupRoutes:
     """D takes its windows for one token shorter than they are."""
     return tuple(
         passage._replace(window=passage.window - 1) if passage.window is not None else passage
-        for passage in plan_passages(producers, consumers, windows)
+        for passage in plan_group_routes(producers, consumers, windows)
     )
 
 
@@ -382,7 +382,7 @@ MUTANTS: dict[str, Parts] = {
     "promises": Parts(producer=Abandon),
     "deadline": Parts(consumer=NoDeadline),
     "incarnation": Parts(admit=admit_all, consumer=AnySender),
-    "window_length": Parts(plan_passages=plan_shorter),
+    "window_length": Parts(plan_group_routes=plan_shorter),
     "window_drop": Parts(drops_early=1),
     **WIRES,
 }
@@ -404,7 +404,7 @@ PUSH_MUTANTS: dict[str, Parts] = {
     "hold": Parts(push_producer=NoHold),
     "silence": Parts(push_consumer=NoSilence),
     "stream_deadline": Parts(push_consumer=NoStreamDeadline),
-    "window_length": Parts(plan_passages=plan_shorter),
+    "window_length": Parts(plan_group_routes=plan_shorter),
     "window_drop": Parts(drops_early=1),
     "early_tables": Parts(push_consumer=OneTable),
     "early_first": Parts(push_consumer=FromTokenZero),

@@ -10,7 +10,7 @@ from baton.core.ids import Address, Epoch, PromptHash
 from baton.core.layout import ModelFingerprint, RankLayout
 from baton.core.timers import Timers
 from baton.protocol.effects import Send
-from baton.protocol.grouped_prompt import Passages, plan_passages
+from baton.protocol.grouped_prompt import GroupRoutes, plan_group_routes
 from baton.protocol.messages import Envelope, Message
 from baton.protocol.peers import admit
 from baton.protocol.pull_consumer import PullConsumer
@@ -44,9 +44,9 @@ class Parts:
     push_consumer: Callable[[Timers, PullConsumer, int], PushConsumer] = PushConsumer
     admit: Callable[[Address, Envelope], tuple[tuple[Message, ...], list[Send]]] = admit
     verify: Callable[[Ticket, ModelFingerprint, Callable[[int], PromptHash], int], None] = verify
-    plan_passages: Callable[[Sequence[RankLayout], Sequence[RankLayout], Sequence[int | None]], Passages] = (
-        plan_passages
-    )
+    plan_group_routes: Callable[
+        [Sequence[RankLayout], Sequence[RankLayout], Sequence[int | None]], GroupRoutes
+    ] = plan_group_routes
     drops_early: int = 0  # Tokens too early at which P gives a window's blocks back.
     bound_reads: bool = True  # The transport's part: a read from a successor's memory fails.
     checks: Checks = ALL_CHECKS  # ... and what a data connection verifies.

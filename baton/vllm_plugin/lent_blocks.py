@@ -31,7 +31,7 @@ _NEEDED = ("blocks", "touch", "free_blocks", "get_num_free_blocks")
 
 
 class LentBlocks:
-    """A BlockHolder (`baton.connectors.pull.lender`)."""
+    """A BlockHolder (`baton.connectors.pull.producer.loans`)."""
 
     def __init__(self) -> None:
         self._pool: BlockPool | None = None

@@ -17,18 +17,18 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from baton.connectors.pull.agent import PullAgent
-from baton.connectors.pull.door import num_blocks
+from baton.connectors.pull.control.agent import PullAgent
 from baton.connectors.pull.identity import EngineIdentity
-from baton.connectors.pull.lender import BlockHolder
+from baton.connectors.pull.intent import num_blocks
 from baton.connectors.pull.metadata import PullMetadata
+from baton.connectors.pull.producer.loans import BlockHolder
 from baton.connectors.pull.scheduler import ControlPort, PullSchedulerHalf, boot_clock
 from baton.connectors.push.scheduler import PushSchedulerHalf
 from baton.contract import ConnectorDead, KVConnectorMetadata, KVConnectorOutput, host
 from baton.core.errors import BadTransferParams
 from baton.core.ids import Epoch
+from baton.vllm_plugin.idle_backoff import IdleBackoff
 from baton.vllm_plugin.lent_blocks import LentBlocks
-from baton.vllm_plugin.rest import Rest
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class VllmPullSchedulerHalf(PullSchedulerHalf):
         self._awaited: set[str] = set()  # Requests that vLLM has parked until their load is reported.
         self._is_retired = False
         super().__init__(identity, epoch=epoch, clock=clock, control=control, holder=self._lent_blocks)
-        self._rest = Rest()
+        self._rest = IdleBackoff()
         self._hears_of_peers = self.bind_wake(self._rest.end)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:

@@ -115,7 +115,7 @@ def _run(
 ) -> None:
     from baton.bench.handoff_system import model_folder
     from baton.cli.processes import Fleet, Stopped, raising_on_stop_signals
-    from benchmarks.compare import ground as grounds
+    from benchmarks.compare import environment as grounds
     from benchmarks.compare.goals import single_of
     from benchmarks.compare.journal import Journal
     from benchmarks.compare.load import LoadClient, client_environment

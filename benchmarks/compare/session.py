@@ -20,8 +20,9 @@ import httpx
 from baton.bench.asking import AskingError
 from baton.cli.processes import Fleet, Stopped
 from baton.core.errors import BatonError
-from benchmarks.compare import faults, raw, second_leg, ties
-from benchmarks.compare.ground import vocab_size
+from benchmarks.compare import faults, raw, second_leg
+from benchmarks.compare import tie_analysis as ties
+from benchmarks.compare.environment import vocab_size
 from benchmarks.compare.journal import Journal
 from benchmarks.compare.load import LoadClient, LoadError
 from benchmarks.compare.prompts import FreshPrompts, shared_share, slice_of_trace

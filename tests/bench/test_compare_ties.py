@@ -10,7 +10,7 @@ import torch
 
 from baton.engine.checkpoints.random_model import write_checkpoint
 from benchmarks.compare.journal import Journal, read_journal
-from benchmarks.compare.ties import Exact, Said, compare, exact_model, hold, write
+from benchmarks.compare.tie_analysis import Exact, Said, compare, exact_model, hold, write
 
 VOCAB = 4
 

@@ -3,8 +3,8 @@
 import pytest
 
 from baton.core.layout import Region
+from baton.protocol.layout_checks import check_layout
 from baton.protocol.plan import plan_spans
-from baton.protocol.soundness import check_layout
 from benchmarks import cross_layer
 from benchmarks.cross_layer import KINDS, SHAPES, layout_of
 

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
-from baton.connectors.pull.agent import PullAgent
+from baton.connectors.pull.control.agent import PullAgent
 from baton.connectors.pull.metadata import PullMetadata
 from baton.contract import KVConnectorOutput, KVOutputAggregator
 from baton.core.config import (

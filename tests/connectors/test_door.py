@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baton.assemble import make_door
-from baton.connectors.pull import door as pull_door
+from baton.connectors.pull import intent as pull_door
 from baton.core.config import ClusterSecret
 from baton.core.errors import BadTransferParams
 from baton.protocol.ticket import Ticket, open_ticket

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from baton.connectors.pull import EngineIdentity
-from baton.connectors.pull.host_mirror import HostMirror
 from baton.connectors.pull.metadata import ReadBlocks
+from baton.connectors.pull.reads.host_mirror import HostMirror
 from baton.core.config import (
     CacheConfig,
     DeviceConfig,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf
-from baton.connectors.pull.cache_layout import layout_of
+from baton.connectors.pull.reads.cache_layout import layout_of
 from baton.contract import ConnectorDead
 from baton.core.errors import BadTransferParams, ConfigError
 from baton.core.ids import Address, BlockId, EngineId, Epoch, LoanId, PromptHash, TransferId

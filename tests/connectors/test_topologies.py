@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
-from baton.connectors.pull import links as links_module
-from baton.connectors.pull.cache_layout import layout_of
-from baton.connectors.pull.conversion import convert
-from baton.connectors.pull.links import RETRY_MAX_S, PeerLinks, RunInBackground
 from baton.connectors.pull.metadata import ReadBlocks, ReadEnd
-from baton.connectors.pull.staging import Staging
+from baton.connectors.pull.reads import links as links_module
+from baton.connectors.pull.reads.cache_layout import layout_of
+from baton.connectors.pull.reads.links import RETRY_MAX_S, PeerLinks, RunInBackground
+from baton.connectors.pull.reads.slot_memory import convert
+from baton.connectors.pull.reads.staging_buffer import Staging
 from baton.contract import KVConnectorHandshakeMetadata
 from baton.core.errors import TransferError
 from baton.core.layout import FORMATS, PLANES, SLOT

@@ -13,11 +13,11 @@ from typing import TypeAlias
 
 import torch
 
-from baton.connectors.pull.conversion import SlotMemory
-from baton.connectors.pull.links import PeerLinks, RunInBackground
 from baton.connectors.pull.metadata import ReadBlocks, ReadEnd
-from baton.connectors.pull.staged_reads import StagedReader
-from baton.connectors.pull.staging import Staging
+from baton.connectors.pull.reads.links import PeerLinks, RunInBackground
+from baton.connectors.pull.reads.slot_memory import SlotMemory
+from baton.connectors.pull.reads.staged import StagedReader
+from baton.connectors.pull.reads.staging_buffer import Staging
 from baton.core.ids import Address, EngineId, Epoch, Pair
 from baton.core.layout import PLANES, SLOT, LayerLayout, RankLayout, Region
 from baton.core.topology import kv_heads_of

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from baton.connectors.counted import FewLabels
 from baton.connectors.multi import MultiStats
-from baton.connectors.pull.incoming_handoff import record_of
+from baton.connectors.pull.consumer.fetch import record_of
 from baton.connectors.registry import BUILT_IN, connector_class
 from baton.connectors.shared_storage.loads import LoadFault
 from baton.connectors.shared_storage.worker import NotSaved

@@ -9,8 +9,8 @@ from typing import Any
 
 from baton.connectors.decode_bench.halves import ANSWERED
 from baton.connectors.hidden_states.settings import OUTPUT_KEY, PATH_KEY
-from baton.connectors.pull.door import Borrow, Lend
-from baton.connectors.pull.lender import PullLender
+from baton.connectors.pull.intent import Borrow, Lend
+from baton.connectors.pull.producer.loans import Loans
 from baton.connectors.pull.settings import PullSettings, TurnSettings
 from baton.connectors.pull.stats import PullStats
 from baton.core.transfer_params import CACHED_TOKENS, FIELD, OFFLOAD_CHOICES
@@ -49,7 +49,7 @@ def answer_of_an_engine(wish: Lend | Borrow) -> dict[str, Any]:
     identity = pull_identity(settings=PullSettings(turns=TurnSettings(min_tokens=1)))
     agent: Any = SimpleNamespace(address=P, lend=lambda now: LOAN, keep=lambda now, hold_s: LOAN)
     requests: Any = SimpleNamespace(params_of=lambda request: wish)
-    lender = PullLender(agent, identity, "tcp://10.0.0.7:14600", PUBLIC_KEY, requests, PullStats())
+    lender = Loans(agent, identity, "tcp://10.0.0.7:14600", PUBLIC_KEY, requests, PullStats())
     holds, params = lender.finished(REQUEST, [[4, 9]], now=0.0)
     assert holds
     assert params is not None

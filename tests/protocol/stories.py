@@ -62,7 +62,7 @@ from baton.protocol.effects import (
     StartReads,
     StreamEffect,
 )
-from baton.protocol.grouped_prompt import ONE_TABLE, Passage, Passages
+from baton.protocol.grouped_prompt import ONE_TABLE, GroupRoute, GroupRoutes
 from baton.protocol.messages import (
     Announced,
     BlockTables,
@@ -242,9 +242,9 @@ class Story:
                 wish = (TransferId(transfer), named, _hash([]), int(num_tokens), None, self._clock(d))
                 self._started(name, d.streams.want(*wish))
             case ["ready", name, claim, first_token, *pairs, "groups" | "table" as theirs, window]:
-                seeing = Passage(GroupPair(0, 0), frozenset({1}))
+                seeing = GroupRoute(GroupPair(0, 0), frozenset({1}))
                 remote = 1 if theirs == "groups" else 0
-                windowed = Passage(GroupPair(1, remote), frozenset({0}), int(window))
+                windowed = GroupRoute(GroupPair(1, remote), frozenset({0}), int(window))
                 self._ready(name, claim, first_token, pairs, (seeing, windowed))
             case ["ready", name, claim, first_token, *pairs]:
                 self._ready(name, claim, first_token, pairs, ONE_TABLE)
@@ -258,10 +258,12 @@ class Story:
             case _:
                 raise ValueError(f"no such verb: {' '.join(words)}")
 
-    def _ready(self, name: str, claim: str, first_token: str, pairs: list[str], passages: Passages) -> None:
+    def _ready(
+        self, name: str, claim: str, first_token: str, pairs: list[str], group_routes: GroupRoutes
+    ) -> None:
         d = self.nodes[name]
         may = (int(claim), _pairs(pairs), int(first_token), self._clock(d))
-        self._react(name, d.streams.ready(*may, block_tokens=1, passages=passages))
+        self._react(name, d.streams.ready(*may, block_tokens=1, group_routes=group_routes))
 
     def _clock(self, node: Node) -> float:
         return self.now * node.rate

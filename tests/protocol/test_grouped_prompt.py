@@ -10,9 +10,9 @@ from baton.core.ids import BlockId
 from baton.core.kv_groups import KVCacheGroup, group_layers
 from baton.core.layout import LayerLayout, RankLayout, Region
 from baton.protocol.effects import Part
-from baton.protocol.front import Front, num_tokens_in, parts_between
-from baton.protocol.grouped_prompt import GroupedPrompt, Passage, plan_passages
+from baton.protocol.grouped_prompt import GroupedPrompt, GroupRoute, plan_group_routes
 from baton.protocol.plan import GroupPair
+from baton.protocol.progress_frontier import ProgressFrontier, num_tokens_in, parts_between
 
 MAX_TOKENS = 40
 Groups = tuple[KVCacheGroup, ...]
@@ -84,16 +84,20 @@ def worlds(draw: st.DrawFn) -> World:
         )
     )
     layouts = [layout_of(groups, len(windows)) for groups in (theirs, ours)]
-    passages = plan_passages(layouts[:1], layouts[1:], [group.window for group in ours])
-    prompt = GroupedPrompt(passages, draw(st.integers(1, MAX_TOKENS)), draw(st.integers(1, 8)))
+    group_routes = plan_group_routes(layouts[:1], layouts[1:], [group.window for group in ours])
+    prompt = GroupedPrompt(group_routes, draw(st.integers(1, MAX_TOKENS)), draw(st.integers(1, 8)))
     return World(windows, ours, theirs, prompt)
 
 
-fronts = st.builds(Front, st.integers(0, MAX_TOKENS), st.integers(0, MAX_TOKENS), st.integers(0, 6))
+fronts = st.builds(
+    ProgressFrontier, st.integers(0, MAX_TOKENS), st.integers(0, MAX_TOKENS), st.integers(0, 6)
+)
 
 
 @given(worlds(), fronts, fronts)
-def test_each_cell_that_moves_is_in_one_part_and_no_other_is(world: World, old: Front, new: Front) -> None:
+def test_each_cell_that_moves_is_in_one_part_and_no_other_is(
+    world: World, old: ProgressFrontier, new: ProgressFrontier
+) -> None:
     num_layers, num_tokens = len(world.windows), world.prompt.num_tokens
     new = new.between(0, num_tokens)
     parts = world.prompt.cut(parts_between(old, new, num_layers))
@@ -129,7 +133,7 @@ def test_each_token_that_moves_is_found_in_its_own_block(world: World, num_ready
 
 
 PROMPT = GroupedPrompt(
-    (Passage(GroupPair(0, 0), frozenset({2})), Passage(GroupPair(1, 1), frozenset({0, 1}), 6)), 18, 4
+    (GroupRoute(GroupPair(0, 0), frozenset({2})), GroupRoute(GroupPair(1, 1), frozenset({0, 1}), 6)), 18, 4
 )
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from baton.core.errors import PeerError
 from baton.core.kv_groups import MAX_GROUPS, group_layers
 from baton.core.layout import LayerLayout, RankLayout, Region
+from baton.protocol.layout_checks import check_layout
 from baton.protocol.plan import GroupPair, PlanError, pair_groups
-from baton.protocol.soundness import check_layout
 
 
 def rank(groups: dict[str, int], **changes: int) -> RankLayout:

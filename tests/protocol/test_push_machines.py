@@ -22,7 +22,7 @@ from baton.protocol.effects import (
     Send,
     StreamEffect,
 )
-from baton.protocol.grouped_prompt import ONE_TABLE, Passage, Passages
+from baton.protocol.grouped_prompt import ONE_TABLE, GroupRoute, GroupRoutes
 from baton.protocol.messages import Announced, BlockTables, Failed, Finished, Message, Want, Working
 from baton.protocol.plan import GroupPair
 from baton.protocol.pull_consumer import PullConsumer
@@ -42,7 +42,7 @@ MODEL = ModelFingerprint(
 
 
 WINDOW = 3  # Behind eight tokens: the last three of them.
-GROUPS = (Passage(GroupPair(1, 0), frozenset({1})), Passage(GroupPair(0, 1), frozenset({0}), WINDOW))
+GROUPS = (GroupRoute(GroupPair(1, 0), frozenset({1})), GroupRoute(GroupPair(0, 1), frozenset({0}), WINDOW))
 LAYERS_OF = {passage.groups: passage.layers for passage in GROUPS}
 
 
@@ -50,9 +50,9 @@ def table(num_blocks: int) -> BlockTables:
     return (tuple(BlockId(10 + block) for block in range(num_blocks)),)
 
 
-def tables(passages: Passages) -> BlockTables:
+def tables(group_routes: GroupRoutes) -> BlockTables:
     """What P announces and lends of the whole prompt."""
-    if passages == ONE_TABLE:
+    if group_routes == ONE_TABLE:
         return table(NUM_TOKENS)
     return (
         *table(NUM_TOKENS),
@@ -94,15 +94,15 @@ def ticket(**changes: Any) -> Ticket:
 class Waiting:
     """One stream that waits, and may read."""
 
-    def __init__(self, first_token: int = 0, passages: Passages = ONE_TABLE) -> None:
+    def __init__(self, first_token: int = 0, group_routes: GroupRoutes = ONE_TABLE) -> None:
         self.pull = PullConsumer(T)
         self.push = PushConsumer(T, self.pull, NUM_LAYERS)
-        self.tables = tables(passages)
-        self.first_blocks = (0, NUM_TOKENS - WINDOW) if passages == GROUPS else ()
+        self.tables = tables(group_routes)
+        self.first_blocks = (0, NUM_TOKENS - WINDOW) if group_routes == GROUPS else ()
         wanted = self.push.want(X, P, HASH, NUM_TOKENS, 1, 0.0)
         assert wanted is not None
         self.claim, _ = wanted
-        self.push.ready(self.claim, PAIRS, first_token, 0.0, passages=passages)
+        self.push.ready(self.claim, PAIRS, first_token, 0.0, group_routes=group_routes)
 
     def hear(self, message: Message, now: float = 1.0) -> list[StreamEffect]:
         return self.push.receive(P, message, now)
@@ -129,9 +129,9 @@ said = st.lists(
 @settings(max_examples=300)
 @given(said, st.integers(0, NUM_TOKENS), st.sampled_from([ONE_TABLE, GROUPS]))
 def test_in_any_order_no_cell_is_read_twice_in_a_run_nor_in_two_runs_at_once(
-    said: list[Any], first_token: int, passages: Passages
+    said: list[Any], first_token: int, group_routes: GroupRoutes
 ) -> None:
-    stream = Waiting(first_token, passages)
+    stream = Waiting(first_token, group_routes)
     lent_paper = ticket(block_ids=stream.tables, windows=(None,) * len(stream.tables))
     run_of_reads = 0
     owed: set[Pair] = set()
@@ -163,7 +163,7 @@ def test_in_any_order_no_cell_is_read_twice_in_a_run_nor_in_two_runs_at_once(
                     if unread is None:
                         return
                     left = cells_of(unread)
-                    first_seen = (NUM_TOKENS - WINDOW if passages == GROUPS else 0, 0)  # By layer.
+                    first_seen = (NUM_TOKENS - WINDOW if group_routes == GROUPS else 0, 0)  # By layer.
                     whole = {
                         (token, layer)
                         for layer in range(NUM_LAYERS)
@@ -199,7 +199,7 @@ def test_tokens_without_a_block_are_not_read() -> None:
 
 
 def test_tokens_in_a_window_without_a_block_are_not_read() -> None:
-    stream = Waiting(passages=GROUPS)
+    stream = Waiting(group_routes=GROUPS)
     assert stream.say(1, 6, (*table(6), ())) == []
     assert stream.say(1, 5, (*table(5), ())) != []
     [read, of_window] = stream.say(1, 6, (*table(6), (BlockId(25),)))
@@ -215,14 +215,14 @@ def test_what_was_announced_before_its_blocks_could_be_judged_is_judged_then() -
     assert wanted is not None
     claim, _ = wanted
     assert push.receive(P, Announced(X, claim, 1, 6, table(6)), 1.0) == []
-    assert push.ready(claim, PAIRS, 0, 1.0, passages=GROUPS) == []
+    assert push.ready(claim, PAIRS, 0, 1.0, group_routes=GROUPS) == []
     [read, _] = push.receive(P, Announced(X, claim, 1, 6, (*table(6), table(6)[0])), 1.0)
     assert isinstance(read, ReadEarly)
 
 
 def test_an_announcement_of_which_nothing_moves_is_not_lost() -> None:
     """All layers have a window, and what is ready lies before it."""
-    stream = Waiting(passages=(Passage(GroupPair(0, 0), frozenset({0, 1}), WINDOW),))
+    stream = Waiting(group_routes=(GroupRoute(GroupPair(0, 0), frozenset({0, 1}), WINDOW),))
     first_blocks = (NUM_TOKENS - WINDOW,)
     assert stream.hear(Announced(X, stream.claim, 1, 4, ((),), first_blocks=first_blocks)) == []
     blocks = ((BlockId(25), BlockId(26)),)
@@ -233,7 +233,7 @@ def test_an_announcement_of_which_nothing_moves_is_not_lost() -> None:
 
 @pytest.mark.parametrize("lent", [tables(ONE_TABLE), (tables(GROUPS)[0], tables(GROUPS)[1][::-1])])
 def test_a_ticket_for_other_blocks_of_a_window_is_not_accepted(lent: BlockTables) -> None:
-    stream = Waiting(passages=GROUPS)
+    stream = Waiting(group_routes=GROUPS)
     stream.announce(1, 8)
     stream.hear(Finished(X, stream.claim, 1, "t"))
     paper = ticket(block_ids=lent, windows=(None,) * len(lent))

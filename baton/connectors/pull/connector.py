@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from baton.connectors.observed import ObservedConnector
-from baton.connectors.pull.door import check_at_door
 from baton.connectors.pull.identity import EngineIdentity
+from baton.connectors.pull.intent import check_at_door
 from baton.connectors.pull.scheduler import PullSchedulerHalf
 from baton.connectors.pull.stats import PullPromMetrics, PullStats
 from baton.connectors.pull.worker import PullWorkerHalf

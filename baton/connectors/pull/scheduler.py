@@ -1,6 +1,6 @@
 """The scheduler half of pull: keeps the promises (loans, leases, claims) and never touches a tensor.
 
-    host's hooks --> PullLender, PullBorrower --> PullAgent <-- control channel
+    host's hooks --> Loans, Fetches --> PullAgent <-- control channel
                           |                          |
                           +------- absorb <----------+      on the engine's thread, once or twice a step; and
                                                             on the control thread, if the only rank is here:
@@ -19,14 +19,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from baton.connectors.pull.agent import PullAgent
-from baton.connectors.pull.borrower import PullBorrower
-from baton.connectors.pull.control_thread import ControlThread
-from baton.connectors.pull.door import Borrow, Follow, OpenRequests, Resume, Seek
+from baton.connectors.pull.consumer.fetches import Fetches
+from baton.connectors.pull.control.agent import PullAgent
+from baton.connectors.pull.control.thread import ControlThread
 from baton.connectors.pull.identity import EngineIdentity
-from baton.connectors.pull.lender import BlockHolder, PullLender
+from baton.connectors.pull.intent import Borrow, Follow, OpenRequests, Resume, Seek
 from baton.connectors.pull.metadata import Order, PullHandshake, PullMetadata, PullWorkerReport
-from baton.connectors.pull.pairing import transfer_of_request
+from baton.connectors.pull.producer.loans import BlockHolder, Loans
+from baton.connectors.pull.producer.pairing import transfer_of_request
 from baton.connectors.pull.stats import PullStats
 from baton.contract import (
     KVConnectorHandshakeMetadata,
@@ -105,7 +105,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._agent = PullAgent(address, identity.fingerprint, identity.settings.timers)
         self._control = (control or self._control_thread)(self._agent, self._lock)
         self._control_wakes = control is None  # Another's owner steps when it sees fit.
-        self._lender = PullLender(
+        self._lender = Loans(
             self._agent,
             identity,
             self._control.url,
@@ -114,7 +114,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             self._stats,
             holder,
         )
-        self._borrower = PullBorrower(self._agent, identity, self._requests, self._stats)
+        self._borrower = Fetches(self._agent, identity, self._requests, self._stats)
         self._mirrors_blocks = identity.has_host_mirror and identity.is_producer
         self._bad_frames_counted = 0
         self._is_shut_down = False

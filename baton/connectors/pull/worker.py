@@ -16,10 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, assert_never
 
-from baton.connectors.pull.background import Background
-from baton.connectors.pull.cache_layout import layout_of
 from baton.connectors.pull.identity import EngineIdentity
-from baton.connectors.pull.links import PeerLinks, RunInBackground
 from baton.connectors.pull.metadata import (
     EndReads,
     FailedLoad,
@@ -32,6 +29,9 @@ from baton.connectors.pull.metadata import (
     ReadBlocks,
     ReadEnd,
 )
+from baton.connectors.pull.reads.background import Background
+from baton.connectors.pull.reads.cache_layout import layout_of
+from baton.connectors.pull.reads.links import PeerLinks, RunInBackground
 from baton.contract import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -48,8 +48,8 @@ from baton.transport.base import Transport
 if TYPE_CHECKING:
     import torch
 
-    from baton.connectors.pull.host_mirror import HostMirror
-    from baton.connectors.pull.staged_reads import StagedReader
+    from baton.connectors.pull.reads.host_mirror import HostMirror
+    from baton.connectors.pull.reads.staged import StagedReader
     from baton.contract.base import CopyBlocksOp
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         assert self._links is None, "registered once"
         packing = self._packing_of(kv_caches)
         if self._identity.has_host_mirror:
-            from baton.connectors.pull.host_mirror import HostMirror
+            from baton.connectors.pull.reads.host_mirror import HostMirror
 
             self.mirror = HostMirror(kv_caches, self._identity.block_tokens)
             kv_caches = self.mirror.caches
@@ -311,6 +311,6 @@ def _kind_of_device(layout: RankLayout) -> str:
 
 def _staged_reader(layout: RankLayout, kv_caches: dict[str, torch.Tensor]) -> StagedReader:
     # Here, since only a process that holds tensors has to load torch.
-    from baton.connectors.pull.staged_reads import StagedReader
+    from baton.connectors.pull.reads.staged import StagedReader
 
     return StagedReader.of_caches(layout, kv_caches)

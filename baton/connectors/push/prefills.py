@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.connectors.pull.agent import PullAgent
+from baton.connectors.pull.control.agent import PullAgent
 from baton.contract import host
 from baton.core.ids import BlockId, TransferId
 from baton.core.kv_groups import NULL_BLOCK_ID, KVCacheGroup, is_hybrid

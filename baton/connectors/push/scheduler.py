@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from baton.connectors.pull.agent import PullAgent
-from baton.connectors.pull.door import Lend, hash_of_prompt
+from baton.connectors.pull.control.agent import PullAgent
 from baton.connectors.pull.identity import EngineIdentity
-from baton.connectors.pull.lender import BlockHolder
+from baton.connectors.pull.intent import Lend, hash_of_prompt
 from baton.connectors.pull.metadata import PullMetadata, PullWorkerReport
-from baton.connectors.pull.pairing import transfer_of_request
+from baton.connectors.pull.producer.loans import BlockHolder
+from baton.connectors.pull.producer.pairing import transfer_of_request
 from baton.connectors.pull.scheduler import ControlPort, PullSchedulerHalf, boot_clock
 from baton.connectors.push.layer_reports import LayerReportReceiver
 from baton.connectors.push.metadata import PushMetadata

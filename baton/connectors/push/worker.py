@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.connectors.extra_config import FIELD
 from baton.connectors.pull.identity import EngineIdentity
-from baton.connectors.pull.links import RunInBackground
+from baton.connectors.pull.reads.links import RunInBackground
 from baton.connectors.pull.worker import PullWorkerHalf
 from baton.connectors.push.layer_reports import LayerReporter
 from baton.connectors.push.metadata import PushMetadata

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
-from baton.connectors.pull.agent import PullAgent
+from baton.connectors.pull.control.agent import PullAgent
 from baton.connectors.push.scheduler import PushSchedulerHalf
 from baton.connectors.push.settings import PushSettings
 from baton.connectors.push.worker import PushWorkerHalf

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from baton.connectors.pull.door import Borrow, read_params
-from baton.connectors.pull.incoming_handoff import IncomingHandoff
+from baton.connectors.pull.consumer.fetch import Fetch
+from baton.connectors.pull.intent import Borrow, read_params
 from baton.core.ids import BlockId, Pair
 from baton.core.kv_groups import KVCacheGroup
 from baton.core.reasons import Fault
-from baton.protocol.grouped_prompt import Passages
+from baton.protocol.grouped_prompt import GroupRoutes
 from baton.protocol.handshake import RankCard
 from baton.protocol.ticket import BadTicket, Ticket, open_ticket
 from baton.sim.full.engine import Engine
@@ -30,15 +30,15 @@ def _shorter(groups: tuple[KVCacheGroup, ...]) -> tuple[KVCacheGroup, ...]:
 def _read_less(engine: Engine) -> None:
     """D takes its windows for one token shorter than they are."""
     planner = engine.half._borrower._reads._planner
-    plan_passages = planner.passages
+    plan_group_routes = planner.group_routes
 
-    def plan_shorter(ranks: Sequence[RankCard]) -> Passages:
+    def plan_shorter(ranks: Sequence[RankCard]) -> GroupRoutes:
         return tuple(
             passage._replace(window=passage.window - 1) if passage.window is not None else passage
-            for passage in plan_passages(ranks)
+            for passage in plan_group_routes(ranks)
         )
 
-    planner.passages = plan_shorter  # type: ignore[method-assign]
+    planner.group_routes = plan_shorter  # type: ignore[method-assign]
     planner.check_windows = _check_nothing  # type: ignore[method-assign]
 
 
@@ -49,7 +49,7 @@ def _with_tables(tables_of: Callable[[Ticket], tuple[tuple[BlockId, ...], ...]])
         orders = engine.half._borrower._orders
         read_lent = orders.read_lent
 
-        def read(incoming: IncomingHandoff, pairs: Sequence[Pair]) -> None:
+        def read(incoming: Fetch, pairs: Sequence[Pair]) -> None:
             offer = incoming.offer
             assert offer is not None
             assert offer.ticket is not None
@@ -78,7 +78,7 @@ def _write_askew(engine: Engine) -> None:
     orders = engine.half._borrower._orders
     read_lent = orders.read_lent
 
-    def read(incoming: IncomingHandoff, pairs: Sequence[Pair]) -> None:
+    def read(incoming: Fetch, pairs: Sequence[Pair]) -> None:
         tables = incoming.tables
         incoming.tables = (*tables[1:], tables[0])
         read_lent(incoming, pairs)
@@ -103,7 +103,7 @@ def _believe_windows(engine: Engine) -> None:
         assert isinstance(wish, Borrow)
         return wish
 
-    def accept_of_stream(incoming: IncomingHandoff, text: str, now: float) -> None:
+    def accept_of_stream(incoming: Fetch, text: str, now: float) -> None:
         borrower._agent.accept(incoming.claim, open_ticket(text, borrower._identity.ticket_key), now)
 
     borrower.verify = verify_all_but_layout  # type: ignore[method-assign]
@@ -111,7 +111,7 @@ def _believe_windows(engine: Engine) -> None:
     borrower._reads._planner.check_windows = _check_nothing  # type: ignore[method-assign]
 
 
-def _check_nothing(passages: Passages, ticket: Ticket) -> None:
+def _check_nothing(group_routes: GroupRoutes, ticket: Ticket) -> None:
     return
 
 

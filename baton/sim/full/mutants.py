@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from baton.connectors.pull.door import Borrow, read_params
+from baton.connectors.pull.intent import Borrow, read_params
 from baton.connectors.push.prefills import _Step
 from baton.connectors.push.scheduler import PushSchedulerHalf
 from baton.core.errors import BadTransferParams, PeerError

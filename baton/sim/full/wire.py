@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 import msgspec
 
-from baton.connectors.pull.agent import PullAgent
-from baton.connectors.pull.control_thread import ControlThread, _Way
+from baton.connectors.pull.control.agent import PullAgent
+from baton.connectors.pull.control.thread import ControlThread, _Way
 from baton.protocol.messages import (
     Announced,
     Envelope,

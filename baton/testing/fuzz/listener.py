@@ -21,8 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
-from baton.connectors.pull.agent import PullAgent
-from baton.connectors.pull.control_thread import ControlThread
+from baton.connectors.pull.control.agent import PullAgent
+from baton.connectors.pull.control.thread import ControlThread
 from baton.core.errors import PeerError
 from baton.core.hashing import prompt_hash
 from baton.core.ids import Address, EngineId, LoanId, Pair, TransferId

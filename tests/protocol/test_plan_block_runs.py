@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from baton.core.errors import TransferError
 from baton.core.layout import LayerLayout, RankLayout, Region
-from baton.protocol.pieces import num_shapes, period_shapes, plan_pieces
+from baton.protocol.block_runs import num_shapes, period_shapes, plan_block_runs
+from baton.protocol.conversion import chunk_spans, plan_chunk, plan_conversion, plan_groups
 from baton.protocol.plan import PlanError, Share
-from baton.protocol.slots import Shape
-from baton.protocol.ways import chunk_spans, plan_chunk, plan_groups, plan_way
+from baton.protocol.token_spans import Shape
 
 sizes = st.integers(1, 12)
 
@@ -27,7 +27,7 @@ def test_every_token_of_the_range_moves_once_between_its_slots(
 ) -> None:
     local, remote = tables(first + count, ours, theirs, seed)
     moved: dict[tuple[int, int], tuple[int, int]] = {}
-    for shape, local_blocks, remote_blocks in plan_pieces(
+    for shape, local_blocks, remote_blocks in plan_block_runs(
         first, count, ours, theirs, local, remote, rounds_up=rounds_up
     ):
         assert len(local_blocks) == len(remote_blocks) > 0
@@ -56,24 +56,24 @@ def test_the_shapes_of_a_period_are_those_of_any_long_prompt(ours: int, theirs: 
     shapes = period_shapes(ours, theirs)
     assert len(set(shapes)) == len(shapes) == num_shapes(ours, theirs)
     local, remote = tables(ours * theirs * 2, ours, theirs, 0)
-    pieces = plan_pieces(0, ours * theirs * 2, ours, theirs, local, remote, rounds_up=True)
+    pieces = plan_block_runs(0, ours * theirs * 2, ours, theirs, local, remote, rounds_up=True)
     assert {piece.shape for piece in pieces} == set(shapes)
 
 
 def test_equal_blocks_are_one_piece_and_perhaps_an_edge() -> None:
     local, remote = list(range(10)), list(range(10, 20))
-    (whole,) = plan_pieces(8, 21, 4, 4, local, remote, rounds_up=True)
+    (whole,) = plan_block_runs(8, 21, 4, 4, local, remote, rounds_up=True)
     assert whole == (Shape(0, 0, 4), (2, 3, 4, 5, 6, 7), (12, 13, 14, 15, 16, 17))
-    whole, edge = plan_pieces(8, 21, 4, 4, local, remote, rounds_up=False)
+    whole, edge = plan_block_runs(8, 21, 4, 4, local, remote, rounds_up=False)
     assert whole.local_blocks == (2, 3, 4, 5, 6)
     assert edge == (Shape(0, 0, 1), (7,), (17,))
 
 
 def test_tokens_behind_the_end_of_a_table_are_refused() -> None:
     with pytest.raises(TransferError, match="9 tokens do not lie in 2 local blocks of 4"):
-        plan_pieces(0, 9, 4, 4, [1, 2], [1, 2, 3], rounds_up=True)
+        plan_block_runs(0, 9, 4, 4, [1, 2], [1, 2, 3], rounds_up=True)
     with pytest.raises(TransferError, match="9 tokens do not lie in 1 remote blocks of 8"):
-        plan_pieces(0, 9, 4, 8, [1, 2, 3], [1], rounds_up=True)
+        plan_block_runs(0, 9, 4, 8, [1, 2, 3], [1], rounds_up=True)
 
 
 # --- Straight or staged ------------------------------------------------------------------------
@@ -134,17 +134,17 @@ ALL = Share(range(4), ("l0", "l1"))
 def test_a_way_is_straight_unless_runs_would_be_short_or_numbers_change(
     theirs: RankLayout, ours: RankLayout, share: Share, is_staged: bool
 ) -> None:
-    assert plan_way(ours, theirs, share).is_staged == is_staged
+    assert plan_conversion(ours, theirs, share).is_staged == is_staged
 
 
 def test_a_conversion_declares_its_loss_and_can_be_forbidden() -> None:
     ours, theirs = rank(dtype="bfloat16", slot_bytes=128), rank()
-    assert plan_way(ours, theirs, ALL).loss.startswith("float32 -> bfloat16: lossy")
-    assert plan_way(theirs, ours, ALL).loss == ""
+    assert plan_conversion(ours, theirs, ALL).loss.startswith("float32 -> bfloat16: lossy")
+    assert plan_conversion(theirs, ours, ALL).loss == ""
     with pytest.raises(PlanError, match="dtype: ours 'bfloat16', theirs 'float32'"):
-        plan_way(ours, theirs, ALL, converts_dtype=False)
+        plan_conversion(ours, theirs, ALL, converts_dtype=False)
     with pytest.raises(PlanError, match="slots of l0: ours 128 bytes of bfloat16, theirs 128 bytes"):
-        plan_way(ours, rank(slot_bytes=128), ALL)
+        plan_conversion(ours, rank(slot_bytes=128), ALL)
 
 
 @given(

@@ -9,7 +9,7 @@ from baton.connectors.pull.identity import EngineIdentity
 from baton.core.errors import ConfigError, PeerError
 from baton.core.layout import SLOT, LayerLayout, RankLayout, Region
 from baton.core.topology import kv_heads_of
-from baton.protocol.soundness import check_layout
+from baton.protocol.layout_checks import check_layout
 
 if TYPE_CHECKING:
     import torch

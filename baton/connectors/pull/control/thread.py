@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from baton.connectors.pull.agent import PullAgent
+from baton.connectors.pull.control.agent import PullAgent
 from baton.contract import ConnectorDead
 from baton.core.errors import BadTransferParams, PeerError, TransferError
 from baton.core.ids import Address

@@ -25,23 +25,23 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from baton.connectors.pull.link_wire import LinkWire, Ready, StagedOrder
 from baton.connectors.pull.metadata import LostLink, ReadBlocks, ReadEnd
-from baton.connectors.pull.operations import Operations, Spans
-from baton.connectors.pull.parts import Parts, Read
+from baton.connectors.pull.reads.link_wire import LinkWire, Ready, StagedOrder
+from baton.connectors.pull.reads.operations import Operations, Spans
+from baton.connectors.pull.reads.parts import Parts, Read
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address, Pair
 from baton.core.layout import RankLayout
+from baton.protocol.block_runs import BlockRun, period_shapes, plan_block_runs
+from baton.protocol.conversion import plan_conversion
 from baton.protocol.handshake import RankCard
-from baton.protocol.pieces import Piece, period_shapes, plan_pieces
 from baton.protocol.plan import PlanError, Share, plan_shares
-from baton.protocol.slots import Shape
-from baton.protocol.ways import plan_way
+from baton.protocol.token_spans import Shape
 from baton.transport import choose_transport
 from baton.transport.base import Transport
 
 if TYPE_CHECKING:
-    from baton.connectors.pull.staged_reads import StagedReader
+    from baton.connectors.pull.reads.staged import StagedReader
 
 logger = logging.getLogger(__name__)
 
@@ -305,7 +305,7 @@ class PeerLinks:
         if ready.way.is_staged:
             return self._begin_staged(link, ready, read, layers)
         try:
-            pieces = plan_pieces(
+            pieces = plan_block_runs(
                 order.first_token,
                 order.num_tokens,
                 self._layout.block_tokens,
@@ -352,7 +352,7 @@ class PeerLinks:
         return tuple(name for name in layers if name in named)
 
     def _post(
-        self, link: _Link, ready: Ready, read: Read, pieces: Sequence[Piece], spans: Sequence[Spans]
+        self, link: _Link, ready: Ready, read: Read, pieces: Sequence[BlockRun], spans: Sequence[Spans]
     ) -> None:
         if link.is_lost:
             read.fail("the peer is gone")
@@ -441,7 +441,7 @@ class PeerLinks:
         remote = link.card.layout
         sources = {source: link.cards[source].layout for source in link.key.sources}
         share = plan_shares(self._layout, sources).get(link.key.source, Share(range(0), ()))
-        way = plan_way(self._layout, remote, share, converts_dtype=self._converts_dtype)
+        way = plan_conversion(self._layout, remote, share, converts_dtype=self._converts_dtype)
         if way.is_staged and self._staged is None:
             raise PlanError("the layouts differ in a way that needs a staging buffer")
         if way.is_staged:
@@ -464,7 +464,7 @@ class PeerLinks:
             raise
 
     def _prepare_and_post(
-        self, link: _Link, ready: Ready, read: Read, layers: tuple[str, ...], pieces: Sequence[Piece]
+        self, link: _Link, ready: Ready, read: Read, layers: tuple[str, ...], pieces: Sequence[BlockRun]
     ) -> None:
         spans: list[Spans] = []
         try:

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.connectors.pull.door import num_blocks
 from baton.connectors.pull.identity import EngineIdentity
+from baton.connectors.pull.intent import num_blocks
 from baton.connectors.pull.metadata import ReadEnd
 from baton.contract import host
 from baton.core.ids import Address, TransferId
 from baton.core.kv_groups import NULL_BLOCK_ID, is_hybrid
 from baton.core.reasons import FailureCode
 from baton.protocol.effects import Part
-from baton.protocol.front import num_tokens_in
-from baton.protocol.grouped_prompt import ONE_TABLE, Passages
+from baton.protocol.grouped_prompt import ONE_TABLE, GroupRoutes
+from baton.protocol.progress_frontier import num_tokens_in
 from baton.protocol.ticket import Ticket
 
 
@@ -42,7 +42,7 @@ class Offer:
 
 
 @dataclass(slots=True)
-class IncomingHandoff:
+class Fetch:
     request_id: str
     state: State
     offer: Offer | None = None
@@ -52,7 +52,7 @@ class IncomingHandoff:
     first_token: int = 0  # Those before it were here already.
     num_moved_tokens: int = 0
     tables: tuple[tuple[int, ...], ...] = ()  # Of each KV-cache group, from token 0 on.
-    passages: Passages = ONE_TABLE
+    group_routes: GroupRoutes = ONE_TABLE
     early: list[Part] = field(default_factory=list)  # Ordered while the prefill ran, in the run that counts.
     unread: tuple[Part, ...] | None = None  # What is lent and not read yet; None: all that is missing here.
     fetched_at: float = 0.0
@@ -101,7 +101,7 @@ def blocks_from(
     return tuple(block_id for table in tables for block_id in table[first:] if block_id not in null)
 
 
-def record_of(incoming: IncomingHandoff, num_moved_blocks: int, now: float) -> dict[str, Any]:
+def record_of(incoming: Fetch, num_moved_blocks: int, now: float) -> dict[str, Any]:
     """One delivered transfer, for logs, metrics and the demo's table."""
     assert incoming.offer is not None
     ends = incoming.read_ends

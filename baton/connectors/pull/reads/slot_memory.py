@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 import torch
 
-from baton.connectors.pull.cache_layout import with_heads
+from baton.connectors.pull.reads.cache_layout import with_heads
 from baton.core.layout import FORMATS, PLANES, NumberFormat, RankLayout
-from baton.protocol.soundness import heads_of, slot_bytes_of, token_stride_of
+from baton.protocol.layout_checks import heads_of, slot_bytes_of, token_stride_of
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # By itemsize: dtypes that every operation knows.
 

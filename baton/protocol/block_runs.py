@@ -4,9 +4,9 @@
     D, 16 tokens   |     0     |     1     |     2     |     3     |          tokens 10 to 55
     pieces                 (a) |    (b)    |    (c)    | (d) |
 
-The range is cut wherever a block of either side ends. Runs that begin at the same place of their blocks and
-are equally long are one `Piece`: the same spans, at other blocks. Here (b) alone, (c) alone, and the edges.
-With equal sizes all that is not an edge is one piece.
+The range is cut wherever a block of either side ends. Pieces that start at the same offset in their blocks
+and have the same length are one `BlockRun`: the same spans, in other blocks. In the picture (a), (b), (c) and
+(d) are four runs. With equal block sizes everything but the edges is one run.
 
 **Tails.** A part that ends with the claim is rounded up to where the blocks at hand end: whole blocks are
 cheaper to move: what lies behind the last token is junk on both sides. Nothing is zeroed: a position is read
@@ -19,10 +19,10 @@ from math import gcd, lcm
 from typing import NamedTuple
 
 from baton.core.errors import TransferError
-from baton.protocol.slots import Shape
+from baton.protocol.token_spans import Shape
 
 
-class Piece(NamedTuple):
+class BlockRun(NamedTuple):
     """The same run of tokens in several pairs of blocks."""
 
     shape: Shape
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
     remote_blocks: tuple[int, ...]
 
 
-def plan_pieces(
+def plan_block_runs(
     first_token: int,
     num_tokens: int,
     local_block_tokens: int,
@@ -39,7 +39,7 @@ def plan_pieces(
     remote_table: Sequence[int],
     *,
     rounds_up: bool,
-) -> list[Piece]:
+) -> list[BlockRun]:
     """Raises TransferError for tokens behind the end of a table."""
     last_token = first_token + num_tokens
     check_tables(last_token, local_block_tokens, remote_block_tokens, local_table, remote_table)
@@ -60,14 +60,14 @@ def plan_pieces(
         local.append(local_table[start // local_block_tokens])
         remote.append(remote_table[start // remote_block_tokens])
         start = end
-    return [Piece(shape, tuple(local), tuple(remote)) for shape, (local, remote) in blocks.items()]
+    return [BlockRun(shape, tuple(local), tuple(remote)) for shape, (local, remote) in blocks.items()]
 
 
 def period_shapes(local_block_tokens: int, remote_block_tokens: int) -> tuple[Shape, ...]:
     """The shapes of all pieces of a long prompt, but for its edges."""
     period = lcm(local_block_tokens, remote_block_tokens)
     num_local, num_remote = period // local_block_tokens, period // remote_block_tokens
-    pieces = plan_pieces(
+    pieces = plan_block_runs(
         0,
         period,
         local_block_tokens,
@@ -103,15 +103,15 @@ def check_tables(
 
 def _equal_pieces(
     first_token: int, last_token: int, size: int, local_table: Sequence[int], remote_table: Sequence[int]
-) -> list[Piece]:
+) -> list[BlockRun]:
     """The way that most go: one slice of either table, and perhaps an edge."""
     first, last = first_token // size, last_token // size
     pieces = []
     if last > first:
         whole = Shape(0, 0, size)
-        pieces.append(Piece(whole, tuple(local_table[first:last]), tuple(remote_table[first:last])))
+        pieces.append(BlockRun(whole, tuple(local_table[first:last]), tuple(remote_table[first:last])))
     if rest := last_token - last * size:
-        pieces.append(Piece(Shape(0, 0, rest), (local_table[last],), (remote_table[last],)))
+        pieces.append(BlockRun(Shape(0, 0, rest), (local_table[last],), (remote_table[last],)))
     return pieces
 
 

@@ -12,7 +12,7 @@ from baton.connectors.push import PushSettings
 from baton.core.config import EngineConfig
 from baton.core.ids import Epoch
 from baton.engine.step import SchedulerOutput
-from baton.vllm_plugin.rest import Rest
+from baton.vllm_plugin.idle_backoff import IdleBackoff
 from baton.vllm_plugin.scheduler_half import VllmPushSchedulerHalf
 from tests.connectors.pull_world import Station, World
 from tests.connectors.push_world import PushEngine, PushWorld
@@ -21,7 +21,7 @@ from tests.vllm_plugin.world import Block, Pool
 TOKENS = list(range(10, 21))
 
 
-class Rested(Rest):
+class Rested(IdleBackoff):
     """Counts the rests instead of taking them."""
 
     count = 0
@@ -118,7 +118,7 @@ def test_an_engine_whose_reads_run_does_not_rest(world: VllmPushWorld, d: VllmPu
 
 
 def test_what_is_heard_ends_a_rest_also_before_it_has_begun() -> None:
-    rest = Rest()
+    rest = IdleBackoff()
     rest.end()
     assert rest._has_news.is_set()
     rest.take()

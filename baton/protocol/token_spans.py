@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from baton.core.errors import TransferError
 from baton.core.layout import CopySpan, LayerLayout, RankLayout
-from baton.protocol.soundness import heads_of, slot_bytes_of, token_stride_of
+from baton.protocol.layout_checks import heads_of, slot_bytes_of, token_stride_of
 
 
 class Shape(NamedTuple):

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from baton.connectors.pull.parts import Read
+from baton.connectors.pull.reads.parts import Read
 from baton.transport.base import Completion, OpId, Prepared, Transport
 
 LOOK_AGAIN_S = 0.2  # A waiting thread is woken earlier by what it waits for.

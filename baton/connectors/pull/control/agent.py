@@ -15,7 +15,7 @@ from baton.core.layout import ModelFingerprint
 from baton.core.reasons import FailureReason
 from baton.core.timers import Timers
 from baton.protocol.effects import Effect, PeerLost, Send, StreamEffect
-from baton.protocol.grouped_prompt import ONE_TABLE, Passages
+from baton.protocol.grouped_prompt import ONE_TABLE, GroupRoutes
 from baton.protocol.handshake import RankCard, encode_ranks
 from baton.protocol.messages import BlockTables, Envelope, pack_sends
 from baton.protocol.peers import PeerTable, admit
@@ -134,14 +134,14 @@ class PullAgent:
         now: float,
         *,
         block_tokens: int | None = None,
-        passages: Passages = ONE_TABLE,
+        group_routes: GroupRoutes = ONE_TABLE,
     ) -> None:
         """From now on read what is announced, behind the first `first_token` tokens.
 
         `block_tokens` are the producer's, if it has not introduced itself.
         """
         ready = self._streams.ready(
-            claim, pairs, first_token, now, block_tokens=block_tokens, passages=passages
+            claim, pairs, first_token, now, block_tokens=block_tokens, group_routes=group_routes
         )
         self._carry_out(ready, now)
 

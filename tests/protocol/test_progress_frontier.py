@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.protocol.front import Front, parts_between
+from baton.protocol.progress_frontier import ProgressFrontier, parts_between
 
 NUM_LAYERS = 4
-fronts = st.builds(Front, st.integers(0, 9), st.integers(0, 9), st.integers(0, NUM_LAYERS + 1))
+fronts = st.builds(ProgressFrontier, st.integers(0, 9), st.integers(0, 9), st.integers(0, NUM_LAYERS + 1))
 
 
-def cells_of(front: Front) -> set[tuple[int, int]]:
+def cells_of(front: ProgressFrontier) -> set[tuple[int, int]]:
     whole = {(token, layer) for token in range(front.num_tokens) for layer in range(NUM_LAYERS)}
     layers = range(min(front.partial_layers, NUM_LAYERS))
     return whole | {(token, layer) for token in range(front.partial_tokens) for layer in layers}
@@ -17,7 +17,7 @@ def cells_of(front: Front) -> set[tuple[int, int]]:
 
 @given(fronts, fronts)
 def test_the_parts_between_two_fronts_are_exactly_what_lies_between_and_never_overlap(
-    old: Front, new: Front
+    old: ProgressFrontier, new: ProgressFrontier
 ) -> None:
     cells = [
         (token, layer)
@@ -30,22 +30,22 @@ def test_the_parts_between_two_fronts_are_exactly_what_lies_between_and_never_ov
 
 
 @given(fronts, fronts)
-def test_a_front_that_reaches_another_has_all_of_it(new: Front, old: Front) -> None:
+def test_a_front_that_reaches_another_has_all_of_it(new: ProgressFrontier, old: ProgressFrontier) -> None:
     if new.reaches(old):
         assert cells_of(new) >= cells_of(old)
 
 
 @given(fronts, st.integers(0, 9), st.integers(0, 9))
-def test_between_keeps_what_is_wanted(front: Front, first: int, end: int) -> None:
+def test_between_keeps_what_is_wanted(front: ProgressFrontier, first: int, end: int) -> None:
     first = min(first, end)
     kept = cells_of(front.between(first, end))
     inside = {cell for cell in cells_of(front) if cell[0] < end}
-    assert kept == inside | cells_of(Front(first))
+    assert kept == inside | cells_of(ProgressFrontier(first))
 
 
 def test_a_chunk_that_is_announced_by_layers_is_read_by_layers() -> None:
-    assert parts_between(Front(8, 16, 1), Front(8, 16, 3), 4)[0].layers == (1, 3)
-    [rest] = parts_between(Front(8, 16, 3), Front(16), 4)
+    assert parts_between(ProgressFrontier(8, 16, 1), ProgressFrontier(8, 16, 3), 4)[0].layers == (1, 3)
+    [rest] = parts_between(ProgressFrontier(8, 16, 3), ProgressFrontier(16), 4)
     assert (rest.first_token, rest.num_tokens, rest.layers) == (8, 8, (3, 4))
-    whole, begun = parts_between(Front(8), Front(16, 24, 1), 4)
+    whole, begun = parts_between(ProgressFrontier(8), ProgressFrontier(16, 24, 1), 4)
     assert (whole.layers, begun.layers) == (None, (0, 1))

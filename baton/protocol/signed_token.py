@@ -22,7 +22,7 @@ from baton.core.reasons import Fault
 from baton.core.transfer_params import FIELD
 
 
-class BadPaper(BadTransferParams):
+class BadSignedToken(BadTransferParams):
     """A signed paper that is not believed, or not for us."""
 
     key = ""  # Its name in kv_transfer_params.
@@ -37,12 +37,12 @@ class _Head(msgspec.Struct, array_like=True):
     version: int
 
 
-class Paper(Protocol):
+class SignedToken(Protocol):
     @property
     def version(self) -> int: ...
 
 
-P = TypeVar("P", bound=Paper)
+P = TypeVar("P", bound=SignedToken)
 
 _encoder = msgspec.msgpack.Encoder()
 _sealed_decoder = msgspec.msgpack.Decoder(tuple[bytes, bytes])
@@ -50,13 +50,13 @@ _head_decoder = msgspec.msgpack.Decoder(_Head)
 _MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-class Seal(Generic[P]):
+class TokenSigner(Generic[P]):
     """How one kind of paper is signed and opened."""
 
     def __init__(
         self,
         kind: type[P],
-        error: Callable[[Fault, str], BadPaper],
+        error: Callable[[Fault, str], BadSignedToken],
         *,
         version: int,
         max_chars: int,

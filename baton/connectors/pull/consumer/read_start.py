@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.connectors.pull.agent import PullAgent
-from baton.connectors.pull.door import check_offer
+from baton.connectors.pull.consumer.fetch import Fetch, State
+from baton.connectors.pull.consumer.rank_orders import RankOrders
+from baton.connectors.pull.control.agent import PullAgent
 from baton.connectors.pull.identity import EngineIdentity
-from baton.connectors.pull.incoming_handoff import IncomingHandoff, State
-from baton.connectors.pull.rank_orders import RankOrders
-from baton.connectors.pull.read_planner import ReadPlanner
+from baton.connectors.pull.intent import check_offer
+from baton.connectors.pull.reads.planner import ReadPlanner
 from baton.core.errors import BadTransferParams
 from baton.core.ids import Pair
 from baton.core.layout import RankLayout
@@ -39,7 +39,7 @@ class ReadStart:
         """Our own ranks' memory is known: from now on there is something to read into."""
         self._planner.registered(layouts)
 
-    def open_ticket(self, incoming: IncomingHandoff, text: str, now: float) -> None:
+    def open_ticket(self, incoming: Fetch, text: str, now: float) -> None:
         """A stream's; that it is for the blocks that were announced, the machine sees."""
         assert incoming.request is not None, "a stream ends once"
         request, incoming.request = incoming.request, None
@@ -51,7 +51,7 @@ class ReadStart:
         else:
             self._agent.accept(incoming.claim, ticket, now)
 
-    def start_if_ready(self, incoming: IncomingHandoff, now: float) -> None:
+    def start_if_ready(self, incoming: Fetch, now: float) -> None:
         """Call it when any of the three has come; once all have, it starts once."""
         assert incoming.offer is not None
         producer = incoming.offer.producer
@@ -63,9 +63,9 @@ class ReadStart:
             return
         try:
             pairs = self._planner.pairs(ranks)
-            incoming.passages = self._planner.passages(ranks)
+            incoming.group_routes = self._planner.group_routes(ranks)
             if ticket is not None:
-                self._planner.check_windows(incoming.passages, ticket)
+                self._planner.check_windows(incoming.group_routes, ticket)
         except PlanError as error:
             self._agent.lose(producer, FailureReason(FailureCode.LAYOUT_MISMATCH, str(error)), now)
             return
@@ -75,13 +75,11 @@ class ReadStart:
         else:
             self._read_early(incoming, pairs, ranks[0].layout.block_tokens, now)
 
-    def _read_early(
-        self, incoming: IncomingHandoff, pairs: tuple[Pair, ...], block_tokens: int, now: float
-    ) -> None:
+    def _read_early(self, incoming: Fetch, pairs: tuple[Pair, ...], block_tokens: int, now: float) -> None:
         """`block_tokens`: the producer's."""
         incoming.reads_early = True
         ours = self._identity.block_tokens
-        if incoming.passages != ONE_TABLE and block_tokens != ours:
+        if incoming.group_routes != ONE_TABLE and block_tokens != ours:
             text = f"blocks of another size, {block_tokens} tokens and not {ours}: groups need the same"
             reason = FailureReason(FailureCode.BLOCK_SIZE_MISMATCH, text)
             self._agent.refuse(incoming.claim, reason, now)  # As its ticket would be.
@@ -92,5 +90,5 @@ class ReadStart:
             incoming.first_token,
             now,
             block_tokens=block_tokens,
-            passages=incoming.passages,
+            group_routes=incoming.group_routes,
         )

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
-from baton.connectors.pull.agent import PullAgent
-from baton.connectors.pull.door import (
+from baton.connectors.pull.control.agent import PullAgent
+from baton.connectors.pull.identity import EngineIdentity
+from baton.connectors.pull.intent import (
     Borrow,
     Follow,
     Lend,
@@ -24,8 +25,7 @@ from baton.connectors.pull.door import (
     hash_of_tokens,
     num_blocks,
 )
-from baton.connectors.pull.identity import EngineIdentity
-from baton.connectors.pull.pairing import transfer_of_request
+from baton.connectors.pull.producer.pairing import transfer_of_request
 from baton.connectors.pull.settings import TurnSettings
 from baton.connectors.pull.stats import PullStats
 from baton.contract import host
@@ -57,7 +57,7 @@ class BlockHolder(Protocol):
         """A loan that was never held changes nothing."""
 
 
-class PullLender:
+class Loans:
     def __init__(
         self,
         agent: PullAgent,

@@ -14,7 +14,7 @@ from baton.protocol.effects import Part
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class ProgressFrontier:
     num_tokens: int
     partial_tokens: int = 0
     partial_layers: int = 0
@@ -24,7 +24,7 @@ class Front:
             return num_layers
         return min(self.partial_layers, num_layers) if token < self.partial_tokens else 0
 
-    def reaches(self, other: "Front") -> bool:
+    def reaches(self, other: "ProgressFrontier") -> bool:
         """Is everything behind `other` behind this one, whatever the number of layers?"""
         if self.num_tokens >= other.end:
             return True
@@ -41,16 +41,16 @@ class Front:
         """The first token of which nothing is behind it."""
         return max(self.num_tokens, self.partial_tokens if self.partial_layers else 0)
 
-    def between(self, first_token: int, end_token: int) -> "Front":
+    def between(self, first_token: int, end_token: int) -> "ProgressFrontier":
         """At least, and at most, so far."""
-        return Front(
+        return ProgressFrontier(
             min(max(self.num_tokens, first_token), end_token),
             min(self.partial_tokens, end_token),
             self.partial_layers,
         )
 
 
-def parts_between(old: Front, new: Front, num_layers: int) -> tuple[Part, ...]:
+def parts_between(old: ProgressFrontier, new: ProgressFrontier, num_layers: int) -> tuple[Part, ...]:
     """What is behind `new` and not behind `old`, in parts that do not overlap."""
     parts = []
     for first, end in pairwise(sorted({0, old.num_tokens, old.end, new.num_tokens, new.end})):

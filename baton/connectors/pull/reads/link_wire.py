@@ -10,13 +10,13 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from baton.connectors.pull.operations import Operations, Spans
-from baton.connectors.pull.parts import Read
+from baton.connectors.pull.reads.operations import Operations, Spans
+from baton.connectors.pull.reads.parts import Read
 from baton.core.errors import TransferError
 from baton.core.layout import CopySpan, RankLayout
+from baton.protocol.conversion import Conversion
 from baton.protocol.plan import Share, share_spans
-from baton.protocol.slots import Shape
-from baton.protocol.ways import Way
+from baton.protocol.token_spans import Shape
 from baton.transport.base import OpId, PeerHandle, Transport
 
 PREPARED_MAX = 2048
@@ -32,7 +32,7 @@ class Ready:
         local: RankLayout,
         remote: RankLayout,
         share: Share,
-        way: Way,
+        way: Conversion,
     ) -> None:
         self.transport = transport
         self.peer = peer

@@ -17,14 +17,14 @@ from typing import Protocol
 
 import torch
 
-from baton.connectors.pull.conversion import SlotMemory, move_tokens
-from baton.connectors.pull.link_wire import StagedOrder
-from baton.connectors.pull.operations import Spans
-from baton.connectors.pull.staging import Staging
+from baton.connectors.pull.reads.link_wire import StagedOrder
+from baton.connectors.pull.reads.operations import Spans
+from baton.connectors.pull.reads.slot_memory import SlotMemory, move_tokens
+from baton.connectors.pull.reads.staging_buffer import Staging
 from baton.core.layout import PLANES, CopySpan, RankLayout, Region
-from baton.protocol.pieces import check_tables
-from baton.protocol.soundness import heads_of
-from baton.protocol.ways import StagedChunk, chunk_spans, plan_chunk, plan_groups
+from baton.protocol.block_runs import check_tables
+from baton.protocol.conversion import StagedChunk, chunk_spans, plan_chunk, plan_groups
+from baton.protocol.layout_checks import heads_of
 from baton.transport.base import OpId
 
 IN_FLIGHT_MAX = 2

@@ -20,42 +20,44 @@ from baton.core.layout import (
     can_convert,
     declared_loss,
 )
-from baton.protocol.pieces import num_shapes
+from baton.protocol.block_runs import num_shapes
+from baton.protocol.layout_checks import heads_of, slot_bytes_of, token_stride_of
 from baton.protocol.plan import Share
-from baton.protocol.slots import PlanError, Shape, check_equal, slot_spans
-from baton.protocol.soundness import heads_of, slot_bytes_of, token_stride_of
+from baton.protocol.token_spans import PlanError, Shape, check_equal, slot_spans
 
 RUN_BYTES_MIN = 2048  # A copy of less costs more than passing the bytes through the cache once again.
 SHAPES_MAX = 16  # Each is an operation of its own.
 
 
-class Way(NamedTuple):
+class Conversion(NamedTuple):
     is_staged: bool
     loss: str  # What the conversion costs, in words; empty: nothing.
     moves_whole_blocks: bool = False  # No slots to cut between: parts of blocks have to be staged.
     can_be_staged: bool = True
 
 
-def plan_way(local: RankLayout, remote: RankLayout, share: Share, *, converts_dtype: bool = True) -> Way:
+def plan_conversion(
+    local: RankLayout, remote: RankLayout, share: Share, *, converts_dtype: bool = True
+) -> Conversion:
     """Raises PlanError where a copy would not mean the same here."""
     loss = _check_elements(local, remote, share, converts_dtype)
     can_be_staged = _is_known(local) and _is_known(remote)
     if local.dtype != remote.dtype or local.packing != remote.packing:
         _check_known(local, remote)
-        return Way(True, loss)
+        return Conversion(True, loss)
     if local.packing != SLOT:
         if local.block_tokens != remote.block_tokens:
             _check_known(local, remote)
-            return Way(True, "")
-        return Way(False, "", moves_whole_blocks=True, can_be_staged=can_be_staged)
+            return Conversion(True, "")
+        return Conversion(False, "", moves_whole_blocks=True, can_be_staged=can_be_staged)
     if num_shapes(local.block_tokens, remote.block_tokens) > SHAPES_MAX:
-        return Way(True, "")
+        return Conversion(True, "")
     ours, theirs = _by_name(local), _by_name(remote)
     is_staged = any(
         _is_better_staged(_Order(ours[name], local), _Order(theirs[name], remote), len(share.heads))
         for name in share.layers
     )
-    return Way(is_staged, "")
+    return Conversion(is_staged, "")
 
 
 class StagedChunk(NamedTuple):

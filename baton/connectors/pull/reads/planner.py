@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from baton.connectors.pull.identity import EngineIdentity
 from baton.core.ids import Pair
 from baton.core.layout import RankLayout
-from baton.protocol.grouped_prompt import ONE_TABLE, Passages, plan_passages
+from baton.protocol.grouped_prompt import ONE_TABLE, GroupRoutes, plan_group_routes
 from baton.protocol.handshake import RankCard
 from baton.protocol.plan import PlanError, plan_pairs_of_layouts
 from baton.protocol.ticket import Ticket
@@ -29,18 +29,18 @@ class ReadPlanner:
         theirs = [card.layout for card in ranks]
         return plan_pairs_of_layouts(theirs, self._own_layouts, rotation=self._rotation)
 
-    def passages(self, ranks: Sequence[RankCard]) -> Passages:
+    def group_routes(self, ranks: Sequence[RankCard]) -> GroupRoutes:
         """Through which tables the layers move. Raises PlanError."""
         theirs = [card.layout for card in ranks]
         if not self._identity.has_block_tables and not any(
             layer.group for layout in theirs for layer in layout.layers
         ):
             return ONE_TABLE
-        return plan_passages(theirs, self._own_layouts, self._identity.windows)
+        return plan_group_routes(theirs, self._own_layouts, self._identity.windows)
 
-    def check_windows(self, passages: Passages, ticket: Ticket) -> None:
+    def check_windows(self, group_routes: GroupRoutes, ticket: Ticket) -> None:
         """Raises PlanError for groups that are not those of the ticket."""
-        for groups, _, window in passages:
+        for groups, _, window in group_routes:
             if groups is None:
                 if len(ticket.windows) > 1:
                     raise PlanError(f"layouts of one cache group, and a ticket of {len(ticket.windows)}")

@@ -20,7 +20,7 @@ from baton.core.kv_groups import KVCacheGroup
 from baton.core.reasons import Fault
 from baton.core.transfer_params import FIELD, Compute, Fetch, Named, Stream, parse_transfer_params
 from baton.protocol.introduction import BadIntroduction, Introduction, check_introduction, open_introduction
-from baton.protocol.seal import BadPaper
+from baton.protocol.signed_token import BadSignedToken
 from baton.protocol.ticket import BadTicket, Ticket, check_ticket, open_ticket
 
 _MAYBE_OTHER_ENGINE = (Fault.VERSION, Fault.SIGNATURE)
@@ -173,7 +173,7 @@ def check_at_door(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> No
     """Raises BadTransferParams for what deserves a 400 before the engine sees the request."""
     try:
         read_params(raw, identity)
-    except BadPaper as error:
+    except BadSignedToken as error:
         if error.reason in _MAYBE_OTHER_ENGINE and identity.recomputes_failed_loads:
             return  # The scheduler half refuses it, counts it, and computes the prompt here.
         raise

@@ -12,7 +12,7 @@ import threading
 REST_S = 0.005
 
 
-class Rest:
+class IdleBackoff:
     def __init__(self) -> None:
         self._has_news = threading.Event()
 

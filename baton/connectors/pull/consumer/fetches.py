@@ -22,13 +22,21 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn, TypeAlias
 
-from baton.connectors.pull.agent import PullAgent
-from baton.connectors.pull.door import Borrow, Follow, OpenRequests, Seek, check_offer, hash_of_prompt, judge
+from baton.connectors.pull.consumer.fetch import Fetch, Offer, State, blocks_from, record_of
+from baton.connectors.pull.consumer.rank_orders import RankOrders
+from baton.connectors.pull.consumer.read_start import ReadStart
+from baton.connectors.pull.control.agent import PullAgent
 from baton.connectors.pull.identity import EngineIdentity
-from baton.connectors.pull.incoming_handoff import IncomingHandoff, Offer, State, blocks_from, record_of
+from baton.connectors.pull.intent import (
+    Borrow,
+    Follow,
+    OpenRequests,
+    Seek,
+    check_offer,
+    hash_of_prompt,
+    judge,
+)
 from baton.connectors.pull.metadata import Order, ReadEnd
-from baton.connectors.pull.rank_orders import RankOrders
-from baton.connectors.pull.read_start import ReadStart
 from baton.connectors.pull.settings import TurnSettings
 from baton.connectors.pull.stats import PullStats
 from baton.contract import host
@@ -71,7 +79,7 @@ BorrowerEffect: TypeAlias = (
 )
 
 
-class PullBorrower:
+class Fetches:
     def __init__(
         self, agent: PullAgent, identity: EngineIdentity, requests: OpenRequests, stats: PullStats
     ) -> None:
@@ -79,8 +87,8 @@ class PullBorrower:
         self._identity = identity
         self._requests = requests
         self._stats = stats
-        self._incoming: dict[str, IncomingHandoff] = {}  # By request id, until the host has finished it.
-        self._claims: dict[int, IncomingHandoff] = {}  # Until delivered, or free of running reads.
+        self._incoming: dict[str, Fetch] = {}  # By request id, until the host has finished it.
+        self._claims: dict[int, Fetch] = {}  # Until delivered, or free of running reads.
         self._orders = RankOrders()
         self._reads = ReadStart(agent, identity, self._orders)
         self._received: set[str] = set()  # Not reported yet.
@@ -110,7 +118,7 @@ class PullBorrower:
         if claim is None:
             self._refuse_in_use(request, TICKET_FIELD)
         offer = Offer(ticket.producer, ticket.num_tokens, ticket.transfer_id, ticket)
-        incoming = IncomingHandoff(request.request_id, State.RESERVED, offer, claim)
+        incoming = Fetch(request.request_id, State.RESERVED, offer, claim)
         incoming.covers_prompt = ticket.num_tokens == request.num_prompt_tokens
         self._take(incoming, ticket.producer, now)
 
@@ -152,7 +160,7 @@ class PullBorrower:
         if claim is None:
             self._refuse_in_use(request, f"{FIELD}.transfer_id")
         offer = Offer(producer, num_tokens, transfer_id)
-        incoming = IncomingHandoff(request.request_id, State.RESERVED, offer, claim, request)
+        incoming = Fetch(request.request_id, State.RESERVED, offer, claim, request)
         self._take(incoming, producer, now)
 
     def num_matched(self, request_id: str, num_computed_tokens: int) -> int:
@@ -294,7 +302,7 @@ class PullBorrower:
 
     # --- Steps ---------------------------------------------------------------------------------
 
-    def _take(self, incoming: IncomingHandoff, producer: Address, now: float) -> None:
+    def _take(self, incoming: Fetch, producer: Address, now: float) -> None:
         self._incoming[incoming.request_id] = self._claims[incoming.claim] = incoming
         if not producer.is_named_only:
             self._agent.greet(producer, now)
@@ -310,22 +318,22 @@ class PullBorrower:
 
     def refuse(self, request_id: str, error: BadTransferParams) -> None:
         """Nothing is fetched for this request: it is computed here, or the error is its answer."""
-        self._incoming[request_id] = IncomingHandoff(request_id, State.REFUSED)
+        self._incoming[request_id] = Fetch(request_id, State.REFUSED)
         self._stats.count_refusal(error.reason)
         logger.warning("refused the transfer of request %s: %s", request_id, error)
 
-    def _release_unused(self, incoming: IncomingHandoff, now: float) -> None:
+    def _release_unused(self, incoming: Fetch, now: float) -> None:
         incoming.is_unused = True
         incoming.state = State.ENDED
         self._agent.abort(incoming.claim, now)
 
-    def _deliver(self, incoming: IncomingHandoff, now: float) -> None:
+    def _deliver(self, incoming: Fetch, now: float) -> None:
         assert incoming.state is State.FETCHING, "delivered without a target"
         incoming.state = State.ENDED
         self._received.add(incoming.request_id)
         self._stats.record_transfer(record_of(incoming, len(incoming.moved_blocks(self._identity)), now))
 
-    def _fail(self, incoming: IncomingHandoff, reason: FailureReason) -> None:
+    def _fail(self, incoming: Fetch, reason: FailureReason) -> None:
         if incoming.is_unused or incoming.is_finished:
             return  # Our own wish, or the host's.
         incoming.failure = incoming.failure or reason.code
@@ -334,7 +342,7 @@ class PullBorrower:
             self._stats.add_for("peer_failures", incoming.offer.producer.engine_id)
         logger.warning("fetch %d of request %s failed: %s", incoming.claim, incoming.request_id, reason)
 
-    def _free_target(self, incoming: IncomingHandoff) -> None:
+    def _free_target(self, incoming: Fetch) -> None:
         was_fetching = incoming.state is State.FETCHING
         incoming.state = State.ENDED
         if not was_fetching:
@@ -345,5 +353,5 @@ class PullBorrower:
         else:
             self._order_failure(incoming)
 
-    def _order_failure(self, incoming: IncomingHandoff) -> None:
+    def _order_failure(self, incoming: Fetch) -> None:
         self._orders.fail_load(incoming.request_id, incoming.moved_blocks(self._identity))

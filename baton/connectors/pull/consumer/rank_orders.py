@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.connectors.pull.incoming_handoff import IncomingHandoff
+from baton.connectors.pull.consumer.fetch import Fetch
 from baton.connectors.pull.metadata import EndReads, FailedLoad, LosePeer, MeetPeer, Order, ReadBlocks
 from baton.core.ids import Address, Pair
 from baton.protocol.effects import Part
@@ -41,13 +41,13 @@ class RankOrders:
 
     # --- Reads ---------------------------------------------------------------------------------
 
-    def read_lent(self, incoming: IncomingHandoff, pairs: Sequence[Pair]) -> None:
+    def read_lent(self, incoming: Fetch, pairs: Sequence[Pair]) -> None:
         """All that its ticket lends and that is not here yet."""
         assert incoming.offer is not None
         ticket = incoming.offer.ticket
         assert ticket is not None
         if incoming.unread is None:
-            prompt = GroupedPrompt(incoming.passages, ticket.num_tokens, ticket.block_tokens)
+            prompt = GroupedPrompt(incoming.group_routes, ticket.num_tokens, ticket.block_tokens)
             incoming.unread = prompt.cut([Part(incoming.first_token, incoming.num_moved_tokens)])
         *parts, last = incoming.unread or (_NOTHING_MORE,)
         for part in parts:
@@ -56,7 +56,7 @@ class RankOrders:
 
     def read_early(
         self,
-        incoming: IncomingHandoff,
+        incoming: Fetch,
         pairs: Sequence[Pair],
         part: Part,
         remote_blocks: tuple[int, ...],
@@ -65,7 +65,7 @@ class RankOrders:
         incoming.early.append(part)
         self._read(incoming, pairs, part, remote_blocks, is_last=False)
 
-    def cancel_reads(self, incoming: IncomingHandoff) -> None:
+    def cancel_reads(self, incoming: Fetch) -> None:
         """What was read early does not count."""
         incoming.early.clear()
         self._orders.append(EndReads(incoming.claim))
@@ -93,7 +93,7 @@ class RankOrders:
 
     def _read(
         self,
-        incoming: IncomingHandoff,
+        incoming: Fetch,
         pairs: Sequence[Pair],
         part: Part,
         remote_blocks: tuple[int, ...],
