@@ -81,11 +81,6 @@ def test_the_two_commands_are_targets_of_the_makefile() -> None:
         assert os.access(ROOT / "scripts" / target, os.X_OK)
 
 
-def test_every_linked_document_exists() -> None:
-    for target in re.findall(r"\]\(((?:docs/)?\w+\.md)\)", README):
-        assert (ROOT / target).is_file(), target
-
-
 def test_a_system_comes_up_and_the_openai_client_talks_to_it(folder: Path, tmp_path: Path) -> None:
     skip_unless_free(8000)
     _, up = commands(block_with("sh", "baton model new"))
