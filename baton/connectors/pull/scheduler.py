@@ -17,10 +17,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 from baton.connectors.pull.consumer.fetches import Fetches
-from baton.connectors.pull.control.agent import PullAgent
+from baton.connectors.pull.control.agent import PRODUCTION, Machines, PullAgent
 from baton.connectors.pull.control.thread import ControlThread
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.intent import Borrow, Follow, OpenRequests, Resume, Seek
@@ -85,6 +86,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         clock: Callable[[], float] = boot_clock,
         control: Callable[[PullAgent, threading.Lock], ControlPort] | None = None,
         holder: BlockHolder | None = None,
+        machines: Machines = PRODUCTION,
     ) -> None:
         """`control` makes what drives the agent; without it, a thread with a channel of its own.
 
@@ -100,9 +102,8 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._stats = PullStats()
         self._requests = OpenRequests(identity)
         self._reports = RankCombiner(PullWorkerReport, identity.num_ranks)
-        self._key = ProcessKey()
         address = Address(identity.engine_id, epoch if epoch is not None else self._key.epoch)
-        self._agent = PullAgent(address, identity.fingerprint, identity.settings.timers)
+        self._agent = PullAgent(address, identity.fingerprint, identity.settings.timers, machines)
         self._control = (control or self._control_thread)(self._agent, self._lock)
         self._control_wakes = control is None  # Another's owner steps when it sees fit.
         self._lender = Loans(
@@ -322,6 +323,11 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._control.close(self._identity.settings.shutdown_timeout_s)
 
     # --- Steps ---------------------------------------------------------------------------------
+
+    @cached_property
+    def _key(self) -> ProcessKey:
+        """Made when it is used: a `control` with an `epoch` of its own has another."""
+        return ProcessKey()
 
     def _control_thread(self, agent: PullAgent, lock: threading.Lock) -> ControlPort:
         settings = self._identity.settings

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from baton.connectors.pull.control.agent import PullAgent
+from baton.connectors.pull.control.agent import PRODUCTION, Machines, PullAgent
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.intent import Lend, hash_of_prompt
 from baton.connectors.pull.metadata import PullMetadata, PullWorkerReport
@@ -44,8 +44,13 @@ class PushSchedulerHalf(PullSchedulerHalf):
         clock: Callable[[], float] = boot_clock,
         control: Callable[[PullAgent, threading.Lock], ControlPort] | None = None,
         holder: BlockHolder | None = None,
+        machines: Machines = PRODUCTION,
+        layer_reports: Callable[[Callable[[int, int, int], None]], LayerReportReceiver] = LayerReportReceiver,
     ) -> None:
-        super().__init__(identity, epoch=epoch, clock=clock, control=control, holder=holder)
+        """`layer_reports` makes what receives the ranks' reports; the rest is as in pull."""
+        super().__init__(
+            identity, epoch=epoch, clock=clock, control=control, holder=holder, machines=machines
+        )
         assert isinstance(identity.settings, PushSettings)
         self._stream = identity.settings.stream
         self._prefills = Prefills(
@@ -61,7 +66,7 @@ class PushSchedulerHalf(PullSchedulerHalf):
             logger.warning("layers of pipeline stages are not counted together; streaming by chunk")
         elif self._stream == "layer" and identity.is_producer:
             try:
-                self._layer_reports = LayerReportReceiver(self._layers_done)
+                self._layer_reports = layer_reports(self._layers_done)
             except OSError as error:
                 logger.warning("ranks cannot report layers here (%s); streaming by chunk", error)
 

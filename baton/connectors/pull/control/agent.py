@@ -8,16 +8,17 @@ No lock, thread, socket or clock: whoever drives it (the control thread, a test,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from baton.core.ids import Address, LoanId, Pair, PromptHash, TransferId
+from baton.core.ids import Address, Epoch, LoanId, Pair, PromptHash, TransferId
 from baton.core.layout import ModelFingerprint
 from baton.core.reasons import FailureReason
 from baton.core.timers import Timers
 from baton.protocol.effects import Effect, PeerLost, Send, StreamEffect
 from baton.protocol.grouped_prompt import ONE_TABLE, GroupRoutes
 from baton.protocol.handshake import RankCard, encode_ranks
-from baton.protocol.messages import BlockTables, Envelope, pack_sends
+from baton.protocol.messages import BlockTables, Envelope, Message, pack_sends
 from baton.protocol.peers import PeerTable, admit
 from baton.protocol.pull_consumer import PullConsumer
 from baton.protocol.pull_producer import PullProducer
@@ -26,14 +27,39 @@ from baton.protocol.push_producer import PushProducer
 from baton.protocol.ticket import Ticket
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machines:
+    """Constructors of an agent's protocol machines, and the rule that admits envelopes.
+
+    Production uses the defaults. A simulator replaces some of them.
+    """
+
+    producer: Callable[[Epoch, Timers], PullProducer] = PullProducer
+    consumer: Callable[[Timers], PullConsumer] = PullConsumer
+    prefills: Callable[[Timers], PushProducer] = PushProducer
+    streams: Callable[[Timers, PullConsumer, int], PushConsumer] = PushConsumer
+    peers: Callable[[Address, ModelFingerprint, Timers], PeerTable] = PeerTable
+    admit: Callable[[Address, Envelope], tuple[tuple[Message, ...], list[Send]]] = admit
+
+
+PRODUCTION = Machines()
+
+
 class PullAgent:
-    def __init__(self, address: Address, fingerprint: ModelFingerprint, timers: Timers) -> None:
+    def __init__(
+        self,
+        address: Address,
+        fingerprint: ModelFingerprint,
+        timers: Timers,
+        machines: Machines = PRODUCTION,
+    ) -> None:
         self.address = address
-        self._producer = PullProducer(address.epoch, timers)
-        self._consumer = PullConsumer(timers)
-        self._prefills = PushProducer(timers)
-        self._streams = PushConsumer(timers, self._consumer, fingerprint.num_layers)
-        self._peers = PeerTable(address, fingerprint, timers)
+        self._admit = machines.admit
+        self._producer = machines.producer(address.epoch, timers)
+        self._consumer = machines.consumer(timers)
+        self._prefills = machines.prefills(timers)
+        self._streams = machines.streams(timers, self._consumer, fingerprint.num_layers)
+        self._peers = machines.peers(address, fingerprint, timers)
         self._machines = (self._producer, self._consumer, self._prefills, self._streams, self._peers)
         self._sends: list[Send] = []
         self._effects: deque[Effect | StreamEffect] = deque()
@@ -41,7 +67,7 @@ class PullAgent:
     # --- Driver --------------------------------------------------------------------------------
 
     def receive(self, envelope: Envelope, now: float) -> None:
-        messages, answers = admit(self.address, envelope)
+        messages, answers = self._admit(self.address, envelope)
         self._carry_out(answers, now)
         for message in messages:
             for machine in self._machines:
