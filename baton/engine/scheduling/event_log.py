@@ -1,10 +1,10 @@
-"""KV events, told in order and not before they are true.
+"""Order of KV events: an event is published only after the step that makes it true is done.
 
-The pool says "stored" when a step is decided, which is before the step has been computed:
+The pool reports "stored" when a step is decided, which is before the step has been computed:
 
-    said by the pool   | of steps that are done | of step 1, in flight | of step 2, in flight |
-                       +-------- told ----------+--- _num_due[0] ------+
-                                                +---------------- _num_due[1] ----------------+
+    reported by the pool | of steps that are done | of step 1, in flight | of step 2, in flight |
+                         +-------- due -----------+--- _num_due[0] ------+
+                                                  +---------------- _num_due[1] ----------------+
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from baton.engine.cache.kv_cache import KVCache
 
 
 class EventLog:
-    """Empty unless `is_enabled`; then somebody has to call `take`."""
+    """Empty unless `is_enabled`; then the caller has to call `take` regularly."""
 
     def __init__(self, kv_cache: KVCache, *, is_enabled: bool) -> None:
         self._kv_cache = kv_cache
         self._is_enabled = is_enabled
-        self._told: list[KVCacheEvent] = []
-        self._said_by_pool: list[KVCacheEvent] = []  # Not told yet.
-        self._num_due: deque[int] = deque()  # How many of them each step in flight makes true.
+        self._due: list[KVCacheEvent] = []
+        self._early: list[KVCacheEvent] = []  # Reported by the pool, not due yet.
+        self._num_due: deque[int] = deque()  # How many of `_early` each step in flight makes true.
 
     def step_decided(self) -> None:
         if self._is_enabled:
-            self._said_by_pool += self._kv_cache.block_pool.take_events()
-            self._num_due.append(len(self._said_by_pool))
+            self._early += self._kv_cache.block_pool.take_events()
+            self._num_due.append(len(self._early))
 
     def step_done(self, of_connector: list[KVCacheEvent], *, is_last: bool) -> None:
-        """The oldest step in flight; `is_last`: no other is. `of_connector`: said by it meanwhile."""
+        """The oldest step in flight is done; `is_last`: no other step is in flight."""
         if not self._is_enabled:
             return
-        self._said_by_pool += self._kv_cache.block_pool.take_events()
+        self._early += self._kv_cache.block_pool.take_events()
         num_due = self._num_due.popleft()
-        due = self._said_by_pool if is_last else self._said_by_pool[:num_due]
-        self._said_by_pool = self._said_by_pool[len(due) :]
+        due = self._early if is_last else self._early[:num_due]
+        self._early = self._early[len(due) :]
         self._num_due = deque(number - len(due) for number in self._num_due)
-        self._told += due
-        self._told += of_connector
+        self._due += due
+        self._due += of_connector
 
     def take(self) -> list[KVCacheEvent]:
-        """Those since the last call."""
-        taken, self._told = self._told, []
+        """Events since the last call."""
+        taken, self._due = self._due, []
         return taken

@@ -1,51 +1,89 @@
-"""Where the requests stand that have not ended, and how one gives its place up.
+"""Queues of the requests that have not ended, and the ways back to waiting.
 
     waiting -----------------> running        waiting: without blocks; running, loaded: with blocks
        |                          ^
-       +--> (loading) --> loaded -+           loading: at `RemoteKV`, whose blocks nobody may take
+       +--> (loading) --> loaded -+           loading: in `RemoteKV`, whose blocks are never preempted
 
-    preempted: from running, or loaded, back to waiting, without blocks; all is computed again
+    preempted: from running or loaded back to waiting, without blocks; everything is computed again
 
-All are kept in `Request.order`: of arrival (policy "fcfs") or of priority.
+All queues are in `Request.order`: order of arrival (policy "fcfs") or of priority. A request that returns
+to a queue gets its former place, because its order does not change.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from bisect import insort
 
 from baton.engine.cache.kv_cache import KVCache
 from baton.engine.request import Request, RequestStatus
-from baton.engine.scheduling.stats import StepCounts
-from baton.engine.scheduling.waiting_queue import WaitingQueue
+
+
+class WaitingQueue:
+    """Requests that wait to run, by `Request.order`."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[float, ...], int, Request]] = []  # May hold entries that were removed.
+        self._entries = itertools.count()  # Settles ties between an entry and its request's removed one.
+        self._members: dict[str, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def push(self, request: Request) -> None:
+        assert request.request_id not in self._members, f"{request} is in the queue already"
+        self._members[request.request_id] = request
+        heapq.heappush(self._heap, (request.order, next(self._entries), request))
+
+    def peek(self) -> Request | None:
+        while self._heap:
+            request = self._heap[0][2]
+            if self._members.get(request.request_id) is request:
+                return request
+            heapq.heappop(self._heap)
+        return None
+
+    def remove(self, request: Request) -> bool:
+        """Whether the request was here. Its heap entry is dropped when it comes to the top."""
+        return self._members.pop(request.request_id, None) is not None
+
+    def members(self) -> list[Request]:
+        """All requests, unordered."""
+        return list(self._members.values())
+
+    def youngest(self, *, other_than: Request) -> Request | None:
+        others = [r for r in self._members.values() if r is not other_than]
+        return max(others, key=_order, default=None)
 
 
 class RequestQueues:
-    def __init__(self, kv_cache: KVCache, counts: StepCounts) -> None:
+    def __init__(self, kv_cache: KVCache) -> None:
         self.running: list[Request] = []  # By order.
         self.waiting = WaitingQueue()  # Without blocks.
         self.loaded = WaitingQueue()  # With blocks: their load has ended.
         self._kv_cache = kv_cache
-        self._counts = counts
+        self._num_preempted = 0
 
     def __bool__(self) -> bool:
         return bool(self.running or self.waiting or self.loaded)
 
     @property
     def num_waiting(self) -> int:
-        """All that wait for their turn, with blocks or without."""
+        """Requests that wait to run, with or without blocks."""
         return len(self.waiting) + len(self.loaded)
 
     def holders(self) -> list[Request]:
-        """Those whose blocks nobody fills from elsewhere."""
+        """Requests with blocks that no load is filling."""
         return [*self.running, *self.loaded.members()]
 
     def run(self, request: Request) -> None:
-        """It has been taken out of its queue."""
+        """Add a request that has left its queue to those that run."""
         request.status = RequestStatus.RUNNING
         insort(self.running, request, key=_order)
 
     def remove(self, request: Request) -> None:
-        """Wherever it stands, if it stands anywhere."""
+        """Take the request out of its queue, if it is in one."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
         else:
@@ -57,19 +95,18 @@ class RequestQueues:
     # --- Back to waiting -------------------------------------------------------------------------
 
     def preempt(self, request: Request) -> None:
-        """One that runs or has loaded."""
+        """Send a running or loaded request back to waiting."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
         else:
             self.loaded.remove(request)
-        self._counts.num_preempted += 1
+        self._num_preempted += 1
         self.send_back(request)
 
     def preempt_last(self) -> Request:
-        """Of the running."""
-        request = self.running.pop()
-        self._counts.num_preempted += 1
-        self.send_back(request)
+        """Preempt the last running request."""
+        request = self.running[-1]
+        self.preempt(request)
         return request
 
     def preempt_youngest_loaded(self, *, other_than: Request) -> bool:
@@ -81,13 +118,18 @@ class RequestQueues:
         return True
 
     def send_back(self, request: Request) -> None:
-        """One that stands nowhere: it gives its blocks up, and waits to be computed from its first token."""
+        """Free the blocks of a request that is in no queue; it waits to be computed from its first token."""
         self._kv_cache.free(request)
         request.status = RequestStatus.PREEMPTED if request.is_known_to_ranks else RequestStatus.WAITING
         request.num_computed_tokens = 0
         if request.num_cached_tokens < 0:
-            request.num_transferred_tokens = 0  # Loaded for nothing.
+            request.num_transferred_tokens = 0  # The load was of no use.
         self.waiting.push(request)
+
+    def take_num_preempted(self) -> int:
+        """Preemptions since the last call."""
+        taken, self._num_preempted = self._num_preempted, 0
+        return taken
 
 
 def _order(request: Request) -> tuple[float, ...]:

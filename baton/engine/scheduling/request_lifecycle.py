@@ -1,7 +1,7 @@
-"""What becomes of requests: their tokens, their ends, and the outputs that say so.
+"""Request lifecycle: appends tokens, ends requests, and makes their outputs.
 
-    take_tokens --> an output, or the end that a stop, or a limit, makes
-    finish, fail -> the end, now; of a busy request when its step is done (`in_flight`)
+    take_tokens --> an output, or the end if a stop token or a limit is reached
+    finish, fail -> the end, of a busy request after its step in flight (`in_flight_steps`)
     end ----------> asks the connector once --lent, or still being filled--> held (`remote_kv`)
                                             --neither--> forgotten, its blocks free
 
@@ -13,52 +13,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from baton.engine.api import EngineOutput, PromptLogprobs, RequestError, TokenLogprobs
-from baton.engine.cache.kv_cache import KVCache
 from baton.engine.request import Request, RequestStatus
-from baton.engine.scheduling.connector_calls import ConnectorCalls
-from baton.engine.scheduling.in_flight_steps import InFlight, KeptEnd
-from baton.engine.scheduling.queues import RequestQueues
-from baton.engine.scheduling.remote_kv import RemoteKV
-from baton.engine.scheduling.stats import StepCounts
+from baton.engine.scheduling.in_flight_steps import KeptEnd
+from baton.engine.scheduling.state import SchedulerState
 
 
-class Outcomes:
-    """`num_tokens_max`: prompt and output; a request that has so many ends."""
-
-    def __init__(
-        self,
-        kv_cache: KVCache,
-        queues: RequestQueues,
-        remote: RemoteKV,
-        in_flight: InFlight,
-        connector: ConnectorCalls,
-        counts: StepCounts,
-        *,
-        num_tokens_max: int,
-    ) -> None:
-        # All that are not forgotten, finished ones that hold blocks too.
-        self.requests: dict[str, Request] = {}
-        self._kv_cache = kv_cache
-        self._queues = queues
-        self._remote = remote
-        self._in_flight = in_flight
-        self._connector = connector
-        self._counts = counts
-        self._num_tokens_max = num_tokens_max
+class RequestLifecycle:
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
         self._outputs: list[EngineOutput] = []  # Not handed out yet.
-        self._finished_ids: set[str] = set()  # Ranks have not been told yet.
+        self._finished_ids: set[str] = set()  # Not sent to the ranks yet.
 
     @property
-    def has_to_tell(self) -> bool:
-        """Outputs to the front end, or ends to the ranks."""
+    def has_news(self) -> bool:
+        """Whether outputs wait for the front end, or finished ids for the ranks."""
         return bool(self._finished_ids or self._outputs)
 
     def take_outputs(self) -> list[EngineOutput]:
+        """Outputs since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def take_finished_ids(self) -> set[str]:
-        """Those since the last call."""
+        """Ids of the requests that finished since the last call."""
         finished_ids, self._finished_ids = self._finished_ids, set()
         return finished_ids
 
@@ -67,7 +44,7 @@ class Outcomes:
     def take_tokens(
         self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
     ) -> bool:
-        """True if that ended the request; whoever has it in a queue takes it out."""
+        """Whether the tokens ended the request; the caller then takes it out of its queue."""
         final: RequestStatus | None = None
         for num_taken, token_id in enumerate(token_ids, start=1):
             request.append_output_token(token_id)
@@ -79,7 +56,7 @@ class Outcomes:
         if logprobs is not None and request.kv_transfer_params is not None:
             request.output_logprobs += logprobs
         prompt_logprobs = request.take_prompt_logprobs()
-        self._counts.num_generation_tokens += len(token_ids)
+        self._state.counts.num_generation_tokens += len(token_ids)
         if final is None:
             self._outputs.append(
                 EngineOutput(
@@ -108,7 +85,7 @@ class Outcomes:
         num_output = num_tokens - request.num_prompt_tokens
         if token_id in request.stop_token_ids and num_output >= request.min_tokens:
             return RequestStatus.FINISHED_STOPPED
-        if num_output >= request.max_tokens or num_tokens >= self._num_tokens_max:
+        if num_output >= request.max_tokens or num_tokens >= self._state.num_tokens_max:
             return RequestStatus.FINISHED_LENGTH_CAPPED
         return None
 
@@ -118,11 +95,12 @@ class Outcomes:
         self.finish(request, RequestStatus.FINISHED_ERROR, error)
 
     def finish(self, request: Request, status: RequestStatus, error: RequestError | None = None) -> None:
-        """End a request that has not ended by its tokens, wherever it stands."""
+        """End a request before its last token, from any queue."""
+        state = self._state
         is_running = request.status is RequestStatus.RUNNING
-        self._queues.remove(request)
-        if is_running and self._in_flight.is_busy(request):
-            self._in_flight.keep_end(KeptEnd(request, status, error))
+        state.queues.remove(request)
+        if is_running and state.in_flight.is_busy(request):
+            state.in_flight.keep_end(KeptEnd(request, status, error))
         else:
             self.end(request, status, error=error)
 
@@ -137,15 +115,16 @@ class Outcomes:
         stop_token_id: int | None = None,
         error: RequestError | None = None,
     ) -> None:
-        """The one way out: asks the connector once, keeps what is lent, and makes the last output."""
+        """Every request ends here. Asks the connector once, keeps lent blocks, and makes the last output."""
         assert not request.is_finished
+        state = self._state
         request.status = status
         self._finished_ids.add(request.request_id)
-        self._kv_cache.drop_behind_windows(request)  # Or a loan would keep what its last chunk saw.
-        num_blocks = -(-request.num_computed_tokens // self._kv_cache.block_size)
-        block_ids = tuple(ids[:num_blocks] for ids in self._kv_cache.get_block_ids(request.request_id))
-        delay_free, params = self._connector.finished(request, block_ids)
-        if not self._remote.hold(request, is_lent=delay_free):
+        state.kv_cache.drop_behind_windows(request)  # A loan would keep the blocks that the last chunk saw.
+        num_blocks = -(-request.num_computed_tokens // state.kv_cache.block_size)
+        block_ids = tuple(ids[:num_blocks] for ids in state.kv_cache.get_block_ids(request.request_id))
+        delay_free, params = state.connector.finished(request, block_ids)
+        if not state.remote.hold(request, is_lent=delay_free):
             self.forget([request])
         self._outputs.append(
             EngineOutput(
@@ -163,7 +142,7 @@ class Outcomes:
         )
 
     def forget(self, requests: Iterable[Request]) -> None:
-        """Finished ones that nobody uses any more: their blocks are free."""
+        """Free the blocks of finished requests that no transfer uses."""
         for request in requests:
-            self._kv_cache.free(request)
-            del self.requests[request.request_id]
+            self._state.kv_cache.free(request)
+            del self._state.requests[request.request_id]

@@ -1,56 +1,54 @@
-"""What was computed on KV that turned out to be wrong is computed again.
+"""Rollback of requests that were computed on invalid KV.
 
-    one table      from the first bad block on, at once: the request keeps its place and its blocks
-    with windows   from its first token: what the windows saw there is gone. It gives its blocks up, but no
-                   sooner than the step that writes into them is done
+    one table      recompute from the first bad block, at once: the request keeps its place and its blocks
+    with windows   recompute from the first token, because what the windows saw there is gone. The request
+                   gives its blocks up after the step that writes into them is done
 
-What a step in flight computes for it does not count (`InFlight.make_void`).
+The tokens that a step in flight computes for such a request are dropped (`InFlight.make_void`).
 """
 
 from __future__ import annotations
 
-from baton.engine.cache.kv_cache import KVCache
 from baton.engine.request import Request
-from baton.engine.scheduling.in_flight_steps import InFlight
-from baton.engine.scheduling.queues import RequestQueues
+from baton.engine.scheduling.state import SchedulerState
 
 
 class Rollback:
-    def __init__(self, kv_cache: KVCache, queues: RequestQueues, in_flight: InFlight) -> None:
-        self._kv_cache = kv_cache
-        self._queues = queues
-        self._in_flight = in_flight
-        self._to_restart: list[Request] = []  # As soon as no step in flight computes for them.
-        self._restarted_ids: set[str] = set()  # Ranks have not been told yet.
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._to_restart: list[Request] = []  # When no step in flight computes for them.
+        self._restarted_ids: set[str] = set()  # Not sent to the ranks yet.
 
     def roll_back(self, request: Request, num_valid_tokens: int) -> None:
-        """Of its tokens' KV only that of the first `num_valid_tokens` can be believed."""
-        self._kv_cache.distrust(request, num_valid_tokens)
+        """Only the KV of the request's first `num_valid_tokens` is valid."""
+        state = self._state
+        state.kv_cache.distrust(request, num_valid_tokens)
         num_lost = max(0, request.num_cached_tokens - num_valid_tokens)
         request.num_cached_tokens -= num_lost
         request.num_transferred_tokens = max(0, request.num_transferred_tokens - num_lost)
         request.num_computed_tokens = num_valid_tokens
         request.needs_resend = request.is_known_to_ranks
-        self._in_flight.make_void(request)
-        if self._kv_cache.is_hybrid:
+        state.in_flight.make_void(request)
+        if state.kv_cache.is_hybrid:
             if request not in self._to_restart:
                 self._to_restart.append(request)
             self.step_ended()
 
     def step_ended(self) -> None:
-        """Those that no step in flight computes for go back to waiting."""
+        """Send the requests to restart back to waiting, except those of a step in flight."""
         if not self._to_restart:
             return
+        in_flight = self._state.in_flight
         still_busy = []
         for request in self._to_restart:
-            if self._in_flight.is_busy(request):
+            if in_flight.is_busy(request):
                 still_busy.append(request)
-            elif not request.is_finished and not self._in_flight.is_ending(request):
-                self._queues.preempt(request)
+            elif not request.is_finished and not in_flight.is_ending(request):
+                self._state.queues.preempt(request)
                 self._restarted_ids.add(request.request_id)
         self._to_restart = still_busy
 
     def take_restarted_ids(self) -> set[str]:
-        """Those since the last call."""
+        """Ids of the requests that restarted since the last call."""
         restarted_ids, self._restarted_ids = self._restarted_ids, set()
         return restarted_ids

@@ -1,21 +1,20 @@
-"""What runs in the next step, and what the last one means. vLLM v1's scheduler in shape and semantics.
+"""Scheduler: decides the requests and tokens of each step, and applies the step's result, as vLLM v1's does.
 
     add_request --> waiting --> running --> finished       schedule() decides one step,
                        |           ^                       update_from_output() takes its result
                     loading --> loaded
 
-    Short of blocks, the last of the running goes back to waiting: preemption by recompute.
+    If blocks run out, the last running request goes back to waiting: preemption by recompute.
 
 One token budget per step serves decodes and prompt chunks alike. Running requests come first (here), then
-those whose load has arrived and those that wait (`admission`). All three are kept in the order of arrival
-(policy "fcfs") or of priority (`queues`), and whoever is last in that order gives its blocks up when the pool
-is short; so the first one always gets on. What a step's result says is tokens and ends (`outcomes`), and what
-the connector reports (`transfers`); what was computed on wrong KV is computed again (`rollback`).
+loaded and waiting ones (`admission`). All three are in order of arrival (policy "fcfs") or of priority
+(`queues`). If the pool is short, the last request in that order gives its blocks up, so that the first one
+always makes progress. A step's result has tokens and ends (`request_lifecycle`) and the connector's report
+(`transfer_reports`); tokens computed on invalid KV are computed again (`rollback`).
 
 Several steps may be in flight: `schedule` may be called again before `update_from_output` has the result of
-the step before. Results come in the order of steps. What a request may not do meanwhile, so that no freed
-block is written and no preempted request has a stale output (what `requires_kv_delivery` is for), is in
-`in_flight`.
+the step before. Results come in the order of steps. `in_flight_steps` has the rules that keep freed blocks
+unwritten and preempted requests without stale output meanwhile (for which vLLM has `requires_kv_delivery`).
 
 Outputs of requests that end between steps (aborted, refused by the connector) come with the next step's.
 Imports no torch and reads no clock.
@@ -31,82 +30,52 @@ from baton.contract.events import KVCacheEvent
 from baton.core.config import EngineConfig
 from baton.core.errors import UserError
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, RequestError, SchedulerStats
-from baton.engine.cache.kv_cache import KVCache
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduling.admission import Admission
-from baton.engine.scheduling.connector_calls import ConnectorCalls, RequestFault
+from baton.engine.scheduling.connector_calls import RequestFault
 from baton.engine.scheduling.event_log import EventLog
-from baton.engine.scheduling.in_flight_steps import InFlight
-from baton.engine.scheduling.queues import RequestQueues
-from baton.engine.scheduling.remote_kv import LoadFailures, RemoteKV
-from baton.engine.scheduling.request_lifecycle import Outcomes
+from baton.engine.scheduling.remote_kv import LoadFailures
+from baton.engine.scheduling.request_lifecycle import RequestLifecycle
 from baton.engine.scheduling.request_validation import check_can_run
 from baton.engine.scheduling.rollback import Rollback
-from baton.engine.scheduling.stats import StepCounts
+from baton.engine.scheduling.state import SchedulerState
 from baton.engine.scheduling.step_builder import StepBuilder
-from baton.engine.scheduling.transfer_reports import Transfers
+from baton.engine.scheduling.transfer_reports import TransferReports
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
 
 class Scheduler:
     def __init__(self, config: EngineConfig, scheduler_half: KVConnectorSchedulerHalf) -> None:
+        self._state = state = SchedulerState(config, scheduler_half)
         self.config = config
-        self.kv_cache = KVCache(
-            config.cache_config,
-            groups=config.kv_cache_groups,
-            chunk=config.max_chunk,
-            enable_events=config.enable_kv_events,
-        )
-        transfer = config.kv_transfer_config
-        policy = transfer.kv_load_failure_policy if transfer is not None else "recompute"
-        self.remote = RemoteKV(self.kv_cache, policy)
-        self.in_flight = InFlight()
+        self.kv_cache = state.kv_cache
+        self.remote = state.remote
+        self.in_flight = state.in_flight
+        self.queues = state.queues
+        self._connector = state.connector
         self._limits = config.scheduler_config
         self._num_arrived = 0
-        self._counts = counts = StepCounts()
-        self._connector = connector = ConnectorCalls(scheduler_half)
-        self.queues = RequestQueues(self.kv_cache, counts)
-        context = config.model_config.max_model_len
-        self._outcomes = Outcomes(
-            self.kv_cache,
-            self.queues,
-            self.remote,
-            self.in_flight,
-            connector,
-            counts,
-            num_tokens_max=min(context, self.kv_cache.num_tokens_max(context) + 1),
-        )
-        self._admission = Admission(
-            self._limits, self.kv_cache, self.queues, self.remote, connector, self._outcomes, counts
-        )
-        self._rollback = Rollback(self.kv_cache, self.queues, self.in_flight)
-        self._transfers = Transfers(
-            self.queues,
-            self.remote,
-            self.in_flight,
-            connector,
-            self._outcomes,
-            self._rollback,
-            counts,
-            vocab_size=config.model_config.vocab_size,
-        )
-        self._events = EventLog(self.kv_cache, is_enabled=config.enable_kv_events)
-        scheduler_half.bind_kv_cache_manager(self.kv_cache)
+        self._lifecycle = RequestLifecycle(state)
+        self._admission = Admission(state, self._lifecycle)
+        self._rollback = Rollback(state)
+        self._transfers = TransferReports(state, self._lifecycle, self._rollback)
+        self._events = EventLog(state.kv_cache, is_enabled=config.enable_kv_events)
+        scheduler_half.bind_kv_cache_manager(state.kv_cache)
 
     @property
     def requests(self) -> Mapping[str, Request]:
-        """By id, all that are not forgotten: finished ones that hold blocks too."""
-        return self._outcomes.requests
+        """By id. Finished requests stay while they hold blocks."""
+        return self._state.requests
 
     @property
     def num_ended_transfers(self) -> int:
-        """Loads and loans, since start."""
+        """Loads and loans that ended, since start."""
         return self._transfers.num_ended
 
-    # --- Requests come and go --------------------------------------------------------------------
+    # --- Arrivals and ends --------------------------------------------------------------------
 
     def add_request(self, asked: EngineRequest) -> None:
-        """Raises UserError if the request can never run; then it leaves no trace."""
+        """Raises UserError, without any effect, if the request can never run."""
         check_can_run(asked, self.config)
         if asked.request_id in self.requests:
             raise UserError(f"{asked.request_id!r} is in use; choose a new one", field="request_id")
@@ -117,65 +86,65 @@ class Scheduler:
             hash_seed=self.config.cache_config.hash_seed,
             order=self._next_order(asked),
         )
-        self._outcomes.requests[request.request_id] = request
+        self._state.requests[request.request_id] = request
         self.queues.waiting.push(request)
         try:
             self._connector.announce(request)
         except RequestFault as fault:
-            self._outcomes.fail(request, fault.error)
+            self._lifecycle.fail(request, fault.error)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ids that are unknown or have finished are ignored: an abort may cross the last output."""
         for request_id in request_ids:
             request = self.requests.get(request_id)
             if request is not None and not request.is_finished and not self.in_flight.is_ending(request):
-                self._outcomes.finish(request, RequestStatus.FINISHED_ABORTED)
+                self._lifecycle.finish(request, RequestStatus.FINISHED_ABORTED)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.queues or self.remote.num_loading or self.in_flight.ending())
 
     def has_idle_requests(self) -> bool:
-        """Whether a step beside those in flight could compute anything."""
+        """Whether another step could compute anything while those in flight run."""
         is_busy = self.in_flight.is_busy
         return bool(self.queues.num_waiting) or any(not is_busy(request) for request in self.queues.running)
 
     def has_requests(self) -> bool:
-        """Whether there is a reason to step: also transfers to finish, ranks to tell, outputs to hand out."""
+        """Whether to step: for requests, open transfers, ids that the ranks need, or outputs."""
         return bool(
             self.has_unfinished_requests()
             or self.has_blocks_to_await()
-            or self._outcomes.has_to_tell
+            or self._lifecycle.has_news
             or self._connector.has_pending_push_work()
         )
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        """False, with nothing forgotten, while any request holds blocks or if the connector could not."""
+        """Whether the reset was done. It is not while any request holds blocks, or if the connector fails."""
         if not self.kv_cache.reset_prefix_cache():
             return False
         return not reset_connector or self._connector.reset_cache()
 
     def take_events(self) -> list[KVCacheEvent]:
-        """KV events since the last call. Empty unless `enable_kv_events`; then somebody has to call this."""
+        """KV events since the last call. Empty unless `enable_kv_events`; then to be called regularly."""
         return self._events.take()
 
     def drain(self, timeout_s: float) -> None:
-        """Requests go on; the connector promises nothing more, and takes back what it has lent."""
+        """Requests go on. The connector grants no more loans and takes its open ones back."""
         self._connector.drain(timeout_s)
 
     def has_blocks_to_await(self) -> bool:
-        """Whether finished requests hold blocks that will be free one day."""
+        """Whether finished requests hold blocks that the connector will release."""
         return self.remote.num_held > 0 and not self._connector.is_retired
 
     def introduction(self) -> str | None:
         return self._connector.introduction()
 
     def take_back(self, params: Mapping[str, Any]) -> None:
-        """Nobody will come for what was lent under these `kv_transfer_params`."""
+        """Release the loan of these `kv_transfer_params`: no consumer will fetch it."""
         self._connector.take_back(params)
 
     def fail_all(self, error: RequestError) -> list[EngineOutput]:
-        """The last outputs there will be: nothing of this scheduler can be used any more."""
-        outputs = self._outcomes.take_outputs()
+        """Outputs that end every open request. The scheduler is unusable afterwards."""
+        outputs = self._lifecycle.take_outputs()
         open_ids = {r.request_id for r in self.requests.values() if not r.is_finished}
         return outputs + [
             EngineOutput(request_id=request_id, new_token_ids=[], finish_reason="error", error=error)
@@ -216,11 +185,11 @@ class Scheduler:
                 continue
             step.is_short_of_blocks = True
             if self._connector.has_pending_block_frees():
-                index += 1  # Blocks are on their way: skip a step rather than compute everything again.
+                index += 1  # Blocks will be freed soon: skip a step instead of recomputing everything.
             elif self.in_flight.is_busy(running[-1]):
-                break  # It gives way when its step is done. Who stands behind us must not get ahead of us.
+                break  # It is preempted when its step is done. Later requests must not get ahead of this one.
             else:
-                self._preempt_last(step)  # Perhaps this very request; those before it have their blocks.
+                self._preempt_last(step)  # Possibly this request; those before it have their blocks.
 
     def _preempt_last(self, step: StepBuilder) -> None:
         request = self.queues.preempt_last()
@@ -228,19 +197,19 @@ class Scheduler:
         step.output.preempted_req_ids.add(request.request_id)
 
     def _close(self, step: StepBuilder) -> SchedulerOutput:
-        output = step.finish_output(self._outcomes.take_finished_ids())
+        output = step.finish_output(self._lifecycle.take_finished_ids())
         output.preempted_req_ids |= self._rollback.take_restarted_ids()
         output.kv_connector_metadata = self._connector.build_meta(output)
         self._events.step_decided()
         step.count_as_computed()
         self.in_flight.begin(output, step.scheduled, self.remote.take_step_loads())
-        self._counts.num_prompt_tokens += step.num_prompt_tokens
+        self._state.counts.num_prompt_tokens += step.num_prompt_tokens
         return output
 
     # --- Taking a step's result ------------------------------------------------------------------
 
     def update_from_output(self, step: SchedulerOutput, result: ModelRunnerOutput) -> EngineOutputs:
-        """Of the oldest step in flight."""
+        """Take the result of the oldest step in flight."""
         report = result.kv_connector_output
         if report is None:
             report = KVConnectorOutput()
@@ -250,7 +219,7 @@ class Scheduler:
             self._transfers.give_up(report, loads)
         failures = self._transfers.take_failures(report, loads)
         for end in self.in_flight.take_ends():
-            self._outcomes.end(end.request, end.status, error=end.error)
+            self._lifecycle.end(end.request, end.status, error=end.error)
         self._take_tokens(result, failures)
         self._transfers.fail(failures.to_fail)
         self._transfers.take_ends(report)
@@ -259,10 +228,10 @@ class Scheduler:
         if (reason := self._connector.end_step()) is not None:
             self.retire_connector(reason)
         stats = self._make_stats(connector_stats)
-        return EngineOutputs(outputs=self._outcomes.take_outputs(), stats=stats)
+        return EngineOutputs(outputs=self._lifecycle.take_outputs(), stats=stats)
 
     def _take_tokens(self, result: ModelRunnerOutput, failures: LoadFailures) -> None:
-        requests, take_tokens = self._outcomes.requests, self._outcomes.take_tokens
+        requests, take_tokens = self._state.requests, self._lifecycle.take_tokens
         any_finished = False
         for request_id, (position, part) in result.prompt_logprobs.items():
             request = requests.get(request_id)
@@ -271,26 +240,26 @@ class Scheduler:
         for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
             request = requests.get(request_id)
             if not token_ids or request is None or not self._counts_for(request, failures):
-                continue  # A part of a prompt, perhaps.
+                continue  # No token, for example after a part of a prompt.
             any_finished |= take_tokens(request, token_ids, result.logprobs.get(request_id))
         if any_finished:
             self.queues.drop_finished()
 
     def _counts_for(self, request: Request, failures: LoadFailures) -> bool:
-        """False: it was aborted since it was scheduled, or computed on bad blocks."""
+        """False if it was aborted after it was scheduled, or computed on bad blocks."""
         is_running = request.status is RequestStatus.RUNNING
         return is_running and request not in failures and not self.in_flight.is_void(request)
 
     def loads_begun_in(self, step: SchedulerOutput) -> list[str]:
-        """Requests that began to wait for a load with this step, and still do. Before its result is taken."""
+        """Requests that wait for a load of this step. Called before the step's result is taken."""
         return [r.request_id for r in self.remote.still_loading(self.in_flight.loads_of(step))]
 
     def retire_connector(self, reason: str) -> None:
-        """Go on without the connector: `reason` is what it last did wrong. Between steps only."""
+        """Go on without the connector; `reason` is its last error. Between steps only."""
         self._transfers.retire(reason)
 
     def _make_stats(self, connector_stats: dict[str, Any] | None) -> SchedulerStats:
-        return self._counts.take_stats(
+        return SchedulerStats(
             num_running=len(self.queues.running),
             num_waiting=self.queues.num_waiting,
             num_waiting_for_remote_kvs=self.remote.num_loading,
@@ -299,4 +268,5 @@ class Scheduler:
             num_kv_connector_errors=self._connector.take_num_errors(),
             kv_connector_retired=self._connector.is_retired,
             kv_connector_stats=connector_stats,
+            **self._state.take_counts(),
         )
