@@ -1,12 +1,12 @@
-"""The engine's front end, for an asyncio program: starts the core's process and speaks with it.
+"""Client of an engine core for asyncio programs: starts the core's process and exchanges messages with it.
 
     client = await EngineClient.start(config, connector_factory="baton.assemble:connector_factory")
     async for output in client.generate(request): ...
     await client.close()
 
-Nothing waits for a core that is gone: its end closes the socket, every open `generate` raises EngineDeadError
-with the reason, and so does every later one. One that lives and does not move any more is ended, and requests
-of one that is stopped fail (`pulse`).
+No request waits for a core that has ended: its end closes the socket, and every open and later `generate`
+raises EngineDeadError with the reason. A core that hangs is killed, and the requests of a stopped one fail
+(`liveness`).
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 900.0  # Reading a large model's weights from a slow disk, on every rank.
 STOP_TIMEOUT_S = 20.0  # Connector halves and ranks have 10 s of these.
 DRAIN_ANSWER_S = 5.0  # Beyond the time that a drain may take; a step can be long.
-# For a core whose front end died to shut down in order. No answer of it is of use any more, and a supervisor
-# starts the next engine on the same ports.
 LONG_PROMPT_TOKENS = 1 << 16  # At most one such prompt is sent in a turn of the event loop.
+# For the orderly end of a core whose front end died. Its answers are of no use, and a supervisor starts the
+# next engine on the same ports.
 PARENT_GRACE_S = 2.0
 
 
 class EngineDeadError(BatonError):
-    """The engine core is gone. Says why; another engine may serve the request."""
+    """The engine core has ended; the text is the reason. Another engine may serve the request."""
 
 
 class EngineUnreadyError(BatonError):
-    """A process of the engine is stopped, or its ranks start anew. Another engine may serve the request."""
+    """A process of the engine is stopped, or its ranks restart. Another engine may serve the request."""
 
 
 _Answer = EngineOutput | EngineDeadError | EngineUnreadyError
 
 
 class EngineClient:
-    """Made by `start`. Used from one event loop."""
+    """Created by `start`. Used from one event loop."""
 
     def __init__(self, child: Child, step_timeout_s: float) -> None:
         self.on_stats: Callable[[SchedulerStats], None] | None = None
@@ -76,11 +76,11 @@ class EngineClient:
         self._splitter = FrameSplitter()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromCore)
-        # Until the last output, which for a request that was closed early (None) nobody waits for.
+        # Until the last output. None: the request was closed early and its outputs are dropped.
         self._answers: dict[str, asyncio.Queue[_Answer] | None] = {}
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._dead = asyncio.Event()  # Nothing will come any more.
-        self._buried = asyncio.Event()  # The process has ended and left nothing behind.
+        self._dead = asyncio.Event()  # No more messages will come.
+        self._buried = asyncio.Event()  # The process and its children have ended.
         self._sending_long = asyncio.Lock()
         self._drained: asyncio.Future[bool] | None = None
         self._introduction: str | None = None
@@ -90,8 +90,8 @@ class EngineClient:
         self._step_timeout_s = step_timeout_s
         self._pulse = Pulse(lambda: self._send(Ping()), self._hangs, step_timeout_s)
         self._stop_watch = StopWatch(self._stalls)
-        self._is_stalled = False  # For as long as a process is stopped.
-        self._restarting: str | None = None  # Why ranks are started anew, while they are.
+        self._is_stalled = False  # While a process is stopped.
+        self._restarting: str | None = None  # The reason, while ranks restart.
 
     @classmethod
     async def start(
@@ -128,13 +128,13 @@ class EngineClient:
 
     @property
     def pid(self) -> int:
-        """Of the core's process."""
+        """Process id of the core."""
         return self._child.process.pid
 
     async def introduction(self) -> str | None:
-        """The connector's, for consumers that have no ticket of this engine yet; None without one.
+        """The connector's introduction, for consumers without a ticket of this engine; None if it has none.
 
-        It names what the core's process has started, so it changes only when that starts its ranks anew.
+        It changes only when the core restarts its ranks.
         """
         return self._introduction
 
@@ -147,7 +147,7 @@ class EngineClient:
 
     @property
     def unready_reason(self) -> str | None:
-        """Why a router should send requests to other engines for now; None while this one serves."""
+        """The reason to send requests to other engines for now; None while this one serves."""
         if self._restarting is not None:
             return f"the engine starts its ranks anew: {self._restarting}"
         return self._stop_watch.stopped
@@ -156,7 +156,7 @@ class EngineClient:
         """Ends after the output that has a `finish_reason`. Closed earlier, it aborts the request.
 
         Raises UserError for a request id in use, EngineDeadError as soon as the core is gone, and
-        EngineUnreadyError while ranks start anew or a process has been stopped for STALLED_S.
+        EngineUnreadyError while ranks restart or after a process has been stopped for STALLED_S.
         """
         if self._death is not None:
             raise EngineDeadError(str(self._death))
@@ -171,7 +171,7 @@ class EngineClient:
             if len(request.prompt_token_ids) < LONG_PROMPT_TOKENS:
                 self._submit(request)
             else:
-                # Its encoding takes up to 10 ms; a request with many samples sends one prompt often.
+                # Encoding takes up to 10 ms; a request with many samples sends its prompt many times.
                 async with self._sending_long:
                     self._submit(request)
                     await asyncio.sleep(0)
@@ -190,17 +190,17 @@ class EngineClient:
                 self._drop(answers.get_nowait())
 
     async def abort(self, request_id: str) -> None:
-        """Its `generate` ends with finish reason "abort", unless it ends otherwise first."""
+        """The request's `generate` ends with finish reason "abort", unless it ends otherwise first."""
         self._send(Abort(request_id))
 
     def take_back(self, params: dict[str, Any]) -> None:
-        """Nobody will come for what was lent under these `kv_transfer_params` of a finished request."""
+        """Release the loan of these `kv_transfer_params` of a finished request: no consumer will fetch it."""
         self._send(TakeBack(params))
 
     async def drain(self, timeout_s: float) -> bool:
-        """Before `close`: lend nothing more, and wait until nothing runs and nothing is lent any more.
+        """Before `close`: grant no more loans, and wait until no request runs and no loan is open.
 
-        False when that took too long, or the core is gone: then there is nothing left to wait for.
+        False if that took longer than `timeout_s`, or the core has ended.
         """
         if self._drained is None:
             self._drained = asyncio.get_running_loop().create_future()
@@ -214,7 +214,7 @@ class EngineClient:
             return False
 
     async def close(self) -> None:
-        """Ends the core's process. Idempotent; bounded by STOP_TIMEOUT_S, after which it is killed."""
+        """End the core's process. Idempotent. Kills it after STOP_TIMEOUT_S."""
         self._pulse.stop()
         self._stop_watch.stop()
         self._send(Stop())
@@ -228,7 +228,7 @@ class EngineClient:
             try:
                 async with asyncio.timeout(KILL_WAIT_S):
                     await self._buried.wait()
-            except TimeoutError:  # It sits in a driver; nothing that we could do would end it.
+            except TimeoutError:  # It is stuck in a driver; no signal can end it.
                 logger.error("the engine core, process %d, cannot be ended", self.pid)
 
     async def _kill(self) -> None:
@@ -249,7 +249,7 @@ class EngineClient:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame(self._encoder.encode(message)))
 
-    # --- What the connection tells ------------------------------------------------------------------
+    # --- Received messages --------------------------------------------------------------------------
 
     def _receive(self, received: bytes) -> None:
         self._pulse.felt()
@@ -257,7 +257,7 @@ class EngineClient:
             match self._decoder.decode(payload):
                 case Outputs(outputs):
                     if outputs.stats is not None and self.on_stats is not None:
-                        # A call of its own: what a metric raises must not cost us the connection.
+                        # A separate call: an exception of a metric must not close the connection.
                         asyncio.get_running_loop().call_soon(self.on_stats, outputs.stats)
                     self._deliver(outputs.outputs)
                 case Started(introduction):
@@ -265,13 +265,13 @@ class EngineClient:
                     if not self._started.done():
                         self._started.set_result(None)
                 case Restarting(reason):
-                    logger.error("the engine lost a rank and starts its ranks anew: %s", reason)
+                    logger.error("the engine lost a rank and restarts its ranks: %s", reason)
                     self._introduction = None
                     self._restarting = reason
                     self._fail_open(EngineUnreadyError(f"the engine starts its ranks anew: {reason}"))
-                    self._pulse.stop()  # Reading the weights is no step.
+                    self._pulse.stop()  # Loading the weights may take longer than a step.
                 case Restarted(introduction):
-                    logger.warning("the engine's ranks have been started anew")
+                    logger.warning("the engine has restarted its ranks")
                     self._introduction = introduction
                     self._restarting = None
                     self._watch()
@@ -283,9 +283,9 @@ class EngineClient:
                     if self._drained is not None and not self._drained.done():
                         self._drained.set_result(is_whole)
                 case Pong():
-                    pass  # Whatever it says shows that it moves.
+                    pass  # Any message shows that the core is alive.
                 case Stopped(reason):
-                    self._die(f"the engine core ended: {reason}")  # It may take long to clear up.
+                    self._die(f"the engine core ended: {reason}")  # Its shutdown may take long.
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
@@ -299,12 +299,12 @@ class EngineClient:
                 self._drop(output)
 
     def _drop(self, answer: _Answer) -> None:
-        """No request waits for it any more. Its ticket reaches no consumer, so the loan ends now."""
+        """Drop an answer that no request waits for. Its ticket reaches no consumer, so the loan ends now."""
         if isinstance(answer, EngineOutput) and answer.kv_transfer_params is not None:
             self.take_back(answer.kv_transfer_params)
 
     def _watch(self) -> None:
-        """Of a core that has just started its ranks."""
+        """Start to watch a core that has just started its ranks."""
         self._pulse.start()
         self._stop_watch.start(family(self.pid))
 
@@ -314,7 +314,7 @@ class EngineClient:
         self._fail_open(EngineUnreadyError(reason))
 
     def _fail_open(self, error: EngineUnreadyError) -> None:
-        """What the core makes of these requests later is dropped."""
+        """Fail the open requests; their later outputs are dropped."""
         for answers in self._answers.values():
             if answers is not None:
                 answers.put_nowait(error)

@@ -1,4 +1,4 @@
-"""What the front end and the engine core's process say to each other, as msgpack.
+"""Messages between the front end and the engine core's process, as msgpack.
 
 front end --Start-----------------------> core     front end <--Started | StartFailed----- core
           --AddRequest, Abort, TakeBack --->                 <--Outputs-----------------
@@ -29,17 +29,17 @@ class Abort(msgspec.Struct, frozen=True, tag="Abort", array_like=True):
 
 
 class TakeBack(msgspec.Struct, frozen=True, tag="TakeBack", array_like=True):
-    """Nobody will come for what was lent under these params of a finished request."""
+    """Release the loan of these params of a finished request: no consumer will fetch it."""
 
     kv_transfer_params: dict[str, Any]
 
 
 class Ping(msgspec.Struct, frozen=True, tag="Ping", array_like=True):
-    """Say something, between two steps: do you move?"""
+    """Liveness check, answered between two steps."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag="Drain", array_like=True):
-    """Lend nothing more, and say when nothing is lent and nothing runs: by then at the latest."""
+    """Grant no more loans; answer when no loan is open and no request runs, or after `timeout_s`."""
 
     timeout_s: float
 
@@ -51,22 +51,22 @@ class Stop(msgspec.Struct, frozen=True, tag="Stop", array_like=True):
 class Started(msgspec.Struct, frozen=True, tag="Started", array_like=True):
     """Ready for requests."""
 
-    introduction: str | None = None  # What the connector's scheduler half has said; it stays so.
+    introduction: str | None = None  # Of the connector's scheduler half; constant until a restart.
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag="StartFailed", array_like=True):
     message: str
-    is_users: bool  # The configuration has to change.
+    is_users: bool  # Whether the configuration has to change.
 
 
 class Restarting(msgspec.Struct, frozen=True, tag="Restarting", array_like=True):
-    """A rank is gone and all are started anew. What was open has been answered; what comes now is refused."""
+    """A rank died and all are restarted. Open requests have been answered; new ones are refused."""
 
     reason: str
 
 
 class Restarted(msgspec.Struct, frozen=True, tag="Restarted", array_like=True):
-    """Ready for requests again, under another name for peers."""
+    """Ready for requests again, with a new epoch for peers."""
 
     introduction: str | None = None
 
@@ -86,7 +86,7 @@ class Drained(msgspec.Struct, frozen=True, tag="Drained", array_like=True):
 
 
 class Stopped(msgspec.Struct, frozen=True, tag="Stopped", array_like=True):
-    """The core's last words. Nothing that was asked for will come."""
+    """The core's last message. No open request will be answered."""
 
     reason: str
 

@@ -1,15 +1,16 @@
 """The engine core in a process of its own: a loop around `EngineCore.step`, with the front end on a socket.
 
-    while alive:  take what has arrived -> step if there is a reason -> hand the outputs over, never waiting
+    while alive:  take messages -> step if there is a reason -> hand the outputs over without waiting
 
-HTTP cannot block a step: outputs that the front end does not take wait in the channel. Nor does idling cost a
-core: with nothing to do the loop sleeps until something arrives, and when a step has changed nothing it waits
+HTTP cannot block a step: outputs that the front end does not take wait in the channel. An idle loop uses no
+CPU: without requests it sleeps until a message arrives, and after a step without effect it waits
 (`baton.engine.core.step_waits`).
 
-Ends on Stop, on SIGTERM, and when the front end is gone: connector halves and ranks are shut down first.
+The process ends on Stop, on SIGTERM, and when the front end is gone; it shuts connector halves and ranks down
+first.
 
-A rank's death fails what is open. Then the process ends, with a status other than 0, or starts ranks, cache
-and connector anew (`on_rank_death`). The front end takes no requests meanwhile.
+A rank's death fails the open requests. Then the process ends, with a status other than 0, or restarts ranks,
+cache and connector (`on_rank_death`). The front end takes no requests meanwhile.
 """
 
 from __future__ import annotations
@@ -55,17 +56,17 @@ from baton.engine.process.channel import Channel, ChannelClosed
 
 logger = logging.getLogger(__name__)
 
-START_MESSAGE_S = 60.0  # The front end sends it right after it has started us.
+START_MESSAGE_S = 60.0  # The front end sends it right after it has started this process.
 LAST_WORDS_S = 5.0
-RESTARTS_MAX = 3  # In so many seconds; a rank that dies once more then takes the engine with it.
+RESTARTS_MAX = 3  # Within RESTARTS_WITHIN_S; the engine ends if a rank dies once more in that time.
 RESTARTS_WITHIN_S = 600.0
-# For how long a thread that computes may keep the interpreter from those that renew leases and read requests.
-# Python's own 5 ms, once on either side, would be most of what a handoff may cost.
+# How long a computing thread may keep the interpreter from the threads that renew leases and read requests.
+# Python's default of 5 ms, once on either side, would be most of a handoff's time.
 SWITCH_S = 0.0005
 
 
 class Stopping(Exception):
-    """Somebody asked us to end; the text says who."""
+    """A request to end; the text names its source."""
 
 
 class CoreLoop:
@@ -80,7 +81,7 @@ class CoreLoop:
         self._waits = StepWaits(core, waker)
 
     def run(self) -> None:
-        """Raises Stopping, ChannelClosed, or what ended the engine."""
+        """Raises Stopping, ChannelClosed, or the exception that ended the engine."""
         while True:
             self._take_messages()
             self._report_drained()
@@ -129,19 +130,19 @@ class CoreLoop:
         return self._drained_by_s is not None
 
     def hand_over(self, outputs: EngineOutputs) -> None:
-        # An empty step repeated a thousand times a second has nothing new to say.
+        # Empty steps may come a thousand times a second; their unchanged stats are not sent.
         if outputs.outputs or self._core.num_scheduled_tokens or self._is_news(outputs.stats):
             self._send(Outputs(outputs))
         if outputs.stats is not None:  # Else no result has come.
             self._last_stats = outputs.stats
 
     def hand_over_death(self, death: ExecutorDied) -> None:
-        """At once, so that the front end is not ready when clients hear of the death."""
+        """Send it at once, so that the front end is not ready when clients get their errors."""
         self.hand_over(self._core.fail_all(death))
         self._send(Restarting(str(death)))
 
     def _is_news(self, stats: SchedulerStats | None) -> bool:
-        """Counts of this step are news even if the last step's were equal."""
+        """Whether to send the stats. Counts of this step are news even if the last step's were equal."""
         return stats is not None and bool(
             stats != self._last_stats
             or stats.num_preempted
@@ -155,12 +156,12 @@ class CoreLoop:
         self._channel.send_nowait(self._encoder.encode(message))
 
     def next_wait_s(self) -> float:
-        """After a step; 0 if the next one may find more to do."""
+        """The wait after a step; 0 if the next one may have more to do."""
         wait_s = self._waits.next_wait_s()
-        return min(wait_s, IDLE_S) if self.is_draining else wait_s  # A drain's end is only a time.
+        return min(wait_s, IDLE_S) if self.is_draining else wait_s  # Nothing wakes the loop at a drain's end.
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Until something arrives, somebody died, or the time is over. None: the engine is idle."""
+        """Wait until a message arrives, a rank dies, or the time is over. None: the engine is idle."""
         if timeout_s is not None and not self._core.has_requests:
             return
         events = select.POLLIN | (select.POLLOUT if self._channel.has_unsent else 0)
@@ -172,7 +173,7 @@ class CoreLoop:
 
 
 class StopSignal:
-    """SIGTERM as something to poll: a handler that raised could strike in the middle of a step."""
+    """SIGTERM as a pollable event: a handler that raises could interrupt a step."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -219,12 +220,12 @@ def _start(channel: Channel) -> tuple[EngineCore, Start] | None:
         core = EngineCore(start.config, start.connector_factory)
     except ChannelClosed:
         return None
-    except Exception as error:  # This process ends: the front end has to hear why.
-        if not isinstance(error, UserError):  # Whose text says what to mend: the front end shows it.
+    except Exception as error:  # This process ends; the front end gets the reason.
+        if not isinstance(error, UserError):  # The front end shows a UserError's text, which is enough.
             logger.exception("the engine core could not start")
         _say_last(channel, StartFailed(_text(error), isinstance(error, UserError)))
         sys.exit(1)
-    # What exists now lives as long as the process; the collector need not look at it again.
+    # Objects that exist now live as long as the process; the collector need not visit them again.
     gc.collect()
     gc.freeze()
     channel.send_nowait(msgspec.msgpack.encode(Started(core.introduction())))
@@ -243,7 +244,7 @@ def _run(core: EngineCore, start: Start, channel: Channel, stop_signal: StopSign
 
 
 def _restart(start: Start, channel: Channel) -> EngineCore:
-    """All anew: ranks, cache, and both halves of the connector under an epoch that no old paper names."""
+    """Start new ranks, cache and connector halves, with a new epoch, which no old ticket names."""
     try:
         return EngineCore(start.config, start.connector_factory)
     except Exception as error:  # As above.
@@ -253,7 +254,7 @@ def _restart(start: Start, channel: Channel) -> EngineCore:
 
 
 class Restarts:
-    """Whether ranks are to be started anew once more: what dies again and again is not worth it."""
+    """Limit of restarts: ranks that die too often are not restarted."""
 
     def __init__(self, is_wanted: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._is_wanted = is_wanted
@@ -261,7 +262,7 @@ class Restarts:
         self._times: deque[float] = deque(maxlen=RESTARTS_MAX)
 
     def may_restart(self) -> bool:
-        """Counts as one if it may."""
+        """Whether a restart is allowed; counts it if so."""
         now = self._clock()
         is_worn_out = len(self._times) == RESTARTS_MAX and now - self._times[0] < RESTARTS_WITHIN_S
         if not self._is_wanted or is_worn_out:
@@ -273,7 +274,7 @@ class Restarts:
 def _run_until_a_rank_dies(
     core: EngineCore, channel: Channel, stop_signal: StopSignal, restarts: Restarts
 ) -> ExecutorDied | None:
-    """None: the engine has ended in order. The core is shut down in any case."""
+    """Returns the death if the engine is to restart, None after an orderly end. Shuts the core down."""
     waker = Waker()
     loop = CoreLoop(core, channel, stop_signal, waker)
     try:
@@ -295,7 +296,7 @@ def _run_until_a_rank_dies(
         sys.exit(1)
     finally:
         core.shutdown()
-        waker.close()  # Nobody uses it any more.
+        waker.close()  # After the core, whose threads use it.
     return None
 
 

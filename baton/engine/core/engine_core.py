@@ -1,10 +1,10 @@
-"""The engine without any process around it: scheduler, connector half and executor, one `step()` at a time.
+"""Engine core: scheduler, connector half and executor, one `step()` at a time, without a process around it.
 
     add_request / abort --> | schedule -> submit -> ... -> result -> update | --> EngineOutputs
 
 Up to `max_concurrent_batches` steps are in flight at once, of different requests.
 
-Whoever owns it (the core process, `LLM`, a benchmark) decides when to step. Single-threaded.
+The owner (the core process, `LLM`, a benchmark) decides when to step. Single-threaded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class StepTimes:
-    """Where the time of all steps so far went, in seconds."""
+    """Time that all steps so far spent in each phase, in seconds."""
 
     num_steps: int = 0
     schedule_s: float = 0.0
@@ -49,16 +49,16 @@ class EngineCore:
     ) -> None:
         """Raises UserError if the configuration cannot work.
 
-        `connector_factory` None: Baton's own, if the configuration names a connector. `executor`: instead of
+        `connector_factory` None: Baton's own, if the configuration names a connector. `executor`: replaces
         the configured one.
         """
         connector_factory = connector_factory or default_factory(config)
         self.times = StepTimes()
         self.num_scheduled_tokens = 0  # In the last step.
-        self.has_progressed = False  # The last step computed, delivered or freed something.
+        self.has_progressed = False  # Whether the last step computed, delivered or freed something.
         self._batches: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()  # Oldest first.
         self._num_batches_max = config.parallel_config.max_concurrent_batches
-        self.is_woken = False  # Whatever a step could find between messages, somebody will say.
+        self.is_woken = False  # Whether connector and executor report when a step has work.
         config = settle_groups(config, connector_factory)
         self.executor = executor if executor is not None else start_executor(config, connector_factory)
         self._num_connector_errors = 0  # Steps in a row.
@@ -92,7 +92,7 @@ class EngineCore:
             raise
 
     def add_request(self, request: EngineRequest) -> EngineOutput | None:
-        """A refusal is the request's only output, and the caller's to deliver."""
+        """Returns the output of a refused request; the caller delivers it."""
         try:
             self.scheduler.add_request(request)
         except UserError as error:
@@ -108,17 +108,17 @@ class EngineCore:
         self.scheduler.abort([request_id])
 
     def bind_wake(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, from any thread, when the connector has something for a step to find."""
+        """The connector calls `wake`, from any thread, when a step would find something."""
         hears_of_peers = self._half.bind_wake(wake)
         hears_of_reads = self.executor.bind_wake(wake)
         self.is_woken = hears_of_peers and hears_of_reads
 
     def take_back(self, params: Mapping[str, Any]) -> None:
-        """Nobody will come for what was lent under these `kv_transfer_params`."""
+        """Release the loan of these `kv_transfer_params`: no consumer will fetch it."""
         self.scheduler.take_back(params)
 
     def introduction(self) -> str | None:
-        """Signed text by which other engines find this one's connector; None if it has none to give."""
+        """Signed text by which other engines find this one's connector; None if the connector has none."""
         return self.scheduler.introduction()
 
     @property
@@ -127,23 +127,23 @@ class EngineCore:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """False while there are only loans and reports to wait for."""
+        """False while only loans and reports are open."""
         return self.scheduler.has_unfinished_requests()
 
     def drain(self, timeout_s: float) -> None:
-        """Before the end: whoever owns it goes on stepping until `is_drained`, or until the time is up."""
+        """Prepare the end: the owner goes on stepping until `is_drained`, or until the time is up."""
         self.scheduler.drain(timeout_s)
 
     @property
     def is_drained(self) -> bool:
-        """Nothing runs, and nobody uses our blocks any more."""
+        """Whether no request runs and no transfer uses a block."""
         return not self.has_unfinished_requests and not self.scheduler.has_blocks_to_await()
 
     def step(self) -> EngineOutputs:
-        """Decides a step, and takes the result of the oldest one in flight.
+        """Decide a step, and take the result of the oldest one in flight.
 
-        With room for further steps in flight it waits for no result: then it returns nothing, and is to be
-        called again. Raises what the model raised, or ExecutorDied: the engine cannot go on.
+        With room for more steps in flight it does not wait for a result: it returns no outputs, and has to be
+        called again. Raises the model's exception, or ExecutorDied; the engine cannot go on after either.
         """
         if not self._batches or (
             len(self._batches) < self._num_batches_max and self.scheduler.has_idle_requests()
@@ -187,8 +187,8 @@ class EngineCore:
     def _abandon_loads(self, step: SchedulerOutput, result: ModelRunnerOutput) -> set[str]:
         """End the requests whose load a broken worker half will never report.
 
-        Their blocks stay held until it does report them, since it may still be writing there. A half that
-        goes on like that takes its connector with it: nobody else shall wait for it.
+        Their blocks stay held until it does report them, because it may still write there. After several
+        such steps in a row the connector is retired, so that no further request waits for it.
         """
         self._num_connector_errors = 0 if result.connector_error is None else self._num_connector_errors + 1
         if self._num_connector_errors >= STEP_ERRORS_MAX:
@@ -201,12 +201,12 @@ class EngineCore:
         return abandoned
 
     def _publish_events(self) -> None:
-        """What is said to be stored is computed, and so can be found."""
+        """Publish events after the step's result: the blocks of "stored" events are computed by then."""
         if (events := self.scheduler.take_events()) and self._event_publisher is not None:
             self._event_publisher.publish(events)
 
     def fail_all(self, death: ExecutorDied) -> EngineOutputs:
-        """What is open ends with an error: its KV is gone with the ranks. Then comes `shutdown`."""
+        """End every open request with an error: its KV is lost with the ranks. The owner then shuts down."""
         error = RequestError(f"the engine lost a rank, and its KV cache with it: {death}")
         return EngineOutputs(outputs=self.scheduler.fail_all(error))
 
@@ -221,7 +221,7 @@ class EngineCore:
 
 
 def _with_errors(outputs: EngineOutputs, request_ids: set[str], message: str) -> EngineOutputs:
-    """What the scheduler calls an abort was an error of ours."""
+    """Turn the outputs of requests that the scheduler aborted into errors."""
     changed = [
         msgspec.structs.replace(output, finish_reason="error", error=RequestError(message))
         if output.request_id in request_ids and output.finish_reason == "abort"

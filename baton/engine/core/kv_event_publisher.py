@@ -1,19 +1,20 @@
-"""Publishes what the prefix cache gained and lost, in vLLM's wire format (`distributed/kv_events.py`, 0.32).
+"""Publisher of KV events: blocks that the prefix cache stored and removed, in the wire format of vLLM 0.32
+(`distributed/kv_events.py`).
 
     PUB      topic | number of the batch, 8 bytes big-endian | msgpack of a KVEventBatch
     ROUTER   to (identity | "" | first number wanted):
-             identity | "" | topic | number | msgpack      each batch from there on that is still remembered
+             identity | "" | topic | number | msgpack      each kept batch from that number on
              identity | "" | ""    | -1     | ""           the end
 
     engine thread --publish (never waits)--> queue --> publisher thread --> PUB
                                                        the last `buffer_steps` batches <--> ROUTER
 
-A step's events are one batch. Whoever misses a number asks for it; whoever cannot get it any more, or sees
-the numbers begin anew (another engine), must forget what was believed of this engine: a removal may be among
-what was missed.
+A step's events are one batch. A subscriber that misses a number asks for it. If it cannot get the batch, or
+the numbers start again (a new engine), it must forget this engine's blocks, because it may have missed a
+removal.
 
-Events hold token ids, and nobody is authenticated here: an endpoint beyond the loopback is the operator's
-word.
+Events hold token ids, and subscribers are not authenticated: the operator decides on an endpoint beyond the
+loopback.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ logger = logging.getLogger(__name__)
 
 SEQUENCE_BYTES = 8
 END = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
-DATA_PARALLEL_RANK = 0  # One engine, as vLLM says it for one.
-LAST_WORDS_S = 1.0  # What `close` waits for subscribers to take.
+DATA_PARALLEL_RANK = 0  # As in vLLM, for one engine.
+LAST_WORDS_S = 1.0  # How long `close` waits for subscribers to take the last batches.
 _QUEUE = "inproc://batches"
 _BOUND_HOSTS = ("*", "::", "127.", "localhost")
 
 
 class KVEventPublisher:
-    """`publish` and `close` are for one thread, the engine's."""
+    """`publish` and `close` are called on the engine's thread."""
 
     def __init__(self, config: KVEventsConfig, clock: Callable[[], float]) -> None:
         """`clock`: seconds since the epoch. Raises ConfigError for an endpoint that cannot be used."""
@@ -75,11 +76,11 @@ class KVEventPublisher:
         self._taken.set_hwm(config.max_queue_size)
         self._taken.bind(_QUEUE)
         self._queue = self._context.socket(zmq.PUSH)
-        self._queue.set_hwm(1)  # The other end's is what counts.
+        self._queue.set_hwm(1)  # The limit of the other end counts.
         self._queue.connect(_QUEUE)
 
     def publish(self, events: list[KVCacheEvent]) -> None:
-        """One batch. Never waits: one that finds the queue full is lost, and its number missing says so."""
+        """Publish one batch. Never waits: if the queue is full, the batch is lost."""
         batch = KVEventBatch(ts=self._clock(), events=events, data_parallel_rank=DATA_PARALLEL_RANK)
         number = self._next.to_bytes(SEQUENCE_BYTES, "big")
         self._next += 1
@@ -89,11 +90,11 @@ class KVEventPublisher:
             self._queue.send_multipart((number, self._encoder.encode(batch)), flags=zmq.NOBLOCK)
         except zmq.Again:
             if not self.num_dropped:
-                logger.error("KV events are lost: nobody takes them from the queue")
+                logger.error("KV events are lost: the publisher's queue is full")
             self.num_dropped += 1
 
     def close(self) -> None:
-        """Idempotent. Publishes what is queued, if somebody takes it."""
+        """Publish the queued batches, and end. Idempotent."""
         if self._context.closed:
             return
         if not self._is_dead:
@@ -101,11 +102,11 @@ class KVEventPublisher:
             try:
                 self._queue.send(b"")  # The end.
             except zmq.Again:
-                logger.warning("the KV events' thread does not take its end")
+                logger.warning("the KV events' thread does not read its queue")
         self._thread.join(LAST_WORDS_S)
         if self._thread.is_alive():
-            logger.warning("left the KV events' thread behind")
-            return  # Its sockets are its own.
+            logger.warning("the KV events' thread did not end; its sockets stay open")
+            return
         for socket in (self._published, self._replay, self._taken, self._queue):
             socket.close(linger=int(LAST_WORDS_S * 1e3))
         self._context.term()
@@ -118,7 +119,7 @@ class KVEventPublisher:
         except zmq.ZMQError:
             logger.exception("the KV events' thread died; the engine goes on without them")
         finally:
-            self._is_dead = True  # Whatever ended it: nobody takes from the queue any more.
+            self._is_dead = True  # The queue has no reader any more.
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -140,7 +141,7 @@ class KVEventPublisher:
         match frames:
             case [identity, b"", first] if len(first) == SEQUENCE_BYTES:
                 for number, batch in self._remembered:
-                    if number >= first:  # Of equal length and big-endian: in the order of the numbers.
+                    if number >= first:  # Big-endian bytes of equal length compare as the numbers do.
                         self._replay.send_multipart((identity, b"", self._topic, number, batch))
                 self._replay.send_multipart((identity, b"", b"", END, b""))
             case _:
@@ -148,7 +149,7 @@ class KVEventPublisher:
 
 
 def _attach(socket: zmq.Socket[bytes], endpoint: str, field: str) -> str:
-    """Bind to what is this machine's (vLLM's rule, and the loopback), connect to the rest."""
+    """Bind to addresses of this machine (vLLM's rule, and the loopback), connect to others."""
     host = endpoint.partition("://")[2]
     is_ours = host.startswith(_BOUND_HOSTS) or "::" in host or endpoint.startswith(("ipc://", "inproc://"))
     try:
@@ -160,7 +161,7 @@ def _attach(socket: zmq.Socket[bytes], endpoint: str, field: str) -> str:
     except zmq.ZMQError as error:
         raise ConfigError(f"cannot be used: {error}", field=f"kv_events_config.{field}") from error
     if endpoint.startswith("tcp://") and not _is_loopback(host.rpartition(":")[0].strip("[]")):
-        logger.warning("KV events, which hold token ids, are readable by whoever reaches %s", endpoint)
+        logger.warning("KV events, which hold token ids, are readable for hosts that reach %s", endpoint)
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 

@@ -1,12 +1,12 @@
-"""Between two steps of an engine core: waits until the next one has something to find, and is woken for it.
+"""Waits between the steps of an engine core: after a step without effect, until the next one has work.
 
-When a step has changed nothing, so long at most:
+The longest wait:
 
-    LOOK_S              if the connector says when there is something to find; it wakes whoever waits at once
-    RETRY_S             otherwise, while a request waits, for a load or for blocks
-    RETRY_S .. IDLE_S   otherwise, while there are only loans to get back; doubling, so that they cost little
+    LOOK_S              if the connector reports when a step has work; it ends the wait at once
+    RETRY_S             otherwise, while a request waits for a load or for blocks
+    RETRY_S .. IDLE_S   otherwise, while only loans are open; doubling, so that they cost little
 
-Who took empty steps instead would keep the interpreter from the very threads that it waits for.
+Empty steps instead of waits would keep the interpreter from the threads that the engine waits for.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ LOOK_S = 0.250
 
 
 class StepWaits:
-    """Of the one who steps `core`, on his thread."""
+    """Used by the owner of `core`, on the thread that steps it."""
 
     def __init__(self, core: EngineCore, waker: Waker) -> None:
-        """`waker`: the caller's to close, after the core is shut down."""
+        """`waker`: the caller closes it after the core is shut down."""
         self._core = core
         self._waker = waker
         self._backoff_s = RETRY_S
@@ -41,7 +41,7 @@ class StepWaits:
             self._poll.register(fileno, select.POLLIN)
 
     def next_wait_s(self) -> float:
-        """After a step; 0 if the next one may find more to do."""
+        """The wait after a step; 0 if the next one may have more to do."""
         if self._core.has_progressed or self._core.has_unfinished_requests:
             self._backoff_s = RETRY_S
         if self._core.has_progressed:
@@ -54,7 +54,7 @@ class StepWaits:
         return wait_s
 
     def wait(self, timeout_s: float | None, also: Mapping[int, int] | None = None) -> None:
-        """Until the connector wakes us, a rank dies, one of `also` is ready, or the time is over.
+        """Wait until a wake, a rank's death, readiness of one of `also`, or the end of the time.
 
         `also`: file descriptors and their events for `select.poll`. `timeout_s`: None for no end. Raises
         ExecutorDied.
@@ -65,22 +65,24 @@ class StepWaits:
         for fileno in also or ():
             self._poll.unregister(fileno)
         if self._waker.fileno() in ready:
-            self._waker.clear()  # Before the step: what is said from here on is said of the next one.
+            self._waker.clear()  # Before the step: a wake from here on is for the next one.
         if ready & self._deaths:
             self._core.executor.check_alive()
 
     def wait_for_more(self) -> None:
-        """Not at all, if the last step has changed something or nothing is left. Raises ExecutorDied."""
+        """Wait, unless the last step changed something or no request is left. Raises ExecutorDied."""
         if self._core.has_requests and (wait_s := self.next_wait_s()):
             self.wait(wait_s)
 
 
 class Waker:
-    """An event to poll, which any thread may raise."""
+    """Pollable event that any thread may set."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()  # Or a closed descriptor's number could by then be somebody else's.
+        self._lock = (
+            threading.Lock()
+        )  # `wake` must not write to a number that another file got after `close`.
         self._is_closed = False
 
     def fileno(self) -> int:

@@ -1,10 +1,10 @@
-"""All that the scheduler asks of the connector, with the blast contained.
+"""Calls of the scheduler to the connector, with its exceptions contained.
 
-What it raises about one request costs that request: it is recomputed where nothing has been promised yet,
-and failed where something may have been. The engine and every other request go on.
+An exception about one request costs that request: it is recomputed if no load was agreed on, and failed
+otherwise. The engine and every other request go on.
 
-What it raises about a whole step (`build_connector_meta`, ...) costs what it had to say in that step. After
-several such steps in a row, of this half or of a worker half, it is retired (`baton.contract.guard`): prompts
+An exception about a whole step (`build_connector_meta`, ...) costs that step's answer. After several such
+steps in a row, of this half or of a worker half, the connector is retired (`baton.contract.guard`): prompts
 are computed here, and the engine has to be restarted.
 """
 
@@ -36,11 +36,11 @@ from baton.engine.step import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
-REASON_CHARS_MAX = 100  # Of why a load has failed.
+REASON_CHARS_MAX = 100  # Of the reason of a failed load.
 
 
 class RequestFault(Exception):
-    """This request has to end with an error, now."""
+    """The request has to end with an error at once."""
 
     def __init__(self, error: RequestError) -> None:
         super().__init__(error.message)
@@ -49,7 +49,7 @@ class RequestFault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """So many tokens after the local hit can be loaded."""
+    """The connector can load `num_tokens` tokens after the local hit."""
 
     num_tokens: int
     is_async: bool
@@ -62,14 +62,14 @@ class ConnectorCalls(SchedulerGuard):
     # --- One request -----------------------------------------------------------------------------
 
     def announce(self, request: Request) -> None:
-        """Raises RequestFault if the connector says that the request is wrong."""
+        """Raises RequestFault if the connector refuses the request."""
         tell = partial(self.half.on_new_request, request)
         with _refusals():
             if not self.succeeds("on_new_request", tell, request_id=request.request_id):
                 request.asks_connector = False
 
     def find_match(self, request: Request, num_local_tokens: int) -> Match | None:
-        """None: ask again in a later step. Raises RequestFault as above."""
+        """None: ask again in a later step. Raises RequestFault if the connector refuses the request."""
         if not request.asks_connector:
             return NO_MATCH
         with _refusals():
@@ -83,7 +83,7 @@ class ConnectorCalls(SchedulerGuard):
         return Match(num_tokens, is_async) if num_tokens else NO_MATCH
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Raises RequestFault if a load was agreed on: it is not known whether it is under way."""
+        """Raises RequestFault if the call fails after a load was agreed on, because it may be running."""
         tell = partial(self.half.update_state_after_alloc, request, blocks, num_external_tokens)
         with _refusals():
             is_told = self.succeeds("update_state_after_alloc", tell, request_id=request.request_id)
@@ -100,7 +100,7 @@ class ConnectorCalls(SchedulerGuard):
         return self.contain("take_prefilled_tokens", take, request_id=request.request_id)
 
     def load_failure(self, request: Request) -> str:
-        """Why its load has failed, for the log and for its client."""
+        """The reason of the request's failed load, for the log and for the client."""
 
         def ask() -> str:
             reason = self.half.get_load_failure(request.request_id)
@@ -111,7 +111,7 @@ class ConnectorCalls(SchedulerGuard):
     def finished(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """(delay_free, kv_transfer_params). A connector that fails here has lent nothing."""
+        """(delay_free, kv_transfer_params). If the connector fails here, nothing is lent."""
 
         def finish() -> tuple[bool, Any]:
             if isinstance(self.half, SupportsHMA):
@@ -130,13 +130,13 @@ class ConnectorCalls(SchedulerGuard):
     # --- One step --------------------------------------------------------------------------------
 
     def build_meta(self, output: SchedulerOutput) -> KVConnectorMetadata | None:
-        """None: ranks hear nothing in this step, and what was to be loaded in it is not."""
+        """None: the ranks get no metadata in this step, and its loads fail."""
         if self.is_retired:
             return None
         return self.contain("build_connector_meta", partial(self.half.build_connector_meta, output))
 
     def take_report(self, report: KVConnectorOutput) -> None:
-        """The connector may add to the report's ids."""
+        """Pass the report to the connector, which may add ids to it."""
         self.contain("update_connector_output", partial(self.half.update_connector_output, report))
         report.finished_sending = self.checked_ids(report.finished_sending)
         report.finished_recving = self.checked_ids(report.finished_recving)
@@ -169,17 +169,17 @@ class ConnectorCalls(SchedulerGuard):
     def has_pending_push_work(self) -> bool:
         return self.contain("has_pending_push_work", self.half.has_pending_push_work)
 
-    # --- Its whole life --------------------------------------------------------------------------
+    # --- Whole life -----------------------------------------------------------------------------
 
     def introduction(self) -> str | None:
         return self.contain("introduction", self.half.introduction)
 
     def take_back(self, params: Mapping[str, Any]) -> None:
-        """If they are wrong, that concerns the client that sent them: the loan then ends by time."""
+        """Release a loan. If the params are invalid, which is the client's error, the loan ends by time."""
         try:
             self.contain("take_back", partial(self.half.take_back, params))
         except UserError as error:
-            logger.warning("cannot take back what was lent: %s", error)
+            logger.warning("cannot release the loan of these kv_transfer_params: %s", error)
 
     def drain(self, timeout_s: float) -> None:
         self.contain("drain", partial(self.half.drain, timeout_s))
@@ -198,7 +198,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _check_plain(value: Any, kind: Any) -> Any:
-    """It travels to another process. Raises TypeError for what cannot."""
+    """The value, which is sent to another process. Raises TypeError if it cannot be encoded."""
     if not isinstance(value, kind):
         raise TypeError(f"{value!r:.100} is no {kind}")
     msgspec.msgpack.encode(value)

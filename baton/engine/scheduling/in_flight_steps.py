@@ -1,4 +1,4 @@
-"""The steps that the ranks have been given and whose results have not come: what may not happen meanwhile.
+"""Steps in flight: steps that the ranks have and whose results have not come.
 
     begin(step 1) -> begin(step 2) -> end(step 1) -> begin(step 3) -> end(step 2) -> ...
 
@@ -8,11 +8,11 @@ Ranks run steps in order, so results come in order. A request with a step in fli
     it is not preempted            the step still writes into its blocks
     it does not end                an abort is kept until the result has come
 
-That is the fence on freed blocks: whatever a step in flight writes belongs to a request that keeps its table,
-and so its holders, until the step is done. No free block is ever about to be written, which is what loads
-rely on (`baton.contract.base`).
+That is the fence on freed blocks: a step in flight writes only into blocks of requests that keep their
+tables, and so their holders, until the step is done. No free block is ever about to be written; loads rely on
+that (`baton.contract.base`).
 
-A load that is agreed on in a step is ordered in that step, so it cannot have ended before the step has.
+A load that is agreed on in a step is ordered in that step, so it cannot end before the step does.
 
 Imports no torch and reads no clock.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KeptEnd:
-    """How a busy request is to end."""
+    """The end of a busy request, kept until its step is done."""
 
     request: Request
     status: RequestStatus
@@ -55,35 +55,35 @@ class InFlight:
     # --- Steps -----------------------------------------------------------------------------------
 
     def begin(self, output: SchedulerOutput, scheduled: list[Request], loads: StepLoads) -> None:
-        """The step is decided; from now on the ranks may run it at any time."""
+        """Add a decided step; the ranks may run it at any time from now on."""
         self._steps.append((output, loads))
         number = self.num_done + len(self._steps)
         for request in (*scheduled, *loads.parked):
             request.last_step = number
 
     def loads_of(self, output: SchedulerOutput) -> StepLoads:
-        """Of the oldest step, whose result has come."""
+        """Loads of the oldest step, whose result has come."""
         assert self._steps, "no step is in flight"
         assert self._steps[0][0] is output, "results come in the order of steps"
         return self._steps[0][1]
 
     def end(self, output: SchedulerOutput) -> StepLoads:
-        """The oldest step's result has come: nobody is busy with it any more."""
+        """Remove the oldest step, whose result has come: its requests are no longer busy with it."""
         loads = self.loads_of(output)
         self._steps.popleft()
         self.num_done += 1
         return loads
 
     def is_void(self, request: Request) -> bool:
-        """Whether what the step that has just ended computed for this request is to be thrown away."""
+        """Whether to drop what the step that has just ended computed for this request."""
         return request.void_step == self.num_done
 
     def make_void(self, request: Request) -> None:
-        """What the step in flight computes for it, if any does, rests on KV that was found to be wrong."""
+        """Drop what a step in flight computes for the request, because its KV was found to be invalid."""
         if self.is_busy(request):
             request.void_step = request.last_step
 
-    # --- What waits for a step -------------------------------------------------------------------
+    # --- Waiting for a step ---------------------------------------------------------------------
 
     def keep_end(self, end: KeptEnd) -> None:
         assert self.is_busy(end.request)
@@ -96,14 +96,14 @@ class InFlight:
         return [end.request for end in self._ends.values()]
 
     def take_ends(self) -> list[KeptEnd]:
-        """Of requests that are busy no more."""
+        """Kept ends of the requests that are no longer busy."""
         due = [end for end in self._ends.values() if not self.is_busy(end.request)]
         for end in due:
             del self._ends[end.request.request_id]
         return due
 
     def hold_back_early(self, arrived: set[str], requests: dict[str, Request]) -> set[str]:
-        """`arrived`, and what was held back, less the loads whose step is still in flight: held back."""
+        """Ids of ended loads, without those whose step is in flight: they are held back until it is done."""
         arrived = arrived | self._arrivals
         self._arrivals = {
             id_ for id_ in arrived if (request := requests.get(id_)) is not None and self.is_busy(request)

@@ -1,4 +1,4 @@
-"""Everything about KV that comes from or goes to somewhere else: the states between "allocated" and "free".
+"""States of blocks that a transfer uses, between "allocated" and "free".
 
     loading   parked in WAITING_FOR_REMOTE_KVS; a connector fills its blocks
                  finished_recving ---------------> arrived: back to the scheduler, computed as far as valid
@@ -9,8 +9,8 @@
                  being filled       until finished_recving
                  both ended ---------------------> blocks free, request forgotten
 
-A load that has failed is not repeated: the request is recomputed here, so that every handoff ends. Reports
-about requests that are in none of these states are late or wrong; they are counted and change nothing.
+A failed load is not repeated: the request is recomputed here, so that every handoff ends. Reports about
+requests in none of these states are late or wrong; they are counted and change nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Load:
-    """`| local hit | external |`; of both, the first `num_valid_tokens` can be believed."""
+    """`| local hit | external |`; of both, the first `num_valid_tokens` tokens are valid."""
 
     request: Request
     num_local_tokens: int
@@ -38,16 +38,16 @@ class Load:
     is_failed: bool = False
 
     def was_filled_at(self, token_index: int) -> bool:
-        """Whether the connector, rather than the local cache, answers for this token."""
+        """Whether the connector loads this token, instead of the local cache."""
         return self.num_local_tokens <= token_index < self.num_local_tokens + self.num_external_tokens
 
 
 @dataclass(slots=True)
 class StepLoads:
-    """The loads that one step orders."""
+    """Loads that one step orders."""
 
-    sync: dict[str, Load] = field(default_factory=dict)  # Before it computes.
-    parked: list[Request] = field(default_factory=list)  # In the background.
+    sync: dict[str, Load] = field(default_factory=dict)  # Done before the step computes.
+    parked: list[Request] = field(default_factory=list)  # Done in the background.
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class _Hold:
 
 
 class LoadFailures:
-    """What has to happen now. A background load that failed and is to be recomputed awaits its end instead.
+    """Requests to roll back or fail now. A failed background load under "recompute" waits for its end.
 
     `request in failures`: its tokens of this step were computed on bad blocks.
     """
@@ -68,7 +68,7 @@ class LoadFailures:
     def __init__(self) -> None:
         self.to_roll_back: list[tuple[Request, int]] = []  # With the number of tokens that are still valid.
         self.to_fail: list[Request] = []
-        self.failed: list[Request] = []  # Whose own load failed.
+        self.failed: list[Request] = []  # Requests whose own load failed.
         self._affected: set[str] = set()
 
     def __contains__(self, request: Request) -> bool:
@@ -88,7 +88,7 @@ class RemoteKV:
         self._kv_cache = kv_cache
         self._policy = policy
         self._loading: dict[str, Load] = {}
-        self._step_loads = StepLoads()  # Of the step in the making.
+        self._step_loads = StepLoads()  # Of the step that is being decided.
         self._held: dict[str, _Hold] = {}
         self.num_ignored_reports = 0
 
@@ -103,15 +103,15 @@ class RemoteKV:
     # --- Admission -------------------------------------------------------------------------------
 
     def has_room_to_load(self, request: Request, hits: KVCacheBlocks, others: Iterable[Request]) -> bool:
-        """Whether a load may take blocks and keep them, unpreemptible, until it ends.
+        """Whether a load may take blocks; they cannot be preempted until it ends.
 
-        Only if every prompt that already has blocks (`others`, and those loading) can still be computed to
-        its end beside it. Otherwise loads and half-computed prompts could hold the pool against each other.
+        True only if every prompt that has blocks already (`others`, and those loading) can still be computed
+        to its end. Otherwise loads and half-computed prompts could deadlock over the pool.
         """
         missing = self._kv_cache.num_blocks_missing
         promised = sum(missing(other, other.num_tokens) for other in others)
         promised += sum(missing(load.request, load.request.num_tokens + 1) for load in self._loading.values())
-        # Of groups with a window, hits may lie behind it once the load has ended.
+        # In groups with a window, hits may be outside it when the load ends.
         shared = sum(
             block.ref_cnt > 0
             for group, blocks in zip(self._kv_cache.groups, hits.blocks, strict=True)
@@ -122,31 +122,31 @@ class RemoteKV:
         return needed + promised <= self._kv_cache.block_pool.num_free_blocks
 
     def park(self, request: Request, num_local_tokens: int, num_external_tokens: int) -> None:
-        """The load is agreed on and its blocks are allocated."""
+        """Start to wait for a background load, whose blocks are allocated."""
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         end = num_local_tokens + num_external_tokens
-        request.num_computed_tokens = end  # In advance; nobody else may use it.
+        request.num_computed_tokens = end  # In advance; no other request may use it.
         self._loading[request.request_id] = Load(request, num_local_tokens, num_external_tokens, end)
         self._step_loads.parked.append(request)
 
     def note_sync_load(self, request: Request, num_local_tokens: int, num_external_tokens: int) -> None:
-        """The step in the making loads these before it computes."""
+        """Add a load that the step being decided performs before it computes."""
         self._step_loads.sync[request.request_id] = Load(
             request, num_local_tokens, num_external_tokens, num_local_tokens + num_external_tokens
         )
 
     def take_step_loads(self) -> StepLoads:
-        """The step in the making is decided."""
+        """Loads of the step that has just been decided."""
         taken, self._step_loads = self._step_loads, StepLoads()
         return taken
 
     def still_loading(self, loads: StepLoads) -> list[Request]:
-        """Of those that began to wait with a step."""
+        """Requests that began to wait with a step, and still wait."""
         return [request for request in loads.parked if request.request_id in self._loading]
 
     def find_unheard(self, loads: StepLoads) -> tuple[set[int], list[Request]]:
-        """No rank heard of what a step was to load: (blocks that its synchronous loads have not
-        filled, requests that wait for a load which nobody may ever report)."""
+        """After no rank got a step's loads: (blocks that its synchronous loads have not filled, requests
+        that wait for a load which may never be reported)."""
         unfilled: set[int] = set()
         for request_id, load in loads.sync.items():
             first = load.num_local_tokens // self._kv_cache.block_size
@@ -184,10 +184,10 @@ class RemoteKV:
     def _find_invalid(
         self, bad: set[int], others: list[Request], loads: StepLoads, failures: LoadFailures
     ) -> None:
-        """Follow the bad blocks to everybody who has computed on them.
+        """Find every request that computed on the bad blocks.
 
-        What a request computed behind a bad block is bad too, and may be shared with requests that have
-        another, good block in the bad one's place. Hence until nothing is added.
+        The blocks that a request computed after a bad block are bad too, and may be shared with requests
+        that have another, good block in the bad one's place. So the search repeats until it adds nothing.
         """
         untouched = [load.request for load in self._loading.values()] + others
         found = True
@@ -200,8 +200,8 @@ class RemoteKV:
                 if first_bad is None:
                     continue
                 untouched.remove(request)
-                behind = self._kv_cache.blocks_between(request.request_id, first_bad, sys.maxsize)
-                bad.update(block_id for _, block_id in behind)
+                after = self._kv_cache.blocks_between(request.request_id, first_bad, sys.maxsize)
+                bad.update(block_id for _, block_id in after)
                 self._fail_request(request, first_bad * self._kv_cache.block_size, loads, failures)
                 found = True
 
@@ -211,7 +211,7 @@ class RemoteKV:
         if (load := self._loading.get(request.request_id)) is not None:
             if load.was_filled_at(num_valid_tokens):
                 self._fail_load(load, num_valid_tokens, failures)
-            else:  # In its local hit, which others could find until the load has ended.
+            else:  # In its local hit, which others could find before the load ended.
                 load.num_valid_tokens = min(load.num_valid_tokens, num_valid_tokens)
                 self._kv_cache.distrust(request, num_valid_tokens)
             return
@@ -220,7 +220,7 @@ class RemoteKV:
         if is_own_load:
             failures.failed.append(request)
             request.asks_connector = False
-        # Whoever merely shared the block asked for no load: it is recomputed under either policy.
+        # A request that only shares the block has no load: it is recomputed under either policy.
         if is_own_load and self._policy == "fail":
             self._kv_cache.distrust(request, num_valid_tokens)
             failures.fail(request)
@@ -240,7 +240,7 @@ class RemoteKV:
     # --- Ends ------------------------------------------------------------------------------------
 
     def take_arrived(self, finished_recving: Iterable[str]) -> tuple[list[Load], list[Request]]:
-        """Returns (loads that have ended and are to be settled, requests whose blocks are to be freed)."""
+        """Returns (ended loads to settle, requests whose blocks to free)."""
         arrived, to_free = [], []
         for request_id in sorted(finished_recving):
             if (load := self._loading.pop(request_id, None)) is not None:
@@ -253,7 +253,7 @@ class RemoteKV:
         return arrived, to_free
 
     def take_sent(self, finished_sending: Iterable[str]) -> list[Request]:
-        """Returns those whose blocks are to be freed."""
+        """Returns the requests whose blocks to free."""
         to_free: list[Request] = []
         for request_id in sorted(finished_sending):
             if (hold := self._held.get(request_id)) is not None and hold.is_lent:
@@ -264,7 +264,7 @@ class RemoteKV:
         return to_free
 
     def hold(self, request: Request, *, is_lent: bool) -> bool:
-        """At a request's end: whether its blocks have to stay."""
+        """Keep the blocks of a request that has ended, if a transfer uses them; returns whether one does."""
         is_being_filled = self._loading.pop(request.request_id, None) is not None
         if is_lent or is_being_filled:
             self._held[request.request_id] = _Hold(request, is_lent, is_being_filled)
@@ -272,11 +272,11 @@ class RemoteKV:
         return False
 
     def settle(self, load: Load, *, is_continued: bool = False) -> bool:
-        """The load has ended: believe what is valid, and let others find it.
+        """End a load: make its valid blocks findable, and set what the request has computed.
 
-        `is_continued`: output tokens come with it, so the next thing to compute stands behind the prompt.
-        False: nothing of it is of use, and the request has to give its blocks back. For what a window sees at
-        the end of the load says nothing of what it would have seen at the end of a part of it.
+        `is_continued`: output tokens come with the load, so the next token to compute is after the prompt.
+        Returns False if nothing of the load is of use and the request has to give its blocks back: with
+        windows, blocks for the end of the load are not those that the end of a part of it needs.
         """
         request = load.request
         if self._kv_cache.is_hybrid and load.num_valid_tokens < request.num_computed_tokens:
@@ -287,7 +287,7 @@ class RemoteKV:
         request.num_computed_tokens = load.num_valid_tokens
         self._kv_cache.cache_blocks(request, load.num_valid_tokens)
         if request.num_computed_tokens == request.num_tokens and not is_continued:
-            request.num_computed_tokens -= 1  # The last token's logits are what we are after.
+            request.num_computed_tokens -= 1  # The last token is computed here, for its logits.
         request.num_transferred_tokens = max(0, request.num_computed_tokens - load.num_local_tokens)
         return True
 

@@ -1,6 +1,6 @@
-"""The scheduler's door: what can never run is refused on arrival, with what to change.
+"""Validation of new requests: refuses those that can never run, with what to change.
 
-A request that has passed may wait, be preempted or be cut at the pool's size, but it always ends.
+A request that passes may wait, be preempted or be cut at the pool's size, but it always ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from baton.engine.api import EngineRequest, SamplingParams
 def check_can_run(asked: EngineRequest, config: EngineConfig) -> None:
     """Raises UserError naming the field.
 
-    `max_tokens` is not held against the pool: most answers end long before, and one that outgrows the whole
+    `max_tokens` is not compared with the pool: most answers are much shorter, and one that outgrows the whole
     pool ends there with finish reason "length".
     """
     prompt, max_tokens = asked.prompt_token_ids, asked.sampling_params.max_tokens
@@ -54,7 +54,7 @@ def check_can_run(asked: EngineRequest, config: EngineConfig) -> None:
 
 
 def _check_tokens_left(params: SamplingParams, model: ModelConfig) -> None:
-    """At every position some token can be chosen, whatever was chosen before."""
+    """Raises UserError if bans could leave no token to choose at some position."""
     allowed = params.allowed_token_ids
     if allowed is not None and not (min(allowed) >= 0 and max(allowed) < model.vocab_size):
         raise UserError(f"must be in [0, {model.vocab_size})", field="allowed_token_ids")
@@ -62,7 +62,7 @@ def _check_tokens_left(params: SamplingParams, model: ModelConfig) -> None:
     ends: set[int] = set()
     if params.min_tokens:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else model.eos_token_ids)}
-    # Those words apply together whose beginnings all end the output: the others' are ends of the longest one.
+    # Words apply at one position if the beginning of each is a suffix of the longest beginning.
     for longest in {word[:-1] for word in words} | {()}:
         barred = ends | {word[-1] for word in words if longest[len(longest) + 1 - len(word) :] == word[:-1]}
         if len(barred) < (model.vocab_size if allowed is None else len(allowed)):

@@ -1,7 +1,7 @@
-"""One step in the making: its token budget, who runs in it, and the SchedulerOutput that tells the ranks.
+"""Step builder: token budget, scheduled requests, and the SchedulerOutput of a step that is being decided.
 
-A request is new to the ranks once; afterwards they are told only what changed, or everything again if their
-copy is stale (it was preempted, or a step's result was thrown away).
+A request is sent to the ranks whole once. Later steps send only its changes, or the whole request again if
+the ranks' copy is stale (it was preempted, or a step's result was dropped).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StepBuilder:
     def __init__(self, limits: SchedulerConfig, kv_cache: KVCache) -> None:
         self.output = SchedulerOutput()
         self.budget = limits.max_num_batched_tokens  # Tokens that may still be scheduled.
-        self.is_short_of_blocks = False  # Running requests go short; nobody may join them.
+        self.is_short_of_blocks = False  # Running requests lack blocks; no request may join them.
         self.num_prompt_tokens = 0
         self._limits = limits
         self._kv_cache = kv_cache
@@ -39,12 +39,12 @@ class StepBuilder:
         return min(num_tokens, self.budget, longest) if longest else min(num_tokens, self.budget)
 
     def chunk_of_prompt(self, num_tokens: int) -> int:
-        """0: it has to wait for a step with more budget, because prompts are not to be chunked."""
+        """0: the prompt waits for a step with more budget, because chunked prefill is off."""
         if self._limits.enable_chunked_prefill:
             return self.chunk(num_tokens)
         return num_tokens if num_tokens <= self.budget else 0
 
-    # --- Who runs --------------------------------------------------------------------------------
+    # --- Requests --------------------------------------------------------------------------------
 
     def run_new(self, request: Request, num_new: int) -> None:
         request.is_known_to_ranks = True
@@ -61,7 +61,7 @@ class StepBuilder:
         self._spend(request, num_new)
 
     def run_known(self, request: Request, num_new: int, fresh: KVCacheBlocks | None) -> None:
-        """`fresh`: blocks that were added to its table. Irrelevant if everything is sent again."""
+        """`fresh`: blocks that were added to its table; unused if the whole request is sent again."""
         cached, request_id = self.output.scheduled_cached_reqs, request.request_id
         cached.req_ids.append(request_id)
         cached.num_computed_tokens.append(request.num_computed_tokens)
@@ -82,7 +82,7 @@ class StepBuilder:
         if (num_left := request.num_prompt_tokens - request.num_computed_tokens) > 0:
             self.num_prompt_tokens += min(num_new, num_left)
 
-    # --- Its end ---------------------------------------------------------------------------------
+    # --- The end ---------------------------------------------------------------------------------
 
     def finish_output(self, finished_req_ids: set[str]) -> SchedulerOutput:
         self.output.finished_req_ids = finished_req_ids
@@ -90,7 +90,7 @@ class StepBuilder:
         return self.output
 
     def count_as_computed(self) -> None:
-        """From now on the step's tokens count as computed; connectors were told of it before."""
+        """Count the step's tokens as computed, after the connector has seen the step."""
         num_scheduled = self.output.num_scheduled_tokens
         for request in self.scheduled:
             request.num_computed_tokens += num_scheduled[request.request_id]
