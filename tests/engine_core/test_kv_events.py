@@ -197,7 +197,7 @@ def test_an_endpoint_beyond_the_loopback_is_warned_about(
     publisher: Publish, caplog: pytest.LogCaptureFixture, endpoint: str, warns: bool
 ) -> None:
     publisher(endpoint=endpoint)
-    assert ("readable by whoever reaches" in caplog.text) == warns
+    assert ("readable by hosts that reach" in caplog.text) == warns
 
 
 def test_a_port_that_is_taken_is_a_configuration_error(publisher: Publish) -> None:

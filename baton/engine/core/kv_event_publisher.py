@@ -161,7 +161,7 @@ def _attach(socket: zmq.Socket[bytes], endpoint: str, field: str) -> str:
     except zmq.ZMQError as error:
         raise ConfigError(f"cannot be used: {error}", field=f"kv_events_config.{field}") from error
     if endpoint.startswith("tcp://") and not _is_loopback(host.rpartition(":")[0].strip("[]")):
-        logger.warning("KV events, which hold token ids, are readable for hosts that reach %s", endpoint)
+        logger.warning("KV events, which hold token ids, are readable by hosts that reach %s", endpoint)
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
