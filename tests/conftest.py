@@ -1,5 +1,6 @@
 """Settings of the whole suite. Fixtures live beside the tests that use them."""
 
+import gc
 import os
 import tempfile
 
@@ -16,3 +17,12 @@ os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"baton-tests
 # No test asserts wall time; examples that took long to draw or to run say that the machine was busy.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("baton")
+
+
+def pytest_collection_finish() -> None:
+    """Keep what collection has made (5,500 items, every module) out of each later garbage collection.
+
+    Collections of the oldest generation took 40% of the CPU time of tests that run in this process.
+    """
+    gc.collect()
+    gc.freeze()
