@@ -6,15 +6,17 @@ or when the last read has ended. A loan ends with exactly one `FreeLoan`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from baton.core.ids import Address, BlockId, LoanId, Pair
 from baton.core.reasons import FailureReason
+from baton.protocol.messages import Envelope, Message, pack
 
-if TYPE_CHECKING:  # An effect may be a message on its way out.
+if TYPE_CHECKING:
     from baton.protocol.handshake import RankCard
-    from baton.protocol.messages import Message, Welcome
+    from baton.protocol.messages import Welcome
     from baton.protocol.plan import GroupPair
     from baton.protocol.ticket import Ticket
 
@@ -160,3 +162,15 @@ ProducerEffect: TypeAlias = Send | FreeLoan
 PeerEffect: TypeAlias = Send | PeerReady | PeerLost
 StreamEffect: TypeAlias = ConsumerEffect | Found | ReadEarly | OpenTicket | Lent
 Effect: TypeAlias = ConsumerEffect | ProducerEffect | PeerEffect
+
+
+def pack_sends(sender: Address, sends: Iterable[Send]) -> list[Envelope]:
+    """Envelopes of the messages that one turn of a driver sends: one per peer, or more if they are large.
+
+    Equal messages to a peer are sent once, because messages are idempotent. So a peer that repeats a question
+    a thousand times in one frame does not cause a frame that is too large to send.
+    """
+    by_target: dict[Address, dict[Message, None]] = {}
+    for send in sends:
+        by_target.setdefault(send.to, {})[send.message] = None
+    return [envelope for target, messages in by_target.items() for envelope in pack(sender, target, messages)]

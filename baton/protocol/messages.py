@@ -26,7 +26,6 @@ from baton.core.transfer_params import (
     MAX_TICKET_CHARS,
     MAX_TRANSFER_ID_CHARS,
 )
-from baton.protocol.effects import Send
 
 WIRE_VERSION = 2  # Of the frame and of every message in it.
 MAX_FRAME_BYTES = 1 << 22  # A Welcome of 64 ranks with 128 layers each is about 0.6 MiB.
@@ -295,20 +294,10 @@ def decode_envelope(frame: bytes) -> Envelope:
     return envelope
 
 
-def pack_sends(sender: Address, sends: Iterable[Send]) -> list[Envelope]:
-    """What one turn of the driver has to say: one envelope per peer, or a few when there is very much.
-
-    Said once is enough, every message being idempotent; so a peer that repeats a question a thousand times in
-    one frame does not make us build a frame that is too large to send.
-    """
-    by_target: dict[Address, dict[Message, None]] = {}
-    for send in sends:
-        by_target.setdefault(send.to, {})[send.message] = None
-    return [
-        Envelope(WIRE_VERSION, sender, target, batch)
-        for target, messages in by_target.items()
-        for batch in _batches(messages)
-    ]
+def pack(sender: Address, target: Address, messages: Iterable[Message]) -> Iterator[Envelope]:
+    """One envelope, or several if the messages are too large for one frame."""
+    for batch in _batches(messages):
+        yield Envelope(WIRE_VERSION, sender, target, batch)
 
 
 def _batches(messages: Iterable[Message]) -> Iterator[tuple[Message, ...]]:

@@ -28,6 +28,7 @@ from baton.protocol.effects import (
     Send,
     StartReads,
     StreamEffect,
+    pack_sends,
 )
 from baton.protocol.introduction import Introduction, sign_introduction
 from baton.protocol.messages import (
@@ -39,7 +40,6 @@ from baton.protocol.messages import (
     Renewed,
     Stranger,
     Working,
-    pack_sends,
 )
 from baton.protocol.peers import PeerTable
 from baton.sim.checkers import bounded, contained, whole

@@ -13,9 +13,9 @@ processes. Without an installation, `"kv_connector_module_path": "baton.vllm_plu
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from baton import contract
+from baton.vllm_plugin.registration import CONNECTORS, register
 
 if TYPE_CHECKING:
     from baton.vllm_plugin.connector import BatonPullConnector, BatonPushConnector
@@ -34,39 +34,6 @@ __all__ = [
     "BatonSharedStorageConnector",
     "register",
 ]
-
-CONNECTORS: Final = {
-    "BatonDecodeBenchConnector": "baton.vllm_plugin.decode_bench",
-    "BatonHiddenStatesConnector": "baton.vllm_plugin.hidden_states",
-    "BatonOffloadConnector": "baton.vllm_plugin.offload",
-    "BatonPullConnector": "baton.vllm_plugin.connector",
-    "BatonPushConnector": "baton.vllm_plugin.connector",
-    "BatonSharedStorageConnector": "baton.vllm_plugin.shared_storage",
-}
-"""Names that vLLM's configuration may use, and the modules that have the classes."""
-
-
-def register() -> None:
-    """Register our names and base classes with vLLM. Idempotent: vLLM loads its plug-ins in each process."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-        KVConnectorBase_V1,
-        KVConnectorHandshakeMetadata,
-        KVConnectorMetadata,
-        KVConnectorWorkerMetadata,
-        SupportsHMA,
-    )
-
-    # vLLM asserts that a connector, and what passes between its processes, is of its own base classes.
-    # Baton's have the same methods, so a class of Baton's `KVConnectorBase_V1` runs in vLLM as it is.
-    KVConnectorBase_V1.register(contract.KVConnectorBase_V1)
-    KVConnectorMetadata.register(contract.KVConnectorMetadata)
-    KVConnectorHandshakeMetadata.register(contract.KVConnectorHandshakeMetadata)
-    KVConnectorWorkerMetadata.register(contract.KVConnectorWorkerMetadata)
-    SupportsHMA.register(contract.SupportsHMA)
-    for name, module in CONNECTORS.items():
-        if name not in KVConnectorFactory._registry:
-            KVConnectorFactory.register_connector(name, module, name)
 
 
 def __getattr__(name: str) -> Any:

@@ -40,10 +40,10 @@ from baton.contract.halves import HoldsOneHalf, forward_to_half
 from baton.contract.surface import ROWS, Half, Row, Scope, completed
 from baton.core.errors import ConfigError
 from baton.core.reasons import FailureCode
-from baton.vllm_plugin import register
 from baton.vllm_plugin.containment import Containment
 from baton.vllm_plugin.groups import in_order, keep_one_token_more
 from baton.vllm_plugin.log import share_log
+from baton.vllm_plugin.registration import register
 from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_plugin.stats import BatonPromMetrics, BatonStats
 from baton.vllm_plugin.versions import check_version

@@ -61,6 +61,7 @@ from baton.protocol.effects import (
     Send,
     StartReads,
     StreamEffect,
+    pack_sends,
 )
 from baton.protocol.grouped_prompt import ONE_TABLE, GroupRoute, GroupRoutes
 from baton.protocol.messages import (
@@ -80,7 +81,6 @@ from baton.protocol.messages import (
     Working,
     decode_envelope,
     encode_envelope,
-    pack_sends,
 )
 from baton.protocol.peers import admit
 from baton.protocol.plan import GroupPair

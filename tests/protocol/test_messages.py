@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from baton.core.errors import PeerError
 from baton.core.ids import Address, EngineId, Epoch, LoanId, PromptHash, TransferId
 from baton.core.layout import ModelFingerprint
-from baton.protocol.effects import Send
+from baton.protocol.effects import Send, pack_sends
 from baton.protocol.messages import (
     MAX_FRAME_BYTES,
     MAX_LISTED_BLOCKS,
@@ -36,7 +36,6 @@ from baton.protocol.messages import (
     Working,
     decode_envelope,
     encode_envelope,
-    pack_sends,
 )
 
 P, D = Address(EngineId("p"), Epoch(1)), Address(EngineId("d"), Epoch(U64_MAX))

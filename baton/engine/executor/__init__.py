@@ -17,7 +17,6 @@ from baton.core.errors import BatonError
 
 if TYPE_CHECKING:
     from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerHalf
-    from baton.core.config import EngineConfig
     from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
 
@@ -87,19 +86,3 @@ class Executor(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Ends every rank, connector halves included. Idempotent, bounded."""
-
-
-def start_executor(config: EngineConfig, connector_factory: str | None) -> Executor:
-    """The configured one, its ranks ready. Raises UserError for what its user can mend; of ranks in processes
-    of their own, else, ExecutorDied."""
-    if config.parallel_config.executor == "multiprocess":
-        from baton.engine.executor.multiprocess import MultiprocessExecutor
-
-        return MultiprocessExecutor(config, connector_factory)
-    if config.parallel_config.executor == "ray":
-        from baton.engine.executor.ray import RayExecutor
-
-        return RayExecutor(config, connector_factory)
-    from baton.engine.executor.inprocess import InProcessExecutor
-
-    return InProcessExecutor(config, connector_factory)

@@ -22,6 +22,7 @@ from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from baton.testing.contract.arithmetic import states_of
 from baton.testing.contract.last_words import read_last_words
+from baton.testing.contract.leaks import IDS_MIN, keys_reachable_from
 from baton.testing.contract.ledger import Ledger
 from baton.testing.contract.ranks import KitRanks
 from baton.testing.contract.story import Story, why
@@ -257,6 +258,24 @@ class KitEngine:
             self.executor.check_memory("at rest")
             for worker in self.executor.workers:
                 self.ledger.take_notes(self.name, worker.take_notes())
+
+    def check_ids(self) -> None:
+        """After every request has ended: no dict or set of the connector may still hold their ids.
+
+        A cache of the latest few requests is not a leak: at most half of the ids may be left.
+        """
+        ended = {request_id for request_id in self.answers if request_id in self.ledger.ended}
+        if len(ended) < IDS_MIN:
+            return
+        halves = [("", self.half.inner)]
+        halves += [(f" of rank {w.rank}", w.inner) for w in getattr(self.executor, "workers", ())]
+        for place, half in halves:
+            left = sorted(keys_reachable_from(half) & ended)
+            self.story.check(
+                "ids-left",
+                2 * len(left) <= len(ended),
+                f"{type(half).__name__}{place} still remembers {left}, which have ended",
+            )
 
     @property
     def num_free_slots(self) -> int:

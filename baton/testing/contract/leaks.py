@@ -9,10 +9,7 @@ import types
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from baton.testing.contract.engine import KitEngine
+from typing import Any
 
 THREAD_END_S = 2.0  # For a thread that was told to end.
 THREAD_END_MIN_S = 0.1
@@ -85,26 +82,7 @@ class RankLeaks:
         yield "files-left", f"more are open than before: {names}" if files.total() > FILES_SLACK else ""
 
 
-def check_ids(engine: KitEngine) -> None:
-    """Every request has ended: no dict or set that belongs to the connector may still name one.
-
-    A cache that remembers the latest few is not a leak: more than half of the ids have to be left.
-    """
-    ended = {request_id for request_id in engine.answers if request_id in engine.ledger.ended}
-    if len(ended) < IDS_MIN:
-        return
-    halves = [("", engine.half.inner)]
-    halves += [(f" of rank {w.rank}", w.inner) for w in getattr(engine.executor, "workers", ())]
-    for place, half in halves:
-        left = sorted(_keys_reachable_from(half) & ended)
-        engine.story.check(
-            "ids-left",
-            2 * len(left) <= len(ended),
-            f"{type(half).__name__}{place} still remembers {left}, which have ended",
-        )
-
-
-def _keys_reachable_from(root: Any) -> set[str]:
+def keys_reachable_from(root: Any) -> set[str]:
     """Strings that are keys or members of containers in the object's own state."""
     found: set[str] = set()
     seen = {id(root)}

@@ -11,7 +11,7 @@ from typing import Any
 
 from baton.testing.contract.case import Shape
 from baton.testing.contract.engine import KitEngine
-from baton.testing.contract.leaks import check_ids, new_threads, running_threads
+from baton.testing.contract.leaks import new_threads, running_threads
 from baton.testing.contract.ranks import KitRanks
 from baton.testing.contract.site import Site
 from baton.testing.contract.story import Story
@@ -318,7 +318,7 @@ class World:
                 engine.collect_notes()
                 self._check_pending(engine)
                 if not self.site.case.remembers_requests:
-                    check_ids(engine)
+                    engine.check_ids()
             self.story.raise_if_broken()
         finally:
             self.shutdown()

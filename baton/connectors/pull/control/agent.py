@@ -15,10 +15,10 @@ from baton.core.ids import Address, Epoch, LoanId, Pair, PromptHash, TransferId
 from baton.core.layout import ModelFingerprint
 from baton.core.reasons import FailureReason
 from baton.core.timers import Timers
-from baton.protocol.effects import Effect, PeerLost, Send, StreamEffect
+from baton.protocol.effects import Effect, PeerLost, Send, StreamEffect, pack_sends
 from baton.protocol.grouped_prompt import ONE_TABLE, GroupRoutes
 from baton.protocol.handshake import RankCard, encode_ranks
-from baton.protocol.messages import BlockTables, Envelope, Message, pack_sends
+from baton.protocol.messages import BlockTables, Envelope, Message
 from baton.protocol.peers import PeerTable, admit
 from baton.protocol.pull_consumer import PullConsumer
 from baton.protocol.pull_producer import PullProducer

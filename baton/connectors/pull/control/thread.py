@@ -30,7 +30,8 @@ from baton.contract import ConnectorDead
 from baton.core.errors import BadTransferParams, PeerError, TransferError
 from baton.core.ids import Address
 from baton.core.transfer_params import FIELD
-from baton.protocol.messages import Envelope, Message, Stranger, pack_sends
+from baton.protocol.effects import pack_sends
+from baton.protocol.messages import Envelope, Message, Stranger
 from baton.protocol.peers import admit
 from baton.protocol.signed_frame import ForgedFrame, ProcessKey, epoch_of
 from baton.transport.control import ControlChannel, Destination

@@ -1,0 +1,40 @@
+"""Registration of Baton's connectors and base classes with vLLM."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from baton import contract
+
+CONNECTORS: Final = {
+    "BatonDecodeBenchConnector": "baton.vllm_plugin.decode_bench",
+    "BatonHiddenStatesConnector": "baton.vllm_plugin.hidden_states",
+    "BatonOffloadConnector": "baton.vllm_plugin.offload",
+    "BatonPullConnector": "baton.vllm_plugin.connector",
+    "BatonPushConnector": "baton.vllm_plugin.connector",
+    "BatonSharedStorageConnector": "baton.vllm_plugin.shared_storage",
+}
+"""Names that vLLM's configuration may use, and the modules that have the classes."""
+
+
+def register() -> None:
+    """Register our names and base classes with vLLM. Idempotent: vLLM loads its plug-ins in each process."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+        KVConnectorWorkerMetadata,
+        SupportsHMA,
+    )
+
+    # vLLM asserts that a connector, and what passes between its processes, is of its own base classes.
+    # Baton's have the same methods, so a class of Baton's `KVConnectorBase_V1` runs in vLLM as it is.
+    KVConnectorBase_V1.register(contract.KVConnectorBase_V1)
+    KVConnectorMetadata.register(contract.KVConnectorMetadata)
+    KVConnectorHandshakeMetadata.register(contract.KVConnectorHandshakeMetadata)
+    KVConnectorWorkerMetadata.register(contract.KVConnectorWorkerMetadata)
+    SupportsHMA.register(contract.SupportsHMA)
+    for name, module in CONNECTORS.items():
+        if name not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(name, module, name)
