@@ -152,7 +152,7 @@ def test_the_guide_lists_the_hooks_that_the_embedded_engine_does_not_call() -> N
     # Called through a hook that is called: `bind_kv_cache_manager`, `get_transfer_results` and the handshake.
     called |= {"bind_gpu_block_pool", "get_finished", "set_xfer_handshake_metadata"}
     guide = (root / "docs" / "connectors.md").read_text()
-    section = guide.partition("## Hooks that one host alone calls")[2].partition("\n## ")[0]
+    section = guide.partition("## Hooks that only one host calls")[2].partition("\n## ")[0]
     listed = {
         name for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for name in row.split("`")[1::2]
     }
