@@ -1,7 +1,7 @@
-"""What an engine and a KV connector say to each other: vLLM's `KVConnectorBase_V1`, made sound.
+"""Contract between an engine and a KV connector: a sound form of vLLM's `KVConnectorBase_V1`.
 
-Names, parameters and semantics are vLLM 0.32/0.33's, so that a connector author moves between the two without
-learning anew. Start with `base`, which has one engine step in its docstring.
+Names, parameters and semantics are those of vLLM 0.32/0.33, so that a connector author can move between the
+two without relearning. Start with `base`: its docstring shows one engine step.
 """
 
 from baton.contract.aggregator import KVOutputAggregator

@@ -1,8 +1,8 @@
-"""One step's connector reports of all ranks, as one. Every executor calls this same aggregator.
+"""Combines the connector reports of all ranks for one step. Every executor uses this aggregator.
 
-The rules stand beside the fields of KVConnectorOutput; here is only what is particular to it: how many ranks
-a finished id waits for, that a report of nothing is None, and that a connector whose reports cannot be
-combined loses them and no more.
+The rules are declared with the fields of KVConnectorOutput. This module holds only what is specific to it:
+how many ranks a finished id waits for, that an empty report becomes None, and that a field whose reports
+cannot be combined is dropped while the others are kept.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class KVOutputAggregator:
-    """Lives as long as its executor: ids that wait for further ranks are remembered across steps."""
+    """Lives as long as its executor, because it remembers across steps the ids that wait for more ranks."""
 
     def __init__(self, expected_count: int, num_ranks: int | None = None) -> None:
-        """`expected_count`: how many reports a finished id waits for; normally one of each rank."""
-        self.error: str | None = None  # What the connector raised first in the last `aggregate`.
+        """`expected_count`: number of reports that a finished id waits for; normally one per rank."""
+        self.error: str | None = None  # First error of a connector in the last `aggregate`.
         self._combiner = RankCombiner(KVConnectorOutput, num_ranks or expected_count)
         self._combiner.expected_count = expected_count
 
@@ -32,11 +32,11 @@ class KVOutputAggregator:
         return cls(connector.get_finished_count() or world_size, world_size)
 
     def forget_all_but(self, request_ids: Container[str]) -> None:
-        """Drop what was counted for requests that the scheduler has forgotten. Between steps."""
+        """Drops the counts of requests that the scheduler has forgotten. Call it between steps."""
         self._combiner.forget_all_but(request_ids)
 
     def aggregate(self, outputs: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput | None:
-        """`outputs`: one per rank, in rank order, of the same step. None when there is nothing to tell."""
+        """`outputs`: one per rank of the same step, in rank order. Returns None if nothing was reported."""
         reports = [(rank, output) for rank, output in enumerate(outputs) if output is not None]
         changed_to = 0
         for _, output in reports:
@@ -48,6 +48,10 @@ class KVOutputAggregator:
         return None if combined.is_empty() else combined
 
     def _note(self, field: str, error: Exception) -> None:
-        logger.error("what ranks say in %s cannot be combined", field, exc_info=error)
+        logger.error(
+            "the ranks' reports cannot be combined in %s, which is dropped for this step",
+            field,
+            exc_info=error,
+        )
         if self.error is None:
             self.error = f"aggregate of {field}: {type(error).__name__}: {error}"

@@ -1,10 +1,10 @@
-"""What a half may raise so that its host understands more than "it failed"."""
+"""Errors that a connector half may raise to tell its host more than that it failed."""
 
 from baton.core.errors import BatonError
 
 
 class ConnectorDead(BatonError):
-    """This half will never work again, and says so itself: a thread that it cannot do without has ended.
+    """This half will never work again, as it knows itself: for example, a thread that it needs has ended.
 
-    A host that can retires it at once instead of waiting whether the next step goes better.
+    The host can then retire it at once instead of trying further steps.
     """

@@ -1,8 +1,9 @@
-"""KV events: what an engine's caches gained and lost, in vLLM's wire format (`distributed/kv_events.py`).
+"""KV events: blocks that an engine's caches gained and lost, in vLLM's format (`distributed/kv_events.py`).
 
-A block of a tensor-parallel engine is there only when every rank has its part. So events of ranks are
-counted, and of a step those are true that all ranks have said (quorum) which take part: that report events,
-be they none. A scheduler half whose ranks say one thing in different steps counts with a KVEventAggregator.
+A block of a tensor-parallel engine is complete only when every rank has its part. Therefore events are
+counted over ranks, and an event of a step holds if all participating ranks report it (quorum). A rank
+participates if it reports events, even none. If ranks report the same event in different steps, the scheduler
+half counts with a KVEventAggregator.
 
 A batch is an array, the events in it are maps: {"type": "BlockStored", "block_hashes": [...], ...}.
 """
@@ -19,15 +20,15 @@ MEDIUM_GPU = "GPU"
 MEDIUM_CPU = "CPU"
 
 ExternalBlockHash: TypeAlias = bytes | int
-"""As published: the whole digest, or 64 bits of it for consumers that want integers."""
+"""As published: the whole digest, or 64 bits of it for consumers that need integers."""
 
 
 def _none() -> None:
-    """Of fields that vLLM's decoder requires: what comes from a factory is sent, even if it is None."""
+    """Default factory for fields that vLLM's decoder requires. Unlike a default, msgspec sends its None."""
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag="BlockStored", frozen=True, kw_only=True):
-    """Full blocks that can be found by hash from now on, in prompt order behind `parent_block_hash`."""
+    """Full blocks that can now be found by hash, in prompt order after `parent_block_hash`."""
 
     block_hashes: list[ExternalBlockHash]
     parent_block_hash: ExternalBlockHash | None
@@ -56,7 +57,7 @@ class BlockRemoved(
 
 
 class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag="AllBlocksCleared", frozen=True):
-    """The whole cache was forgotten."""
+    """The whole cache was cleared."""
 
 
 KVCacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -69,23 +70,23 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 class KVConnectorKVEvents(ABC):
-    """A step's events, of one rank or gathered from several (vLLM's interface)."""
+    """Events of a step, from one rank or several (vLLM's interface)."""
 
     @abstractmethod
     def add_events(self, events: list[KVCacheEvent]) -> None:
-        """Of one rank."""
+        """Adds events of one rank."""
 
     @abstractmethod
     def aggregate(self) -> KVConnectorKVEvents:
-        """Keep only what every rank has said."""
+        """Keeps only the events that every rank has reported."""
 
     @abstractmethod
     def increment_workers(self, count: int = 1) -> None:
-        """As many ranks more are expected to say each event."""
+        """Each event now needs `count` more ranks."""
 
     @abstractmethod
     def get_all_events(self) -> list[KVCacheEvent]:
-        """Each event once, whoever said it."""
+        """Each event once, regardless of how many ranks reported it."""
 
     @abstractmethod
     def get_number_of_workers(self) -> int: ...
@@ -94,13 +95,13 @@ class KVConnectorKVEvents(ABC):
     def clear_events(self) -> None: ...
 
     def merge(self, other: KVConnectorKVEvents) -> Self:
-        """Add what other ranks said."""
+        """Adds the events of other ranks."""
         self.add_events(other.get_all_events())
         return self
 
 
 class KVEventAggregator:
-    """Counts who said what; an event is common once `num_workers` ranks have said it."""
+    """Counts the ranks that report each event; an event is common if `num_workers` ranks reported it."""
 
     def __init__(self, num_workers: int) -> None:
         if num_workers <= 0:
@@ -109,7 +110,7 @@ class KVEventAggregator:
         self._events: dict[bytes, tuple[KVCacheEvent, int]] = {}  # By content, in order of first mention.
 
     def add_events(self, events: Iterable[KVCacheEvent]) -> None:
-        """What one rank says. Repeated by it in one call, an event still counts once."""
+        """Adds one rank's events. An event that is repeated within a call counts once."""
         for key, event in {_content_of(event): event for event in events}.items():
             _, count = self._events.get(key, (event, 0))
             self._events[key] = (event, count + 1)
@@ -118,7 +119,7 @@ class KVEventAggregator:
         return [event for event, count in self._events.values() if count >= self._num_workers]
 
     def take_common_events(self) -> list[KVCacheEvent]:
-        """The same, and forget them; what is not common yet goes on counting."""
+        """Returns and removes the common events. Other events keep their counts."""
         common = self.get_common_events()
         self._events = {k: (e, count) for k, (e, count) in self._events.items() if count < self._num_workers}
         return common
@@ -142,7 +143,7 @@ class KVEventAggregator:
 
 
 class QuorumKVEvents(KVConnectorKVEvents):
-    """The container that connectors use unless they need their own."""
+    """Standard container for the events of connectors."""
 
     def __init__(self, num_workers: int = 1) -> None:
         self._counted = KVEventAggregator(num_workers)

@@ -1,6 +1,6 @@
-"""How an engine gets its connector without knowing any: a dotted path to an object that makes the halves.
+"""Creates connectors from a dotted path, so that the engine need not import any connector.
 
-The engine's processes are started with `"package.module:attribute"` and call `load_factory` once each.
+Each engine process is started with `"package.module:attribute"` and calls `load_factory` once.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class ConnectorFactory(Protocol):
 
 @runtime_checkable
 class KnowsGroups(Protocol):
-    """A factory that can say whether its connector handles several KV-cache groups."""
+    """A factory that can tell whether its connector handles several KV-cache groups."""
 
     def supports_hma(self, config: EngineConfig) -> bool: ...
 
 
 class NullFactory:
-    """No connector, whatever the configuration says."""
+    """Makes null halves, regardless of the configuration."""
 
     def scheduler_half(self, config: EngineConfig) -> KVConnectorSchedulerHalf:
         return NullSchedulerHalf()
@@ -52,21 +52,21 @@ null_factory = NullFactory()
 
 
 def knows_groups(path: str | None, config: EngineConfig) -> bool:
-    """Whether the connector may be shown several KV-cache groups. Raises ConfigError as `load_factory`."""
+    """Whether the connector handles several KV-cache groups. Raises ConfigError as `load_factory`."""
     factory = load_factory(path)
     return isinstance(factory, KnowsGroups) and factory.supports_hma(config)
 
 
 def default_factory(config: EngineConfig) -> str | None:
-    """The path of Baton's factory if the configuration names a connector. None: there is none to make."""
+    """Path of Baton's factory if the configuration names a connector, else None."""
     transfer = config.kv_transfer_config
     return DEFAULT_FACTORY if transfer is not None and transfer.is_kv_transfer_instance else None
 
 
 def load_factory(path: str | None) -> ConnectorFactory:
-    """The object at "package.module:attribute"; without a path, the one that makes null halves.
+    """The object at "package.module:attribute"; without a path, the factory of null halves.
 
-    Raises ConfigError if there is none, or if it is not a ConnectorFactory.
+    Raises ConfigError if it does not exist or is not a ConnectorFactory.
     """
     if path is None:
         return null_factory

@@ -1,4 +1,4 @@
-"""Two halves, each a class of its own, in the one-class form that vLLM instantiates.
+"""Joins two halves, each a class of its own, into the one class that vLLM instantiates.
 
 A connector author writes a KVConnectorSchedulerHalf and a KVConnectorWorkerHalf and joins them:
 
@@ -8,8 +8,8 @@ A connector author writes a KVConnectorSchedulerHalf and a KVConnectorWorkerHalf
         @classmethod
         def make_worker_half(cls, vllm_config, kv_cache_config): return MyWorkerHalf(...)
 
-An instance holds exactly one half, by `role`, and forwards every method of `surface` to it; a call for the
-other half is the host's mistake and fails an assertion.
+An instance holds exactly one half, selected by `role`, and forwards every method of `surface` to it. A call
+for the other half is an error of the host and fails an assertion.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class HoldsOneHalf:
-    """By its role; asking for the other half is a mistake of the host's."""
+    """Holds one half, selected by the role. Access to the other half fails an assertion."""
 
     _scheduler_half: KVConnectorSchedulerHalf | None = None
     _worker_half: KVConnectorWorkerHalf | None = None
@@ -55,7 +55,7 @@ class HoldsOneHalf:
 
 
 def forward_to_half(row: Row) -> Callable[..., Any]:
-    """The method or property of a connector that asks its half."""
+    """The connector's method or property that forwards to its half."""
     find = attrgetter(f"{row.half.value}.{row.name}")
 
     def forward(self: HoldsOneHalf, *arguments: Any, **keywords: Any) -> Any:
@@ -101,13 +101,13 @@ class TwoHalves(KVConnectorBase_V1, HoldsOneHalf):
 
 
 class TwoHalvesOfGroups(TwoHalves, SupportsHMA):
-    """Of a connector that knows KV-cache groups: so does its scheduler half."""
+    """A connector whose scheduler half handles KV-cache groups."""
 
     @classmethod
     def supports_groups(
         cls, kv_transfer_config: host.KVTransferConfigLike, groups: Sequence[KVCacheGroup]
     ) -> bool:
-        """Whether it can do with what these hold. Baton's addition; if not, the host keeps everything."""
+        """Whether it supports these groups. Baton's addition. If not, the host uses one group."""
         return True
 
     def request_finished_all_groups(

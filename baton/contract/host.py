@@ -1,7 +1,7 @@
-"""What a connector may rely on in its host, structurally.
+"""Structural types of the host's objects that a connector may use.
 
-vLLM's `Request`, `SchedulerOutput`, `KVCacheBlocks` and `VllmConfig` satisfy these as they are; so do the
-embedded engine's. Members are read-only properties so that frozen and mutable hosts both fit.
+vLLM's `Request`, `SchedulerOutput`, `KVCacheBlocks` and `VllmConfig` satisfy them unchanged, and so do the
+embedded engine's. Members are read-only properties, so that frozen and mutable hosts both fit.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 
 class Request(Protocol):
-    """`vllm.v1.request.Request`, as far as a connector needs it."""
+    """The part of `vllm.v1.request.Request` that connectors use."""
 
     @property
     def request_id(self) -> str: ...
@@ -103,7 +103,7 @@ class HostConfig(Protocol):
 
     @property
     def kv_transfer_config(self) -> Any:
-        """A KVTransferConfigLike, or None. `Any`, since vLLM's is a pydantic dataclass."""
+        """A KVTransferConfigLike, or None. `Any`, because vLLM's is a pydantic dataclass."""
 
     @property
     def cache_config(self) -> Any:
@@ -118,7 +118,7 @@ class HostConfig(Protocol):
 
 
 class ForwardContext(Protocol):
-    """What `start_load_kv` is shown: `vllm.forward_context.ForwardContext`, as far as connectors need it."""
+    """Argument of `start_load_kv`: the part of `vllm.forward_context.ForwardContext` that connectors use."""
 
     @property
     def attn_metadata(self) -> Any:

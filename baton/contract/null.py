@@ -1,4 +1,4 @@
-"""The connector of an engine that has none: every answer is "nothing", so that hosts need no `if`."""
+"""Connector of an engine without one: every answer is empty, so that hosts need no special case."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class NullConnectorMetadata(KVConnectorMetadata):
-    """Says nothing."""
+    """Has no content."""
 
 
 class NullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
@@ -30,7 +30,7 @@ class NullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def update_state_after_alloc(
         self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        assert num_external_tokens == 0, "nothing was promised"
+        assert num_external_tokens == 0, "the null connector never offers tokens"
 
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
         return NullConnectorMetadata()

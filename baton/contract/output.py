@@ -1,4 +1,4 @@
-"""What a connector's worker halves report after a step, and how reports of several ranks combine."""
+"""Reports of a connector's worker halves after a step, with the rules that combine several ranks' reports."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from baton.contract.stats import KVConnectorStats
 
 
 class KVConnectorWorkerMetadata(ABC):
-    """Worker to scheduler, once per step and rank: the return channel (vLLM's class of the same name)."""
+    """Sent by a worker to the scheduler, once per step and rank (vLLM's class of the same name)."""
 
     @abstractmethod
     def aggregate(self, other: Self) -> Self:
-        """Combine the reports of two ranks of the same step. Must not depend on the order of ranks."""
+        """Combines the reports of two ranks for the same step. Must not depend on the order of ranks."""
 
 
 @dataclass(kw_only=True)
 class RankReport(KVConnectorWorkerMetadata):
     """A worker report whose fields declare how they combine (`baton.contract.reports`).
 
-    A subclass declares its fields and nothing else. On their way the ranks' reports are only gathered, which
-    every host can do; the scheduler half combines `each_rank()` with a RankCombiner, which remembers across
-    steps.
+    A subclass only declares its fields. `aggregate` merely gathers the ranks' reports, which every host can
+    do. The scheduler half combines `each_rank()` with a RankCombiner, which remembers across steps.
     """
 
     rank: NotCombined[int] = 0
-    others: NotCombined[tuple[Any, ...]] = ()  # What other ranks said in the same step.
+    others: NotCombined[tuple[Any, ...]] = ()  # Reports of other ranks for the same step.
 
     def aggregate(self, other: Self) -> Self:
         return replace(self, others=(*self.others, replace(other, others=()), *other.others))
@@ -40,7 +39,7 @@ class RankReport(KVConnectorWorkerMetadata):
 
 @dataclass(slots=True)
 class KVConnectorTransferResults:
-    """What ended since the last step on one rank (vLLM's class of the same name, and its fields).
+    """Transfers that ended on one rank since the last step (vLLM's class of the same name, same fields).
 
     A failed receive is in `finished_recving` too.
     """
@@ -52,18 +51,18 @@ class KVConnectorTransferResults:
 
 @dataclass(slots=True)
 class KVConnectorOutput:
-    """A step's report of one rank, or of all ranks once aggregated (vLLM's fields).
+    """A step's report of one rank, or of all ranks after aggregation (vLLM's fields).
 
-    The scheduler hands the aggregated one to `update_connector_output` *before* it acts on the sets, and a
-    scheduler half MAY add to `finished_sending` and `finished_recving` there: it is the one that knows when a
-    loan has ended or a lease was proved. `invalid_block_ids` are acted on earlier: they are the workers'
-    alone. So is `failed_recving` in vLLM; in Baton's hosts a scheduler half MAY add to it too.
+    The scheduler passes the aggregated report to `update_connector_output` *before* it acts on the sets. A
+    scheduler half MAY add to `finished_sending` and `finished_recving` there, because it knows when a loan
+    has ended or a lease was proved. `invalid_block_ids` are acted on earlier, so only workers add to them.
+    The same holds for `failed_recving` in vLLM; in Baton's hosts a scheduler half MAY add to it too.
 
-    `expected_finished_count` is a rank's `get_expected_finished_count`; in the aggregated report, the number
-    that a rank has said in this step.
+    `expected_finished_count` is a rank's `get_expected_finished_count`; in the aggregated report, the last
+    value above 0 that a rank reported in this step.
 
-    `abandoned_recving` is the scheduler half's alone, and Baton's addition: requests whose load nobody may
-    ever report. They end with an error, and their blocks stay held until it is reported all the same.
+    `abandoned_recving` is Baton's addition, and only the scheduler half sets it: requests whose load may
+    never be reported. They end with an error. Their blocks stay held unless the load is reported after all.
     """
 
     finished_sending: AllRanks[set[str] | None] = None
@@ -73,7 +72,7 @@ class KVConnectorOutput:
     kv_connector_stats: Merge[KVConnectorStats | None] = None
     kv_cache_events: Quorum[KVConnectorKVEvents | None] = None
     kv_connector_worker_meta: Merge[KVConnectorWorkerMetadata | None] = None
-    expected_finished_count: NotCombined[int] = 0  # Above 0: how many reports an id waits for from now on.
+    expected_finished_count: NotCombined[int] = 0  # Above 0: number of reports that an id waits for now.
     abandoned_recving: NotCombined[set[str]] = field(default_factory=set)
 
     def is_empty(self) -> bool:

@@ -1,19 +1,19 @@
-"""How reports of several ranks become one: declared beside each field, applied by one engine.
+"""Combination of several ranks' reports into one, by rules declared at each field.
 
-A report is a dataclass; the annotation of a field says how the ranks' values combine:
+A report is a dataclass. The annotation of a field defines how the ranks' values combine:
 
     AllRanks[set[str]]   an id comes out once every expected rank has reported it, however many steps apart
     AnyRank[set[int]]    union, at once
     Annotated[set[str], FailedOf("finished")]
-                         ids of the AllRanks field `finished` that went wrong somewhere: one rank's no makes
-                         the whole a no. Held back, and emitted together with the completed id
+                         ids of the AllRanks field `finished` that failed. If any rank reports a failure, the
+                         combined result is a failure. It is emitted together with the completed id
     Sum[int]  Max[float] over the ranks that reported a value
-    EveryRank[bool]      true only if no rank said false
+    EveryRank[bool]      true only if no rank reported false
     Merge[T]             by the value's own `aggregate`
-    Quorum[T]            events that each rank has to confirm (`baton.contract.events`)
+    Quorum[T]            events that every rank must confirm (`baton.contract.events`)
 
-None means "nothing reported". Neither the order of ranks nor the interleaving of steps changes what comes
-out.
+None means "nothing reported". The result depends neither on the order of ranks nor on the interleaving of
+steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Rule(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class FailedOf:
-    """The rule of a field that holds the failed ones among the ids of the AllRanks field `of`."""
+    """Rule of a field that holds the failed ids of the AllRanks field `of`."""
 
     of: str
 
@@ -57,7 +57,7 @@ NotCombined: TypeAlias = Annotated[T, Rule.NOT_COMBINED]
 
 
 def rules_of(report_type: type[Any]) -> dict[str, Rule | FailedOf]:
-    """Each field's rule. Raises TypeError for a field without one: forgetting is not a rule."""
+    """Rule of each field. Raises TypeError for a field without exactly one rule."""
     hints = get_type_hints(report_type, include_extras=True)
     rules: dict[str, Rule | FailedOf] = {}
     for field in fields(report_type):
@@ -68,13 +68,13 @@ def rules_of(report_type: type[Any]) -> dict[str, Rule | FailedOf]:
     for name, rule in rules.items():
         if isinstance(rule, FailedOf) and rules.get(rule.of) is not Rule.ALL_RANKS:
             raise TypeError(
-                f"{report_type.__name__}.{name} is FailedOf {rule.of!r}, which is no AllRanks field"
+                f"{report_type.__name__}.{name} is FailedOf {rule.of!r}, which is not an AllRanks field"
             )
     return rules
 
 
 class _Tally:
-    """Who has reported which id, and which of the ids have failed."""
+    """Ranks that have reported each id, and the ids that have failed."""
 
     def __init__(self) -> None:
         self._reported: dict[Any, Counter[int]] = {}
@@ -95,10 +95,10 @@ class _Tally:
             self._failed = {id_ for id_ in self._failed if id_ in live_ids}
 
     def take_complete(self, expected_count: int, num_ranks: int) -> tuple[set[Any], set[Any]]:
-        """(complete, those of them that failed).
+        """Removes and returns (complete ids, the failed ones of them).
 
-        A rank counts once for an id, so a repeated report is harmless; unless more reports are expected than
-        there are ranks, then reports are counted.
+        A rank counts once for an id, so a repeated report is harmless. If more reports are expected than
+        there are ranks, reports are counted instead.
         """
         by_rank = expected_count <= num_ranks
         complete = {
@@ -114,11 +114,11 @@ class _Tally:
 
 
 class RankCombiner(Generic[R]):
-    """Combines the reports of one step; remembers the ids that wait for further ranks."""
+    """Combines the ranks' reports of one step; remembers the ids that wait for more ranks."""
 
     def __init__(self, report_type: type[R], num_ranks: int) -> None:
         assert num_ranks > 0
-        self.expected_count = num_ranks  # Reports that an AllRanks id waits for.
+        self.expected_count = num_ranks  # Number of reports that an AllRanks id waits for.
         self._num_ranks = num_ranks
         self._report_type = report_type
         self._rules: Final = rules_of(report_type)
@@ -128,12 +128,12 @@ class RankCombiner(Generic[R]):
     def combine(
         self, reports: Collection[tuple[int, R]], on_error: Callable[[str, Exception], None] | None = None
     ) -> R:
-        """`reports`: (rank, its report), at most one per rank; ranks with nothing to say may be left out.
+        """`reports`: (rank, report), at most one per rank. Ranks without a report may be left out.
 
-        `on_error`: hears what a value's own `aggregate` raises, with the name of the field, which it costs;
-        the other fields combine as ever. Without it, that is raised.
+        `on_error` is called with the field's name and the error if a value's `aggregate` raises. That field
+        is dropped and the others are combined. Without `on_error` the error is raised.
         """
-        # Failures first: an id that completes in this very step must come out with its failure.
+        # Failures first: an id that completes in this step must be emitted with its failure.
         for of, name in self._failures.items():
             for _, report in reports:
                 self._tallies[of].fail(getattr(report, name) or ())
@@ -146,16 +146,16 @@ class RankCombiner(Generic[R]):
                 if given:
                     try:
                         values[name] = _COMBINE[rule](given)
-                    except Exception as error:  # Of whoever wrote `aggregate`.
+                    except Exception as error:  # `aggregate` may be third-party code.
                         if on_error is None:
                             raise
                         on_error(name, error)
         return self._report_type(**{name: value for name, value in values.items() if value is not None})
 
     def forget_all_but(self, live_ids: Container[Any]) -> None:
-        """Ids that nobody knows any more wait for no further rank, and are never taken for a namesake's.
+        """Drops the counts of all other ids, so that a later request with the same id does not inherit them.
 
-        Whoever finished and is still lent or filled is live.
+        Finished requests whose blocks are still lent or filled count as live.
         """
         for tally in self._tallies.values():
             tally.forget_all_but(live_ids)

@@ -1,4 +1,4 @@
-"""Numbers that a connector reports each step, on their way from ranks to logs and Prometheus.
+"""Statistics that a connector reports each step, and their way from ranks to logs and Prometheus.
 
 rank -> aggregated over ranks -> merged with the scheduler half's -> to_dict() -> the process that serves
 metrics: build_kv_connector_stats(dict) for the log line, KVConnectorPromMetrics.observe(dict)
@@ -14,21 +14,21 @@ from typing import Any, Self
 
 @dataclass
 class KVConnectorStats(ABC):
-    """`data` is what crosses process boundaries: JSON-like values only."""
+    """`data` crosses process boundaries, so it holds JSON-like values only."""
 
     data: dict[str, Any] = field(default_factory=dict)
 
     @abstractmethod
     def reset(self) -> None:
-        """Back to nothing counted."""
+        """Sets all counts to zero."""
 
     @abstractmethod
     def aggregate(self, other: Self) -> Self:
-        """Add the other's numbers to these and return self."""
+        """Adds the other's numbers to these and returns self."""
 
     @abstractmethod
     def reduce(self) -> dict[str, int | float | str]:
-        """One figure per name, for a log line."""
+        """One value per name, for a log line."""
 
     @abstractmethod
     def is_empty(self) -> bool: ...
@@ -65,4 +65,4 @@ class KVConnectorPromMetrics(ABC):
 
     @abstractmethod
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Count one `KVConnectorStats.to_dict()`."""
+        """Adds one `KVConnectorStats.to_dict()` to the metrics."""

@@ -1,14 +1,14 @@
-"""The whole connector contract as one table: a row for each method and property.
+"""The connector contract as one table: a row for each method and property.
 
-by       who defines it: a vLLM connector may lack what Baton adds, and vLLM calls none of it
-half     the half that has it. A connector of both halves forwards it there; CLASS: no half has it, the
+by       defined by vLLM or by Baton. A vLLM connector may lack Baton's methods, and vLLM does not call them
+half     the half that has it. A connector of both halves forwards it there. CLASS: no half has it, the
          connector's class answers
 scope    what a failure costs, see `Scope`
-safe     the answer that stands in for one that raised: a value, or the factory of one that can be modified
-multi    how a Multi connector combines the answers of its children, all of which it asks. LOADER: it asks
-         only the child that loads the request; OWN: it has code of its own
+safe     the answer used if a call raises: a value, or the factory of a mutable value
+multi    how a Multi connector combines the answers of its children, all of which it calls. LOADER: it calls
+         only the child that loads the request. OWN: it has code of its own
 
-Read by everything that forwards calls or contains failures: `halves.TwoHalves`, `guard`, the Multi connector,
+Used by all code that forwards calls or contains failures: `halves.TwoHalves`, `guard`, the Multi connector,
 the vLLM plug-in and the test kit's watchers. `base` documents each method; a test compares both.
 """
 
@@ -29,7 +29,7 @@ K = TypeVar("K")
 
 
 class Half(enum.Enum):
-    """Values: the attribute of `halves.HoldsOneHalf` for it."""
+    """Each value is the attribute of `halves.HoldsOneHalf` that holds this half."""
 
     SCHEDULER = "scheduler_half"
     WORKER = "worker_half"
@@ -39,9 +39,9 @@ class Half(enum.Enum):
 
 class Scope(enum.Enum):
     START = "raised to the host: it cannot start, or cannot sleep"
-    REQUEST = "this request's part of the connector; a UserError is raised: the request is refused"
-    ENDED = "this request's part of the connector; it is too late to refuse it"
-    STEP = "what the connector has to say in this step"
+    REQUEST = "this request's use of the connector; a UserError is raised and refuses the request"
+    ENDED = "this request's use of the connector; it is too late to refuse the request"
+    STEP = "the connector's part in this step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Row:
 
 
 def _each(answers: Sequence[Any]) -> None:
-    """They answer nothing."""
+    """Combines methods without a result."""
 
 
 def _first(answers: Sequence[Any]) -> Any:
@@ -153,7 +153,7 @@ def rows_of(half: Half) -> list[Row]:
 
 
 def completed(rows: Iterable[Row], make: Callable[[Row], Callable[..., Any]]) -> Callable[[type[K]], type[K]]:
-    """A class decorator that defines what the class body leaves out: a method or property for each of `rows`.
+    """Class decorator that defines a method or property for each of `rows` that the class body leaves out.
 
     `make` returns the function of a row: of (self, *arguments, **keywords), or of (self) for a property. Its
     signature, name and docstring become those of the contract.
@@ -162,7 +162,7 @@ def completed(rows: Iterable[Row], make: Callable[[Row], Callable[..., Any]]) ->
     def complete(kind: type[K]) -> type[K]:
         for row in rows:
             if row.name in vars(kind) or not hasattr(KVConnectorBase_V1, row.name):
-                continue  # SupportsHMA's is there only where a class derives from it.
+                continue  # SupportsHMA's method exists only in classes that derive from it.
             function = make(row)
             if row.kind == "property":
                 setattr(kind, row.name, property(function))

@@ -24,7 +24,7 @@ KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 LoadFailurePolicy = Literal["recompute", "fail"]
 
 MIN_SECRET_BYTES = 16
-_SCRYPT_N, _SCRYPT_R = 1 << 14, 8  # 16 MiB (128 * n * r bytes), the largest that hashlib allows unasked.
+_SCRYPT_N, _SCRYPT_R = 1 << 14, 8  # 16 MiB (128 * n * r bytes), hashlib's default limit.
 
 
 def _from_json(text: str | bytes, kind: type[T], field: str) -> T:
@@ -41,14 +41,14 @@ def _from_json(text: str | bytes, kind: type[T], field: str) -> T:
 class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Same fields and the same JSON as vLLM's `KVTransferConfig` (config/kv_transfer.py, 0.32).
 
-    Two defaults differ: a failed load is recomputed, which the user sees as latency only; and the buffer
-    device is where the cache lies.
+    Two defaults differ. `kv_load_failure_policy` is "recompute", so the user notices a failed load only as
+    latency. `kv_buffer_device` is the device of the cache.
     """
 
     kv_connector: str | None = None
     kv_role: KVRole | None = None
     engine_id: str = msgspec.field(default_factory=lambda: str(uuid.uuid4()))
-    # Where peers read: "cpu", with a cache on a GPU, is a copy of it in host memory. None: the cache itself.
+    # The memory that peers read. None: the cache itself. "cpu" with a cache on a GPU: a copy in host memory.
     kv_buffer_device: str | None = None
     kv_buffer_size: float = 1e9
     kv_rank: int | None = None
@@ -97,15 +97,15 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Same fields and the same JSON as vLLM's `KVEventsConfig` (config/kv_events.py, 0.32).
 
-    One default differs: events hold token ids, so they are published on the loopback unless told otherwise.
+    One default differs: events hold token ids, so the default endpoints are on the loopback interface.
     """
 
     enable_kv_cache_events: bool = False
     publisher: Literal["null", "zmq"] | None = None  # None: "zmq" if events are enabled, else "null".
     endpoint: str = "tcp://127.0.0.1:5557"
     replay_endpoint: str | None = None
-    buffer_steps: int = 10_000  # Batches that can be replayed; a batch is what one step did.
-    hwm: int = 100_000  # Batches that wait for one slow subscriber; then it misses some.
+    buffer_steps: int = 10_000  # Batches kept for replay; one batch holds the events of one step.
+    hwm: int = 100_000  # Batches queued for one slow subscriber; further ones are dropped for it.
     max_queue_size: int = 100_000  # Batches that wait to be published.
     topic: str = ""
 
@@ -125,7 +125,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint, as its folder describes it. Made by `load_model_config` of baton.engine.checkpoints."""
+    """One checkpoint, as its folder describes it. baton.engine.checkpoints makes it."""
 
     model: str  # Folder.
     served_model_name: str
@@ -139,11 +139,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    architecture_digest: str  # Of what config.json says, in canonical form.
+    architecture_digest: str  # Of config.json in canonical form.
     weights_digest: str  # Of the weights' content.
-    hf_config: dict[str, Any]  # config.json as it is.
-    generation_config: dict[str, Any] = {}  # generation_config.json as it is; empty without one.
-    windows: tuple[int | None, ...] = ()  # Of each layer; None: it sees everything. Empty: all layers do.
+    hf_config: dict[str, Any]  # Content of config.json.
+    generation_config: dict[str, Any] = {}  # Content of generation_config.json; empty if there is none.
+    windows: tuple[int | None, ...] = ()  # Sliding window of each layer, None without. Empty: no windows.
 
     def fingerprint(self, hash_seed: str) -> ModelFingerprint:
         return ModelFingerprint(
@@ -159,11 +159,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16  # Tokens in a block.
-    num_gpu_blocks: int = 2048  # vLLM's name; blocks of the pool, wherever it lies.
+    num_gpu_blocks: int = 2048  # vLLM's name. Blocks of the pool on any device.
     enable_prefix_caching: bool = True
     hash_seed: str = HASH_SEED
-    # "auto": layers with a sliding window have block tables of their own and keep no block behind it, if
-    # the connector can tell groups apart (SupportsHMA). "off": one table, windows are masks.
+    # "auto": layers with a sliding window have their own block tables and free the blocks before the window,
+    # if the connector supports groups (SupportsHMA). "off": one table; windows are attention masks only.
     hybrid_kv_cache: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
@@ -178,7 +178,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 256  # Requests running at once.
     policy: Literal["fcfs", "priority"] = "fcfs"
     enable_chunked_prefill: bool = True
-    long_prefill_token_threshold: int = 0  # Largest chunk of one prompt in a step; 0: the whole budget.
+    long_prefill_token_threshold: int = 0  # Most tokens of one prompt in a step; 0: no limit.
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < 1:
@@ -190,9 +190,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     executor: Literal["inprocess", "multiprocess", "ray"] = "inprocess"
-    max_concurrent_batches: int = 1  # Steps in flight at once; more than one hide the scheduler's own time.
+    max_concurrent_batches: int = 1  # Steps in flight; above 1 hides the scheduler's time.
     on_rank_death: Literal["exit", "restart"] = "exit"
-    rank: int = 0  # Of this process; set for each rank by whoever makes its connector.
+    rank: int = 0  # Of this process. The code that makes a rank's connector sets it.
 
     @property
     def world_size(self) -> int:
@@ -217,8 +217,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["cpu", "cuda"] = "cpu"
     num_threads: int = 1  # Torch intra-op threads of one rank (CPU).
-    # Decode steps recorded once per batch size and replayed (`baton.engine.graphs`). auto: on a GPU, in one
-    # piece or in several as the connector needs it; off on a CPU, which gains nothing.
+    # Decode steps captured once per batch size and replayed (`baton.engine.graphs`). auto: on a GPU,
+    # piecewise or full as the connector needs it; off on a CPU, where graphs bring no gain.
     graph_mode: Literal["off", "auto", "piecewise", "full"] = "auto"
     graph_buckets: tuple[int, ...] = ()  # Batch sizes; empty: 1, 2, 4, ... up to max_num_seqs.
 
@@ -228,14 +228,14 @@ class DeviceConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterSecret(msgspec.Struct, frozen=True):
-    """Secret that all engines of one cluster share. It signs tickets and keys every wire. Never printed.
+    """Secret that all engines of a cluster share. It signs tickets and keys every wire. Never printed.
 
-    While a secret is replaced, `previous` is the old one: Baton signs with `key` and accepts both.
+    During a rotation `previous` is the old secret. Baton signs with `key` and accepts both.
     """
 
     key: bytes
     previous: bytes | None = None
-    is_generated: bool = False  # Of this user on this host: no engine elsewhere has it.
+    is_generated: bool = False  # For this user on this host; engines on other hosts do not have it.
 
     def __post_init__(self) -> None:
         for key in self._keys():
@@ -248,11 +248,11 @@ class ClusterSecret(msgspec.Struct, frozen=True):
     __str__ = __repr__
 
     def derive(self, purpose: str) -> bytes:
-        """32 bytes for one purpose, from the current secret. No two purposes share a key."""
+        """32-byte key for one purpose, from the current secret. Each purpose has its own key."""
         return _derive(self.key, purpose)
 
     def derive_all(self, purpose: str) -> tuple[bytes, ...]:
-        """Keys that are accepted for `purpose`: from the current secret, then from the previous one."""
+        """Accepted keys for `purpose`: the current secret's, then the previous one's."""
         return tuple(_derive(key, purpose) for key in self._keys())
 
     def _keys(self) -> tuple[bytes, ...]:
@@ -273,7 +273,7 @@ def _stretch(key: bytes) -> bytes:
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything one engine needs to know. Crosses process boundaries as msgpack."""
+    """Whole configuration of one engine. Crosses process boundaries as msgpack."""
 
     model_config: ModelConfig
     cache_config: CacheConfig = CacheConfig()
@@ -281,20 +281,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     parallel_config: ParallelConfig = ParallelConfig()
     device_config: DeviceConfig = DeviceConfig()
     kv_transfer_config: KVTransferConfig | None = None
-    # None: KV is not moved, or moves as `insecure_no_secret` allows.
+    # None: the engine does not move KV, or `insecure_no_secret` is set.
     cluster_secret: ClusterSecret | None = None
-    # Move KV on the loopback without a secret, and trust every process of this host.
+    # Move KV on the loopback without a secret, trusting every process of this host.
     insecure_no_secret: bool = False
     seed: int = 0
-    step_timeout_s: float = 300.0  # Far above any step: what takes longer hangs, and the engine ends.
+    step_timeout_s: float = 300.0  # Far above any real step. A longer step is a hang; the engine exits.
     kv_events_config: KVEventsConfig | None = None
 
     @property
     def transfer_secret(self) -> ClusterSecret | None:
-        """For what moves KV. Raises ConfigError if there is none, unless that was asked for."""
+        """The secret of an engine that moves KV; None with `insecure_no_secret`.
+
+        Raises ConfigError if there is neither.
+        """
         if self.cluster_secret is None and not self.insecure_no_secret:
             raise ConfigError(
-                "is required by an engine that moves KV (baton.core.secret_source finds or makes one)",
+                "is required by an engine that moves KV (baton.core.secret_source finds or generates one)",
                 field="cluster_secret",
             )
         return self.cluster_secret
@@ -305,7 +308,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_chunk(self) -> int:
-        """Most tokens of one request in a step."""
+        """Most tokens of one request that one step computes."""
         limits = self.scheduler_config
         chunk = min(limits.max_num_batched_tokens, self.model_config.max_model_len)
         if limits.enable_chunked_prefill and limits.long_prefill_token_threshold:

@@ -1,13 +1,13 @@
-"""Errors say whose fault it is, because that decides who has to pay.
+"""Error classes, divided by the cause of the error, because the cause decides the reaction.
 
     BatonError
-     |- UserError            the caller asked for something impossible: HTTP 400, names the field and the mend
+     |- UserError            the caller asked for something impossible: HTTP 400, names field and remedy
      |   |- ConfigError      ... in the configuration, at start-up
      |   |- BadTransferParams ... in `kv_transfer_params`
-     |- PeerError            a remote broke the protocol: quarantine that peer, never die
-     |- TransferError        the network did: retry or recompute
+     |- PeerError            a remote engine broke the protocol: quarantine that peer, stay up
+     |- TransferError        the network failed: retry or recompute
 
-What *we* did wrong is an `assert`.
+Baton's own mistakes are `assert`s.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _LIBRARIES = ("<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "pure
 
 
 class BatonError(Exception):
-    """Root of every error that Baton raises on purpose."""
+    """Base class of the errors that Baton raises on purpose."""
 
 
 class UserError(BatonError, ValueError):
-    """Somebody asked for something that cannot work.
+    """A user or operator asked for something that cannot work.
 
-    `field` names what is wrong (a JSON path such as `sampling.top_p`), the message says how to mend it.
+    `field` is the JSON path of the wrong value (such as `sampling.top_p`); the message says what to change.
     """
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
@@ -38,11 +38,11 @@ class UserError(BatonError, ValueError):
 
 
 class ConfigError(UserError):
-    """The operator's configuration cannot work. Says what to change."""
+    """The operator's configuration cannot work. The message says what to change."""
 
 
 class BadTransferParams(UserError):
-    """`kv_transfer_params` that cannot be honoured; the request gets a 400, not a guess."""
+    """`kv_transfer_params` that cannot be honoured. The request gets a 400."""
 
     def __init__(self, message: str, *, field: str | None = None, reason: Fault = Fault.PARAMS) -> None:
         super().__init__(message, field=field)
@@ -50,7 +50,7 @@ class BadTransferParams(UserError):
 
 
 class PeerError(BatonError):
-    """A remote engine broke the protocol. That peer is quarantined; everybody else goes on."""
+    """A remote engine broke the protocol. That peer is quarantined; transfers with other peers go on."""
 
 
 class TransferError(BatonError):
@@ -58,15 +58,18 @@ class TransferError(BatonError):
 
 
 def place_of(error: BaseException) -> str:
-    """Where somebody else's code raised it, as " (store.py:27, in load)"; empty if Python does not know.
+    """The place in foreign code that raised `error`, as " (store.py:27, in load)"; empty if it is unknown.
 
-    The frame that has caught it does not count.
+    The frame that caught the error is left out.
     """
     return place_in(traceback.extract_tb(error.__traceback__)[1:])
 
 
 def place_in(frames: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost, which comes last; libraries are left out if there is another. See `place_of`."""
+    """The innermost frame, which comes last in `frames`. Library frames count only if there are no others.
+
+    The format is that of `place_of`.
+    """
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
     for frame in reversed(own or frames):
         return f" ({frame.filename.rpartition('/')[2]}:{frame.lineno}, in {frame.name})"

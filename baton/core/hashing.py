@@ -1,11 +1,11 @@
-"""Hashes that say which tokens a block of KV was computed from.
+"""Hashes that identify the tokens from which a block of KV was computed.
 
 A block's hash covers its parent's, so equal hashes mean equal prefixes:
 
     hash(i) = SHA-256(hash(i-1) | tokens of block i | extra)        hash(-1) = seed
 
 `extra` is everything besides the tokens that changes the KV: cache salt, adapter, media hashes.
-SHA-256 rather than something faster: a collision would hand one user another's answer.
+SHA-256 and not a faster hash, because a collision would give one user another user's answer.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ def root_hash(seed: str = HASH_SEED) -> BlockHash:
 def extra_key(
     *, cache_salt: str | None = None, adapter: str | None = None, media: Sequence[str] = ()
 ) -> bytes:
-    """One unambiguous byte string for all that changes the KV besides the tokens; empty if nothing does."""
+    """Unambiguous encoding of everything besides the tokens that changes the KV; empty if nothing does."""
     if cache_salt is None and adapter is None and not media:
         return b""
     parts = ["" if cache_salt is None else "s" + cache_salt, "" if adapter is None else "a" + adapter]
@@ -38,7 +38,7 @@ def extra_key(
 
 
 def block_hash(parent: BlockHash, token_ids: Sequence[int], extra: bytes = b"") -> BlockHash:
-    """Hash of one full block of `token_ids` (each below 2**32) behind `parent`."""
+    """Hash of one full block of `token_ids` (each below 2**32) that follows the block `parent`."""
     digest = hashlib.sha256(parent)
     digest.update(array("I", token_ids).tobytes())
     digest.update(extra)
@@ -48,7 +48,7 @@ def block_hash(parent: BlockHash, token_ids: Sequence[int], extra: bytes = b"") 
 def prompt_hash(
     token_ids: Sequence[int], num_tokens: int, extra: bytes = b"", seed: str = HASH_SEED
 ) -> PromptHash:
-    """Hash of the first `num_tokens` tokens, at any length, block-aligned or not.
+    """Hash of the first `num_tokens` tokens; need not be a multiple of the block size.
 
     Independent of the block size, so that engines with different block sizes agree on it.
     """

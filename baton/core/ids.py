@@ -1,28 +1,28 @@
-"""Identifiers. A bare str or int never crosses a module boundary.
+"""Identifiers. Module boundaries pass these types, never a bare str or int.
 
-The identity of a promise is minted by the one who makes it: a loan is numbered by the producer that
-lends, a claim by the consumer that fetches.
+The side that makes a promise mints its identity: the producer that lends numbers the loan, the consumer that
+fetches numbers the claim.
 """
 
 from typing import NamedTuple, NewType
 
 TransferId = NewType("TransferId", str)  # 128 random bits, new for every dispatch of the router.
 RequestId = NewType("RequestId", str)  # Unique inside one engine; never an identity between engines.
-EngineId = NewType("EngineId", str)  # Configured; survives a restart. Never proof of anything.
+EngineId = NewType("EngineId", str)  # Configured; survives a restart. Proves nothing by itself.
 Epoch = NewType("Epoch", int)  # 64 random bits at process start; does not survive a restart.
 BlockId = NewType("BlockId", int)  # Index into one engine's block pool.
 PromptHash = NewType("PromptHash", bytes)  # 32 bytes: tokens, salt, adapter, media. See core.hashing.
 
 
 class Address(NamedTuple):
-    """One incarnation of an engine. A restarted engine is somebody else."""
+    """One incarnation of an engine. A restarted engine has another address."""
 
     engine_id: EngineId
     epoch: Epoch
 
     @property
     def is_named_only(self) -> bool:
-        """Whoever is called so now, who has not said which incarnation it is. Nobody's own address."""
+        """Whether only the engine id is known, not the incarnation. No engine has such an address itself."""
         return self.epoch == NO_EPOCH
 
 

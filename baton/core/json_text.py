@@ -1,4 +1,4 @@
-"""Decoding of JSON from outside: every way in which the text can be wrong is one error."""
+"""Decoding of untrusted JSON. Every defect of the text raises the same error, NotJson."""
 
 from typing import Any, TypeVar, overload
 

@@ -1,24 +1,24 @@
-"""Where the bytes of a KV cache lie, described by data, so that plans are computed and never assumed.
+"""Layout of a KV cache in memory, as data, so that copy plans are computed and assume nothing.
 
-One rank's cache is a few *regions* of registered memory. The *slot* of one token and one KV head, K beside V,
-is contiguous, and the slot of token `t` and the rank's head `h` in block `b` of a layer starts at
+One rank's cache is a few *regions* of registered memory. A *slot* holds K and V of one token and one KV head,
+side by side. The slot of token `t` and the rank's head `h` in block `b` of a layer starts at
 
     regions[layer.region].address + offset + b * block_stride + h * head_stride + t * token_stride
 
-which says head-major (HND) and token-major (NHD) blocks alike:
+This covers head-major (HND) and token-major (NHD) blocks:
 
     HND   | head 0: token 0, token 1, ... | head 1: token 0, ... |     token_stride = slot
     NHD   | token 0: head 0, head 1, ... | token 1: head 0, ...  |     head_stride = slot
 
-Where heads come first, a tensor-parallel slice of them is one contiguous run. As a tensor each layer is
-`[num_blocks, num_kv_heads_of_rank, block_tokens, 2 * head_dim]`, with the strides of whichever order.
+With heads first, a tensor-parallel slice of the heads is one contiguous run. As a tensor, each layer is
+`[num_blocks, num_kv_heads_of_rank, block_tokens, 2 * head_dim]`, with the strides of either order.
 
-Some engines keep no slots. *Packing* says what lies in the part of a block that belongs to one head:
+Some engines do not store slots. *Packing* names the content of the part of a block that belongs to one head:
 
-    slot     token 0: K V | token 1: K V | ...                    cut and read anywhere
+    slot     token 0: K V | token 1: K V | ...                    can be cut and read at any token
     planes   K of element 0: token 0, 1, ... | of element 1: ... | V of token 0 | V of token 1 | ...
-             whole blocks as they are, into blocks of the same size; else number by number
-    others   whole blocks as they are, between two of the same name; nothing else is known of them
+             copied as whole blocks between blocks of equal size; otherwise number by number
+    others   copied as whole blocks between equal packings; their content is opaque
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ import msgspec
 
 SLOT = "slot"
 PLANES = "planes"
-"""K transposed, `[head_dim, block_tokens]`, before V, `[block_tokens, head_dim]`: as vLLM on a CPU."""
+"""K transposed, `[head_dim, block_tokens]`, before V, `[block_tokens, head_dim]`, as in vLLM on a CPU."""
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -46,9 +46,9 @@ class LayerLayout(msgspec.Struct, frozen=True):
     offset: int  # Of block 0 within the region.
     block_stride: int  # From one block to the next.
     head_stride: int  # From one KV head of a block to the next.
-    head_bytes: int  # Of all the tokens of one head of one block together.
+    head_bytes: int  # Of one head of one block, all tokens together.
     token_stride: int = 0  # From one token of a block to the next; 0: one head's tokens are contiguous.
-    group: int = 0  # Of those that its engine deals block tables out to (`baton.core.kv_groups`).
+    group: int = 0  # Index of the layer's KV cache group (`baton.core.kv_groups`).
 
 
 class RankLayout(msgspec.Struct, frozen=True):
@@ -59,17 +59,17 @@ class RankLayout(msgspec.Struct, frozen=True):
     num_kv_heads: int  # Of the whole model, not of the rank.
     num_blocks: int
     block_tokens: int
-    dtype: str  # Torch's name of the cache's elements: "float32", "bfloat16", ...
+    dtype: str  # Element type of the cache, by its name in torch: "float32", "bfloat16", ...
     regions: tuple[Region, ...]
-    layers: tuple[LayerLayout, ...]  # Those of the rank's pipeline stage.
+    layers: tuple[LayerLayout, ...]  # Of the rank's pipeline stage.
     pp_rank: int = 0
     pp_size: int = 1
     is_replicated: bool = False  # Every tensor-parallel rank holds all KV heads, as with MLA.
-    packing: str = SLOT  # Where it is no slots, the heads' parts are dense: token_stride says nothing more.
+    packing: str = SLOT  # Without slots each head's part is contiguous, and token_stride has no meaning.
 
 
 class ModelFingerprint(msgspec.Struct, frozen=True):
-    """What must be equal on both sides for a block to mean the same thing; but for a dtype that converts.
+    """What must be equal on both sides for KV blocks to be compatible; `dtype` may differ if it converts.
 
     Compared field by field, so that a refusal can name each field that differs.
     """
@@ -84,7 +84,7 @@ class ModelFingerprint(msgspec.Struct, frozen=True):
 
 
 class CopySpan(msgspec.Struct, frozen=True):
-    """For every pair of blocks (remote r, local l) of a transfer, copy `nbytes` bytes:
+    """Copy of `nbytes` bytes for every pair of blocks (remote r, local l) of a transfer:
 
     remote_regions[remote_region].address + remote_offset + r * remote_stride
       -> local_regions[local_region].address + local_offset + l * local_stride
@@ -100,7 +100,7 @@ class CopySpan(msgspec.Struct, frozen=True):
 
 
 class NumberFormat(NamedTuple):
-    """What of a number a cache's dtype can say."""
+    """Number range and precision of a cache dtype. `itemsize` in bytes."""
 
     itemsize: int
     exponent_bits: int
@@ -115,22 +115,22 @@ FORMATS = {
     "float8_e5m2": NumberFormat(1, 5, 2, 57344.0),
     "float8_e4m3fn": NumberFormat(1, 4, 3, 448.0),
 }
-"""Dtypes that are converted into each other. A cache of bytes with scales beside it is none of them."""
+"""Dtypes that are converted into each other. A byte cache with separate scales is not among them."""
 
 
 def declared_loss(source: str, target: str) -> str:
-    """What a conversion between two of FORMATS costs; empty when every value survives it."""
+    """Loss when `source` is converted to `target` (both of FORMATS), in words; empty without loss."""
     ours, theirs = FORMATS[target], FORMATS[source]
     lost = []
     if ours.mantissa_bits < theirs.mantissa_bits:
         lost.append(f"{theirs.mantissa_bits} bits of mantissa become {ours.mantissa_bits}")
     if ours.exponent_bits < theirs.exponent_bits:
-        lost.append(f"beyond {ours.largest:g} values saturate, small ones become 0")
+        lost.append(f"values beyond {ours.largest:g} saturate, small ones become 0")
     return f"{source} -> {target}: lossy ({'; '.join(lost)})" if lost else ""
 
 
 def can_convert(source: str, target: str) -> bool:
-    """Between these dtypes, whatever is lost."""
+    """Whether both dtypes are in FORMATS; the conversion may lose precision."""
     return source in FORMATS and target in FORMATS
 
 
@@ -139,7 +139,7 @@ def differences(
 ) -> list[str]:
     """One line for each field that differs; empty when the two are compatible.
 
-    A dtype that the reader converts on receive is no difference, unless it has been told not to.
+    A dtype that can be converted on receive is not a difference, unless `converts_dtype` is false.
     """
     return [
         f"{name}: ours {getattr(ours, name)!r}, theirs {getattr(theirs, name)!r}"

@@ -1,4 +1,4 @@
-"""Reading of files that other programs wrote: regular files only, and small ones bounded."""
+"""Bounded reading of regular files that other programs wrote."""
 
 import os
 import stat
@@ -13,8 +13,8 @@ class NotRegular(OSError):
 
 
 def open_regular(path: Path) -> FileIO:
-    """Opens a file for reading, unbuffered. Raises NotRegular, or OSError as `open` does; never waits."""
-    # Without O_NONBLOCK, opening a FIFO waits for its writer.
+    """Opens a file, unbuffered and without blocking. Raises NotRegular, or OSError as `open` does."""
+    # Without O_NONBLOCK, opening a FIFO blocks until it has a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -23,7 +23,7 @@ def open_regular(path: Path) -> FileIO:
 
 
 def read_limited(path: Path, max_bytes: int, *, field: str) -> bytes:
-    """Raises ConfigError, in the name of `field`, for a file that cannot be read or has more bytes.
+    """Content of a file. Raises ConfigError for `field` if it is unreadable or longer than `max_bytes`.
 
     Symbolic links are followed: orchestrators mount secrets as links.
     """

@@ -1,9 +1,9 @@
-"""Why a handoff does not happen: codes for programs, sentences for people.
+"""Reasons why a handoff does not happen: codes for programs, sentences for people.
 
     code    of a closed set, chosen by this engine: label of a metric, operand of a comparison
-    text    for the log; may be worded anew at any time, and may hold what a peer has sent
+    text    for the log; its wording may change at any time, and it may hold what a peer sent
 
-Peers send text only. The code says which message it came with, so no peer can make a label.
+Peers send text only. This engine derives the code from the type of the message, so no peer can make a label.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import StrEnum
 
 
 class Fault(StrEnum):
-    """Why `kv_transfer_params` are refused. The value is a label of `baton:kv_tickets_refused`."""
+    """Reason why `kv_transfer_params` are refused. The value is a label of `baton:kv_tickets_refused`."""
 
     SIZE = "size"
     SCHEMA = "schema"
@@ -22,12 +22,12 @@ class Fault(StrEnum):
     MODEL = "model"
     LAYOUT = "layout"
     PROMPT = "prompt"
-    IN_USE = "in use"  # Its ticket, or its transfer, by another request of this engine.
+    IN_USE = "in use"  # Another request of this engine uses the ticket or the transfer.
     PARAMS = "params"  # Another field, or this engine's role.
 
 
 class FailureCode(StrEnum):
-    """Why a fetch fails. The value is a label of `baton:kv_transfer_failures`: a published name."""
+    """Reason why a fetch fails. The value is a label of `baton:kv_transfer_failures`, a public name."""
 
     READ_FAILED = "read failed"
     LEASE_EXPIRED = "the producer no longer holds the blocks"
@@ -37,7 +37,7 @@ class FailureCode(StrEnum):
     # The producer.
     NO_ANSWER = "no answer to 5 hellos"
     GONE = "the producer has restarted or is gone"
-    SILENT = "the producer has not answered"  # To questions about a loan.
+    SILENT = "the producer has not answered"  # To renewals of a loan.
     STREAM_SILENT = "the producer has said nothing"  # About a prefill that it computes.
     PREFILL_FAILED = "the producer gave up"
     OTHER_ENGINE = "the producer is another"
@@ -49,7 +49,7 @@ class FailureCode(StrEnum):
     BAD_RANK_CARDS = "malformed rank cards"
     LAYOUT_MISMATCH = "layouts differ"
     BLOCK_SIZE_MISMATCH = "blocks of another size"
-    # What it announced, and the ticket at the end of its prefill.
+    # Its announcements, and the ticket at the end of its prefill.
     BLOCKS_CHANGED = "the producer announced other blocks than before"
     TICKET_REFUSED = "kv_transfer_params.baton_ticket"
     OTHER_TRANSFER = "the ticket is of another transfer"
@@ -61,7 +61,7 @@ class FailureCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FailureReason:
-    """`str()` is the sentence for the log: `text`, or the code's own words if there are no others."""
+    """`str()` gives the sentence for the log: `text`, or the code's value if there is no text."""
 
     code: FailureCode
     text: str = ""

@@ -1,8 +1,11 @@
 """Source of the cluster secret: the environment, a file, or a secret generated once per user.
 
-    BATON_SECRET, BATON_PREVIOUS_SECRET      the current one, and the one that it replaces
-    a file                                   the same two, one a line
+    BATON_SECRET, BATON_PREVIOUS_SECRET      the current secret, and the one that it replaces
+    a file                                   the same two, one per line
     $XDG_STATE_HOME/baton/secret             generated when an engine moves KV and neither is given
+@30-31
+    "insecure_no_secret is set: every process on this host can read the KV of prompts, end loans, and send "
+    "this engine false KV, which leads to wrong answers. Use it for tests only"
 
 Engines that move KV without a secret trust every process of their host. That needs an explicit
 `insecure_no_secret`.
@@ -47,8 +50,8 @@ def find_secret(
     moves_kv: bool,
     is_insecure: bool,
 ) -> FoundSecret:
-    """The secret of an engine. `field` names the setting of `file`, which goes before BATON_SECRET if
-    `is_file_first`. An engine that moves KV gets a generated one, unless `is_insecure`.
+    """The secret of an engine. `field` names the setting of `file`, which takes precedence over BATON_SECRET
+    if `is_file_first`. An engine that moves KV gets a generated secret, unless `is_insecure`.
 
     Raises ConfigError for a file that cannot be used, a secret that is too short, and settings that
     contradict each other.
@@ -61,7 +64,8 @@ def find_secret(
     if found is not None:
         if is_insecure:
             raise ConfigError(
-                f"cannot go with a secret, which is set ({found.origin})", field="insecure_no_secret"
+                f"must not be set together with a secret, which comes from: {found.origin}",
+                field="insecure_no_secret",
             )
         return found
     if not moves_kv:
@@ -72,7 +76,7 @@ def find_secret(
 
 
 def with_secret(config: EngineConfig, environment: Mapping[str, str]) -> tuple[EngineConfig, str | None]:
-    """For an engine that is embedded: its configuration with a secret where it needs one, and a warning."""
+    """`config` of an embedded engine with a secret if it needs one, and a warning for the log or None."""
     transfer = config.kv_transfer_config
     if config.cluster_secret is not None or transfer is None or not transfer.is_kv_transfer_instance:
         return config, None
@@ -110,13 +114,13 @@ def _from_file(path: Path, field: str) -> FoundSecret:
 
 
 def _generated(environment: Mapping[str, str]) -> FoundSecret:
-    """Of this user, on this host: made by the first engine that needs it."""
+    """The secret of this user on this host. The first engine that needs it generates it."""
     state = environment.get("XDG_STATE_HOME") or (
         f"{environment['HOME']}/.local/state" if environment.get("HOME") else None
     )
     if state is None:
         raise ConfigError(
-            f"is required by an engine that moves KV; without HOME none is generated; {_EXAMPLE}",
+            f"is required by an engine that moves KV, and none can be generated without HOME; {_EXAMPLE}",
             field=SECRET_ENV,
         )
     path = Path(state) / "baton" / "secret"
@@ -140,7 +144,7 @@ def _generated(environment: Mapping[str, str]) -> FoundSecret:
 
 
 def _generate(path: Path) -> None:
-    """Atomic: of two engines that start at once, one file remains, and it is whole."""
+    """Writes the file atomically: if two engines start at once, one complete file remains."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -158,11 +162,12 @@ def _generate(path: Path) -> None:
 
 
 def _secret(lines: list[bytes], field: str) -> ClusterSecret:
-    """The current one, and the previous one if there is one."""
+    """The secret of a file or variable: the current key, then optionally the previous one."""
     keys = [line.strip() for line in lines if line.strip()]
     if not 1 <= len(keys) <= 2:
         raise ConfigError(
-            f"has {len(keys)} lines, expected the secret, and at most the previous one; {_EXAMPLE}",
+            f"has {len(keys)} lines, expected 1 or 2: the secret, then optionally the previous one; "
+            f"{_EXAMPLE}",
             field=field,
         )
     if any(len(key) < MIN_SECRET_BYTES for key in keys):

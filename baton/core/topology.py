@@ -1,14 +1,14 @@
-"""Which KV heads a tensor-parallel rank holds. Functions of integers.
+"""KV heads of each tensor-parallel rank, as functions of integers.
 
-Zero-based, half-open. With more ranks than heads each head is replicated on `tp_size / num_kv_heads`
-neighbouring ranks.
+Ranks and heads are zero-based, ranges half-open. With more ranks than heads each head is replicated on
+`tp_size / num_kv_heads` neighbouring ranks.
 """
 
 
 def kv_heads_of(rank: int, *, tp_size: int, num_kv_heads: int) -> range:
     """Global indices of the KV heads held by `rank`.
 
-    `tp_size` must divide `num_kv_heads` or be a multiple of it; checked where configuration is read.
+    `tp_size` must divide `num_kv_heads` or be a multiple of it; the configuration checks that.
     """
     assert 0 <= rank < tp_size
     if tp_size <= num_kv_heads:
@@ -21,10 +21,10 @@ def kv_heads_of(rank: int, *, tp_size: int, num_kv_heads: int) -> range:
 
 
 def replica_of(reader: int, num_readers: int, num_replicas: int, rotation: int) -> int:
-    """Which of several equal copies `reader` takes, so that none is asked much more often than another.
+    """Index of the replica that `reader` reads from, chosen so that all get about the same load.
 
-    As many readers as replicas: each has its own. Fewer: they are spread out, and `rotation` shifts them, so
-    that groups of readers which know nothing of each other do not all ask the first.
+    With at least as many readers as replicas, every replica is used. With fewer, the readers are spread out,
+    and `rotation` shifts them, so that independent groups of readers do not all read the first replica.
     """
     spread = reader * num_replicas // num_readers
     return spread if num_readers >= num_replicas else (spread + rotation) % num_replicas

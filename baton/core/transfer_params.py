@@ -1,27 +1,27 @@
-"""`kv_transfer_params`, parsed once at the door and never looked at as a dict again.
+"""`kv_transfer_params` of a request, validated once and parsed into one of four types.
 
 A router sends `{"do_remote_decode": true}` with the prefill leg. The producer's answer carries vLLM's keys,
-so that existing proxies hand it on unchanged to the decode leg, and one more, `baton_ticket`: the signed
-part, and the only part that a consumer believes.
+so that existing proxies pass it on unchanged to the decode leg, and one more, `baton_ticket`: the signed
+part, and the only part that a consumer trusts.
 
-A router that streams sends both legs at once, with one `transfer_id`; the decode leg carries the producer's
-signed `baton_introduction` instead of a ticket, which then comes from the producer itself. A proxy that knows
-nothing of introductions names the producer and where it listens instead; that is a client's word, and good
-only for the addresses that the engine's own configuration allows.
+A router that streams sends both legs at once, with one `transfer_id`. The decode leg then carries the
+producer's signed `baton_introduction` instead of a ticket, and the producer itself sends the ticket. A proxy
+that does not know introductions names the producer and its control address instead. That comes from a client,
+so it is accepted only for addresses that the engine's own configuration allows.
 
     do_remote_decode                                      Compute    P
-    do_remote_decode, baton_ticket                        Compute    P; the ticket is of the turn before
+    do_remote_decode, baton_ticket                        Compute    P; the ticket is of the previous turn
     do_remote_prefill, baton_ticket                       Fetch      D
     do_remote_prefill, transfer_id, baton_introduction    Stream     D
     do_remote_prefill, remote_host, remote_port           Named      D
 
-Without a `transfer_id` both engines call the transfer after the request's own id.
+Without a `transfer_id` both engines use the request's own id as the transfer's.
 
-Besides, and with any of these or none, `"baton_offload": "off" | "load_only" | "store_only"` says what an
-engine that offloads its KV may not do for this request.
+In addition to any of these or none, `"baton_offload": "off" | "load_only" | "store_only"` limits what an
+engine that offloads its KV may do for this request.
 
 The producer's answer also has `"baton_cached_tokens"`, unless it is 0: how many tokens of the prompt the
-producer had in its cache. The consumer needs the number for its `usage` and believes it for nothing else.
+producer had in its cache. The consumer uses the number for its `usage` only.
 """
 
 from collections.abc import Mapping
@@ -42,9 +42,9 @@ MAX_HOST_CHARS = 253  # Of a domain name.
 
 
 class Compute(msgspec.Struct, frozen=True):
-    """Prefill here and hold the blocks for whoever brings the ticket.
+    """Prefill here and hold the blocks for the consumer that brings the ticket.
 
-    `ticket`: another engine holds the KV of the beginning of the prompt, which is an earlier turn.
+    `ticket`: another engine holds the KV of the beginning of the prompt, from an earlier turn.
     """
 
     transfer_id: TransferId | None = None
@@ -52,9 +52,9 @@ class Compute(msgspec.Struct, frozen=True):
 
 
 class Fetch(msgspec.Struct, frozen=True):
-    """Decode here; the prompt's KV is where the ticket says.
+    """Decode here. The ticket says where the prompt's KV is.
 
-    `remote_engine_id` is unsigned; it is kept to be compared with the ticket's.
+    `remote_engine_id` is unsigned. It is kept to be compared with the ticket's.
     """
 
     ticket: str
@@ -62,10 +62,10 @@ class Fetch(msgspec.Struct, frozen=True):
 
 
 class Stream(msgspec.Struct, frozen=True):
-    """Decode here; the introduced producer computes the prompt now, under the same `transfer_id`.
+    """Decode here. The introduced producer computes the prompt now, under the same `transfer_id`.
 
-    None: no router has named it, so that the request's id has to do. `remote_engine_id` is unsigned; it is
-    kept to be compared with the introduction's.
+    `transfer_id` is None if the router gave none; the request's id then takes its place. `remote_engine_id`
+    is unsigned. It is kept to be compared with the introduction's.
     """
 
     transfer_id: TransferId | None
@@ -74,9 +74,9 @@ class Stream(msgspec.Struct, frozen=True):
 
 
 class Named(msgspec.Struct, frozen=True):
-    """As `Stream`, but nobody has signed for the producer: it has this name, and listens there.
+    """As `Stream`, but with an unsigned name and control address of the producer.
 
-    Whether to look there is for the configuration to say.
+    The engine's configuration decides whether this address may be used.
     """
 
     transfer_id: TransferId | None
@@ -103,7 +103,7 @@ OFFLOAD_CHOICES: Final = {
 
 
 def parse_offload_choice(raw: Mapping[str, Any] | None) -> OffloadChoice:
-    """Raises BadTransferParams naming the field. Without a word about it, both are allowed."""
+    """Raises BadTransferParams naming the field. Without `baton_offload` both are allowed."""
     if raw is None:
         return OffloadChoice()
     if not isinstance(raw, Mapping):
@@ -145,7 +145,7 @@ def parse_transfer_params(raw: Mapping[str, Any] | None) -> KVTransferParams | N
     prefilled_elsewhere = _flag(raw, "do_remote_prefill")
     if decode_elsewhere and prefilled_elsewhere:
         raise BadTransferParams(
-            "prefilled elsewhere (do_remote_prefill) or decoded elsewhere (do_remote_decode), not both",
+            "must not set both do_remote_prefill and do_remote_decode",
             field=FIELD,
         )
     if decode_elsewhere:
@@ -165,11 +165,11 @@ def _parse_decode_leg(raw: Mapping[str, Any]) -> Fetch | Stream | Named:
         if raw.get("remote_block_ids") is None and raw.get("remote_port") is not None:
             return _parse_named(raw, TransferId(transfer_id) if transfer_id is not None else None)
         raise BadTransferParams(
-            "is missing; do_remote_prefill needs the producer's answer whole, or its baton_introduction",
+            "is missing; do_remote_prefill needs the producer's complete answer, or its baton_introduction",
             field=f"{FIELD}.baton_ticket",
         )
     engine_id = _required(raw, "remote_engine_id", str)
-    # vLLM's keys are hints that we do not believe; a wrong type still means that the sender is confused.
+    # vLLM's keys are untrusted hints and not used. A wrong type still shows that the sender is broken.
     _optional(raw, "remote_host", str)
     _optional(raw, "remote_request_id", str)
     _ranged(raw, "remote_port", 1, 65535)
@@ -183,13 +183,13 @@ def _parse_decode_leg(raw: Mapping[str, Any]) -> Fetch | Stream | Named:
 
 
 def _parse_named(raw: Mapping[str, Any], transfer_id: TransferId | None) -> Named:
-    """What the proxies of push examples say, which have asked nobody."""
+    """Parses what the proxies of vLLM's push examples send, which have no answer of the producer."""
     port = _ranged(raw, "remote_port", 1, 65535)
     host = _sized(raw, "remote_host", MAX_HOST_CHARS)
     engine_id = _sized(raw, "remote_engine_id", MAX_ENGINE_ID_CHARS)
     if host is None or engine_id is None:
         raise BadTransferParams(
-            "is missing; with remote_port it says which producer to follow",
+            "is missing; required with remote_port, to name the producer",
             field=f"{FIELD}.{'remote_host' if host is None else 'remote_engine_id'}",
         )
     for key in ("tp_size", "pp_size"):
@@ -229,7 +229,7 @@ def _required(raw: Mapping[str, Any], key: str, kind: type[str]) -> str:
     value = _optional(raw, key, kind)
     if value is None:
         raise BadTransferParams(
-            "is missing; do_remote_prefill needs the producer's answer whole", field=f"{FIELD}.{key}"
+            "is missing; do_remote_prefill needs the producer's complete answer", field=f"{FIELD}.{key}"
         )
     return value
 
@@ -246,12 +246,12 @@ def _sized(raw: Mapping[str, Any], key: str, max_chars: int) -> str | None:
     if value is not None and not 0 < len(value) <= max_chars:
         raise BadTransferParams(f"must have 1 to {max_chars} characters", field=f"{FIELD}.{key}")
     if value is not None and not _is_unicode(value):
-        raise BadTransferParams("must be Unicode, without half a surrogate pair", field=f"{FIELD}.{key}")
+        raise BadTransferParams("must be valid Unicode, without unpaired surrogates", field=f"{FIELD}.{key}")
     return value
 
 
 def _is_unicode(value: str) -> bool:
-    """JSON can say what no message can."""
+    """Whether UTF-8 can encode `value`: JSON can hold unpaired surrogates, which messages cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:

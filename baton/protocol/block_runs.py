@@ -1,17 +1,18 @@
-"""From a range of tokens to runs that lie in one block on either side, whatever the sizes of the blocks.
+"""Cuts a range of tokens into runs that lie within one block on both sides, for any two block sizes.
 
     P, 32 tokens   |            0            |            1            |
     D, 16 tokens   |     0     |     1     |     2     |     3     |          tokens 10 to 55
-    pieces                 (a) |    (b)    |    (c)    | (d) |
+    cuts                   (a) |    (b)    |    (c)    | (d) |
 
-The range is cut wherever a block of either side ends. Pieces that start at the same offset in their blocks
-and have the same length are one `BlockRun`: the same spans, in other blocks. In the picture (a), (b), (c) and
-(d) are four runs. With equal block sizes everything but the edges is one run.
+The range is cut at every block boundary of either side. Cuts that start at the same offsets in their blocks
+and have the same length form one `BlockRun`: the same spans, in other blocks. In the picture (a), (b), (c)
+and (d) are four runs. With equal block sizes everything but the edges is one run.
 
-**Tails.** A part that ends with the claim is rounded up to where the blocks at hand end: whole blocks are
-cheaper to move: what lies behind the last token is junk on both sides. Nothing is zeroed: a position is read
-only once its token has been computed here, which writes its slot first, and a block that the pool hands out
-holds a former owner's numbers anyway. Other parts end exactly, since the next one writes what follows.
+**Tails.** If a claim ends inside a block, its last part is rounded up to the next block boundary, because
+whole blocks are cheaper to move. What follows the last token is junk on both sides. It is not zeroed: a
+position is read only after its token has been computed here, which writes its slot first, and a block from
+the pool holds a former owner's numbers anyway. Parts in the middle end exactly, because the next part writes
+what follows.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,10 @@ def plan_block_runs(
     *,
     rounds_up: bool,
 ) -> list[BlockRun]:
-    """Raises TransferError for tokens behind the end of a table."""
+    """Runs of `num_tokens` tokens from `first_token` on; the tables list the blocks from token 0 on.
+
+    Raises TransferError if a table has too few blocks.
+    """
     last_token = first_token + num_tokens
     check_tables(last_token, local_block_tokens, remote_block_tokens, local_table, remote_table)
     if num_tokens == 0:
@@ -48,7 +52,7 @@ def plan_block_runs(
     if rounds_up:
         last_token = min(_block_end(last_token, size) for size in (local_block_tokens, remote_block_tokens))
     if local_block_tokens == remote_block_tokens and first_token % local_block_tokens == 0:
-        return _equal_pieces(first_token, last_token, local_block_tokens, local_table, remote_table)
+        return _runs_of_equal_blocks(first_token, last_token, local_block_tokens, local_table, remote_table)
     blocks: dict[Shape, tuple[list[int], list[int]]] = {}
     start = first_token
     while start < last_token:
@@ -64,10 +68,10 @@ def plan_block_runs(
 
 
 def period_shapes(local_block_tokens: int, remote_block_tokens: int) -> tuple[Shape, ...]:
-    """The shapes of all pieces of a long prompt, but for its edges."""
+    """The shapes of all runs of a long prompt except its edges."""
     period = lcm(local_block_tokens, remote_block_tokens)
     num_local, num_remote = period // local_block_tokens, period // remote_block_tokens
-    pieces = plan_block_runs(
+    runs = plan_block_runs(
         0,
         period,
         local_block_tokens,
@@ -76,11 +80,11 @@ def period_shapes(local_block_tokens: int, remote_block_tokens: int) -> tuple[Sh
         range(num_remote),
         rounds_up=False,
     )
-    return tuple(piece.shape for piece in pieces)
+    return tuple(run.shape for run in runs)
 
 
 def num_shapes(local_block_tokens: int, remote_block_tokens: int) -> int:
-    """How many `period_shapes` there are, without making them."""
+    """Number of `period_shapes`, without computing them."""
     unit = gcd(local_block_tokens, remote_block_tokens)
     return local_block_tokens // unit + remote_block_tokens // unit - 1
 
@@ -98,23 +102,25 @@ def check_tables(
         ("remote", remote_block_tokens, remote_table),
     ):
         if last_token > len(table) * size:
-            raise TransferError(f"{last_token} tokens do not lie in {len(table)} {whose} blocks of {size}")
+            raise TransferError(
+                f"{last_token} tokens do not fit into {len(table)} {whose} blocks of {size} tokens"
+            )
 
 
-def _equal_pieces(
+def _runs_of_equal_blocks(
     first_token: int, last_token: int, size: int, local_table: Sequence[int], remote_table: Sequence[int]
 ) -> list[BlockRun]:
-    """The way that most go: one slice of either table, and perhaps an edge."""
+    """The common case: one slice of either table, plus an incomplete last block if there is one."""
     first, last = first_token // size, last_token // size
-    pieces = []
+    runs = []
     if last > first:
         whole = Shape(0, 0, size)
-        pieces.append(BlockRun(whole, tuple(local_table[first:last]), tuple(remote_table[first:last])))
+        runs.append(BlockRun(whole, tuple(local_table[first:last]), tuple(remote_table[first:last])))
     if rest := last_token - last * size:
-        pieces.append(BlockRun(Shape(0, 0, rest), (local_table[last],), (remote_table[last],)))
-    return pieces
+        runs.append(BlockRun(Shape(0, 0, rest), (local_table[last],), (remote_table[last],)))
+    return runs
 
 
 def _block_end(token: int, size: int) -> int:
-    """The first end of a block that is not before `token`."""
+    """The first end of a block at or after `token`."""
     return -(-token // size) * size

@@ -1,11 +1,11 @@
-"""How a rank gets its share of a peer's cache: straight into its blocks, or through a staging buffer.
+"""Plan of how a rank reads its share of a peer's cache: into its blocks, or through a staging buffer.
 
-    straight   every run of bytes goes where it belongs: equal caches, other TP sizes, other block sizes
-    staged     P's blocks are read as they are, and moved on slot by slot: another dtype, another packing;
-               another order of heads and tokens with runs too short to be worth a copy each; blocks very
-               unlike in size
+    straight   every run of bytes is read to its destination: equal caches, other TP sizes, other block sizes
+    staged     P's blocks are read as they are, then moved slot by slot: for another dtype or packing, for
+               another order of heads and tokens with runs too short for a copy each, for very different
+               block sizes
 
-A staging buffer is described by a layout like any cache, so the same spans lead into it.
+A layout describes a staging buffer as it does a cache, so the same code computes the spans into it.
 """
 
 from typing import NamedTuple
@@ -25,23 +25,26 @@ from baton.protocol.layout_checks import heads_of, slot_bytes_of, token_stride_o
 from baton.protocol.plan import Share
 from baton.protocol.token_spans import PlanError, Shape, check_equal, slot_spans
 
-RUN_BYTES_MIN = 2048  # A copy of less costs more than passing the bytes through the cache once again.
-SHAPES_MAX = 16  # Each is an operation of its own.
+RUN_BYTES_MIN = 2048  # A copy of fewer bytes costs more than moving the bytes through the cache once more.
+SHAPES_MAX = 16  # Each shape is an operation of its own.
 
 
 class Conversion(NamedTuple):
     is_staged: bool
-    loss: str  # What the conversion costs, in words; empty: nothing.
-    moves_whole_blocks: bool = False  # No slots to cut between: parts of blocks have to be staged.
+    loss: str  # Loss of the conversion, in words; empty if there is none.
+    moves_whole_blocks: bool = False  # The packing cannot be cut within a block; parts of one are staged.
     can_be_staged: bool = True
 
 
 def plan_conversion(
     local: RankLayout, remote: RankLayout, share: Share, *, converts_dtype: bool = True
 ) -> Conversion:
-    """Raises PlanError where a copy would not mean the same here."""
+    """How `local` reads `share` from `remote`.
+
+    Raises PlanError if the bytes would have another meaning here.
+    """
     loss = _check_elements(local, remote, share, converts_dtype)
-    can_be_staged = _is_known(local) and _is_known(remote)
+    can_be_staged = _has_known_elements(local) and _has_known_elements(remote)
     if local.dtype != remote.dtype or local.packing != remote.packing:
         _check_known(local, remote)
         return Conversion(True, loss)
@@ -61,19 +64,19 @@ def plan_conversion(
 
 
 class StagedChunk(NamedTuple):
-    """Some layers of P's blocks, packed without gaps: what is in a staging buffer at once."""
+    """Some layers of P's blocks, packed without gaps: the content of a staging buffer at one time."""
 
     layout: RankLayout  # Of the buffer; its heads are exactly those of the share.
     layers: tuple[str, ...]
 
     @property
     def capacity(self) -> int:
-        """How many blocks fit."""
+        """Number of blocks that fit."""
         return self.layout.num_blocks
 
 
 def plan_groups(remote: RankLayout, share: Share, nbytes: int) -> list[tuple[str, ...]]:
-    """The share's layers in groups, as few as there can be, of which a block fits into `nbytes`.
+    """Splits the share's layers into the fewest groups of which one block fits into `nbytes`.
 
     Raises PlanError if a block of a single layer is larger.
     """
@@ -96,7 +99,7 @@ def plan_groups(remote: RankLayout, share: Share, nbytes: int) -> list[tuple[str
 def plan_chunk(
     remote: RankLayout, share: Share, layers: tuple[str, ...], *, region: int, offset: int, nbytes: int
 ) -> StagedChunk:
-    """A buffer of `nbytes` at `offset` of our region `region`, in P's own order of heads and tokens."""
+    """A buffer of `nbytes` bytes at `offset` of our region `region`, in P's own order of heads and tokens."""
     theirs = _by_name(remote)
     block_bytes = sum(theirs[name].head_bytes for name in layers) * len(share.heads)
     staged: list[LayerLayout] = []
@@ -122,7 +125,7 @@ def plan_chunk(
         num_blocks=nbytes // block_bytes,
         block_tokens=remote.block_tokens,
         dtype=remote.dtype,
-        regions=(),  # Known by number.
+        regions=(),  # Spans name regions by their index.
         layers=tuple(staged),
         packing=remote.packing,
     )
@@ -130,7 +133,7 @@ def plan_chunk(
 
 
 def chunk_spans(chunk: StagedChunk, remote: RankLayout, share: Share) -> tuple[CopySpan, ...]:
-    """From P's blocks into the buffer's."""
+    """Spans from P's blocks into the buffer's."""
     return slot_spans(
         chunk.layout,
         remote,
@@ -160,7 +163,7 @@ class _Order(NamedTuple):
 
 
 def _is_better_staged(ours: _Order, theirs: _Order, num_heads: int) -> bool:
-    """Whether the runs that both sides share are short, and longer ones can be read."""
+    """Whether the runs common to both sides are short, and P's own runs are longer."""
     if ours.has_dense_tokens and theirs.has_dense_tokens:
         return False
     if num_heads == 1 or (ours.has_dense_heads and theirs.has_dense_heads):
@@ -168,16 +171,17 @@ def _is_better_staged(ours: _Order, theirs: _Order, num_heads: int) -> bool:
     return ours.slot_bytes < RUN_BYTES_MIN and (theirs.has_dense_tokens or theirs.has_dense_heads)
 
 
-def _is_known(layout: RankLayout) -> bool:
-    """Can a number be told from its neighbours?"""
+def _has_known_elements(layout: RankLayout) -> bool:
+    """Whether the location of each element in a block is known, so that elements can be moved separately."""
     return layout.packing == SLOT or (layout.packing == PLANES and layout.dtype in FORMATS)
 
 
 def _check_known(local: RankLayout, remote: RankLayout) -> None:
-    if not (_is_known(local) and _is_known(remote)):
+    if not (_has_known_elements(local) and _has_known_elements(remote)):
         raise PlanError(
-            f"packing: ours {local.packing!r} in blocks of {local.block_tokens} {local.dtype}, "
-            f"theirs {remote.packing!r} in blocks of {remote.block_tokens} {remote.dtype}"
+            f"packing: ours is {local.packing!r} in blocks of {local.block_tokens} tokens of {local.dtype}, "
+            f"theirs is {remote.packing!r} in blocks of {remote.block_tokens} tokens of {remote.dtype}; "
+            "a cache of unknown packing can only be read by one of the same packing, dtype and block size"
         )
 
 

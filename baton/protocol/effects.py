@@ -1,6 +1,6 @@
-"""What a machine asks its driver to do. Values; the driver carries them out in order and decides nothing.
+"""Effects: what a state machine asks its driver to do. The driver executes them in order and decides nothing.
 
-A claim ends with exactly one of `Deliver` and `Fail`; after a `Fail` comes exactly one `FreeTarget`, at once
+A claim ends with exactly one of `Deliver` and `Fail`. After a `Fail` comes exactly one `FreeTarget`: at once,
 or when the last read has ended. A loan ends with exactly one `FreeLoan`.
 """
 
@@ -32,7 +32,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class StartReads:
-    """Read these pairs, now; `read_ended` is owed for each of them, exactly once."""
+    """Read these pairs now. The driver must call `read_ended` exactly once for each of them."""
 
     claim: int
     pairs: tuple[Pair, ...]
@@ -40,21 +40,21 @@ class StartReads:
 
 @dataclass(frozen=True, slots=True)
 class CancelReads:
-    """End this claim's reads locally: cheap, bounded, no peer needed. `read_ended` is still owed for each."""
+    """Stop this claim's reads locally, without the peer. `read_ended` is still due for each."""
 
     claim: int
 
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Every byte is here and is proved to be this request's."""
+    """All bytes have arrived, and it is proved that they belong to this request."""
 
     claim: int
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Over, now. The destination blocks follow with `FreeTarget`."""
+    """The claim has failed. `FreeTarget` for its destination blocks follows."""
 
     claim: int
     reason: FailureReason
@@ -62,7 +62,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class FreeTarget:
-    """Nothing of this claim can touch its destination blocks any more."""
+    """No read of this claim can write to its destination blocks any more."""
 
     claim: int
 
@@ -72,7 +72,7 @@ class FreeTarget:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The producer of a claim that knew only its name: this incarnation. Greet it."""
+    """The producer of a claim that knew only its name is this incarnation. Start a handshake with it."""
 
     claim: int
     producer: Address
@@ -80,9 +80,10 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """These tokens of the prompt, in these layers (half-open; None: all), of those that are in both groups.
+    """Part of a prompt: a range of tokens in some layers (half-open; None: all).
 
-    No groups: each engine has one table for all layers.
+    `groups` limits it to the layers that belong to both groups. None: each engine has one table for all
+    layers.
     """
 
     first_token: int
@@ -93,21 +94,21 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ReadEarly:
-    """Read this part now; more of this claim will follow, and no part overlaps another.
+    """Read this part now. More parts of this claim will follow, and no two of them overlap.
 
-    From the first one on, `read_ended` is owed for each pair, once: after `CancelReads`, or after the
-    `StartReads` of the same claim. Then the claim may be read afresh.
+    From the first part on, `read_ended` is due once for each pair: after `CancelReads`, or after the
+    `StartReads` of the same claim. After that the claim may be read again.
     """
 
     claim: int
     pairs: tuple[Pair, ...]
     part: Part
-    block_ids: tuple[BlockId, ...]  # P's, of the part's group, from token 0 on; 0 where nothing moves.
+    block_ids: tuple[BlockId, ...]  # P's blocks of the part's group, from token 0 on; 0 if not needed.
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTicket:
-    """Open and check it (`open_ticket`, `check_ticket`), then call `PushConsumer.accept` or `refuse`."""
+    """Verify this ticket (`open_ticket`, `check_ticket`), then call `PushConsumer.accept` or `refuse`."""
 
     claim: int
     text: str
@@ -115,10 +116,10 @@ class OpenTicket:
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """The stream has become a pull under the same claim number; next is `PullConsumer.start`.
+    """The stream has become a pull under the same claim number. Next call `PullConsumer.start`.
 
-    `unread` is what its `StartReads` has to read: nothing may be left, when `StartReads` only says that no
-    part will follow. None: nothing that was read counts; read whatever is missing.
+    `unread` is what its `StartReads` has to read. It may be empty; `StartReads` then only tells that no more
+    parts follow. None: nothing that was read before counts; read everything that is missing.
     """
 
     claim: int
@@ -131,10 +132,10 @@ class Lent:
 
 @dataclass(frozen=True, slots=True)
 class FreeLoan:
-    """The lent blocks are yours again: nothing that is read from now on will be believed."""
+    """The lent blocks are free again. No consumer will accept what it reads from now on."""
 
     loan_id: LoanId
-    expired: bool  # Nobody released it: the borrower died, or was slow, or the router lost the ticket.
+    expired: bool  # Not released: D died or was slow, or the router lost the ticket.
 
 
 # --- Peers ----------------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ class FreeLoan:
 
 @dataclass(frozen=True, slots=True)
 class PeerReady:
-    """We may talk, and this is where its memory lies. `ranks` is what `welcome.payload` says, checked."""
+    """The handshake succeeded. `ranks` are the verified contents of `welcome.payload`."""
 
     address: Address
     welcome: Welcome

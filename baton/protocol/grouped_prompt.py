@@ -1,12 +1,12 @@
-"""What of a prompt moves through which block tables: parts cut by group, and the blocks that they need.
+"""Prompts of models with several block tables: parts cut by cache group, and the blocks that they need.
 
-Layers that share a table on both sides move together (`GroupPair`). Of those with a window W, what is
-computed behind the prompt sees the last W tokens, so D needs the blocks from that of token `num_tokens - W`
-on (`KVCacheGroup.first_kept`). A producer that has such tables too gives back those before it while it
-computes, and announces a group's blocks from the first that stays:
+Layers that share a table on both sides move together (`GroupPair`). In layers with a window W, tokens
+computed after the prompt see its last W tokens only, so D needs the blocks from that of token
+`num_tokens - W` on (`KVCacheGroup.first_kept`). A producer with such tables frees the earlier blocks while
+it computes, and announces a group's blocks from the first one that it keeps:
 
     num_tokens = 18, W = 6, blocks of 4            announced, when 16 tokens are ready    first_blocks
-    sees everything   |  7 |  3 |  9 |  4 | 12 |   7 3 9 4                                0
+    full attention   |  7 |  3 |  9 |  4 | 12 |   7 3 9 4                                0
     window            |  . |  . |  . |  8 | 11 |   8                                      3: token 12 = 18 - 6
 """
 
@@ -25,9 +25,9 @@ from baton.protocol.plan import GroupPair, pair_groups
 class GroupRoute(NamedTuple):
     """Layers that move through one table on each side."""
 
-    groups: GroupPair | None  # None: of engines that have one table each.
+    groups: GroupPair | None  # None: each engine has one table.
     layers: frozenset[int] | None = None  # Positions in P's order; None: all of them.
-    window: int | None = None  # D's; of what lies behind it nothing moves.
+    window: int | None = None  # D's window; blocks that lie before it do not move.
 
 
 GroupRoutes: TypeAlias = tuple[GroupRoute, ...]
@@ -38,7 +38,10 @@ ONE_TABLE: GroupRoutes = (GroupRoute(None),)
 def plan_group_routes(
     producers: Sequence[RankLayout], consumers: Sequence[RankLayout], windows: Sequence[int | None]
 ) -> GroupRoutes:
-    """Of all ranks of two engines; `windows`: of D's groups. Raises PlanError as `pair_groups` does."""
+    """Routes between two engines, given all ranks of both and the `windows` of D's groups.
+
+    Raises PlanError as `pair_groups` does.
+    """
     pairs = pair_groups(producers, consumers)
     ours = {layer.name: layer.group for rank in consumers for layer in rank.layers}
     in_order = [layer for rank in producers[:: producers[0].tp_size] for layer in rank.layers]
@@ -58,30 +61,31 @@ def plan_group_routes(
 
 @dataclass(frozen=True, slots=True)
 class GroupedPrompt:
-    """One prompt. `block_tokens` are P's, and D's as well where there are groups."""
+    """One prompt. `block_tokens` is P's block size; with groups D has the same."""
 
     group_routes: GroupRoutes
     num_tokens: int
     block_tokens: int
 
     def cut(self, parts: Iterable[Part]) -> tuple[Part, ...]:
-        """These parts, passage by passage, without what lies behind a window."""
-        cuts = (self._through(passage, part) for part in parts for passage in self.group_routes)
+        """Splits the parts by route and drops what lies before a window."""
+        cuts = (self._through(route, part) for part in parts for route in self.group_routes)
         return tuple(cut for cut in cuts if cut is not None)
 
     def needed(
         self, block_ids: BlockTables, first_blocks: Sequence[int], end_token: int
     ) -> BlockTables | None:
-        """Of P's blocks, which begin at these places, those that each passage needs, from its first one on.
+        """For each route, the ids of P's blocks that it needs.
 
-        None if a token before `end_token` that moves has no block.
+        `block_ids` lists P's blocks by group, from the block indices `first_blocks` on. None if a token that
+        moves before `end_token` has no block.
         """
         needed: list[tuple[BlockId, ...]] = []
-        for passage in self.group_routes:
-            remote = passage.groups.remote if passage.groups is not None else 0
+        for route in self.group_routes:
+            remote = route.groups.remote if route.groups is not None else 0
             named = block_ids[remote] if remote < len(block_ids) else ()
             first_named = first_blocks[remote] if remote < len(first_blocks) else 0
-            first = self._first_block(passage)
+            first = self._first_block(route)
             if first * self.block_tokens >= end_token:
                 named = ()  # Nothing moves yet.
             elif first_named > first or (first_named + len(named)) * self.block_tokens < end_token:
@@ -90,15 +94,15 @@ class GroupedPrompt:
         return tuple(needed)
 
     def table_of(self, part: Part, needed: BlockTables) -> tuple[BlockId, ...]:
-        """P's, for this part, as from token 0 on; 0 in the places behind a window."""
-        [index] = [index for index, passage in enumerate(self.group_routes) if passage.groups == part.groups]
+        """P's block ids for this part, from token 0 on, with 0 for blocks before the window."""
+        [index] = [index for index, route in enumerate(self.group_routes) if route.groups == part.groups]
         return (BlockId(NULL_BLOCK_ID),) * self._first_block(self.group_routes[index]) + needed[index]
 
-    def _first_block(self, passage: GroupRoute) -> int:
-        return KVCacheGroup((), passage.window).first_kept(self.num_tokens, self.block_tokens)
+    def _first_block(self, route: GroupRoute) -> int:
+        return KVCacheGroup((), route.window).first_kept(self.num_tokens, self.block_tokens)
 
-    def _through(self, passage: GroupRoute, part: Part) -> Part | None:
-        first = max(part.first_token, self._first_block(passage) * self.block_tokens)
+    def _through(self, route: GroupRoute, part: Part) -> Part | None:
+        first = max(part.first_token, self._first_block(route) * self.block_tokens)
         end = part.first_token + part.num_tokens
-        named = passage.layers is None or part.layers is None or passage.layers & {*range(*part.layers)}
-        return Part(first, end - first, part.layers, passage.groups) if first < end and named else None
+        is_affected = route.layers is None or part.layers is None or route.layers & {*range(*part.layers)}
+        return Part(first, end - first, part.layers, route.groups) if first < end and is_affected else None

@@ -1,8 +1,8 @@
-"""Before two engines share memory: are they the same model, and where does the other's memory lie?
+"""Handshake between two engines: compares versions and models, then exchanges the layouts of their memory.
 
-Two phases, so that engines of different versions can at least say why they do not talk. First versions and
-fingerprints are compared, field by field; only then is the opaque payload decoded, whose format may differ
-between versions. What comes out of `decode_ranks` has been checked and may be planned with.
+It has two phases, so that engines of different versions can at least report why they cannot transfer. First
+versions and fingerprints are compared, field by field. Only then is the opaque payload decoded, whose format
+may differ between versions. The result of `decode_ranks` is verified.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ MAX_ENDPOINT_BYTES = 1 << 16  # Of one transport of one rank.
 
 
 class RankCard(msgspec.Struct, frozen=True):
-    """How to reach one rank's memory."""
+    """Layout and transport endpoints of one rank's memory."""
 
     tp_rank: int
     layout: RankLayout
@@ -38,12 +38,15 @@ def encode_ranks(cards: Sequence[RankCard]) -> bytes:
     payload = _encoder.encode(tuple(cards))
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise PeerError(f"rank cards of {len(payload)} bytes, at most {MAX_PAYLOAD_BYTES}")
-    decode_ranks(payload)  # Nothing leaves here that a peer would have to refuse.
+    decode_ranks(payload)  # Never send what a peer would refuse.
     return payload
 
 
 def decode_ranks(payload: bytes) -> tuple[RankCard, ...]:
-    """Raises PeerError unless it describes every rank of one engine, stage by stage, in order, soundly."""
+    """The cards of all ranks of one engine, ordered by pipeline stage, then TP rank.
+
+    Raises PeerError if the payload is malformed, incomplete or unsound.
+    """
     try:
         cards = _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -62,12 +65,12 @@ def decode_ranks(payload: bytes) -> tuple[RankCard, ...]:
             or at != (index % layout.tp_size, index % layout.tp_size, index // layout.tp_size)
         ):
             raise PeerError(
-                f"rank card {index} of {len(cards)} calls itself rank {card.tp_rank} "
+                f"rank card {index} of {len(cards)} names rank {card.tp_rank} "
                 f"with the layout of rank {layout.tp_rank} of {layout.tp_size}, "
                 f"stage {layout.pp_rank} of {layout.pp_size}"
             )
         if not 0 <= card.epoch <= U64_MAX:
-            raise PeerError(f"rank card {index} has epoch {card.epoch}, which is outside u64")
+            raise PeerError(f"rank card {index} has epoch {card.epoch}, expected 0 to 2**64 - 1")
         check_layout(layout)
         _check_endpoints(card.endpoints)
     return cards
@@ -78,7 +81,7 @@ def make_hello(own_address: Address, fingerprint: ModelFingerprint) -> Hello:
 
 
 def answer_hello(hello: Hello, fingerprint: ModelFingerprint, payload: bytes) -> Welcome | Refused:
-    """`payload`: our ranks, as `encode_ranks` writes them."""
+    """`payload`: our ranks, encoded by `encode_ranks`."""
     reasons = incompatibilities(fingerprint, hello.protocol_version, hello.fingerprint)
     if reasons:
         return Refused(tuple(reason[:MAX_REASON_CHARS] for reason in reasons))
@@ -88,7 +91,7 @@ def answer_hello(hello: Hello, fingerprint: ModelFingerprint, payload: bytes) ->
 def incompatibilities(
     ours: ModelFingerprint, their_version: int, their_fingerprint: ModelFingerprint
 ) -> list[str]:
-    """One line for each thing that differs; empty when we may talk."""
+    """One line for each thing that differs; empty if the engines are compatible."""
     reasons = differences(ours, their_fingerprint)
     if their_version != PROTOCOL_VERSION:
         reasons.insert(0, f"protocol_version: ours {PROTOCOL_VERSION}, theirs {their_version}")

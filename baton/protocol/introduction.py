@@ -1,7 +1,7 @@
-"""The introduction: how a consumer finds a producer that has no ticket for it yet.
+"""The introduction: a signed token by which a consumer finds a producer before it has a ticket.
 
-The producer signs it once per process, a router hands it on with every decode leg that streams. It proves
-that this address is an engine of our cluster, of this model; it promises nothing else and names no request.
+The producer signs it once per process; a router passes it on with every decode leg that streams. It proves
+that this address is an engine of the same cluster and model. It promises nothing else and names no request.
 """
 
 import msgspec
@@ -40,7 +40,7 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         check_range("block_tokens", self.block_tokens, 1, 1 << 16)
 
 
-_SEAL = TokenSigner(
+_SIGNER = TokenSigner(
     Introduction,
     BadIntroduction,
     version=INTRODUCTION_VERSION,
@@ -50,22 +50,24 @@ _SEAL = TokenSigner(
 
 
 def sign_introduction(introduction: Introduction, key: bytes | None) -> str:
-    """`key`: as of a ticket."""
-    return _SEAL.sign(introduction, key)
+    """`key`: of the cluster; None: unsigned."""
+    return _SIGNER.sign(introduction, key)
 
 
 def open_introduction(text: str, key: bytes | None, previous_key: bytes | None = None) -> Introduction:
-    """Raises BadIntroduction: size and schema, then version, then signature."""
-    return _SEAL.open(text, key, previous_key)
+    """Raises BadIntroduction: verifies size and schema, then version, then signature."""
+    return _SIGNER.open(text, key, previous_key)
 
 
 def check_introduction(
     introduction: Introduction, *, fingerprint: ModelFingerprint, converts_dtype: bool = True
 ) -> None:
-    """Is this producer one whose blocks we can use? Raises BadIntroduction."""
+    """Raises BadIntroduction unless this engine can use the producer's blocks."""
     theirs = introduction.fingerprint
     if different := differences(fingerprint, theirs, converts_dtype=converts_dtype):
         raise BadIntroduction(Fault.MODEL, f"is of another model ({'; '.join(different)})")
     heads, tp_size = introduction.fingerprint.num_kv_heads, introduction.tp_size
     if heads < 1 or (heads % tp_size and tp_size % heads):
-        raise BadIntroduction(Fault.LAYOUT, f"names {tp_size} ranks, which cannot share {heads} KV heads")
+        raise BadIntroduction(
+            Fault.LAYOUT, f"names {tp_size} ranks, which cannot share {heads} KV heads evenly"
+        )

@@ -1,4 +1,4 @@
-"""Is a layout what memory can be? A layout from a peer is believed in nothing before it has passed here."""
+"""Validation of KV cache layouts. No layout from a peer is used before it has passed `check_layout`."""
 
 from baton.core.errors import PeerError
 from baton.core.kv_groups import MAX_GROUPS
@@ -22,7 +22,7 @@ def check_layout(layout: RankLayout) -> None:
     _check_range("tp_rank", layout.tp_rank, 0, layout.tp_size - 1)
     _check_range("num_kv_heads", layout.num_kv_heads, 1, MAX_RANKS)
     if not layout.is_replicated and not can_share(layout.tp_size, layout.num_kv_heads):
-        raise PeerError(f"layout: {layout.tp_size} ranks cannot share {layout.num_kv_heads} KV heads")
+        raise PeerError(f"layout: {layout.tp_size} ranks cannot share {layout.num_kv_heads} KV heads evenly")
     _check_range("num_blocks", layout.num_blocks, 1, MAX_BLOCKS)
     _check_range("block_tokens", layout.block_tokens, 1, MAX_BLOCK_TOKENS)
     _check_range("number of regions", len(layout.regions), 1, MAX_REGIONS)
@@ -33,13 +33,13 @@ def check_layout(layout: RankLayout) -> None:
     _check_range("length of the packing's name", len(layout.packing), 1, MAX_NAME_CHARS)
     names = {layer.name for layer in layout.layers}
     if len(names) != len(layout.layers):
-        raise PeerError("layout: two layers have one name")
+        raise PeerError("layout: two layers have the same name")
     for layer in layout.layers:
         _check_layer(layer, layout)
 
 
 def can_share(tp_size: int, num_kv_heads: int) -> bool:
-    """Whether ranks can have equally many heads, or each head equally many ranks."""
+    """Whether the heads divide evenly among the ranks, or the ranks among the heads."""
     return num_kv_heads % tp_size == 0 or tp_size % num_kv_heads == 0
 
 
@@ -51,7 +51,7 @@ def heads_of(layout: RankLayout) -> range:
 
 
 def slot_bytes_of(layer: LayerLayout, layout: RankLayout) -> int:
-    """Of one token and one head."""
+    """Bytes of one token and one head."""
     return layer.head_bytes // layout.block_tokens
 
 
@@ -68,17 +68,22 @@ def _check_layer(layer: LayerLayout, layout: RankLayout) -> None:
     _check_range(where + "offset", layer.offset, 0, region_bytes - 1)
     _check_range(where + "head_bytes", layer.head_bytes, 1, region_bytes)
     if layer.head_bytes % layout.block_tokens:
-        raise PeerError(f"layout: {where}head_bytes {layer.head_bytes} is no multiple of its tokens")
+        raise PeerError(
+            f"layout: {where}head_bytes {layer.head_bytes} is not a multiple of block_tokens "
+            f"({layout.block_tokens})"
+        )
     slot_bytes, token_stride = slot_bytes_of(layer, layout), token_stride_of(layer, layout)
     _check_range(where + "token_stride", token_stride, slot_bytes, ADDRESS_SPACE)
     _check_range(where + "head_stride", layer.head_stride, slot_bytes, ADDRESS_SPACE)
     if layout.packing != SLOT and token_stride != slot_bytes:
-        raise PeerError(f"layout: {where}packing {layout.packing!r} has no tokens apart from each other")
+        raise PeerError(
+            f"layout: {where}packing {layout.packing!r} does not allow a token_stride above {slot_bytes}"
+        )
     num_heads = len(heads_of(layout))
     last_head = (num_heads - 1) * layer.head_stride
     last_token = (layout.block_tokens - 1) * token_stride
-    # Either all tokens of a head lie before those of the next, or all heads of a token before the next token.
-    # The stride of what there is only one of says nothing.
+    # Either all tokens of a head lie before those of the next head, or all heads of a token lie before the
+    # next token. With a single head or token its stride is unused and not checked.
     if num_heads > 1 and token_stride <= layer.head_stride:
         _check_range(where + "head_stride", layer.head_stride, last_token + slot_bytes, ADDRESS_SPACE)
     elif num_heads > 1 and layout.block_tokens > 1:

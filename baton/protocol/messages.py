@@ -1,14 +1,14 @@
-"""Everything one scheduler half may say to another, and the frame that carries it.
+"""Messages between scheduler halves, and the envelope that carries them.
 
-One closed union; no sentinels, no prefixes. Durations cross the wire, instants never do: two processes share
-no clock. Every message is idempotent: dropping, repeating, delaying and reordering it is safe.
+The messages are one closed union, without sentinel values or string prefixes. Durations cross the wire,
+points in time do not, because two processes share no clock. Every message is idempotent: it is safe to drop,
+repeat, delay and reorder it.
 
     envelope = msgpack [version, sender, target, [message, ...]]     at most MAX_FRAME_BYTES
 
 On a wire an envelope is the body of a signed frame (`baton.protocol.signed_frame`).
 
-What `decode_envelope` returns is well-formed in every field; what it does not like is a PeerError and nothing
-else.
+What `decode_envelope` returns is well-formed in every field. It raises no error other than PeerError.
 """
 
 from collections.abc import Iterable, Iterator
@@ -50,7 +50,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Renew(_Message, frozen=True, tag="renew"):
-    """D -> P: keep these blocks for me. The first one binds the loan to this `claim` alone."""
+    """D -> P: keep these blocks for me. The first Renew binds the loan to this `claim`."""
 
     loan_id: LoanId
     claim: int  # New for every fetch of this incarnation of D.
@@ -71,11 +71,11 @@ class Renewed(_Message, frozen=True, tag="renewed"):
     def __post_init__(self) -> None:
         _check_u64(*self.loan_id, self.claim, self.sequence)
         if not (isfinite(self.ttl_s) and self.ttl_s >= 0):
-            raise ValueError(f"ttl_s is {self.ttl_s}, which is no duration")
+            raise ValueError(f"ttl_s is {self.ttl_s}, must be finite and not negative")
 
 
 class Released(_Message, frozen=True, tag="released"):
-    """D -> P: I am done, whatever the outcome; free the blocks."""
+    """D -> P: I am done, with success or without; free the blocks."""
 
     loan_id: LoanId
     claim: int
@@ -94,7 +94,7 @@ class Gone(_Message, frozen=True, tag="gone"):
         _check_u64(*self.loan_id, self.claim)
 
 
-# --- Push: P says what is ready while it computes, D reads it ---------------------------------------
+# --- Push: P announces what is ready while it computes, D reads it ----------------------------------
 
 
 class Want(_Message, frozen=True, tag="want"):
@@ -109,11 +109,11 @@ class Want(_Message, frozen=True, tag="want"):
         _check_transfer(self.transfer_id, self.number)
         _check_u64(self.num_tokens)
         if len(self.prompt_hash) != PROMPT_HASH_BYTES:
-            raise ValueError(f"a prompt_hash has {PROMPT_HASH_BYTES} bytes")
+            raise ValueError(f"a prompt_hash must have {PROMPT_HASH_BYTES} bytes")
 
 
 class Working(_Message, frozen=True, tag="working"):
-    """P -> D: nothing to read yet; go on waiting."""
+    """P -> D: nothing to read yet; keep waiting."""
 
     transfer_id: TransferId
     number: int
@@ -123,12 +123,12 @@ class Working(_Message, frozen=True, tag="working"):
 
 
 class Announced(_Message, frozen=True, tag="announced"):
-    """P -> D: so much is ready in my memory. Promises nothing; only the loan that follows does.
+    """P -> D: this much is ready in my memory. Only the loan that follows is a promise; this is not.
 
-    All layers of the first `num_tokens` tokens, and the first `partial_layers` layers of the first
-    `partial_tokens`. `run` counts the starts of this prefill: what was read in an older run is void. Of a
-    group with a window P names no block that it will give back while it computes: the first that it names of
-    each group stands at the place in `first_blocks`; without them, all begin with token 0.
+    Ready are all layers of the first `num_tokens` tokens, and the first `partial_layers` layers of the first
+    `partial_tokens`. `run` counts the starts of this prefill; what was read in an older run is void. In a
+    group with a window P names only blocks that it does not free while it computes: `first_blocks` holds the
+    index of the first named block of each group. If it is empty, all groups begin with token 0.
     """
 
     transfer_id: TransferId
@@ -146,14 +146,14 @@ class Announced(_Message, frozen=True, tag="announced"):
         if self.first_blocks and len(self.first_blocks) != len(self.block_ids):
             raise ValueError(f"{len(self.first_blocks)} first blocks for {len(self.block_ids)} cache groups")
         if not all(0 <= first <= MAX_LISTED_BLOCKS for first in self.first_blocks):
-            raise ValueError("more blocks than any prompt has")
+            raise ValueError("first_blocks must be in [0, {MAX_LISTED_BLOCKS}]")
         if not 0 <= self.partial_layers <= MAX_LAYERS:
             raise ValueError(f"partial_layers is {self.partial_layers}, at most {MAX_LAYERS}")
         if sum(len(group) for group in self.block_ids) > MAX_LISTED_BLOCKS or len(self.block_ids) > 256:
-            raise ValueError("more blocks than any prompt has")
+            raise ValueError("more than {MAX_LISTED_BLOCKS} blocks or 256 cache groups")
         for group in self.block_ids:
             if group and not (min(group) >= 0 and max(group) <= MAX_BLOCK_ID):
-                raise ValueError("a block id is u32")
+                raise ValueError("block ids must be in [0, 2**32)")
 
 
 class Finished(_Message, frozen=True, tag="finished"):
@@ -168,11 +168,11 @@ class Finished(_Message, frozen=True, tag="finished"):
         _check_transfer(self.transfer_id, self.number)
         _check_u64(self.run)
         if not 0 < len(self.ticket) <= MAX_TICKET_CHARS:
-            raise ValueError(f"a ticket has 1 to {MAX_TICKET_CHARS} characters")
+            raise ValueError(f"a ticket must have 1 to {MAX_TICKET_CHARS} characters")
 
 
 class Failed(_Message, frozen=True, tag="failed"):
-    """P -> D: this will come to nothing; do not wait."""
+    """P -> D: this prefill will never be ready; do not wait."""
 
     transfer_id: TransferId
     number: int
@@ -181,11 +181,11 @@ class Failed(_Message, frozen=True, tag="failed"):
     def __post_init__(self) -> None:
         _check_transfer(self.transfer_id, self.number)
         if len(self.reason) > MAX_REASON_CHARS:
-            raise ValueError(f"a reason has at most {MAX_REASON_CHARS} characters")
+            raise ValueError(f"a reason must have at most {MAX_REASON_CHARS} characters")
 
 
 class Withdraw(_Message, frozen=True, tag="withdraw"):
-    """D -> P: I no longer wait. Also the answer to whatever is said of a number that is over."""
+    """D -> P: I no longer wait. Also D's answer to any message about a claim that has ended."""
 
     transfer_id: TransferId
     number: int
@@ -198,11 +198,11 @@ class Withdraw(_Message, frozen=True, tag="withdraw"):
 
 
 class Hello(_Message, frozen=True, tag="hello"):
-    """Anybody -> P: may we talk, and where does your memory lie? Repeated until answered."""
+    """Any engine -> P: are we compatible, and where is your memory? Repeated until answered."""
 
     protocol_version: int
     fingerprint: ModelFingerprint
-    address: Address  # Ours; must be the envelope's sender.
+    address: Address  # The sender's; must equal the envelope's sender.
 
     def __post_init__(self) -> None:
         _check_u64(self.protocol_version)
@@ -210,7 +210,7 @@ class Hello(_Message, frozen=True, tag="hello"):
 
 
 class Welcome(_Message, frozen=True, tag="welcome"):
-    """P -> anybody: we may. `payload` is read only after the other fields have been compared.
+    """P -> any engine: we are compatible. `payload` is read only after the other fields were compared.
 
     It holds the ranks' layouts and endpoints (baton.protocol.handshake), whose format may differ between
     versions.
@@ -227,17 +227,19 @@ class Welcome(_Message, frozen=True, tag="welcome"):
 
 
 class Refused(_Message, frozen=True, tag="refused"):
-    """P -> anybody: we may not, and here is each thing that differs."""
+    """P -> any engine: we are not compatible, for these reasons."""
 
     reasons: tuple[str, ...]
 
     def __post_init__(self) -> None:
         if len(self.reasons) > MAX_REASONS or any(len(r) > MAX_REASON_CHARS for r in self.reasons):
-            raise ValueError("more reasons than anybody reads")
+            raise ValueError(
+                "more than {MAX_REASONS} reasons, or one of more than {MAX_REASON_CHARS} characters"
+            )
 
 
 class Stranger(_Message, frozen=True, tag="stranger"):
-    """Anybody -> anybody: you wrote to `about`; I am not it, and know nothing of it. Never answered."""
+    """Any engine -> any engine: you wrote to `about`, but I am another incarnation. Never answered."""
 
     about: Address
 
@@ -265,7 +267,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class _Head(msgspec.Struct, array_like=True):
-    """What every version of the frame has in common."""
+    """The part that every version of the frame has in common."""
 
     version: int
 
@@ -282,13 +284,13 @@ def encode_envelope(envelope: Envelope) -> bytes:
 
 
 def decode_envelope(frame: bytes) -> Envelope:
-    """Raises PeerError for whatever is malformed, oversize or of another version."""
+    """Raises PeerError for a frame that is malformed, oversize or of another version."""
     if len(frame) > MAX_FRAME_BYTES:
         raise PeerError(f"frame of {len(frame)} bytes, at most {MAX_FRAME_BYTES}")
     try:
         envelope = _decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        blame(frame, error)
+        raise_malformed(frame, error)
     if envelope.version != WIRE_VERSION:
         raise PeerError(f"frame of wire version {envelope.version}, ours is {WIRE_VERSION}")
     return envelope
@@ -314,8 +316,8 @@ def _batches(messages: Iterable[Message]) -> Iterator[tuple[Message, ...]]:
         yield tuple(batch)
 
 
-def blame(frame: bytes, error: Exception) -> NoReturn:
-    """Raise PeerError for a frame that cannot be decoded; of another version, it names both versions."""
+def raise_malformed(frame: bytes, error: Exception) -> NoReturn:
+    """Raises PeerError for a frame that cannot be decoded, naming both versions if they differ."""
     try:
         version = _head_decoder.decode(frame).version
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -328,16 +330,16 @@ def blame(frame: bytes, error: Exception) -> NoReturn:
 def _check_u64(*numbers: int) -> None:
     for number in numbers:
         if not 0 <= number <= U64_MAX:
-            raise ValueError(f"{number} is outside u64")
+            raise ValueError(f"{number} is not in [0, 2**64)")
 
 
 def _check_transfer(transfer_id: TransferId, number: int) -> None:
     _check_u64(number)
     if not 0 < len(transfer_id) <= MAX_TRANSFER_ID_CHARS:
-        raise ValueError(f"a transfer_id has 1 to {MAX_TRANSFER_ID_CHARS} characters")
+        raise ValueError(f"a transfer_id must have 1 to {MAX_TRANSFER_ID_CHARS} characters")
 
 
 def _check_address(address: Address) -> None:
     _check_u64(address.epoch)
     if not 0 < len(address.engine_id) <= MAX_ENGINE_ID_CHARS:
-        raise ValueError(f"an engine_id has 1 to {MAX_ENGINE_ID_CHARS} characters")
+        raise ValueError(f"an engine_id must have 1 to {MAX_ENGINE_ID_CHARS} characters")

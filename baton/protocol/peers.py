@@ -1,12 +1,12 @@
-"""The engines we know, and the handshake with each: asked once, kept while used, left alone after a failure.
+"""Known peers and the handshake with each: greeted once, kept while used, left alone after a failure.
 
     (unknown) --want--> ASKING --Welcome, compatible--> READY      (PeerReady)
     ASKING --Refused, unsound Welcome, no answer--> RESTING        (PeerLost; doubling from 1 to 60 s)
     READY --Stranger about it, idle, crowded out--> (unknown)      (PeerLost)
     RESTING --back-off over, and wanted again--> ASKING
 
-Memory is bounded: at most `peers_max` records, made by our own `want` only. Whoever says Hello is answered
-from what we know of ourselves, and forgotten.
+Memory is bounded: there are at most `peers_max` records, and only our own `want` adds one. A Hello is
+answered from our own data, and its sender is not recorded.
 """
 
 from dataclasses import dataclass
@@ -30,15 +30,15 @@ from baton.protocol.messages import Envelope, Hello, Message, Refused, Stranger,
 NEVER = float("inf")
 BACK_OFF_MIN_S = 1.0
 BACK_OFF_MAX_S = 60.0
-HELLOS_MAX = 5  # Unanswered, one round trip apart; then the peer counts as unreachable.
+HELLOS_MAX = 5  # Hellos one round trip apart; if none is answered, the peer counts as unreachable.
 PEERS_MAX = 1024
 
 
 def admit(own_address: Address, envelope: Envelope) -> tuple[tuple[Message, ...], list[Send]]:
-    """The messages that are for this incarnation, and what to say if none is.
+    """The messages for this incarnation, and the answer to send if the envelope is for another one.
 
-    What was meant for a predecessor MUST NOT reach a machine. Its writer is told that it is gone, unless all
-    it said was Stranger: a Stranger is never answered, or two engines would tell each other for ever.
+    What was meant for a predecessor MUST NOT reach a machine. Its sender gets a Stranger, unless all its
+    messages are Strangers: two engines would otherwise answer each other for ever.
     """
     if envelope.target == own_address:
         return envelope.messages, []
@@ -70,22 +70,22 @@ class PeerTable:
         *,
         peers_max: int = PEERS_MAX,
     ) -> None:
-        """`payload` is what our Welcome says (`encode_ranks`); until it is known, nobody is answered."""
+        """`payload` of our Welcome (`encode_ranks`). Until it is known, no Hello is answered."""
         self._own_address = own_address
         self._fingerprint = fingerprint
         self._timers = timers
         self._payload = payload
         self._peers_max = peers_max
         self._peers: dict[Address, _Peer] = {}
-        # Longer than anything we may want of a peer, so that an idle one has nothing of ours in hand.
+        # Longer than any use of a peer, so that an idle peer holds nothing for us.
         self._idle_max_s = max(600.0, 2 * timers.deadline_s)
 
     def announce(self, payload: bytes) -> None:
-        """Our ranks have registered their memory: from now on we answer."""
+        """Our ranks have registered their memory; from now on Hellos are answered with this payload."""
         self._payload = payload
 
     def want(self, address: Address, now: float) -> list[PeerEffect]:
-        """Leads to PeerReady or PeerLost, at once or later. Call it at every use: it is what keeps a peer."""
+        """Leads to PeerReady or PeerLost, at once or later. Call it at every use, or the peer is dropped."""
         peer = self._peers.get(address)
         if peer is None:
             effects = self._make_room()
@@ -98,7 +98,7 @@ class PeerTable:
         if peer.state == "asking":
             return []  # The answer is on its way.
         if now < peer.rests_until:
-            assert peer.reason is not None, "it rests because it has failed"
+            assert peer.reason is not None, "a peer rests only after a failure"
             return [PeerLost(address, peer.reason)]
         peer.state, peer.num_hellos = "asking", 0
         return [self._hello(address, peer, now)]
@@ -107,7 +107,7 @@ class PeerTable:
         match message:
             case Hello():
                 if message.address != sender or self._payload is None:
-                    return []  # Not who it says it is; or it will ask again.
+                    return []  # A false address, or we cannot answer yet; the peer repeats its Hello.
                 return [Send(sender, answer_hello(message, self._fingerprint, self._payload))]
             case Welcome():
                 return self._welcomed(sender, message, now)
@@ -160,7 +160,7 @@ class PeerTable:
     def _welcomed(self, sender: Address, welcome: Welcome, now: float) -> list[PeerEffect]:
         peer = self._peers.get(sender)
         if peer is None or peer.state != "asking":
-            return []  # A duplicate, or the answer to a hello that has been given up.
+            return []  # A duplicate, or an answer that came too late.
         reasons = incompatibilities(self._fingerprint, welcome.protocol_version, welcome.fingerprint)
         if reasons:
             text = f"incompatible: {'; '.join(reasons)}"
@@ -186,7 +186,7 @@ class PeerTable:
         return max(peer.wanted_at + self._idle_max_s, peer.rests_until)
 
     def _make_room(self) -> list[PeerEffect]:
-        """Whoever has not been wanted for longest goes, those that rest before those that work."""
+        """Drops the peer that was wanted least recently, resting peers first."""
         if len(self._peers) < self._peers_max:
             return []
         address = min(

@@ -1,11 +1,11 @@
-"""Who reads what from whom: pure functions of two engines' layouts.
+"""Plan of which rank reads which bytes from which rank, as pure functions of two engines' layouts.
 
-    plan_pairs     which rank of D reads from which rank of P: the scheduler's part
-    plan_shares    what one rank of D takes from each of the ranks named to it: the rank's part
-    plan_spans     which bytes that is, for blocks that look alike
+    plan_pairs     which rank of D reads from which rank of P: used by the scheduler
+    plan_shares    what one rank of D takes from each of its ranks of P: used by the rank
+    plan_spans     which bytes these are, for blocks of equal layout
 
 Every KV head of every layer that a rank of D holds is read exactly once, from one rank of P that holds it.
-Layers are matched by name, so the stages of a pipeline may cut the model anywhere. Where P has replicas (more
+Layers are matched by name, so the stages of a pipeline may cut the model anywhere. If P has replicas (more
 ranks than heads, or a cache that all ranks hold), the readers of one head are spread over them.
 
     num_kv_heads = 4        P, tp 4:  |  0  |  1  |  2  |  3  |        D, tp 2:  |   0 1   |   2 3   |
@@ -39,14 +39,14 @@ __all__ = [
 
 
 class GroupPair(NamedTuple):
-    """Cache groups of two engines that have layers in common: indices of either side."""
+    """Index of a cache group on either side; the two groups have layers in common."""
 
     local: int
     remote: int
 
 
 class Share(NamedTuple):
-    """What a rank of D takes from one rank of P."""
+    """The heads and layers that a rank of D takes from one rank of P."""
 
     heads: range  # Global indices, one run.
     layers: tuple[str, ...]  # In D's order.
@@ -60,7 +60,10 @@ class _Side(NamedTuple):
 def plan_pairs(
     producer_tp: int, consumer_tp: int, num_kv_heads: int, *, rotation: int = 0
 ) -> tuple[Pair, ...]:
-    """For engines without pipeline stages. Raises PlanError if either size cannot hold that many heads."""
+    """Pairs for engines without pipeline stages.
+
+    Raises PlanError if either engine's ranks cannot share the heads evenly.
+    """
     _check_divides(producer_tp, num_kv_heads, "producer")
     _check_divides(consumer_tp, num_kv_heads, "consumer")
     producer, consumer = _Side(producer_tp), _Side(consumer_tp)
@@ -75,10 +78,10 @@ def plan_pairs(
 def plan_pairs_of_layouts(
     producers: Sequence[RankLayout], consumers: Sequence[RankLayout], *, rotation: int = 0
 ) -> tuple[Pair, ...]:
-    """For any two engines, given all their ranks in order of index.
+    """Pairs for any two engines, given all their ranks in order of index.
 
-    `rotation` tells readers apart that nothing else does: engines of one rank that read from replicas. Raises
-    PlanError for what no rank of P holds.
+    `rotation` spreads independent readers over replicas: engines of one rank that read from replicated
+    ranks. Raises PlanError if no rank of P holds something that D needs.
     """
     producer, consumer = _side_of(producers), _side_of(consumers)
     num_kv_heads = consumers[0].num_kv_heads
@@ -100,10 +103,10 @@ def plan_pairs_of_layouts(
 
 
 def pair_groups(producers: Sequence[RankLayout], consumers: Sequence[RankLayout]) -> tuple[GroupPair, ...]:
-    """Through which tables of both sides each layer moves: every layer is of exactly one pair.
+    """The pairs of tables through which the layers move; every layer belongs to exactly one pair.
 
     Engines may group the layers of one model differently. Raises PlanError for a layer that no rank of P has,
-    and for one that ranks of one engine put into different groups.
+    and for a layer that ranks of one engine put into different groups.
     """
     theirs, ours = _group_by_name(producers), _group_by_name(consumers)
     if missing := ours.keys() - theirs.keys():
@@ -120,10 +123,10 @@ def _group_by_name(ranks: Sequence[RankLayout]) -> dict[str, int]:
 
 
 def plan_shares(local: RankLayout, remotes: Mapping[int, RankLayout]) -> dict[int, Share]:
-    """What `local` takes from each rank that it was told to read from; whatever it wants, exactly once.
+    """The share that `local` takes from each rank of `remotes`, so that it reads everything exactly once.
 
-    A rank that has nothing of it is left out. Raises PeerError for an unsound layout, PlanError if something
-    is not among them, or twice.
+    Ranks with nothing to read are left out. Raises PeerError for an unsound layout, PlanError if some head or
+    layer is missing or is offered twice.
     """
     open_heads = {layer.name: set(heads_of(local)) for layer in local.layers}
     shares: dict[int, Share] = {}
@@ -133,28 +136,28 @@ def plan_shares(local: RankLayout, remotes: Mapping[int, RankLayout]) -> dict[in
         offered = {layer.name for layer in remote.layers}
         layers = tuple(layer.name for layer in local.layers if layer.name in offered)
         heads = [head for head in heads_of(local) if head in heads_of(remote)]
-        # Nothing of one that is named second for the same: readers of replicas name one of them.
+        # Of two replicas that are named for the same heads, only the first is read.
         heads = [head for head in heads if any(head in open_heads[name] for name in layers)]
         if not heads or not layers:
             continue
         if heads[-1] - heads[0] != len(heads) - 1 or not all(open_heads[n] >= {*heads} for n in layers):
-            raise PlanError(f"rank {index} of the producer offers heads {heads} that others offer in part")
+            raise PlanError(f"rank {index} of the producer offers heads {heads}, some of which others offer")
         for name in layers:
             open_heads[name].difference_update(heads)
         shares[index] = Share(range(heads[0], heads[-1] + 1), layers)
     for name, heads_left in open_heads.items():
         if heads_left:
             raise PlanError(
-                f"layers differ: nobody of ranks {sorted(remotes)} has heads {sorted(heads_left)} of {name}"
+                f"layers differ: none of ranks {sorted(remotes)} has heads {sorted(heads_left)} of {name}"
             )
     return shares
 
 
 def plan_spans(local: RankLayout, remote: RankLayout) -> tuple[CopySpan, ...]:
-    """What `local` (D) reads from `remote` (P), per block; empty if these two ranks are no pair of the plan.
+    """Copies from `remote` (P) to `local` (D), per block; empty if the plan has no such pair of ranks.
 
-    For two engines without pipeline stages whose blocks look alike. Raises PeerError if the remote layout is
-    unsound, PlanError if both are sound and do not fit together.
+    For two engines without pipeline stages and with equal block layouts. Raises PeerError if the remote
+    layout is unsound, PlanError if both are sound but incompatible.
     """
     check_layout(remote)
     check_equal("num_kv_heads", local.num_kv_heads, remote.num_kv_heads)
@@ -178,7 +181,7 @@ def plan_spans(local: RankLayout, remote: RankLayout) -> tuple[CopySpan, ...]:
 def share_spans(
     local: RankLayout, remote: RankLayout, share: Share, shape: Shape, layers: Sequence[str] | None = None
 ) -> tuple[CopySpan, ...]:
-    """Copies of one run of tokens of a share, for any pair of blocks; of some of its layers, if given."""
+    """Copies of one run of tokens of a share, for any pair of blocks. `layers`: limits it to these."""
     return slot_spans(
         local,
         remote,
@@ -191,7 +194,7 @@ def share_spans(
 
 
 def heads_of_pair(pair: Pair, producer_tp: int, consumer_tp: int, num_kv_heads: int) -> range:
-    """Global indices of the heads that move between these two ranks: one run, possibly empty."""
+    """Global indices of the heads that move between these two ranks: one range, possibly empty."""
     producer, consumer = _Side(producer_tp), _Side(consumer_tp)
     rank = pair.consumer_rank
     moved = [
@@ -207,7 +210,7 @@ def _source_of(
 ) -> int:
     """The tensor-parallel rank of P that `consumer_rank` reads `head` from."""
     if producer.is_replicated:
-        # All heads of one reader come from one rank: one pair instead of several.
+        # One reader takes all heads from one rank, which makes one pair instead of several.
         return replica_of(consumer_rank, consumer.tp_size, producer.tp_size, rotation)
     if producer.tp_size <= num_kv_heads:
         return head // (num_kv_heads // producer.tp_size)
@@ -238,4 +241,4 @@ def _stages(ranks: Sequence[RankLayout]) -> list[Sequence[RankLayout]]:
 
 def _check_divides(tp_size: int, num_kv_heads: int, whose: str) -> None:
     if tp_size < 1 or num_kv_heads < 1 or not can_share(tp_size, num_kv_heads):
-        raise PlanError(f"the {whose}'s {tp_size} ranks cannot share {num_kv_heads} KV heads")
+        raise PlanError(f"the {whose}'s {tp_size} ranks cannot share {num_kv_heads} KV heads evenly")

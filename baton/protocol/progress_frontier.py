@@ -1,4 +1,4 @@
-"""How far a prompt has come: a staircase of tokens and layers, and what lies between two of them.
+"""Progress of a prompt's KV as a staircase of tokens and layers, and the parts between two such frontiers.
 
 layers
   ^   |#################|              all layers of the first num_tokens tokens,
@@ -25,7 +25,7 @@ class ProgressFrontier:
         return min(self.partial_layers, num_layers) if token < self.partial_tokens else 0
 
     def reaches(self, other: "ProgressFrontier") -> bool:
-        """Is everything behind `other` behind this one, whatever the number of layers?"""
+        """Whether this frontier covers everything that `other` covers, for any number of layers."""
         if self.num_tokens >= other.end:
             return True
         if other.end == other.num_tokens:
@@ -38,11 +38,11 @@ class ProgressFrontier:
 
     @property
     def end(self) -> int:
-        """The first token of which nothing is behind it."""
+        """The first token of which the frontier covers no layer."""
         return max(self.num_tokens, self.partial_tokens if self.partial_layers else 0)
 
     def between(self, first_token: int, end_token: int) -> "ProgressFrontier":
-        """At least, and at most, so far."""
+        """The frontier limited to the tokens from `first_token` (counted as covered) to `end_token`."""
         return ProgressFrontier(
             min(max(self.num_tokens, first_token), end_token),
             min(self.partial_tokens, end_token),
@@ -51,7 +51,7 @@ class ProgressFrontier:
 
 
 def parts_between(old: ProgressFrontier, new: ProgressFrontier, num_layers: int) -> tuple[Part, ...]:
-    """What is behind `new` and not behind `old`, in parts that do not overlap."""
+    """What `new` covers and `old` does not, in parts that do not overlap."""
     parts = []
     for first, end in pairwise(sorted({0, old.num_tokens, old.end, new.num_tokens, new.end})):
         low, high = old.layers_at(first, num_layers), new.layers_at(first, num_layers)
@@ -62,7 +62,7 @@ def parts_between(old: ProgressFrontier, new: ProgressFrontier, num_layers: int)
 
 
 def num_tokens_in(parts: Iterable[Part]) -> int:
-    """Tokens that lie in any of these parts, whatever the layers and groups."""
+    """Number of tokens in any of these parts, regardless of layers and groups."""
     count = end = 0
     for part in sorted(parts, key=lambda part: part.first_token):
         last = part.first_token + part.num_tokens

@@ -1,20 +1,20 @@
-"""Consumer half of pull: read at once, ask meanwhile, accept what is proved.
+"""Consumer half of pull: starts reads at once, renews the lease meanwhile, accepts what is proved valid.
 
     QUEUED --start----------------------------------------------------------> OPEN
     OPEN --all pairs read, and held_until lies after the last completion----> delivered
     QUEUED, OPEN --Gone, read error, abort, deadline, silence, producer lost> DRAINING   (fails now)
     DRAINING --every own read has ended-------------------------------------> FreeTarget
 
-The fence is on completion. `held_until` is our belief in the lease, always less than the truth: counted from
-the *send* of a renewal, less the drift allowance. `completed_at` is when we hear of the last rank's last
-read, which is later than the truth. A read that outlived the belief is not lost yet: a later Renewed proves
-that the loan never ended (see pull_producer), Gone that it did.
+The fence is on completion. `held_until` is D's belief about the lease and always earlier than the truth: it
+is counted from the *send* of a renewal, less the drift allowance. `completed_at` is when D learns of the last
+rank's last read, which is later than the truth. A read that ended after the believed time is not lost yet: a
+later Renewed proves that the loan never ended (see pull_producer), a Gone that it did.
 
-A question without an answer is asked again after a round trip. A producer that answers none of them for
-`silence_s` is stopped, dead or unreachable: the fetch fails, whatever its reads do, because computing here is
-always right.
+A question without an answer is repeated after a round trip. A producer that answers none of them for
+`silence_s` is stopped, dead or unreachable. The fetch then fails regardless of its reads, because computing
+the prompt here is always correct.
 
-    send of Renew                 heard of last read      held_until = sent + ttl_s * (1 - drift_max)
+    send of Renew                 learns of last read      held_until = sent + ttl_s * (1 - drift_max)
     |---------------- believed ---------|-------------------------|
     |<--- P holds at least from here to ... ------------------------------>|
 """
@@ -38,16 +38,16 @@ class _Fetch:
     producer: Address
     give_up_at: float
     next_renew: float
-    renewed_at: float  # Last *sent*.
+    renewed_at: float  # When the last Renew was *sent*.
     reading: set[Pair] | None = None  # None while queued.
-    early: set[Pair] = field(default_factory=set)  # While queued: reads that a stream has begun.
-    is_void: bool = False  # They do not count, and end before any other may begin.
-    to_start: tuple[Pair, ...] | None = None  # Then.
+    early: set[Pair] = field(default_factory=set)  # While queued: reads that a stream has started.
+    is_void: bool = False  # The early reads do not count, and must end before others start.
+    to_start: tuple[Pair, ...] | None = None  # Pairs to read once the void reads have ended.
     completed_at: float | None = None
     silent_since: float = NEVER  # First question since the last answer.
     held_until: float = -NEVER
     draining: bool = False
-    sent_at: dict[int, float] = field(default_factory=dict)  # By sequence, until answered.
+    sent_at: dict[int, float] = field(default_factory=dict)  # Send time by sequence, until answered.
 
 
 class PullConsumer:
@@ -59,7 +59,7 @@ class PullConsumer:
         self._num_renewals = 0
 
     def new_claim(self) -> int:
-        """A number that no other use of a ticket or of a transfer has had in this incarnation."""
+        """A claim number for one use of a ticket or transfer; unique in this incarnation."""
         self._num_claims += 1
         return self._num_claims
 
@@ -76,12 +76,12 @@ class PullConsumer:
         early: Collection[Pair] = (),
         is_void: bool = False,
     ) -> tuple[int, list[ConsumerEffect]] | None:
-        """Claim, and keep renewing until `start` or `abort`: for a request that waits for room.
+        """Claims the loan and renews it until `start` or `abort`, for a request that waits for free blocks.
 
-        None: a request of ours uses this loan already; its ticket is good for one.
+        None if another request of this engine uses this loan already; a ticket is good for one request.
 
-        What a stream (push_consumer) has begun goes on here: under its claim number and its deadline, with
-        the reads in `early`, which are continued by `start`, or, if they are void, end before it.
+        A stream (push_consumer) continues here under its claim number and deadline. `start` continues the
+        reads in `early`; if they are void (`is_void`), they end before it starts.
         """
         if (producer, loan_id) in self._in_use:
             return None
@@ -95,9 +95,9 @@ class PullConsumer:
         return claim, [self._renew(fetch, now)]
 
     def start(self, claim: int, pairs: tuple[Pair, ...], now: float) -> list[ConsumerEffect]:
-        """Read what was reserved. Nothing happens if the claim has failed meanwhile: its Fail is out.
+        """Starts the reads of a reserved claim. Does nothing if the claim has failed, as its Fail is out.
 
-        Without pairs there is nothing to move and so nothing to prove; the loan is released.
+        Without pairs there is nothing to move or to prove: the claim is delivered and the loan released.
         """
         fetch = self._fetches.get(claim)
         if fetch is None or fetch.draining:
@@ -107,7 +107,7 @@ class PullConsumer:
         if fetch.is_void and fetch.early:
             fetch.to_start = pairs
             return []
-        assert fetch.early <= set(pairs), "a read that nobody ends"
+        assert fetch.early <= set(pairs), "an early read that start does not continue"
         fetch.reading, fetch.early = set(pairs), set()
         if not pairs:
             return self._deliver(fetch)
@@ -120,7 +120,7 @@ class PullConsumer:
         if fetch is not None and pair in fetch.early:
             return self._early_ended(fetch, pair, now, error)
         if fetch is None or not fetch.reading or pair not in fetch.reading:
-            return []  # Said before.
+            return []  # A duplicate.
         fetch.reading.discard(pair)
         if fetch.draining:
             return self._drained(fetch)
@@ -135,7 +135,7 @@ class PullConsumer:
         return [] if fetch is None else self._fail(fetch, FailureReason(FailureCode.ABORTED))
 
     def peer_lost(self, address: Address, reason: FailureReason, now: float) -> list[ConsumerEffect]:
-        """Fails whatever is fetched from it. Nothing is sent there: see Stranger in docs/protocol.md."""
+        """Fails all fetches from this peer. It gets no message: see Stranger in docs/protocol.md."""
         lost = [fetch for fetch in self._fetches.values() if fetch.producer == address]
         return [effect for fetch in lost for effect in self._fail(fetch, reason, tell=False)]
 
@@ -146,12 +146,12 @@ class PullConsumer:
             case Renewed(loan_id, claim, sequence, ttl_s):
                 fetch = self._of(sender, loan_id, claim)
                 if fetch is None or fetch.draining:
-                    return [Send(sender, Released(loan_id, claim))]  # The first one may have been lost.
+                    return [Send(sender, Released(loan_id, claim))]  # An earlier Released may have been lost.
                 sent_at = fetch.sent_at.pop(sequence, None)
                 if sent_at is None:
                     return []  # A duplicate.
                 fetch.silent_since = NEVER
-                if fetch.completed_at is None:  # Later, each round trip without the proof is latency.
+                if fetch.completed_at is None:  # After it each round trip is latency.
                     fetch.next_renew = max(fetch.next_renew, fetch.renewed_at + self._timers.renew_every_s)
                 fetch.held_until = max(fetch.held_until, self._believed_until(sent_at, ttl_s))
                 return self._settle(fetch)
@@ -161,7 +161,7 @@ class PullConsumer:
             case Stranger(about):
                 return self.peer_lost(about, FailureReason(FailureCode.GONE), now)
             case _:
-                return []  # Not for a borrower.
+                return []  # Not for a consumer.
 
     def wake(self, now: float) -> list[ConsumerEffect]:
         effects: list[ConsumerEffect] = []
@@ -170,7 +170,7 @@ class PullConsumer:
         open_fetches = [fetch for fetch in self._fetches.values() if not fetch.draining]
         due = {fetch.producer for fetch in open_fetches if now >= fetch.next_renew}
         for fetch in open_fetches:
-            # What is nearly due goes along, so that a peer comes to hear one envelope per period.
+            # Renewals that are nearly due go along, so that each peer gets about one envelope per period.
             is_near = fetch.next_renew - now < self._timers.renew_every_s / 2
             is_asked = now < fetch.renewed_at + self._ask_again_s
             if fetch.producer in due and is_near and not is_asked:
@@ -178,7 +178,7 @@ class PullConsumer:
         return effects
 
     def is_held(self, claim: int, now: float) -> bool:
-        """Would bytes that arrived now be accepted on what has been said so far?"""
+        """Whether bytes that arrive now would be accepted, given the answers received so far."""
         fetch = self._fetches.get(claim)
         return fetch is not None and not fetch.draining and now < fetch.held_until
 
@@ -200,7 +200,7 @@ class PullConsumer:
         if fetch.draining:
             return self._drained(fetch)
         if not fetch.is_void:
-            return self._fail(fetch, read_failed(pair, error))  # Nobody has told it to end.
+            return self._fail(fetch, read_failed(pair, error))  # It ended without having been cancelled.
         if fetch.early or fetch.to_start is None:
             return []
         pairs, fetch.to_start = fetch.to_start, None
@@ -222,11 +222,11 @@ class PullConsumer:
 
     @property
     def _ask_again_s(self) -> float:
-        """From a question to the next one, unless it is answered."""
+        """Time from a question to its repetition."""
         return min(self._timers.renew_every_s, self._timers.round_trip_max_s)
 
     def _gives_up_at(self, fetch: _Fetch) -> float:
-        # When everything is read, a producer that lives proves it by one of so many answers.
+        # After all reads a live producer is sure to answer one of several renewals within silence_s.
         waits_since = min(fetch.silent_since, NEVER if fetch.completed_at is None else fetch.completed_at)
         return min(fetch.give_up_at, waits_since + self._timers.silence_s)
 
@@ -240,7 +240,7 @@ class PullConsumer:
     def _completed(self, fetch: _Fetch, now: float) -> list[ConsumerEffect]:
         fetch.completed_at = now
         effects = self._settle(fetch)
-        if fetch.claim in self._fetches:  # Unproved: ask again soon, at once if the last question is old.
+        if fetch.claim in self._fetches:  # Not proved yet: renew soon, or now.
             fetch.next_renew = min(fetch.next_renew, fetch.renewed_at + self._ask_again_s)
             if now >= fetch.next_renew:
                 effects.append(self._renew(fetch, now))

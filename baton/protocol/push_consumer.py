@@ -1,4 +1,4 @@
-"""Consumer half of push: reads what P announces while P still computes, then goes on as a pull.
+"""Consumer half of push: reads what P announces while P still computes, then continues as a pull.
 
     want --> WAITING --Announced, ready--> READING              ReadEarly, again and again
     READING --announcement or end of another run--> CLEARING    CancelReads
@@ -8,20 +8,21 @@
     any --Failed, read error, abort, deadline, silence, producer lost--> DRAINING   (fails now)
     DRAINING --every own read has ended--> FreeTarget
 
-An announcement promises nothing: an early read may be of blocks that P has given to somebody else. It counts
-only if P's loan covers it, which is so for reads of the run that `Finished` names: in one run P gives nothing
-back, from the first announcement until it lends. Whatever was read in another run is read again, and not
-before the old reads have ended: they go to the same blocks, and whichever ends last wins.
+An announcement promises nothing: an early read may be of blocks that P has given to another request. It
+counts only if P's loan covers it. That holds for reads of the run that `Finished` names, because within a run
+P frees nothing from the first announcement until it lends. What was read in another run is read again, but
+only after the old reads have ended: they write to the same blocks, and the read that ends last wins.
 
     run 1:  Announced 2048   Announced 4096        (preempted)
     run 2:                                   Announced 0   Announced 4096   Finished, ticket
     reads:  |---- of run 1 ------------------- cancelled ---|--- of run 2 ------|--- the tail, as a pull ---|
 
-A consumer that has no introduction knows a name and a url, and asks epoch 0 there. Nobody is that, so whoever
-listens answers Stranger, as itself, and the want is said again, to it. The other side needs to know nothing.
+A consumer without an introduction knows a name and a url, and sends its Want there to epoch 0. No engine has
+this epoch, so the engine at the url answers Stranger with its own address, and the Want is repeated to that
+address. The producer needs no special code for this.
 
-From the ticket on this is pull_consumer, under the same claim number, with its lease and its fence. A claim
-is known to one of the two machines at a time; what is said of a claim may be said to both.
+From the ticket on the claim belongs to pull_consumer, under the same number, with its lease and fence. Only
+one of the two machines knows a claim at a time; callers may pass an event to both.
 """
 
 from baton.core.ids import Address, Pair, PromptHash, TransferId
@@ -51,7 +52,7 @@ from baton.protocol.messages import (
 )
 from baton.protocol.progress_frontier import ProgressFrontier, parts_between
 from baton.protocol.pull_consumer import PullConsumer, read_failed
-from baton.protocol.push_stream import PushStream, front_of
+from baton.protocol.push_stream import PushStream, frontier_of
 from baton.protocol.ticket import Ticket
 
 NEVER = float("inf")
@@ -76,9 +77,9 @@ class PushConsumer:
         block_tokens: int | None,
         now: float,
     ) -> tuple[int, list[StreamEffect]] | None:
-        """Wait for this prompt. None: a request of ours waits for this transfer already.
+        """Waits for this prompt. None if another request of this engine waits for this transfer already.
 
-        `block_tokens` are P's, as it introduced itself; None if it has not, as when it `is_named_only`.
+        `block_tokens`: P's block size from its introduction; None without one, as if it `is_named_only`.
         """
         if (producer, transfer_id) in self._in_use:
             return None
@@ -108,10 +109,10 @@ class PushConsumer:
         block_tokens: int | None = None,
         group_routes: GroupRoutes = ONE_TABLE,
     ) -> list[StreamEffect]:
-        """P's ranks are known and there are blocks to read into; the tokens before `first_token` are here.
+        """P's ranks are known and there are blocks to read into. The tokens before `first_token` are present.
 
         `block_tokens`: P's block size, for a stream that did not know it. `group_routes`: the block tables
-        through which each layer moves. Only the first call counts.
+        through which each layer moves. Calls after the first have no effect.
         """
         stream = self._streams.get(claim)
         if stream is None or stream.draining or stream.pairs is not None:
@@ -123,13 +124,13 @@ class PushConsumer:
         return self._read_on(stream)
 
     def accept(self, claim: int, ticket: Ticket, now: float) -> list[StreamEffect]:
-        """`OpenTicket` led to a ticket of our cluster and model. If it is for this prompt, claim its loan.
+        """`OpenTicket` led to a ticket of our cluster and model. If it is for this prompt, claims its loan.
 
-        What follows is a pull: `PullConsumer.start`, as soon as there are blocks to read into.
+        A pull follows: call `PullConsumer.start` as soon as there are blocks to read into.
         """
         stream = self._streams.get(claim)
         if stream is None or stream.draining or stream.finished is None:
-            return []  # Failed meanwhile.
+            return []  # It has failed in the meantime.
         if (wrong := self._mismatch(stream, ticket)) is not None:
             return self._fail(stream, FailureReason(wrong))
         reserved = self._pull.reserve(
@@ -147,7 +148,7 @@ class PushConsumer:
         return [*reserved[1], self._withdraw(stream), Lent(claim, ticket, stream.unread(self._num_layers))]
 
     def refuse(self, claim: int, reason: FailureReason, now: float) -> list[StreamEffect]:
-        """The ticket of `OpenTicket` is not believed."""
+        """The ticket of `OpenTicket` is not valid."""
         stream = self._streams.get(claim)
         return [] if stream is None else self._fail(stream, reason)
 
@@ -160,14 +161,14 @@ class PushConsumer:
             return self._drained(stream)
         if stream.is_clearing:
             return self._read_on(stream)
-        return self._fail(stream, read_failed(pair, error))  # Nobody has told it to end.
+        return self._fail(stream, read_failed(pair, error))  # It ended without having been cancelled.
 
     def abort(self, claim: int, now: float) -> list[StreamEffect]:
         stream = self._streams.get(claim)
         return [] if stream is None else self._fail(stream, FailureReason(FailureCode.ABORTED))
 
     def peer_lost(self, address: Address, reason: FailureReason, now: float) -> list[StreamEffect]:
-        """Fails whatever is wanted from it. Nothing is sent there: see Stranger in docs/protocol.md."""
+        """Fails all streams from this peer. It gets no message: see Stranger in docs/protocol.md."""
         lost = [stream for stream in self._streams.values() if stream.producer == address]
         return [effect for stream in lost for effect in self._fail(stream, reason, tell=False)]
 
@@ -197,7 +198,7 @@ class PushConsumer:
         waiting = [s for s in self._streams.values() if not s.draining and s.finished is None]
         due = {stream.producer for stream in waiting if now >= stream.next_want}
         for stream in waiting:
-            # What is nearly due goes along, so that a peer comes to hear one envelope per period.
+            # Wants that are nearly due go along, so that each peer gets about one envelope per period.
             if stream.producer in due and stream.next_want - now < self._timers.grant_every_s / 2:
                 effects.append(self._want(stream, now))
         return effects
@@ -222,7 +223,7 @@ class PushConsumer:
         return stream
 
     def _found(self, name: Address, producer: Address, now: float) -> list[StreamEffect]:
-        """Who listens where we looked for `name` has said who it is."""
+        """The engine at the url of `name` has answered with its own address."""
         seeking = [s for s in self._streams.values() if s.producer == name and not s.draining]
         effects: list[StreamEffect] = []
         for stream in seeking:
@@ -250,7 +251,7 @@ class PushConsumer:
         self, stream: PushStream, message: Working | Announced | Finished | Failed
     ) -> list[StreamEffect]:
         if stream.finished is not None:
-            return []  # The ticket is being opened; nothing that can still come changes it.
+            return []  # The ticket is being opened; later messages change nothing.
         match message:
             case Failed():
                 text = f"the producer gave up: {message.reason or 'no reason given'}"
@@ -269,12 +270,12 @@ class PushConsumer:
                 return []
 
     def _is_void(self, stream: PushStream, run: int) -> bool:
-        """Does what has been read belong to another run than this?"""
+        """Whether what has been read belongs to another run than `run`."""
         return run != stream.run
 
     def _clear(self, stream: PushStream) -> list[StreamEffect]:
-        """Nothing of what was read counts. Its reads end first: the same blocks will be read into again."""
-        stream.front, stream.blocks = None, ()
+        """Discards what was read. Its reads must end first, because the same blocks are read into again."""
+        stream.frontier, stream.blocks = None, ()
         if not stream.reading or stream.is_clearing:
             return []
         stream.is_clearing = True
@@ -284,7 +285,7 @@ class PushConsumer:
         return bool(stream.reading)
 
     def _read_on(self, stream: PushStream) -> list[StreamEffect]:
-        """Order what is announced and not read yet, if it may be read now."""
+        """Orders what is announced and not read yet, if it may be read now."""
         if stream.is_clearing:
             if self._has_unended(stream):
                 return []
@@ -304,19 +305,19 @@ class PushConsumer:
     def _order(self, stream: PushStream, latest: Announced, pairs: tuple[Pair, ...]) -> list[StreamEffect]:
         prompt, needed = stream.prompt, stream.needed(latest)
         assert needed is not None, "dropped before"
-        if not stream.goes_on_in(needed):
+        if not stream.extends_read_blocks(needed):
             return self._fail(stream, FailureReason(FailureCode.BLOCKS_CHANGED))
-        read = stream.front or ProgressFrontier(stream.first_token)
-        ready = front_of(latest).between(stream.first_token, stream.num_tokens)
+        read = stream.frontier or ProgressFrontier(stream.first_token)
+        ready = frontier_of(latest).between(stream.first_token, stream.num_tokens)
         parts = prompt.cut(parts_between(read, ready, self._num_layers))
         if not parts:
-            return []  # Nothing is ready that moves; it is looked at again with what comes next.
-        stream.front, stream.blocks = ready, needed
+            return []  # Nothing new to move; the next announcement may bring it.
+        stream.frontier, stream.blocks = ready, needed
         stream.reading.update(pairs)
         return [ReadEarly(stream.claim, pairs, part, prompt.table_of(part, needed)) for part in parts]
 
     def _mismatch(self, stream: PushStream, ticket: Ticket) -> FailureCode | None:
-        """A ticket may be true and still be for somebody else."""
+        """Reason why a valid ticket does not fit this stream; None if it does."""
         if ticket.producer != stream.producer or ticket.transfer_id != stream.transfer_id:
             return FailureCode.OTHER_TRANSFER
         if (ticket.prompt_hash, ticket.num_tokens) != (stream.prompt_hash, stream.num_tokens):

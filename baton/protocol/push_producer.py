@@ -1,13 +1,13 @@
-"""Producer half of push: says what is ready while it computes, and where the ticket is when it has ended.
+"""Producer half of push: announces what is ready while it computes, and the ticket when the prefill ends.
 
     prefill:  expect --> COMPUTING --progress--> COMPUTING --preempted--> COMPUTING, in the next run
               COMPUTING --finished--> FINISHED (lent)      COMPUTING --failed--> FAILED
     want:     Want --> HELD, until Withdraw or hold_s without another;  or without a prefill: Failed
 
-The two meet by `transfer_id`, in either order, if they are about the same prompt; one prefill serves one
-want. Nothing here promises anything: an announcement may be stale when it arrives, and what holds the blocks
-is the loan that the ticket names (pull_producer). So every message may be repeated, lost and late, and a
-record may be forgotten at any time; it costs the consumer a recompute and nothing else.
+The two meet by `transfer_id`, in either order, if they are about the same prompt. One prefill serves one
+want. Nothing here is a promise: an announcement may be stale when it arrives, and only the loan that the
+ticket names (pull_producer) holds the blocks. So every message may be repeated, lost and late. A record may
+be forgotten at any time, which costs the consumer a recompute and nothing else.
 
 `run` is what makes early reads count: it is new for every prefill, and whenever blocks were given back, and
 never used again by this incarnation. So all blocks announced in the run of `Finished` have been held,
@@ -34,12 +34,12 @@ from baton.protocol.messages import (
 )
 
 NEVER = float("inf")
-WANTS_MAX = 4096  # Held at once; a peer that asks for more hears Failed.
-WANTS_PER_CONSUMER_MAX = 1024  # So that one that asks for everything leaves room for others.
+WANTS_MAX = 4096  # Held at once; further ones are answered with Failed.
+WANTS_PER_CONSUMER_MAX = 1024  # So that no consumer takes the room of the others.
 
 
 class Ready(NamedTuple):
-    """What is in memory; the fields of `Announced`."""
+    """What is ready to be read; the fields of `Announced`."""
 
     num_tokens: int
     block_ids: BlockTables
@@ -65,9 +65,9 @@ class _Want:
     number: int
     prompt_hash: PromptHash
     num_tokens: int
-    asked_at: float  # First.
-    heard_at: float  # Last.
-    over: str | None = None  # Why, in words for the consumer; it is remembered to be answered alike.
+    asked_at: float  # First Want received.
+    heard_at: float  # Last Want received.
+    over: str | None = None  # Why it ended, in words for the consumer. Kept to repeat the answer.
     is_withdrawn: bool = False
 
 
@@ -78,14 +78,14 @@ class PushProducer:
         self._wants: dict[TransferId, _Want] = {}
         self._num_wants_of: Counter[Address] = Counter()
         self._num_runs = 0
-        self._wake_at = NEVER  # No record ends before this: a frame of thousands of wants needs no scans.
+        self._wake_at = NEVER  # No record ends before this, so that not every Want needs a scan.
 
     # --- The engine's prefills --------------------------------------------------------------------
 
     def expect(
         self, transfer_id: TransferId, prompt_hash: PromptHash, num_tokens: int, now: float
     ) -> list[Send] | None:
-        """A prefill of that name has come. None: one of that name computes; serve this one without push."""
+        """A prefill of this transfer has come. None if one computes already; serve this one without push."""
         if self._computing(transfer_id) is not None:
             return None
         self._prefills[transfer_id] = _Prefill(prompt_hash, num_tokens, self._new_run())
@@ -102,7 +102,7 @@ class PushProducer:
         partial_layers: int = 0,
         first_blocks: tuple[int, ...] = (),
     ) -> list[Send]:
-        """So much is computed and stays where it is, unless `preempted` is said before `finished`."""
+        """This much is computed and stays in place, unless `preempted` comes before `finished`."""
         prefill = self._computing(transfer_id)
         if prefill is None:
             return []
@@ -110,11 +110,11 @@ class PushProducer:
         return self._tell(transfer_id, now)
 
     def preempted(self, transfer_id: TransferId, now: float) -> list[Send]:
-        """Blocks were given back, or will be overwritten. To be said before anybody else can have them."""
+        """Blocks were freed or will be overwritten. Call it before another request can get them."""
         prefill = self._computing(transfer_id)
         if prefill is None:
             return []
-        # Says at once that the old run is void; there is nothing to read in the new one yet.
+        # Announces at once that the old run is void. The new run has nothing to read yet.
         prefill.run, prefill.ready = self._new_run(), Ready(0, ())
         return self._tell(transfer_id, now)
 
@@ -136,7 +136,7 @@ class PushProducer:
         return self._tell(transfer_id, now)
 
     def is_forsaken(self, transfer_id: TransferId) -> bool:
-        """Whoever waited for this prefill has withdrawn, and nobody else has come since."""
+        """Whether the consumer that waited for this prefill has withdrawn, and no other has come since."""
         want = self._wants.get(transfer_id)
         return want is not None and want.is_withdrawn
 
@@ -160,7 +160,7 @@ class PushProducer:
             if want.over is not None or transfer_id in self._prefills:
                 self._forget_want(transfer_id)
                 continue
-            want.heard_at = now  # To answer those alike that are under way.
+            want.heard_at = now  # So that Wants still on their way get the same answer.
             sends.append(self._failed(transfer_id, want, "no prefill of this transfer came"))
         for transfer_id in [name for name in self._prefills if now >= self._prefill_ends(name)]:
             del self._prefills[transfer_id]
@@ -228,10 +228,10 @@ class PushProducer:
         want.over, want.is_withdrawn = "it was withdrawn", True
         prefill = self._prefills.get(transfer_id)
         if prefill is not None and prefill.ended_at < NEVER:
-            del self._prefills[transfer_id]  # Nobody else may have it; the loan lives on without.
+            del self._prefills[transfer_id]  # No other consumer may have it; the loan is unaffected.
 
     def _tell(self, transfer_id: TransferId, now: float) -> list[Send]:
-        """Whoever waits hears what has changed."""
+        """Sends the new state to the consumer that waits, if there is one."""
         want = self._wants.get(transfer_id)
         return [] if want is None or want.over is not None else [self._answer(transfer_id, want, now)]
 
@@ -261,11 +261,11 @@ class PushProducer:
     def _want_ends(self, transfer_id: TransferId, want: _Want) -> float:
         if want.over is not None or transfer_id in self._prefills:
             return want.heard_at + self._timers.hold_s
-        return want.asked_at + self._timers.hold_s  # However often it asks: no prefill is coming.
+        return want.asked_at + self._timers.hold_s  # No prefill has come, however often the consumer asks.
 
     def _prefill_ends(self, transfer_id: TransferId) -> float:
         prefill, want = self._prefills[transfer_id], self._wants.get(transfer_id)
         if prefill.ended_at == NEVER:
-            return NEVER  # The engine will say.
+            return NEVER  # It computes until the engine reports its end.
         heard_at = want.heard_at if want is not None else -NEVER
         return max(prefill.ended_at, heard_at) + self._timers.hold_s

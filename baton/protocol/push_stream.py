@@ -1,7 +1,7 @@
-"""What D knows of one stream: what P has announced of a prompt, and what of it is ordered to be read.
+"""D's state of one stream: what P has announced of a prompt, and which of it D has ordered to be read.
 
-What is announced may be news, or old, or name fewer blocks than it needs; a ticket may lend what was read, or
-something else. That is judged here, from what is known and nothing else; what follows is `push_consumer`'s.
+The checks here depend on this state alone: whether an announcement is new, whether it names all the blocks it
+needs, and whether a ticket lends what was read. push_consumer acts on the results.
 """
 
 from dataclasses import dataclass, field
@@ -25,39 +25,39 @@ class PushStream:
     give_up_at: float
     heard_at: float
     next_want: float
-    pairs: tuple[Pair, ...] | None = None  # None until there is something to read into.
+    pairs: tuple[Pair, ...] | None = None  # None until there are blocks to read into.
     first_token: int = 0
     group_routes: GroupRoutes = ONE_TABLE
     latest: Announced | None = None
-    run: int = 0  # What is read, or has been.
-    front: ProgressFrontier | None = None  # How far it is ordered to be read; None: nothing is.
-    blocks: BlockTables = ()  # P's that are read, of each passage.
-    reading: set[Pair] = field(default_factory=set)  # Reads whose end is owed.
-    is_clearing: bool = False  # They are of an older run, and cancelled.
+    run: int = 0  # The run that is or was read.
+    frontier: ProgressFrontier | None = None  # What is ordered to be read; None: nothing.
+    blocks: BlockTables = ()  # P's blocks that are read, by group route.
+    reading: set[Pair] = field(default_factory=set)  # Reads whose end has not been reported.
+    is_clearing: bool = False  # The reads are of an older run, and cancelled.
     finished: Finished | None = None
     draining: bool = False
 
     @property
     def prompt(self) -> GroupedPrompt:
-        assert self.block_tokens is not None, "said when it is ready"
+        assert self.block_tokens is not None, "set by PushConsumer.ready"
         return GroupedPrompt(self.group_routes, self.num_tokens, self.block_tokens)
 
     def is_news(self, message: Announced) -> bool:
-        """They overtake each other: none is what is older than what we know, or names too few blocks."""
+        """Whether it is newer than `latest` and names enough blocks. Announcements can overtake others."""
         if self.pairs is not None and self.needed(message) is None:
             return False
         latest = self.latest
         if latest is None or message.run > latest.run:
             return message.run > 0
-        return message.run == latest.run and front_of(message).reaches(front_of(latest))
+        return message.run == latest.run and frontier_of(message).reaches(frontier_of(latest))
 
     def needed(self, message: Announced) -> BlockTables | None:
-        """None: not a block for every token. Seen when we know P's blocks, and before any is read."""
-        end = min(front_of(message).end, self.num_tokens)
+        """P's blocks by group route, or None if they do not cover every token. Requires P's block size."""
+        end = min(frontier_of(message).end, self.num_tokens)
         return self.prompt.needed(message.block_ids, message.first_blocks, end)
 
-    def goes_on_in(self, blocks: BlockTables) -> bool:
-        """Do these, of each passage, begin with those that are read?"""
+    def extends_read_blocks(self, blocks: BlockTables) -> bool:
+        """Whether `blocks`, by group route, begin with those that are read."""
         if not self.blocks:
             return True
         return len(blocks) == len(self.blocks) and all(
@@ -65,21 +65,21 @@ class PushStream:
         )
 
     def is_lent_by(self, ticket: Ticket) -> bool:
-        """Does the ticket name the blocks that are read, and blocks of the size that was announced?"""
+        """Whether the ticket has the announced block size and names the blocks that are read."""
         if ticket.block_tokens != (self.block_tokens or ticket.block_tokens):
             return False
         if not self.blocks:
             return True
         lent = self.prompt.needed(ticket.block_ids, ticket.first_blocks, ticket.num_tokens)
-        return lent is not None and self.goes_on_in(lent)
+        return lent is not None and self.extends_read_blocks(lent)
 
     def unread(self, num_layers: int) -> tuple[Part, ...] | None:
-        """What of the whole prompt is not ordered to be read; None: nothing is."""
-        if self.front is None:
+        """The parts of the whole prompt not yet ordered to be read; None: nothing was ordered."""
+        if self.frontier is None:
             return None
-        unread = parts_between(self.front, ProgressFrontier(self.num_tokens), num_layers)
+        unread = parts_between(self.frontier, ProgressFrontier(self.num_tokens), num_layers)
         return self.prompt.cut(unread)
 
 
-def front_of(message: Announced) -> ProgressFrontier:
+def frontier_of(message: Announced) -> ProgressFrontier:
     return ProgressFrontier(message.num_tokens, message.partial_tokens, message.partial_layers)

@@ -1,4 +1,4 @@
-"""Frames that prove which process wrote them, to the process that they are for.
+"""Signed frames: each proves to its target which process wrote it.
 
     frame    = msgpack [version, public key of the writer, mac, body]        body = msgpack envelope
     mac      = HMAC-SHA256(pair key, body)
@@ -6,12 +6,13 @@
     epoch    = first 8 bytes of SHA-256(purpose, public key)
 
 Each process makes a key pair when it starts. The epoch of its address is a hash of its public key, so an
-address proves its key, and no member of the cluster can speak in the name of another one: it would need a
-key pair with the same 64 bits of hash. Nothing has to be registered or signed for that. Tickets and
-introductions carry the key as well, so that the first frame to a producer is already signed.
+Each process makes a key pair when it starts. The epoch of its address is a hash of its public key, so an
+address proves its key, and no member of the cluster can write in the name of another: it would need a key
+pair with the same 64 bits of hash. This needs no registration or signature of keys. Tickets and introductions
+carry the key as well, so that the first frame to a producer is already signed.
 
-A frame for another incarnation of this engine cannot be checked, because its pair key is of that
-incarnation. It is opened as `is_proved = False`, and good for nothing but the answer Stranger.
+A frame for another incarnation of this engine cannot be verified, because its pair key belongs to that
+incarnation. It is opened with `is_proved = False`, and can only be answered with Stranger.
 """
 
 import hashlib
@@ -30,13 +31,13 @@ from baton.protocol.messages import (
     PUBLIC_KEY_BYTES,
     WIRE_VERSION,
     Envelope,
-    blame,
     decode_envelope,
     encode_envelope,
+    raise_malformed,
 )
 
 MAC_BYTES = 32
-PAIR_KEYS_MAX = 4096  # 32 bytes each; one is computed again in 0.1 ms.
+PAIR_KEYS_MAX = 4096  # 32 bytes each; computing one takes 0.1 ms.
 _EPOCH_PURPOSE = b"baton.epoch.1"
 _PAIR_PURPOSE = b"baton.frame.2"
 
@@ -56,7 +57,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 class OpenedFrame:
     envelope: Envelope
     public_key: bytes  # Of the sender: its epoch is the hash of this key.
-    is_proved: bool  # The sender wrote it, for this process. False: it is for another incarnation.
+    is_proved: bool  # The sender wrote it for this process. False: for another incarnation.
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -65,14 +66,14 @@ _decoder = msgspec.msgpack.Decoder(_Frame)
 
 def epoch_of(public_key: bytes) -> Epoch:
     digest = hashlib.sha256(_EPOCH_PURPOSE + public_key).digest()
-    return Epoch(int.from_bytes(digest[:8], "big") or 1)  # 0 is no epoch: see Address.is_named_only.
+    return Epoch(int.from_bytes(digest[:8], "big") or 1)  # 0 means no epoch: see Address.is_named_only.
 
 
 class ProcessKey:
-    """Key pair of one process, and the keys that it shares with each peer. Not for several threads."""
+    """Key pair of one process, and the keys that it shares with each peer. Not thread-safe."""
 
     def __init__(self, private_key: bytes | None = None) -> None:
-        """`private_key`: 32 bytes; None makes a new one, as production does."""
+        """`private_key`: 32 bytes; None makes a new one, as in production."""
         self._private = (
             X25519PrivateKey.generate()
             if private_key is None
@@ -86,24 +87,24 @@ class ProcessKey:
         return epoch_of(self.public)
 
     def sign(self, envelope: Envelope, target_key: bytes | None) -> bytes:
-        """`target_key`: the target's public key. Without it the target can only answer who it is."""
+        """`target_key`: the target's public key. Without it the target can only answer with its address."""
         return self.sign_body(encode_envelope(envelope), target_key)
 
     def sign_body(self, body: bytes, target_key: bytes | None) -> bytes:
-        """As `sign`, for what need not be an envelope."""
+        """As `sign`, for a body that need not be an envelope."""
         mac = b"" if target_key is None else hmac.digest(self._pair_key(target_key), body, "sha256")
         frame = _encoder.encode(_Frame(WIRE_VERSION, self.public, mac, body))
         assert len(frame) <= MAX_FRAME_BYTES, f"a frame of {len(frame)} bytes"
         return frame
 
     def open(self, frame: bytes, own_address: Address) -> OpenedFrame:
-        """Raises ForgedFrame for a sender that did not write it, PeerError for whatever is malformed."""
+        """Raises ForgedFrame if the named sender did not write it, PeerError if the frame is malformed."""
         if len(frame) > MAX_FRAME_BYTES:
             raise PeerError(f"frame of {len(frame)} bytes, at most {MAX_FRAME_BYTES}")
         try:
             signed = _decoder.decode(frame)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            blame(frame, error)
+            raise_malformed(frame, error)
         if signed.version != WIRE_VERSION:
             raise PeerError(f"frame of wire version {signed.version}, ours is {WIRE_VERSION}")
         envelope = decode_envelope(signed.body)

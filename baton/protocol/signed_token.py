@@ -1,12 +1,12 @@
-"""Signed papers: what an engine says of itself through hands that it need not trust.
+"""Signed tokens: statements of an engine that pass through clients and routers it need not trust.
 
     text = base64url(msgpack [body, mac])
     body = msgpack [version, ...]
     mac  = HMAC-SHA256(key, purpose + body)
 
-Without a key a paper is unsigned, and is believed by engines without a key only. Opening checks, in this
-order: size and schema, version, signature. What comes out is well-formed in every field and was said by an
-engine of the cluster; whether it is *meant for us* is the reader's to check.
+Without a key a token is unsigned, and only engines without a key accept it. Opening verifies, in this order:
+size and schema, version, signature. An opened token is well-formed in every field and comes from an engine of
+the cluster; the caller must still check that it is *meant for this engine and request*.
 """
 
 import base64
@@ -23,16 +23,16 @@ from baton.core.transfer_params import FIELD
 
 
 class BadSignedToken(BadTransferParams):
-    """A signed paper that is not believed, or not for us."""
+    """A signed token that is not valid, or not for this engine or request."""
 
-    key = ""  # Its name in kv_transfer_params.
+    key = ""  # The token's name in kv_transfer_params.
 
     def __init__(self, reason: Fault, message: str) -> None:
         super().__init__(message, field=f"{FIELD}.{self.key}", reason=reason)
 
 
 class _Head(msgspec.Struct, array_like=True):
-    """What every version of every body has in common."""
+    """The part that every version of every body has in common."""
 
     version: int
 
@@ -45,13 +45,13 @@ class SignedToken(Protocol):
 P = TypeVar("P", bound=SignedToken)
 
 _encoder = msgspec.msgpack.Encoder()
-_sealed_decoder = msgspec.msgpack.Decoder(tuple[bytes, bytes])
+_text_decoder = msgspec.msgpack.Decoder(tuple[bytes, bytes])
 _head_decoder = msgspec.msgpack.Decoder(_Head)
 _MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class TokenSigner(Generic[P]):
-    """How one kind of paper is signed and opened."""
+    """Signs and opens one kind of token."""
 
     def __init__(
         self,
@@ -62,26 +62,26 @@ class TokenSigner(Generic[P]):
         max_chars: int,
         purpose: bytes,
     ) -> None:
-        """`purpose` keeps one kind from passing for another under the same key."""
+        """`purpose` keeps a token of one kind from being accepted as another kind under the same key."""
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._error = error
         self._version = version
         self._max_chars = max_chars
         self._purpose = purpose
 
-    def sign(self, paper: P, key: bytes | None) -> str:
-        body = _encoder.encode(paper)
+    def sign(self, token: P, key: bytes | None) -> str:
+        body = _encoder.encode(token)
         text = base64.urlsafe_b64encode(_encoder.encode((body, self._mac(body, key)))).decode("ascii")
-        assert len(text) <= self._max_chars, f"a paper of {len(text)} characters"
+        assert len(text) <= self._max_chars, f"a token of {len(text)} characters"
         return text
 
     def open(self, text: str, key: bytes | None, previous_key: bytes | None = None) -> P:
-        """`previous_key` is accepted too, while the secret is replaced. Raises what `error` makes."""
+        """Raises the error that `error` makes. `previous_key` is accepted too, while a secret is replaced."""
         if not 0 < len(text) <= self._max_chars:
             raise self._error(Fault.SIZE, f"must have 1 to {self._max_chars} characters, has {len(text)}")
         try:
-            sealed = base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True)
-            body, mac = _sealed_decoder.decode(sealed)
+            signed = base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True)
+            body, mac = _text_decoder.decode(signed)
             version = _head_decoder.decode(body).version
         except (*_MALFORMED, binascii.Error, UnicodeEncodeError) as error:
             self._malformed(error)
@@ -92,7 +92,7 @@ class TokenSigner(Generic[P]):
                 "Baton on both engines",
             )
         try:
-            paper = self._decoder.decode(body)
+            token = self._decoder.decode(body)
         except _MALFORMED as error:
             self._malformed(error)
         accepted = hmac.compare_digest(mac, self._mac(body, key))
@@ -100,17 +100,17 @@ class TokenSigner(Generic[P]):
             accepted = hmac.compare_digest(mac, self._mac(body, previous_key))
         if not accepted:
             raise self._error(Fault.SIGNATURE, _signature_message(mac, key))
-        return paper
+        return token
 
     def _mac(self, body: bytes, key: bytes | None) -> bytes:
         return b"" if key is None else hmac.digest(key, self._purpose + body, "sha256")
 
     def _malformed(self, error: Exception) -> NoReturn:
-        raise self._error(Fault.SCHEMA, f"is none of ours: {error}") from error
+        raise self._error(Fault.SCHEMA, f"is malformed: {error}") from error
 
 
 def check_range(what: str, value: int, low: int, high: int) -> None:
-    """Raises ValueError outside of [low, high]."""
+    """Raises ValueError unless `value` is in [low, high]."""
     if not low <= value <= high:
         raise ValueError(f"{what} is {value}, expected {low} to {high}")
 

@@ -1,12 +1,12 @@
-"""The ticket: what P says about the blocks it lends, signed; the only part that D believes.
+"""The ticket: P's signed description of the blocks it lends, and the only part that D trusts.
 
-In pull it travels in `kv_transfer_params`, in push in `Finished` as well. There is no duration in it: a
-ticket's age is unknown, so it promises nothing; the first Renewed does. It is not secret, and whoever has it
-can replay it; what a replay can do is in docs/protocol.md: nothing.
+In pull it travels in `kv_transfer_params`, in push in `Finished` as well. It holds no duration: its age is
+unknown, so it promises nothing; only the first Renewed does. It is not secret and can be replayed;
+docs/protocol.md shows that a replay achieves nothing.
 
-D checks, in this order, before anything is allocated: size and schema, version, signature (`open_ticket`),
-then model, layout and prompt (`check_ticket`). A ticket that fails is not answered with Released: it may be
-another's.
+D verifies, in this order, before it allocates anything: size and schema, version, signature (`open_ticket`),
+then model, layout and prompt (`check_ticket`). D does not answer an invalid ticket with Released, because
+the loan may belong to another request.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class BadTicket(BadSignedToken):
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
-    """Who holds what, for which tokens."""
+    """Names the producer, the lent blocks and the tokens that they hold."""
 
     version: int = TICKET_VERSION
     producer: Address
@@ -46,17 +46,17 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     public_key: bytes  # Of P's process; the epoch of its address is a hash of it.
     loan_id: LoanId
     transfer_id: TransferId
-    request_id: RequestId  # P's own name for it; for logs.
+    request_id: RequestId  # P's id of the request; for logs.
     fingerprint: ModelFingerprint
     tp_size: int
     block_tokens: int
-    # One list per cache group, the same on every rank. They end with the block of the last token: of a group
-    # with a window, blocks wholly behind it are left out.
+    # One list per cache group, the same on every rank. Each ends with the block of the last token; blocks
+    # that lie wholly before a group's window are left out.
     block_ids: tuple[tuple[BlockId, ...], ...]
-    windows: tuple[int | None, ...] = (None,)  # Of each group. With the model, they say which layers it has.
-    num_tokens: int  # Of the prompt, from its start, whose KV is held.
+    windows: tuple[int | None, ...] = (None,)  # Of each group. With the model they define the group's layers.
+    num_tokens: int  # Tokens whose KV is held, from the start of the prompt.
     prompt_hash: PromptHash  # Of exactly these tokens, with salt, adapter and media.
-    prefilled: PrefilledTokens | None = None  # What P has sampled behind them.
+    prefilled: PrefilledTokens | None = None  # The tokens that P has sampled after them.
 
     def __post_init__(self) -> None:
         check_range("version", self.version, 0, U64_MAX)
@@ -77,37 +77,37 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         for window in self.windows:
             check_range("window", window if window is not None else 1, 1, U64_MAX)
         for group in self.block_ids:
-            # A full-attention group needs every block; a sliding window may hold fewer, never more.
+            # A full-attention group needs every block; a windowed group may hold fewer, never more.
             check_range("number of blocks", len(group), 0, -(-self.num_tokens // self.block_tokens))
             for block_id in group:
                 check_range("block id", block_id, 0, MAX_BLOCK_ID)
 
     @property
     def first_blocks(self) -> tuple[int, ...]:
-        """Of each group, the place of the first block that is named."""
+        """For each group, the index of the first block that is named."""
         num_blocks = -(-self.num_tokens // self.block_tokens)
         return tuple(num_blocks - len(held) for held in self.block_ids)
 
     def table_of(self, group: int) -> tuple[BlockId, ...]:
-        """As from token 0 on; 0 where the group holds nothing."""
+        """Block ids from token 0 on; 0 where the group holds nothing."""
         held = self.block_ids[group]
         return (BlockId(0),) * (-(-self.num_tokens // self.block_tokens) - len(held)) + held
 
 
-_SEAL = TokenSigner(Ticket, BadTicket, version=TICKET_VERSION, max_chars=MAX_TICKET_CHARS, purpose=b"")
+_SIGNER = TokenSigner(Ticket, BadTicket, version=TICKET_VERSION, max_chars=MAX_TICKET_CHARS, purpose=b"")
 
 
 def sign_ticket(ticket: Ticket, key: bytes | None) -> str:
-    """`key`: of the cluster; None: anybody could have made it."""
-    return _SEAL.sign(ticket, key)
+    """`key`: of the cluster; None: unsigned, so that any process could have made it."""
+    return _SIGNER.sign(ticket, key)
 
 
 def open_ticket(text: str, key: bytes | None, previous_key: bytes | None = None) -> Ticket:
-    """Raises BadTicket: size and schema, then version, then signature.
+    """Raises BadTicket: verifies size and schema, then version, then signature.
 
-    `previous_key`: of the secret that is being replaced; it is accepted as well.
+    `previous_key`: of the secret that is being replaced; it is accepted too.
     """
-    return _SEAL.open(text, key, previous_key)
+    return _SIGNER.open(text, key, previous_key)
 
 
 def check_ticket(
@@ -119,19 +119,22 @@ def check_ticket(
     block_tokens: int | None = None,
     converts_dtype: bool = True,
 ) -> None:
-    """Is it for this engine's model and layout, and for this request's tokens? Raises BadTicket.
+    """Raises BadTicket unless it is for this engine's model and layout and for this request's tokens.
 
-    `prompt_hash_of(n)` hashes the first n tokens of the request at hand, n at most `num_prompt_tokens`.
-    `block_tokens` are ours; given, they have to be equal. `converts_dtype`: whether we read other dtypes.
+    `prompt_hash_of(n)` hashes the request's first n tokens, n at most `num_prompt_tokens`. `block_tokens`:
+    our block size, if it must be equal. `converts_dtype`: whether this engine converts dtypes on receive.
     """
     if different := differences(fingerprint, ticket.fingerprint, converts_dtype=converts_dtype):
         raise BadTicket(Fault.MODEL, f"is for another model ({'; '.join(different)})")
     heads = ticket.fingerprint.num_kv_heads
     if heads % ticket.tp_size and ticket.tp_size % heads:
-        raise BadTicket(Fault.LAYOUT, f"names {ticket.tp_size} ranks, which cannot share {heads} KV heads")
+        raise BadTicket(
+            Fault.LAYOUT, f"names {ticket.tp_size} ranks, which cannot share {heads} KV heads evenly"
+        )
     if block_tokens is not None and block_tokens != ticket.block_tokens:
         raise BadTicket(
-            Fault.LAYOUT, f"has blocks of {ticket.block_tokens} tokens, this engine of {block_tokens}"
+            Fault.LAYOUT,
+            f"has blocks of {ticket.block_tokens} tokens, this engine has blocks of {block_tokens}",
         )
     if ticket.num_tokens > num_prompt_tokens:
         raise BadTicket(

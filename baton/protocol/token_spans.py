@@ -1,7 +1,7 @@
-"""From slots to spans: where the KV of some tokens and heads lies on both sides, in the longest of runs.
+"""Computes copy spans: the location of the KV of some tokens and heads on both sides, in the longest runs.
 
-The slot of a token and a head is contiguous on either side; what of its neighbours is adjacent depends on the
-order of either. The order of the walk is the one in which most runs merge.
+The slot of a token and a head is contiguous on either side; which of its neighbours are adjacent depends on
+the order of tokens and heads there. The slots are visited in the order in which most runs merge.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ from baton.protocol.layout_checks import heads_of, slot_bytes_of, token_stride_o
 
 
 class Shape(NamedTuple):
-    """Where in its blocks, on either side, a run of tokens lies."""
+    """Position of a run of tokens in its blocks on either side."""
 
     local_token: int
     remote_token: int
@@ -21,11 +21,11 @@ class Shape(NamedTuple):
 
 
 SPANS_MAX = 1 << 18
-"""Of one block, over all layers. More is no cache that a block of a model could have."""
+"""Spans of one block over all layers. A cache of a real model needs fewer."""
 
 
 class PlanError(TransferError):
-    """Both layouts are sound, but there is no way from one to the other. Names both values."""
+    """Both layouts are sound, but no copy leads from one to the other. Names both values."""
 
 
 def slot_spans(
@@ -38,7 +38,7 @@ def slot_spans(
     num_heads: int,
     shape: Shape,
 ) -> tuple[CopySpan, ...]:
-    """Copies of one run of tokens, for any pair of blocks. Heads are counted from the rank's first."""
+    """Copies of one run of tokens, for any pair of blocks. Head indices are relative to the rank's first."""
     assert 0 <= local_head <= local_head + num_heads <= len(heads_of(local))
     assert 0 <= remote_head <= remote_head + num_heads <= len(heads_of(remote))
     assert shape.local_token + shape.num_tokens <= local.block_tokens
@@ -48,9 +48,9 @@ def slot_spans(
     atoms = (
         atom
         for name in layers
-        for atom in _atoms_of_layer(
-            _Corner(local, ours[name], local_head, shape.local_token),
-            _Corner(remote, theirs[name], remote_head, shape.remote_token),
+        for atom in _layer_spans(
+            _FirstSlot(local, ours[name], local_head, shape.local_token),
+            _FirstSlot(remote, theirs[name], remote_head, shape.remote_token),
             num_heads,
             shape.num_tokens,
         )
@@ -58,13 +58,13 @@ def slot_spans(
     spans: list[CopySpan] = []
     for span in _merged(atoms):
         if len(spans) == SPANS_MAX:
-            raise PlanError(f"more than {SPANS_MAX} pieces in one block")
+            raise PlanError(f"more than {SPANS_MAX} spans in one block")
         spans.append(span)
     return tuple(spans)
 
 
-class _Corner:
-    """Where the first of the slots lies on one side, and how to get to the others."""
+class _FirstSlot:
+    """Location of the first slot on one side, and the strides to the others."""
 
     def __init__(self, layout: RankLayout, layer: LayerLayout, head: int, token: int) -> None:
         self.slot_bytes = slot_bytes_of(layer, layout)
@@ -79,10 +79,12 @@ class _Corner:
         return self.token_stride == self.slot_bytes
 
 
-def _atoms_of_layer(local: _Corner, remote: _Corner, num_heads: int, num_tokens: int) -> Iterator[CopySpan]:
+def _layer_spans(
+    local: _FirstSlot, remote: _FirstSlot, num_heads: int, num_tokens: int
+) -> Iterator[CopySpan]:
     check_equal("bytes of a token and head", local.slot_bytes, remote.slot_bytes)
     if local.has_dense_tokens and remote.has_dense_tokens:
-        # Heads of whole runs of tokens, which are one run themselves where whole blocks move.
+        # One span per head for the whole run of tokens. If whole blocks move, these merge into one run.
         starts = [(head, 0) for head in range(num_heads)]
         nbytes = local.slot_bytes * num_tokens
     else:
@@ -101,7 +103,7 @@ def _atoms_of_layer(local: _Corner, remote: _Corner, num_heads: int, num_tokens:
 
 
 def _merged(atoms: Iterable[CopySpan]) -> Iterator[CopySpan]:
-    """Neighbours that follow each other on both sides become one span, as long as it stays within a block."""
+    """Merges spans that are adjacent on both sides into one, as long as it stays within a block."""
     last: CopySpan | None = None
     for atom in atoms:
         if last is not None and _follows(last, atom):
@@ -133,6 +135,6 @@ def _follows(last: CopySpan, atom: CopySpan) -> bool:
 
 
 def check_equal(what: str, ours: object, theirs: object) -> None:
-    """Raises PlanError."""
+    """Raises PlanError if the values differ."""
     if ours != theirs:
         raise PlanError(f"{what}: ours {ours!r}, theirs {theirs!r}")

@@ -3,8 +3,8 @@
     |<-- B1 (gone) -->|<-- T1: used once -->|<-- T2: used more often -->|<-- B2 (gone) -->|
                             of `target` keys
 
-Together T1 and T2 are the tier; B1 and B2 are keys only, of what has left. One that returns from B1 says
-that T1 was too short, one from B2 that it was too long.
+T1 and T2 together are the tier; B1 and B2 hold only the keys of evicted entries. A key that returns from B1
+shows that T1 was too short, a key from B2 that it was too long.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from baton.tiers.policy import Admitted, EvictionPolicy, K
 class Arc(EvictionPolicy[K]):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self.target = 0.0  # The paper's p: how much of the room T1 may take.
-        # The next to leave, or to be forgotten, first.
+        self.target = 0.0  # The paper's p: number of keys that T1 may hold.
+        # In each, the next key to leave or to be forgotten comes first.
         self._once: OrderedDict[K, None] = OrderedDict()
         self._often: OrderedDict[K, None] = OrderedDict()
         self._left_once: OrderedDict[K, None] = OrderedDict()
@@ -34,20 +34,20 @@ class Arc(EvictionPolicy[K]):
     def admit(self, key: K, can_leave: Callable[[K], bool]) -> Admitted[K] | None:
         assert key not in self
         target = self._target_with(key)
-        left = None
+        evicted = None
         if len(self) >= self.capacity:
-            left = self._choose(key, target, can_leave)
-            if left is None:
+            evicted = self._choose(key, target, can_leave)
+            if evicted is None:
                 return None
         self.target = target
         returns = key in self._left_once or key in self._left_often
         self._left_once.pop(key, None)
         self._left_often.pop(key, None)
-        if left is not None:
-            self._let_go(left)
+        if evicted is not None:
+            self._move_to_ghosts(evicted)
         (self._often if returns else self._once)[key] = None
         self._forget_oldest()
-        return Admitted(left)
+        return Admitted(evicted)
 
     def use(self, key: K) -> None:
         if key in self._once:
@@ -75,13 +75,13 @@ class Arc(EvictionPolicy[K]):
         return self.target
 
     def _choose(self, key: K, target: float, can_leave: Callable[[K], bool]) -> K | None:
-        """The paper's REPLACE; where nobody of the right list can leave, somebody of the other one."""
+        """The paper's REPLACE. If no key of the chosen list can leave, a key of the other list does."""
         num_once = len(self._once)
         from_once = num_once > target or (key in self._left_often and num_once == target and num_once > 0)
         lists = (self._once, self._often) if from_once else (self._often, self._once)
         return next((old for keys in lists for old in keys if can_leave(old)), None)
 
-    def _let_go(self, key: K) -> None:
+    def _move_to_ghosts(self, key: K) -> None:
         if key in self._once:
             del self._once[key]
             self._left_once[key] = None
@@ -90,7 +90,7 @@ class Arc(EvictionPolicy[K]):
             self._left_often[key] = None
 
     def _forget_oldest(self) -> None:
-        """T1 with B1 are at most the capacity, all four lists twice that."""
+        """Keeps T1 with B1 within the capacity, and all four lists within twice the capacity."""
         while self._left_once and len(self._once) + len(self._left_once) > self.capacity:
             self._left_once.popitem(last=False)
         while self._left_often and len(self) + len(self._left_once) + len(self._left_often) > (

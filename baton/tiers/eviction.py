@@ -1,11 +1,11 @@
-"""Who has to leave a full tier: the policies by name. They are pure, over keys; no slots, bytes or clocks.
+"""Eviction policies by name. They are pure functions of keys, without slots, bytes or clocks.
 
-    lru      least recently used. Simple, and lost when one long scan passes by.
-    arc      recency and frequency share the room, and keys that come back say who gets more of it.
-    s3fifo   three queues: what is used once leaves soon, and a hit moves nothing.
+    lru      least recently used. Simple; one long scan evicts everything.
+    arc      shares the room between recency and frequency; keys that come back shift the balance.
+    s3fifo   three queues: a key that is used once leaves soon, and a hit moves nothing.
 
-Some keys cannot leave now, because somebody reads or fills their slot: `can_leave` says so for each. No
-published library evicts around such keys, which is why these are written here.
+A key cannot leave while its slot is read or filled; `can_leave` tells this for each key. No published library
+evicts around such keys, therefore the policies are implemented here.
 """
 
 from __future__ import annotations

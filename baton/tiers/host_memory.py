@@ -1,7 +1,7 @@
-"""How much memory of this host can be taken still, and the taking of it.
+"""Free memory of this host, and its allocation.
 
-What a machine has free is not what a process may have: in a container the control group's limit is nearer,
-and whoever crosses it is killed. And several ranks take their shares at the same time.
+The free memory of the machine is not what a process may use: in a container the limit of the control group is
+lower, and a process that exceeds it is killed. Also, several ranks allocate their shares at the same time.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from numpy.typing import NDArray
 from baton.core.errors import ConfigError
 
 GIB = 1 << 30
-PART_BYTES = 256 << 20  # Taken at once: so much may be there for one of several that ask.
+PART_BYTES = 256 << 20  # Allocation step; free memory is checked before each.
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Of the machine, or of the control groups that this process is in, if that is less."""
+    """Free bytes of the machine, or of this process's control groups if they have less."""
     return max(0, min([int(psutil.virtual_memory().available), *_rooms(root)]))
 
 
 def _rooms(root: Path) -> Iterator[int]:
-    """What each memory limit leaves. See cgroups(7): lines are "number:controllers:path", v2 has no names."""
+    """Free bytes under each limit. cgroups(7): lines are "number:controllers:path"; v2 has no controllers."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return  # Another system than Linux.
+        return  # Not Linux.
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -40,39 +40,42 @@ def _rooms(root: Path) -> Iterator[int]:
 
 
 def _rooms_up(top: Path, path: str, limit: str, usage: str, prefix: str) -> Iterator[int]:
-    """Of the group and of all above it. In a container its path may not be there: the top is its own."""
+    """Free bytes of the group and of all its ancestors, up to `top`.
+
+    In a container the path may not exist; `top` is then the container's own group.
+    """
     folder = top / path.lstrip("/")
     for group in (folder, *folder.parents):
         try:
-            said, used = (group / limit).read_text().strip(), int((group / usage).read_text())
+            limit_text, used = (group / limit).read_text().strip(), int((group / usage).read_text())
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         except OSError:
-            said, used, stat = "max", 0, {}
-        if said != "max":
-            # Pages of files that nobody uses make room.
-            yield int(said) - used + int(stat.get(f"{prefix}inactive_file", 0))
+            limit_text, used, stat = "max", 0, {}
+        if limit_text != "max":
+            # Inactive file pages are reclaimed when memory is needed.
+            yield int(limit_text) - used + int(stat.get(f"{prefix}inactive_file", 0))
         if group == top:
             return
 
 
 def take(num_bytes: int, field: str, available: Callable[[], int] = available_bytes) -> NDArray[np.uint8]:
-    """Memory with all pages touched. Raises ConfigError as `touch`."""
+    """Allocates memory and touches all its pages. Raises ConfigError as `touch`."""
     memory = np.empty(num_bytes, np.uint8)
     touch(memory, field, available)
     return memory
 
 
 def touch(memory: NDArray[np.uint8], field: str, available: Callable[[], int] = available_bytes) -> None:
-    """Write zeros to all pages, which costs ten copies the first time. Raises ConfigError.
+    """Writes zeros to all pages. The first time costs ten copies. Raises ConfigError if memory is short.
 
-    Part by part, since others take theirs meanwhile: there has to be room for each when it is its turn.
+    It goes step by step, because other ranks allocate meanwhile: free memory is checked before each step.
     """
     for start in range(0, memory.nbytes, PART_BYTES):
         part = memory[start : start + PART_BYTES]
         if part.nbytes > (room := available()):
             raise ConfigError(
-                f"this rank's share is {memory.nbytes / GIB:.2f} GiB; with {start / GIB:.2f} of them taken "
-                f"only {room / GIB:.2f} GiB of memory are free",
+                f"this rank's share is {memory.nbytes / GIB:.2f} GiB; {start / GIB:.2f} GiB of it are taken, "
+                f"and only {room / GIB:.2f} GiB of memory are free; configure less, or free memory",
                 field=field,
             )
         part.fill(0)

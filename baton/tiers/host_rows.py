@@ -1,9 +1,9 @@
-"""Blocks of KV in host memory: one row for each, holding what all layers of one rank have of it.
+"""KV blocks in host memory: each row holds one block of all layers of one rank.
 
     engine's caches, a layer each     [num_blocks, block_bytes]   any order of heads and tokens inside
     rows, a layer each                [num_rows, block_bytes]     one allocation, every page touched at start
 
-Neighbours that go to neighbours are copied as one run: in a pool that fills up in order that is most of them.
+Adjacent blocks with adjacent rows are copied as one run. A pool that fills up in order mostly has runs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ FIELD = "kv_caches"
 
 
 class HostRows:
-    """Not for several threads on the same rows; different ones may be copied at the same time."""
+    """Rows of host memory. Several threads may copy at a time, but not the same rows."""
 
     def __init__(
         self, kv_caches: Mapping[str, torch.Tensor], num_rows: int, memory_field: str = "num_rows"
     ) -> None:
-        """Raises ConfigError for caches that are not whole blocks one after the other.
+        """`memory_field`: configuration field that sets the amount of memory, for the error.
 
-        And for too little memory; `memory_field` of the configuration says how much to take.
+        Raises ConfigError if a cache's blocks are not contiguous, or memory is short.
         """
         self._caches: list[Bytes] = [block_rows(name, cache).numpy() for name, cache in kv_caches.items()]
         widths = [cache.shape[1] for cache in self._caches]
@@ -62,12 +62,12 @@ class HostRows:
 
 
 def check_ids(ids: Sequence[int], count: int) -> None:
-    """A slice beyond the end is no error to numpy or torch: it copies nothing, and says so to nobody."""
+    """Asserts the range, because numpy and torch silently copy nothing for a slice beyond the end."""
     assert not ids or 0 <= min(ids) <= max(ids) < count, f"{ids} are not all in [0, {count})"
 
 
 def block_rows(name: str, cache: torch.Tensor) -> torch.Tensor:
-    """The same memory as `[num_blocks, block_bytes]` of bytes. Raises ConfigError if a block is in pieces."""
+    """The same memory as bytes, `[num_blocks, block_bytes]`. Raises ConfigError for split blocks."""
     import torch
 
     expected = 1
@@ -84,7 +84,7 @@ def block_rows(name: str, cache: torch.Tensor) -> torch.Tensor:
 
 
 def runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(source, target, count): [4, 5, 9], [0, 1, 2] -> (4, 0, 2), (9, 2, 1)."""
+    """Pairs of ids as runs (source, target, count): [4, 5, 9], [0, 1, 2] -> (4, 0, 2), (9, 2, 1)."""
     assert len(sources) == len(targets)
     if not sources:
         return

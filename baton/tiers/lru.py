@@ -1,4 +1,4 @@
-"""Least recently used."""
+"""Eviction of the least recently used key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.tiers.policy import Admitted, EvictionPolicy, K
 class Lru(EvictionPolicy[K]):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._keys: OrderedDict[K, None] = OrderedDict()  # The next to leave first.
+        self._keys: OrderedDict[K, None] = OrderedDict()  # The next key to leave comes first.
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -21,14 +21,14 @@ class Lru(EvictionPolicy[K]):
 
     def admit(self, key: K, can_leave: Callable[[K], bool]) -> Admitted[K] | None:
         assert key not in self._keys
-        left = None
+        evicted = None
         if len(self._keys) >= self.capacity:
-            left = next((old for old in self._keys if can_leave(old)), None)
-            if left is None:
+            evicted = next((old for old in self._keys if can_leave(old)), None)
+            if evicted is None:
                 return None
-            del self._keys[left]
+            del self._keys[evicted]
         self._keys[key] = None
-        return Admitted(left)
+        return Admitted(evicted)
 
     def use(self, key: K) -> None:
         self._keys.move_to_end(key)

@@ -1,4 +1,4 @@
-"""What a tier asks of an eviction policy."""
+"""Interface of eviction policies."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Admitted(Generic[K]):
-    """The key is in."""
+    """The key was admitted."""
 
-    left: K | None = None  # Who had to make room for it.
+    evicted: K | None = None  # The key that was evicted for it.
 
 
 class EvictionPolicy(ABC, Generic[K]):
-    """Up to `capacity` keys are in. They come by `admit`, and leave by another's `admit` or by `discard`."""
+    """Holds up to `capacity` keys. Keys enter by `admit`; they leave by another's `admit` or by `discard`."""
 
     def __init__(self, capacity: int) -> None:
         assert capacity > 0
@@ -32,16 +32,16 @@ class EvictionPolicy(ABC, Generic[K]):
 
     @abstractmethod
     def admit(self, key: K, can_leave: Callable[[K], bool]) -> Admitted[K] | None:
-        """Let in a key that is not. None: everybody who is in has to stay, so nobody is added."""
+        """Admits a new key. None: the tier is full and no key can leave, so nothing changes."""
 
     @abstractmethod
     def use(self, key: K) -> None:
-        """A key that is in was asked for again."""
+        """A key that is held was used again."""
 
     @abstractmethod
     def refresh(self, keys: Iterable[K]) -> None:
-        """Those of them that are in shall stay longest, the last one longest of all. Counts as no use."""
+        """Those of the keys that are held shall stay longest, the last one longest. Not counted as a use."""
 
     @abstractmethod
     def discard(self, key: K) -> None:
-        """A key that is in leaves for good: it is not remembered."""
+        """Removes a key that is held, without remembering it."""

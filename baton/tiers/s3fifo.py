@@ -4,7 +4,7 @@
               |                              ^
               `--unused--> ghosts (keys only) `-- comes back
 
-Most keys of most workloads are asked for once, and leave through the small queue without disturbing the rest.
+In most workloads most keys are used once. They leave through the small queue without disturbing the others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ class S3Fifo(EvictionPolicy[K]):
         super().__init__(capacity)
         self._small_max = max(1, int(capacity * SMALL_SHARE))
         self._num_ghosts_max = max(1, capacity - self._small_max)
-        self._small: OrderedDict[K, int] = OrderedDict()  # Uses since it came; the oldest first.
+        self._small: OrderedDict[K, int] = (
+            OrderedDict()
+        )  # Uses since the key entered; the oldest key comes first.
         self._main: OrderedDict[K, int] = OrderedDict()
         self._ghosts: OrderedDict[K, None] = OrderedDict()
 
@@ -35,36 +37,36 @@ class S3Fifo(EvictionPolicy[K]):
 
     def admit(self, key: K, can_leave: Callable[[K], bool]) -> Admitted[K] | None:
         assert key not in self
-        left = None
+        evicted = None
         if len(self) >= self.capacity:
-            left = self._make_room(can_leave)
-            if left is None:
+            evicted = self._make_room(can_leave)
+            if evicted is None:
                 return None
         if key in self._ghosts:
             del self._ghosts[key]
             self._main[key] = 0
         else:
             self._small[key] = 0
-        return Admitted(left)
+        return Admitted(evicted)
 
     def use(self, key: K) -> None:
         queue = self._small if key in self._small else self._main
         queue[key] = min(queue[key] + 1, USES_MAX)
 
     def refresh(self, keys: Iterable[K]) -> None:
-        return  # The queues are in order of arrival, whatever happens.
+        return  # The queues stay in order of arrival.
 
     def discard(self, key: K) -> None:
         del (self._small if key in self._small else self._main)[key]
 
     def _make_room(self, can_leave: Callable[[K], bool]) -> K | None:
-        left = self._leave_small(can_leave) if len(self._small) >= self._small_max else None
-        if left is None:
-            left = self._leave_main(can_leave)
-        # The main queue may be empty, or in use altogether.
-        return left if left is not None else self._leave_small(can_leave)
+        evicted = self._evict_from_small(can_leave) if len(self._small) >= self._small_max else None
+        if evicted is None:
+            evicted = self._evict_from_main(can_leave)
+        # The main queue may be empty, or all its keys may be in use.
+        return evicted if evicted is not None else self._evict_from_small(can_leave)
 
-    def _leave_small(self, can_leave: Callable[[K], bool]) -> K | None:
+    def _evict_from_small(self, can_leave: Callable[[K], bool]) -> K | None:
         for _ in range(len(self._small)):
             key, uses = next(iter(self._small.items()))
             if uses > 1:
@@ -75,11 +77,11 @@ class S3Fifo(EvictionPolicy[K]):
                 self._remember(key)
                 return key
             else:
-                self._small.move_to_end(key)  # In use at this moment, so no candidate for this round.
+                self._small.move_to_end(key)  # In use now, so not a candidate in this round.
         return None
 
-    def _leave_main(self, can_leave: Callable[[K], bool]) -> K | None:
-        # One round for each use that a key can have, and one more to leave.
+    def _evict_from_main(self, can_leave: Callable[[K], bool]) -> K | None:
+        # One round for each use that a key can have, and one more to evict.
         for _ in range((USES_MAX + 1) * len(self._main)):
             key, uses = next(iter(self._main.items()))
             if not can_leave(key):

@@ -1,13 +1,12 @@
-"""Which key is in which slot of a tier, and whether its slot may be given to another. Pure.
+"""Index of a tier's slots: which key is in which slot, and whether the slot can be reused. Pure.
 
     reserve            end_store(ok)           evicted, or forgotten
     -------> STORING ----------------> READY -----------------------> (free)
                 |   end_store(failed)    |  ^
                 `------> (free)          pin unpin                    pinned: neither evicted nor reused
 
-Only what is ready can be found. A slot is free again when nobody fills or reads it any more, whatever became
-of its key: one that is forgotten while it is in use is *doomed*, and its slot is kept until that use has
-ended.
+Only ready keys can be found. A slot is free again when nothing fills or reads it any more, even if its key is
+gone earlier: an entry that is forgotten while in use is *doomed*, and its slot is kept until that use ends.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ class Entry(Generic[K]):
     key: K
     slot: int
     is_ready: bool = False
-    is_doomed: bool = False  # Not to be found, and free once nobody uses it.
+    is_doomed: bool = False  # Cannot be found; its slot is freed after its last use.
     num_pins: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved(Generic[K]):
     entry: Entry[K]
-    left: K | None  # Who had to make room for it.
+    evicted: K | None  # The key that was evicted for it.
 
 
 class SlotIndex(Generic[K]):
@@ -40,10 +39,12 @@ class SlotIndex(Generic[K]):
         self.num_slots = num_slots
         self._policy = policy
         self._entries: dict[K, Entry[K]] = {}
-        self._free = list(range(num_slots - 1, -1, -1))  # Ascending when taken: neighbours copy together.
+        self._free = list(
+            range(num_slots - 1, -1, -1)
+        )  # Taken in ascending order, so that adjacent slots are copied in runs.
 
     def __contains__(self, key: object) -> bool:
-        """Whether it is there, or on its way."""
+        """Whether the key is stored or being stored."""
         return key in self._entries
 
     @property
@@ -55,7 +56,7 @@ class SlotIndex(Generic[K]):
         return entry is not None and entry.is_ready
 
     def num_found(self, keys: Iterable[K]) -> int:
-        """How many of them can be loaded, from the first one on without a gap."""
+        """Number of keys that can be loaded, counted from the first one without a gap."""
         num_found = 0
         for key in keys:
             if not self.is_ready(key):
@@ -66,10 +67,10 @@ class SlotIndex(Generic[K]):
     # --- Storing ---------------------------------------------------------------------------------
 
     def reserve(self, key: K, protected: Collection[K] = ()) -> Reserved[K] | None:
-        """A slot for a key that has none; what is `protected` does not make room. None: there is no room."""
+        """Assigns a slot to a new key without evicting `protected` keys. None: there is no room."""
         assert key not in self._entries
         if not self._free and len(self._policy) < self.num_slots:
-            return None  # The missing ones are doomed, and not free yet.
+            return None  # The other slots belong to doomed entries.
 
         def can_leave(other: K) -> bool:
             entry = self._entries[other]
@@ -78,13 +79,13 @@ class SlotIndex(Generic[K]):
         admitted = self._policy.admit(key, can_leave)
         if admitted is None:
             return None
-        if admitted.left is not None:
-            self._free.append(self._entries.pop(admitted.left).slot)
+        if admitted.evicted is not None:
+            self._free.append(self._entries.pop(admitted.evicted).slot)
         entry = self._entries[key] = Entry(key, self._free.pop())
-        return Reserved(entry, admitted.left)
+        return Reserved(entry, admitted.evicted)
 
     def end_store(self, entry: Entry[K], *, ok: bool) -> bool:
-        """Nobody fills the slot any more. True: from now on its key can be found."""
+        """The slot is no longer being filled. Returns True if its key can be found from now on."""
         assert not entry.is_ready
         if ok and not entry.is_doomed:
             entry.is_ready = True
@@ -97,7 +98,7 @@ class SlotIndex(Generic[K]):
     # --- Loading ---------------------------------------------------------------------------------
 
     def pin(self, keys: Sequence[K]) -> list[Entry[K]] | None:
-        """Their slots stay as they are until `unpin`. None, with nothing pinned, if one is not ready."""
+        """Keeps the slots unchanged until `unpin`. Returns None and pins nothing if a key is not ready."""
         if self.num_found(keys) < len(keys):
             return None
         entries = [self._entries[key] for key in keys]
@@ -112,10 +113,10 @@ class SlotIndex(Generic[K]):
             if entry.is_doomed and not entry.num_pins:
                 self._free.append(entry.slot)
 
-    # --- Who stays -------------------------------------------------------------------------------
+    # --- Eviction --------------------------------------------------------------------------------
 
     def use(self, key: K) -> None:
-        """A key that is there was asked for."""
+        """A key that is held was used."""
         self._policy.use(key)
 
     def refresh(self, keys: Iterable[K]) -> None:
@@ -123,7 +124,7 @@ class SlotIndex(Generic[K]):
         self._policy.refresh(keys)
 
     def forget(self, entry: Entry[K]) -> bool:
-        """Its content is not to be believed. True if it could be found until now."""
+        """Removes an entry whose content is not valid. Returns whether it could be found until now."""
         if entry.is_doomed or self._entries.get(entry.key) is not entry:
             return False
         self._remove(entry)
@@ -133,7 +134,7 @@ class SlotIndex(Generic[K]):
         return entry.is_ready
 
     def clear(self) -> list[K]:
-        """Forget everything. Returns what could be found until now."""
+        """Removes all entries. Returns the keys that could be found until now."""
         return [entry.key for entry in list(self._entries.values()) if self.forget(entry)]
 
     def _remove(self, entry: Entry[K]) -> None:
@@ -141,7 +142,7 @@ class SlotIndex(Generic[K]):
         self._policy.discard(entry.key)
 
     def assert_consistent(self, entries_in_use: Collection[Entry[K]] = ()) -> None:
-        """Every slot is free, or of one key, or of a doomed entry in use. O(slots): for tests."""
+        """Every slot is free, holds one key, or belongs to a doomed entry in use. O(slots); for tests."""
         doomed = [entry for entry in entries_in_use if entry.is_doomed]
         slots = [*self._free, *(e.slot for e in self._entries.values()), *(e.slot for e in doomed)]
         assert sorted(slots) == list(range(self.num_slots)), "a slot is lost, or has two owners"

@@ -213,7 +213,7 @@ def test_tokens_that_no_block_holds_fail_the_read_alone(pair: Callable[..., Pair
         one.read(claim=2)
         bad, good = sorted(one.d.take_ended(), key=lambda end: end.claim)
         assert not bad.ok
-        assert "200 tokens do not lie in" in bad.error
+        assert "200 tokens do not fit into" in bad.error
         assert good.ok
         assert one.is_right
 
@@ -506,7 +506,7 @@ def test_blocks_of_an_unknown_packing_go_whole_or_not_at_all(pair: Callable[...,
     refused.read()
     [end] = refused.wait_ended(1)
     assert not end.ok
-    assert "packing: ours 'slot'" in end.error
+    assert "packing: ours is 'slot'" in end.error
 
 
 def test_a_part_of_a_block_of_an_unknown_packing_is_not_guessed_at(pair: Callable[..., Pair]) -> None:

@@ -263,7 +263,7 @@ def test_failures_of_no_field_are_refused() -> None:
     class Lost(RankReport):
         failed: Annotated[set[int] | None, FailedOf("jobs")] = None
 
-    with pytest.raises(TypeError, match="no AllRanks field"):
+    with pytest.raises(TypeError, match="not an AllRanks field"):
         RankCombiner(Lost, 2)
 
 

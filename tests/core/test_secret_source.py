@@ -141,7 +141,7 @@ def test_moving_kv_without_a_secret_takes_an_explicit_setting_and_warns() -> Non
     assert insecure.secret is None
     assert insecure.warning is not None
     assert "wrong answers" in insecure.warning
-    with pytest.raises(ConfigError, match="insecure_no_secret: cannot go with a secret"):
+    with pytest.raises(ConfigError, match="insecure_no_secret: must not be set together with a secret"):
         found({"BATON_SECRET": NEW}, is_insecure=True)
 
 

@@ -135,7 +135,7 @@ def test_the_request_that_killed_other_engines_is_a_clear_400() -> None:
 
 
 def test_both_directions_at_once_make_no_sense() -> None:
-    with pytest.raises(BadTransferParams, match="not both"):
+    with pytest.raises(BadTransferParams, match="must not set both"):
         parse_transfer_params({**ANSWER, "do_remote_decode": True})
 
 

@@ -143,7 +143,7 @@ def test_a_conversion_declares_what_it_loses() -> None:
         "float32 -> bfloat16: lossy (23 bits of mantissa become 7)"
     )
     assert declared_loss("bfloat16", "float16") == (
-        "bfloat16 -> float16: lossy (beyond 65504 values saturate, small ones become 0)"
+        "bfloat16 -> float16: lossy (values beyond 65504 saturate, small ones become 0)"
     )
 
 

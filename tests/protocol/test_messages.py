@@ -183,7 +183,7 @@ def test_a_frame_of_another_version_is_called_that_and_not_malformed() -> None:
     ],
 )
 def test_we_cannot_even_make_what_a_peer_would_refuse(make: Callable[[], object]) -> None:
-    with pytest.raises(ValueError, match=r"u64|duration|engine_id"):
+    with pytest.raises(ValueError, match=r"2\*\*64|finite|engine_id"):
         make()
 
 

@@ -70,9 +70,9 @@ def test_equal_blocks_are_one_piece_and_perhaps_an_edge() -> None:
 
 
 def test_tokens_behind_the_end_of_a_table_are_refused() -> None:
-    with pytest.raises(TransferError, match="9 tokens do not lie in 2 local blocks of 4"):
+    with pytest.raises(TransferError, match="9 tokens do not fit into 2 local blocks of 4"):
         plan_block_runs(0, 9, 4, 4, [1, 2], [1, 2, 3], rounds_up=True)
-    with pytest.raises(TransferError, match="9 tokens do not lie in 1 remote blocks of 8"):
+    with pytest.raises(TransferError, match="9 tokens do not fit into 1 remote blocks of 8"):
         plan_block_runs(0, 9, 4, 8, [1, 2, 3], [1], rounds_up=True)
 
 

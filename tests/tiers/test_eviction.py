@@ -62,9 +62,9 @@ def test_whoever_has_to_stay_stays(
             is_full = len(inside) == capacity
             assert (admitted is None) == (is_full and inside <= staying)
             if admitted is not None:
-                assert (admitted.left is None) == (not is_full)
-                inside = (inside - {admitted.left}) | {key}
-                assert admitted.left not in staying or admitted.left is None
+                assert (admitted.evicted is None) == (not is_full)
+                inside = (inside - {admitted.evicted}) | {key}
+                assert admitted.evicted not in staying or admitted.evicted is None
         assert {k for k in range(31) if k in policy} == inside
         assert len(policy) == len(inside)
 
@@ -74,7 +74,7 @@ def test_lru_keeps_the_beginning_of_a_prompt_longer_than_its_end() -> None:
     for key in (1, 2, 3):
         policy.admit(key, anybody)
     policy.refresh([3, 2, 1])
-    assert policy.admit(4, anybody).left == 3
+    assert policy.admit(4, anybody).evicted == 3
 
 
 @pytest.mark.parametrize("name", ["arc", "s3fifo"])

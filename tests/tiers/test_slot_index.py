@@ -49,8 +49,8 @@ class Story(RuleBasedStateMachine):
             num_doomed = len({id(e) for e in self.in_use() if e.is_doomed})
             assert not can_go or num_doomed
             return
-        assert (reserved.left is None) == (free > 0)
-        assert reserved.left is None or reserved.left in can_go
+        assert (reserved.evicted is None) == (free > 0)
+        assert reserved.evicted is None or reserved.evicted in can_go
         assert not self.index.is_ready(key)
         self.memory[reserved.entry.slot] = None
         self.stores.append(reserved.entry)
@@ -145,15 +145,15 @@ def test_what_is_read_makes_no_room(eviction: Eviction) -> None:
     assert twice is not None
     reserved = index.reserve(100)
     assert reserved is not None
-    assert reserved.left == 3
+    assert reserved.evicted == 3
     assert index.reserve(101) is None, "the rest is read, or being filled"
     index.unpin(read)
     for key in range(101, 105):
         reserved = index.reserve(key)
         assert reserved is not None
-        assert reserved.left not in (1, 100, *range(101, key))
+        assert reserved.evicted not in (1, 100, *range(101, key))
     assert index.reserve(105) is None, "one is read still"
     index.unpin(twice)
     reserved = index.reserve(105)
     assert reserved is not None
-    assert reserved.left == 1
+    assert reserved.evicted == 1

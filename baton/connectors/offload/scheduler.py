@@ -289,9 +289,9 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
                 self._stats.add(not_stored_chunks=num_chunks - chunk)
                 prompt.num_seen_chunks = chunk
                 break
-            if reserved.left is not None:
+            if reserved.evicted is not None:
                 self._stats.add(evicted_chunks=1)
-                self._events.removed(reserved.left)
+                self._events.removed(reserved.evicted)
             store.chunks.append(chunk)
             store.entries.append(reserved.entry)
         if not store.chunks:
