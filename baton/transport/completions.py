@@ -6,7 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from baton.transport.base import Completion, OpId
+from baton.core.ids import Address
+from baton.core.layout import Region
+from baton.transport.base import Completion, OpId, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -58,3 +60,18 @@ class CompletionQueue:
     def wait(self, timeout_s: float) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._ended), timeout_s)
+
+
+class QueuedTransport(Transport):
+    """Transport whose operations end in a `CompletionQueue`."""
+
+    def __init__(self, address: Address, on_completion: Callable[[], None] | None) -> None:
+        self.completions = CompletionQueue(on_completion)
+        self._address = address
+        self._regions: tuple[Region, ...] = ()
+
+    def poll(self) -> list[Completion]:
+        return self.completions.poll()
+
+    def wait_completion(self, timeout_s: float) -> bool:
+        return self.completions.wait(timeout_s)

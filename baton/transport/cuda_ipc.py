@@ -22,10 +22,10 @@ import msgspec
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address
 from baton.core.layout import CopySpan, Region
-from baton.transport.base import Completion, OpId, PeerHandle, Prepared, Transport
-from baton.transport.completions import CompletionQueue
+from baton.transport.base import OpId, PeerHandle, Prepared
+from baton.transport.completions import QueuedTransport
 from baton.transport.cuda_driver import HANDLE_BYTES, CudaDriver, DeviceMemory
-from baton.transport.decoding import decode_from_peer
+from baton.transport.decoding import Endpoint, decode_endpoint
 from baton.transport.host_identity import HostProcess, require_same_host, this_process
 from baton.transport.identity_page import (
     IDENTITY_BYTES,
@@ -51,10 +51,7 @@ class SharedRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device_uuid: bytes
 
 
-class CudaIpcEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    version: int
-    engine_id: str
-    epoch: int
+class CudaIpcEndpoint(Endpoint, frozen=True, forbid_unknown_fields=True):
     process: HostProcess
     identity_address: int
     generation: int
@@ -79,7 +76,7 @@ class CudaIpcPrepared(Prepared):
     table: SpanTable
 
 
-class CudaIpcTransport(Transport):
+class CudaIpcTransport(QueuedTransport):
     """One rank's. All calls may come from any thread."""
 
     name = "cuda_ipc"
@@ -93,18 +90,16 @@ class CudaIpcTransport(Transport):
         on_completion: Callable[[], None] | None = None,
     ) -> None:
         """Raises TransferError where there is no CUDA driver or device."""
-        self._address = address
+        super().__init__(address, on_completion)
         self._driver = driver if driver is not None else CudaDriver()
-        self._completions = CompletionQueue(on_completion)
         self._identity = IdentityPage(address.epoch)
-        self._regions: tuple[Region, ...] = ()
         self._uuids: dict[bytes, int] = {}  # Of the devices that our regions lie on.
         self._lock = threading.Lock()
         self._peers: set[CudaIpcPeer] = set()
         self._pool = ReaderPool[CudaIpcPeer](
             self.name,
             self._read_batch,
-            self._completions,
+            self.completions,
             num_threads=NUM_READERS,
             thread_cpus=thread_cpus,
             batch_copies_max=BATCH_COPIES_MAX,
@@ -177,12 +172,6 @@ class CudaIpcTransport(Transport):
         assert isinstance(prepared, CudaIpcPrepared)
         return self._pool.post(prepared.peer, prepared.table.expand(local_blocks, remote_blocks))
 
-    def poll(self) -> list[Completion]:
-        return self._completions.poll()
-
-    def wait_completion(self, timeout_s: float) -> bool:
-        return self._completions.wait(timeout_s)
-
     def cancel(self, op: OpId) -> None:
         self._pool.cancel(op)
 
@@ -224,9 +213,7 @@ class CudaIpcTransport(Transport):
 
 
 def _decode_endpoint(address: Address, endpoint: bytes) -> CudaIpcEndpoint:
-    named = decode_from_peer(endpoint, CudaIpcEndpoint, f"cuda_ipc endpoint of {address.engine_id}")
-    if named.version != VERSION:
-        raise TransferError(f"cuda_ipc endpoint version {named.version} is not spoken here")
+    named = decode_endpoint(CudaIpcEndpoint, "cuda_ipc", VERSION, address, endpoint)
     well_formed = (
         len(named.nonce) == NONCE_BYTES
         and 0 <= named.generation < 2**64
@@ -234,7 +221,5 @@ def _decode_endpoint(address: Address, endpoint: bytes) -> CudaIpcEndpoint:
     )
     if not well_formed:
         raise PeerError(f"malformed cuda_ipc endpoint of {address.engine_id}: a field of the wrong size")
-    if (named.engine_id, named.epoch) != address:
-        raise PeerError(f"the cuda_ipc endpoint of {address.engine_id} speaks of another engine or epoch")
     check_regions([Region(named.identity_address, IDENTITY_BYTES)])
     return named

@@ -25,9 +25,9 @@ import numpy as np
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address
 from baton.core.layout import CopySpan, Region
-from baton.transport.base import Completion, OpId, PeerHandle, Prepared, Transport
-from baton.transport.completions import CompletionQueue
-from baton.transport.decoding import decode_from_peer
+from baton.transport.base import OpId, PeerHandle, Prepared
+from baton.transport.completions import QueuedTransport
+from baton.transport.decoding import Endpoint, decode_endpoint
 from baton.transport.host_identity import HostProcess, require_same_host, this_process
 from baton.transport.identity_page import (
     IDENTITY_BYTES,
@@ -50,10 +50,7 @@ CALL_COPIES_MAX = IOV_MAX - 2  # The epoch page goes before and after.
 NUM_READERS = 2
 
 
-class LocalEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    version: int
-    engine_id: str
-    epoch: int
+class LocalEndpoint(Endpoint, frozen=True, forbid_unknown_fields=True):
     process: HostProcess
     identity_address: int  # See identity_page.
     generation: int
@@ -78,7 +75,7 @@ class LocalPrepared(Prepared):
     table: SpanTable
 
 
-class LocalTransport(Transport):
+class LocalTransport(QueuedTransport):
     """One rank's. All calls may come from any thread."""
 
     name = "local"
@@ -91,15 +88,13 @@ class LocalTransport(Transport):
         num_readers: int = NUM_READERS,
         on_completion: Callable[[], None] | None = None,
     ) -> None:
-        self._address = address
-        self._completions = CompletionQueue(on_completion)
+        super().__init__(address, on_completion)
         self._identity = IdentityPage(address.epoch)
-        self._regions: tuple[Region, ...] = ()
         self._registered = False
         self._pool = ReaderPool[LocalPeer](
             self.name,
             _read_batch,
-            self._completions,
+            self.completions,
             num_threads=num_readers,
             thread_cpus=thread_cpus,
             batch_copies_max=CALL_COPIES_MAX,
@@ -148,12 +143,6 @@ class LocalTransport(Transport):
         copies = prepared.table.expand(local_blocks, remote_blocks)
         return self._pool.post(prepared.peer, copies)
 
-    def poll(self) -> list[Completion]:
-        return self._completions.poll()
-
-    def wait_completion(self, timeout_s: float) -> bool:
-        return self._completions.wait(timeout_s)
-
     def cancel(self, op: OpId) -> None:
         self._pool.cancel(op)
 
@@ -168,15 +157,11 @@ class LocalTransport(Transport):
 
 
 def _decode_endpoint(address: Address, endpoint: bytes) -> LocalEndpoint:
-    named = decode_from_peer(endpoint, LocalEndpoint, f"local endpoint of {address.engine_id}")
-    if named.version != 1:
-        raise TransferError(f"local endpoint version {named.version} is not spoken here")
+    named = decode_endpoint(LocalEndpoint, "local", 1, address, endpoint)
     if len(named.nonce) != NONCE_BYTES or not 0 <= named.generation < 2**64:
         raise PeerError(
             f"malformed local endpoint of {address.engine_id}: nonce or generation of the wrong size"
         )
-    if (named.engine_id, named.epoch) != address:
-        raise PeerError(f"the local endpoint of {address.engine_id} speaks of another engine or epoch")
     check_regions([*named.regions, Region(named.identity_address, IDENTITY_BYTES)])
     return named
 

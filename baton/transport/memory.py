@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from baton.core.errors import PeerError, TransferError
+from baton.core.errors import TransferError
 from baton.core.ids import Address
 from baton.core.layout import CopySpan, Region
-from baton.transport.base import Completion, OpId, PeerHandle, Prepared, Transport
-from baton.transport.completions import CompletionQueue
-from baton.transport.decoding import decode_from_peer
+from baton.transport.base import OpId, PeerHandle, Prepared
+from baton.transport.completions import QueuedTransport
+from baton.transport.decoding import check_incarnation, decode_from_peer
 from baton.transport.spans import Copies, SpanTable, check_regions, require_host_memory
 
 
@@ -146,7 +146,7 @@ class MemoryNetwork:
         reading.peer.owner.completions.finish(reading.op, nbytes=nbytes, error=error)
 
 
-class MemoryTransport(Transport):
+class MemoryTransport(QueuedTransport):
     """One rank's. All calls may come from any thread."""
 
     name = "memory"
@@ -158,10 +158,8 @@ class MemoryTransport(Transport):
         *,
         on_completion: Callable[[], None] | None = None,
     ) -> None:
-        self._address = address
+        super().__init__(address, on_completion)
         self.network = network if network is not None else MemoryNetwork.of_process()
-        self.completions = CompletionQueue(on_completion)
-        self._regions: tuple[Region, ...] = ()
         self._endpoint: MemoryEndpoint | None = None
         self._peers: set[MemoryPeer] = set()
         self._closed = False
@@ -177,8 +175,7 @@ class MemoryTransport(Transport):
         assert not self._closed
         named = decode_from_peer(endpoint, MemoryEndpoint, f"memory endpoint of {address.engine_id}")
         check_regions(named.regions)
-        if (named.engine_id, named.epoch) != address:
-            raise PeerError(f"the memory endpoint of {address.engine_id} speaks of another engine or epoch")
+        check_incarnation(self.name, (named.engine_id, named.epoch), address)
         if not self.network.is_alive(named):
             raise TransferError(f"{address.engine_id} is not on this process's memory network")
         peer = MemoryPeer(address, named, self)
@@ -199,12 +196,6 @@ class MemoryTransport(Transport):
         op = self.completions.open()
         self.network.post(_Reading(op, prepared.peer, copies))
         return op
-
-    def poll(self) -> list[Completion]:
-        return self.completions.poll()
-
-    def wait_completion(self, timeout_s: float) -> bool:
-        return self.completions.wait(timeout_s)
 
     def cancel(self, op: OpId) -> None:
         self.network.end(lambda r: r.op == op and r.peer.owner is self, "cancelled")

@@ -15,7 +15,6 @@ A write over NIXL would need the writer's own word that it has stopped, and a de
 """
 
 import secrets
-import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +24,8 @@ import msgspec
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address
 from baton.core.layout import CopySpan, Region
-from baton.transport.base import Completion, OpId, PeerHandle, Prepared, Transport
-from baton.transport.completions import CompletionQueue
-from baton.transport.decoding import decode_from_peer
+from baton.transport.base import OpId, PeerHandle, Prepared
+from baton.transport.decoding import Endpoint, decode_endpoint
 from baton.transport.host_identity import HostProcess, require_same_host, this_process
 from baton.transport.identity_page import (
     IDENTITY_BYTES,
@@ -39,6 +37,7 @@ from baton.transport.identity_page import (
 )
 from baton.transport.nixl_agent import NixlAgent, bindings, memory_kind
 from baton.transport.nixl_peer import IdentityReader, NixlCounters, NixlPeer, PreparedGroup
+from baton.transport.peers import PeersTransport
 from baton.transport.spans import SpanTable, check_regions
 
 VERSION = 1
@@ -46,10 +45,7 @@ METADATA_BYTES_MAX = 1 << 20
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
-class NixlEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    version: int
-    engine_id: str
-    epoch: int
+class NixlEndpoint(Endpoint, frozen=True, forbid_unknown_fields=True):
     agent: str
     metadata: bytes
     process: HostProcess
@@ -67,7 +63,7 @@ class NixlPrepared(Prepared):
     groups: Sequence[PreparedGroup]
 
 
-class NixlTransport(Transport):
+class NixlTransport(PeersTransport[NixlPeer]):
     """One rank's. All calls may come from any thread."""
 
     name = "nixl"
@@ -81,15 +77,10 @@ class NixlTransport(Transport):
     ) -> None:
         """Raises ConfigError where NIXL is not installed."""
         bindings()
-        self._address = address
+        super().__init__(address, on_completion)
         self._thread_cpus = thread_cpus
-        self._completions = CompletionQueue(on_completion)
         self._identity = IdentityPage(address.epoch)
-        self._regions: tuple[Region, ...] = ()
         self._owner: NixlAgent | None = None
-        self._lock = threading.Lock()
-        self._peers: set[NixlPeer] = set()
-        self._closed = False
         self.counters = NixlCounters()
 
     def register(self, regions: Sequence[Region]) -> bytes:
@@ -140,16 +131,11 @@ class NixlTransport(Transport):
             named.agent,
             identity,
             expected,
-            self._completions,
+            self.completions,
             self.counters,
             self._thread_cpus,
         )
-        with self._lock:
-            if not self._closed:
-                self._peers.add(peer)
-                return peer
-        peer.close("the transport was closed")
-        raise TransferError("the nixl transport is closed")
+        return self.add(peer)
 
     def prepare(self, peer: PeerHandle, spans: Sequence[CopySpan]) -> NixlPrepared:
         assert isinstance(peer, NixlPeer)
@@ -162,34 +148,10 @@ class NixlTransport(Transport):
         assert isinstance(prepared, NixlPrepared)
         return prepared.peer.post(prepared.groups, *prepared.table.check_blocks(local_blocks, remote_blocks))
 
-    def poll(self) -> list[Completion]:
-        return self._completions.poll()
-
-    def wait_completion(self, timeout_s: float) -> bool:
-        return self._completions.wait(timeout_s)
-
-    def cancel(self, op: OpId) -> None:
-        with self._lock:
-            peers = list(self._peers)
-        for peer in peers:  # Each knows its own operations; there are few peers, and cancels are rare.
-            peer.cancel(op)
-
-    def disconnect(self, peer: PeerHandle) -> None:
-        assert isinstance(peer, NixlPeer)
-        peer.close("disconnected")
-        with self._lock:
-            self._peers.discard(peer)
-
     def close(self) -> None:
         # First of all: what others are reading right now must not count once the memory goes back.
         self._identity.void()
-        with self._lock:
-            self._closed = True
-            peers = list(self._peers)
-        for peer in peers:
-            peer.lose("the transport was closed")
-        for peer in peers:
-            self.disconnect(peer)
+        self.close_peers()
         if self._owner is not None:
             self._owner.destroy()
 
@@ -204,9 +166,7 @@ def has_rdma() -> bool:
 
 
 def _decode_endpoint(address: Address, endpoint: bytes) -> NixlEndpoint:
-    named = decode_from_peer(endpoint, NixlEndpoint, f"nixl endpoint of {address.engine_id}")
-    if named.version != VERSION:
-        raise TransferError(f"nixl endpoint version {named.version} is not spoken here")
+    named = decode_endpoint(NixlEndpoint, "nixl", VERSION, address, endpoint)
     if len(named.nonce) != NONCE_BYTES or not 0 <= named.generation < 2**64:
         raise PeerError(
             f"malformed nixl endpoint of {address.engine_id}: nonce or generation of a wrong size"
@@ -215,8 +175,6 @@ def _decode_endpoint(address: Address, endpoint: bytes) -> NixlEndpoint:
         raise PeerError(
             f"malformed nixl endpoint of {address.engine_id}: {len(named.metadata)} bytes of metadata"
         )
-    if (named.engine_id, named.epoch) != address:
-        raise PeerError(f"the nixl endpoint of {address.engine_id} speaks of another engine or epoch")
     check_regions([*named.regions, Region(named.identity_address, IDENTITY_BYTES)])
     return named
 

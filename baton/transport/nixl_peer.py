@@ -20,7 +20,7 @@ import numpy as np
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address
 from baton.core.layout import Region
-from baton.transport.base import OpId, PeerHandle
+from baton.transport.base import OpId
 from baton.transport.completions import CompletionQueue
 from baton.transport.identity_page import IDENTITY_BYTES
 from baton.transport.iovec import Scratch
@@ -32,6 +32,7 @@ from baton.transport.nixl_agent import (
     Strided,
     memory_kind,
 )
+from baton.transport.peers import ActivePeer
 from baton.transport.spans import Int64s, SpanTable
 from baton.transport.threads import join_all, start_owned_thread
 
@@ -158,9 +159,7 @@ class IdentityReader:
         return self.scratch.read()
 
 
-class NixlPeer(PeerHandle):
-    """Connected, until `lost` says why not. All methods from any thread."""
-
+class NixlPeer(ActivePeer):
     def __init__(
         self,
         address: Address,
@@ -266,7 +265,6 @@ class NixlPeer(PeerHandle):
             self._changed.notify()
 
     def close(self, reason: str) -> None:
-        """When this returns, nothing writes into our blocks for this peer."""
         self.lose(reason)
         join_all([self._thread], CLOSE_TIMEOUT_S)
 

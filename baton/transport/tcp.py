@@ -11,7 +11,6 @@ side. A connection belongs to one incarnation by its handshake, so a read can ne
 
 import logging
 import socket
-import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -21,9 +20,9 @@ from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError, TransferError
 from baton.core.ids import Address
 from baton.core.layout import CopySpan, Region
-from baton.transport.base import Completion, OpId, PeerHandle, Prepared, Transport
-from baton.transport.completions import CompletionQueue
+from baton.transport.base import OpId, PeerHandle, Prepared
 from baton.transport.loopback import check_bind_host, is_loopback, is_wildcard
+from baton.transport.peers import PeersTransport
 from baton.transport.sealing import Integrity
 from baton.transport.spans import SpanTable, require_host_memory
 from baton.transport.tcp_owner import TcpCounters, TcpOwner, keep_alive
@@ -34,7 +33,7 @@ from baton.transport.tcp_wire import (
     Session,
     TcpEndpoint,
     connection_keys,
-    decode_endpoint,
+    decode_tcp_endpoint,
     introduce,
 )
 
@@ -84,7 +83,7 @@ class TcpPrepared(Prepared):
     table: SpanTable
 
 
-class TcpTransport(Transport):
+class TcpTransport(PeersTransport[TcpPeer]):
     """One rank's. All calls may come from any thread."""
 
     name = "tcp"
@@ -100,19 +99,14 @@ class TcpTransport(Transport):
         on_completion: Callable[[], None] | None = None,
     ) -> None:
         check_bind_host(options.host, secret, field="tcp.host")
-        self._address = address
+        super().__init__(address, on_completion)
         self._options = options
         if options.level == "off":
             logger.warning("tcp.integrity is off: nothing notices KV that is changed between processes")
         self._secret = secret
         self._num_lanes = num_lanes
         self._thread_cpus = thread_cpus
-        self._completions = CompletionQueue(on_completion)
-        self._regions: tuple[Region, ...] = ()
         self._owner: TcpOwner | None = None
-        self._lock = threading.Lock()
-        self._peers: set[TcpPeer] = set()
-        self._closed = False
         self.counters = TcpCounters()
 
     @property
@@ -147,7 +141,7 @@ class TcpTransport(Transport):
         )
 
     def connect(self, address: Address, endpoint: bytes) -> TcpPeer:
-        named = decode_endpoint(address, endpoint)
+        named = decode_tcp_endpoint(address, endpoint)
         if self._secret is None and not is_loopback(named.host):
             raise TransferError(f"without a cluster secret only this host is dialled, not {named.host}")
         keys = connection_keys(self._secret, named.token)
@@ -160,19 +154,8 @@ class TcpTransport(Transport):
                     sockets[-1], keys, self._options.level, caller=self._address, target=address
                 )
                 lanes.append((sockets[-1], session))
-            with self._lock:
-                if self._closed:
-                    raise TransferError("the tcp transport is closed")
-                peer = TcpPeer(
-                    address,
-                    named,
-                    lanes,
-                    self._completions,
-                    self._thread_cpus,
-                    self.counters,
-                )
-                self._peers.add(peer)
-                return peer
+            peer = TcpPeer(address, named, lanes, self.completions, self._thread_cpus, self.counters)
+            return self.add(peer)
         except BaseException as error:
             for sock in sockets:
                 sock.close()
@@ -192,32 +175,8 @@ class TcpTransport(Transport):
         assert isinstance(prepared, TcpPrepared)
         return prepared.peer.post(prepared.table.expand(local_blocks, remote_blocks))
 
-    def poll(self) -> list[Completion]:
-        return self._completions.poll()
-
-    def wait_completion(self, timeout_s: float) -> bool:
-        return self._completions.wait(timeout_s)
-
-    def cancel(self, op: OpId) -> None:
-        with self._lock:
-            peers = list(self._peers)
-        for peer in peers:  # Each knows its own operations; there are few peers, and cancels are rare.
-            peer.cancel(op)
-
-    def disconnect(self, peer: PeerHandle) -> None:
-        assert isinstance(peer, TcpPeer)
-        peer.close("disconnected")
-        with self._lock:
-            self._peers.discard(peer)
-
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            peers = list(self._peers)
-        for peer in peers:
-            peer.lose("the transport was closed")
-        for peer in peers:
-            self.disconnect(peer)
+        self.close_peers()
         if self._owner is not None:
             self._owner.close()
 

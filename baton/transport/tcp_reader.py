@@ -30,9 +30,10 @@ import numpy as np
 
 from baton.core.errors import TransferError
 from baton.core.ids import Address
-from baton.transport.base import OpId, PeerHandle
+from baton.transport.base import OpId
 from baton.transport.completions import CompletionQueue
 from baton.transport.iovec import ScatteredMemory, Scratch, iovec_array
+from baton.transport.peers import ActivePeer
 from baton.transport.sealing import TAG_BYTES, Opening
 from baton.transport.spans import Copies
 from baton.transport.tcp_owner import TcpCounters
@@ -110,9 +111,7 @@ class _Chunk:
         self.discarded = True
 
 
-class TcpPeer(PeerHandle):
-    """Connected, until `lost` says why not. All methods from any thread."""
-
+class TcpPeer(ActivePeer):
     def __init__(
         self,
         address: Address,
@@ -185,7 +184,6 @@ class TcpPeer(PeerHandle):
         self._finish(over)
 
     def close(self, reason: str) -> None:
-        """When this returns, nothing writes into our blocks for this peer."""
         self.lose(reason)
         join_all(self._threads, CLOSE_TIMEOUT_S)
         with self.lock:

@@ -35,7 +35,7 @@ from baton.core.config import ClusterSecret
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.layout import Region
-from baton.transport.decoding import decode_from_peer
+from baton.transport.decoding import Endpoint, decode_endpoint, decode_from_peer
 from baton.transport.loopback import is_host
 from baton.transport.sealing import KEY_BYTES, Direction, Integrity, stronger
 from baton.transport.spans import check_regions
@@ -58,10 +58,7 @@ READ, DATA, FAIL = b"READ", b"DATA", b"FAIL"
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
 
-class TcpEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    version: int
-    engine_id: str
-    epoch: int
+class TcpEndpoint(Endpoint, frozen=True, forbid_unknown_fields=True):
     host: str
     port: int
     token: bytes
@@ -127,20 +124,13 @@ def connection_keys(secret: ClusterSecret | None, token: bytes) -> tuple[bytes, 
     return tuple(hmac.digest(key, token, "sha256") for key in shared)
 
 
-def decode_endpoint(address: Address, endpoint: bytes) -> TcpEndpoint:
+def decode_tcp_endpoint(address: Address, endpoint: bytes) -> TcpEndpoint:
     """Raises PeerError for an endpoint that its owner cannot have made, TransferError for another version."""
-    named = decode_from_peer(endpoint, TcpEndpoint, f"tcp endpoint of {address.engine_id}")
-    if named.version != VERSION:
-        raise TransferError(
-            f"{address.engine_id} has version {named.version} of the tcp protocol, and this engine has "
-            f"version {VERSION}: run the same version of Baton on both"
-        )
+    named = decode_endpoint(TcpEndpoint, "tcp", VERSION, address, endpoint)
     if len(named.token) != TOKEN_BYTES or not 0 < named.port < 65536:
         raise PeerError(f"malformed tcp endpoint of {address.engine_id}: no token, or no port")
     if not is_host(named.host):
         raise PeerError(f"malformed tcp endpoint of {address.engine_id}: {named.host[:100]!r} is no host")
-    if (named.engine_id, named.epoch) != address:
-        raise PeerError(f"the tcp endpoint of {address.engine_id} names another engine or epoch")
     check_regions(named.regions)
     return named
 
