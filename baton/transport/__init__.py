@@ -1,4 +1,4 @@
-"""Ways to move bytes between processes, behind one interface. They know addresses, not meaning."""
+"""Transports of bytes between processes, with one interface. They do not know the bytes' meaning."""
 
 from baton.transport.registry import (
     PREFERENCE,

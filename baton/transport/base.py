@@ -1,16 +1,16 @@
-"""What a way to move KV bytes has to offer. Modelled on one-sided wires (NIXL, RDMA).
+"""Interface of a transport for KV bytes, modelled on one-sided reads (NIXL, RDMA).
 
 The life of a transport in one rank's process:
 
     register(regions) -> endpoint bytes     once; the endpoint goes to peers over the control channel
     connect(address, endpoint) -> PeerHandle
-    prepare(peer, spans) -> Prepared        once per peer: where every block's bytes lie on both sides
+    prepare(peer, spans) -> Prepared        once per peer: location of every block's bytes on both sides
     post_read(prepared, local, remote) -> OpId      at once; never blocks the caller
     poll() -> completions                   each posted operation ends exactly once
 
-Operations are *bound to an incarnation*: a read from a process that took the place of the one connected to
-MUST end with `ok=False`. Completion order is unspecified. A transport's threads sleep when there is nothing
-to do, and belong to it: `close()` ends all of them.
+Operations are *bound to an incarnation*: a read from a process that has replaced the connected one MUST end
+with `ok=False`. Completion order is unspecified. A transport owns its threads: they sleep when there is
+nothing to do, and `close()` ends all of them.
 """
 
 from abc import ABC, abstractmethod
@@ -26,12 +26,12 @@ OpId = NewType("OpId", int)  # Unique within one transport; never reused.
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of one operation. Once it is out, the operation touches no memory any more."""
+    """End of one operation. After it the operation touches no memory any more."""
 
     op: OpId
     ok: bool
     nbytes: int
-    duration_s: float  # From post to end, this process's clock.
+    duration_s: float  # From post to end, by this process's clock.
     error: str | None = None  # For logs; set when not ok.
 
 
@@ -39,40 +39,40 @@ class PeerHandle(ABC):
     """A connection to one rank of one incarnation of a peer."""
 
     address: Address
-    lost: str | None = None  # Why nothing can be read any more; only another `connect` helps.
+    lost: str | None = None  # Why it cannot be read any more; `connect` again.
 
 
 class Prepared(ABC):  # noqa: B024  A marker: each transport prepares what it needs.
-    """Spans towards one peer, checked against both sides' regions, ready to be posted by block index."""
+    """Spans towards one peer, checked against both sides' regions and ready to be posted by block index."""
 
 
 class Transport(ABC):
-    """Raises TransferError where the network or the kernel is at fault, PeerError where the peer is."""
+    """Raises TransferError for faults of the network or the kernel, PeerError for faults of the peer."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def register(self, regions: Sequence[Region]) -> bytes:
-        """Make these regions readable for peers, once. Returns this rank's serialised endpoint."""
+        """Makes these regions readable for peers; called once. Returns this rank's serialised endpoint."""
 
     @abstractmethod
     def connect(self, address: Address, endpoint: bytes) -> PeerHandle:
-        """Connect to a peer's endpoint. May take a round trip: never call it on an engine step.
+        """Connects to a peer's endpoint. May take a round trip: never call it in an engine step.
 
-        Raises TransferError if the peer cannot be reached this way (another host, kernel forbids),
-        PeerError if the endpoint is malformed or its owner is not who it claims to be.
+        Raises TransferError if the peer cannot be reached by this transport (another host, forbidden by the
+        kernel), PeerError if the endpoint is malformed or its owner is not the engine that it names.
         """
 
     @abstractmethod
     def prepare(self, peer: PeerHandle, spans: Sequence[CopySpan]) -> Prepared:
-        """Check spans against the peer's and our regions. Raises PeerError if they leave a region."""
+        """Checks spans against the peer's and our regions. Raises PeerError if they leave a region."""
 
     @abstractmethod
     def post_read(
         self, prepared: Prepared, local_blocks: Sequence[int], remote_blocks: Sequence[int]
     ) -> OpId:
-        """Copy remote_blocks[i] into local_blocks[i], for all spans. Blocks that are adjacent on both sides
-        are merged. Raises TransferError (nothing was posted) for a block outside the prepared regions."""
+        """Copies remote_blocks[i] into local_blocks[i], for all spans, and merges blocks that are adjacent on
+        both sides. Raises TransferError, with nothing posted, for a block outside the prepared regions."""
 
     @abstractmethod
     def poll(self) -> list[Completion]:
@@ -80,16 +80,16 @@ class Transport(ABC):
 
     @abstractmethod
     def wait_completion(self, timeout_s: float) -> bool:
-        """Sleep until `poll` has something to return. False: the time is up."""
+        """Sleeps until `poll` has something to return. False: timed out."""
 
     @abstractmethod
     def cancel(self, op: OpId) -> None:
-        """End it soon, locally, without the peer's help. It still completes exactly once (ok or not)."""
+        """Ends it soon, locally, without the peer's help. It still completes exactly once (ok or not)."""
 
     @abstractmethod
     def disconnect(self, peer: PeerHandle) -> None:
-        """End all operations with this peer and forget it. Idempotent."""
+        """Ends all operations with this peer and forgets it. Idempotent."""
 
     @abstractmethod
     def close(self) -> None:
-        """End everything: operations, threads, sockets, files. Idempotent."""
+        """Ends everything: operations, threads, sockets, files. Idempotent."""

@@ -1,4 +1,4 @@
-"""The ends of operations: each operation that was opened is finished exactly once, from whatever thread."""
+"""Queue of completed operations: each opened operation is finished exactly once, from any thread."""
 
 import itertools
 import logging
@@ -30,7 +30,7 @@ class CompletionQueue:
             return op
 
     def withdraw(self, op: OpId) -> None:
-        """Forget an operation whose posting failed: its caller gets an exception, not a completion."""
+        """Forgets an operation whose posting failed: its caller gets an exception, not a completion."""
         with self._changed:
             del self._posted_at[op]
 
@@ -43,15 +43,15 @@ class CompletionQueue:
         if self._on_completion is not None:
             try:
                 self._on_completion()
-            except Exception:  # Others' code: it must not end the thread that serves a peer.
-                logger.exception("the hook of a completion failed")
+            except Exception:  # Foreign code; it must not end the thread that serves a peer.
+                logger.exception("the hook on_completion failed")
 
     def is_open(self, op: OpId) -> bool:
         with self._changed:
             return op in self._posted_at
 
     def poll(self) -> list[Completion]:
-        if not self._ended:  # The idle engine step pays for no lock.
+        if not self._ended:  # An idle engine step takes no lock.
             return []
         with self._changed:
             ended, self._ended = self._ended, []

@@ -1,23 +1,24 @@
 """Control messages between engines: small frames, encrypted and authenticated with the cluster secret.
 
     channel = ControlChannel(secret=secret)      bound; `channel.url` goes into tickets and introductions
-    channel.send(url, frame)                     to a peer, dialled on first use
+    channel.send(url, frame)                     to a peer, connected on first use
     for received in channel.poll(timeout_s=1):   requests from peers, and answers to ours
         channel.send(received.route, answer)
     channel.wake()                               from any thread: poll returns now
 
-One thread owns the channel; only `wake` may be called from others. Nothing blocks but `poll`. Delivery is
-best effort: frames may be lost or late, are never altered, and the protocol above expects no more.
+One thread owns the channel; other threads may only call `wake`. Only `poll` blocks. Delivery is best effort:
+frames may be lost or late but are never altered, and the protocol above expects no more.
 
 Every engine of a cluster derives the same CURVE key pairs from the secret. A process that does not know it
-cannot finish the handshake in either direction; without a secret the channel speaks only to this host. CURVE
-proves membership of the cluster; the frame itself proves which member wrote it (protocol/signed_frame.py).
+cannot finish the handshake in either direction. Without a secret the channel connects to this host only.
+CURVE proves membership of the cluster; the frame itself proves which member wrote it
+(protocol/signed_frame.py).
 
 While a secret is replaced, the channel accepts clients with either secret, and dials with both.
 
-What a stranger sends (another protocol, frames too long or too many) is dropped and counted. Connections that
-have not finished their handshake are bounded far below the limit of file descriptors: at the bound the port
-ignores connection requests until some of them end. No error of a socket leaves `send` or `poll`.
+Data from strangers (another protocol, frames too long or too many) is dropped and counted. Connections with
+an unfinished handshake are bounded far below the limit of file descriptors: at the bound the port ignores
+connection requests until some of them end. `send` and `poll` raise no socket errors.
 """
 
 import ctypes
@@ -46,46 +47,46 @@ from baton.transport.loopback import bracketed, check_bind_host, is_host, is_loo
 
 logger = logging.getLogger(__name__)
 
-Route = NewType("Route", bytes)  # Of one incoming connection; dies with it.
+Route = NewType("Route", bytes)  # One incoming connection; invalid when that ends.
 Destination: TypeAlias = Route | str  # str: a url.
 
 MAX_FRAME_BYTES = 4 << 20
-QUEUE_FRAMES_MAX = 1000  # Waiting in each direction of one connection; more are dropped.
-PEERS_MAX = 256  # Dialled at once; the one used longest ago goes first.
+QUEUE_FRAMES_MAX = 1000  # Queued in each direction of one connection; further ones are dropped.
+PEERS_MAX = 256  # Dialled at once; the least recently used connection is closed first.
 PEER_IDLE_S = 300.0
-POLL_FRAMES_MAX = 1000  # Returned by one poll, so that a flood cannot keep its caller.
+POLL_FRAMES_MAX = 1000  # Returned by one poll, so that a flood does not block its caller.
 HANDSHAKE_TIMEOUT_MS = 5_000
-# A host that is gone without a word is noticed by the kernel: after 5 + 2 * 5 s of silence, or when what was
-# sent is not acknowledged for 10 s. libzmq's own heartbeat is off: its timer writes to a connection whose
-# input has failed while it was stopped, and libzmq 4.3.5 then ends the process (`!_io_error`).
+# The kernel notices a host that vanished: after 5 + 2 * 5 s of silence, or when sent data is not acknowledged
+# for 10 s. libzmq's own heartbeat is off: its timer writes to a connection whose input has failed while it
+# was stopped, and libzmq 4.3.5 then ends the process (`!_io_error`).
 KEEPALIVE_IDLE_S = 5
 KEEPALIVE_EVERY_S = 5
 KEEPALIVE_PROBES = 2
 ACKNOWLEDGED_WITHIN_MS = 10_000
-# A peer that is asked again and again for so long without an answer is dialled anew. An altered length of a
-# frame makes the other end wait for bytes that never come, on a connection that looks alive.
+# A peer that does not answer repeated messages for this long is dialled again. A corrupted frame length makes
+# the other end wait for bytes that never come, on a connection that looks alive.
 SILENT_S = 2.5
 RECONNECT_FIRST_MS = 100
 RECONNECT_MAX_MS = 2_000
 
-# Accepted connections that have not finished their handshake, and their share of the process's descriptors.
+# Accepted connections with an unfinished handshake, and their share of the process's descriptors.
 WAITING_MAX = 128
 WAITING_SHARE_MAX = 1 / 8
-NUM_SPARE_DESCRIPTORS = 8  # Given up when none are left, so that a peer can still be dialled.
+NUM_SPARE_DESCRIPTORS = 8  # Released when none are left, so that peers can still be dialled.
 _BACKLOG = 128
-# After an accept without a free descriptor: ZeroMQ would try again and again, on all of one core.
+# Pause after an accept without a free descriptor; ZeroMQ would retry at once and occupy a whole core.
 ACCEPT_AGAIN_S = 1.0
 _FAILED_POLL_PAUSE_S = 0.05
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
 _BPF_DROP_ALL = bytes((0x06, 0, 0, 0, 0, 0, 0, 0))  # One instruction: return 0.
 
 _CURVE_OVERHEAD_BYTES = 64  # Nonce, authenticator and flags around an encrypted frame.
-_ZAP_ADDRESS = "inproc://zeromq.zap.01"  # RFC 27: where a context asks who may come in.
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"  # RFC 27: where a context asks which clients to accept.
 _ZAP_DOMAIN = b"baton"
 _URL = re.compile(r"tcp://(?P<host>[^\[\]:/]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
-# Not EVENT_HANDSHAKE_FAILED_PROTOCOL: libzmq 4.3.5 also reports it for a frame that does not decrypt. The
-# report overwrites the error number: libzmq takes the bad frame for a full queue, and never reads from that
-# connection again.
+# Without EVENT_HANDSHAKE_FAILED_PROTOCOL: libzmq 4.3.5 also reports it for a frame that does not decrypt. The
+# report overwrites the error number, so that libzmq takes the bad frame for a full queue and never reads from
+# that connection again.
 _FAILED_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _WATCHED = (
     zmq.EVENT_ACCEPTED
@@ -98,7 +99,7 @@ _WATCHED = (
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One frame. `route` is where an answer goes."""
+    """One frame, and the route for an answer."""
 
     route: Destination
     frame: bytes
@@ -106,28 +107,28 @@ class Received:
 
 @dataclass(slots=True)
 class ControlCounters:
-    """What was dropped, and why. Read by metrics from any thread."""
+    """Counts of dropped frames and connections, by reason. Metrics read them from any thread."""
 
     strangers: int = 0  # Handshakes that failed.
-    malformed: int = 0  # Wrong number of parts, or too long.
-    unroutable: int = 0  # To a connection that is gone.
-    overflowed: int = 0  # To a peer whose queue is full.
-    failed: int = 0  # Errors of a socket, such as too few file descriptors.
-    pauses: int = 0  # Times at which too many strangers stopped the port from accepting connections.
+    malformed: int = 0  # Frames with a wrong number of parts, or too long.
+    unroutable: int = 0  # Frames to a connection that is gone.
+    overflowed: int = 0  # Frames to a peer whose queue is full.
+    failed: int = 0  # Socket errors, such as too few file descriptors.
+    pauses: int = 0  # Times that the port stopped accepting because of too many strangers.
 
 
 @dataclass(eq=False)
 class _Dialled:
     sockets: "list[zmq.Socket[bytes]]"  # One for each secret; the peer answers one of them.
     used_at: float
-    connected_at: float  # The newest of the sockets.
+    connected_at: float  # When the newest of the sockets was connected.
     sent_at: float = 0.0
-    asked_at: float | None = None  # The first frame of a row without an answer, and without a long pause.
+    asked_at: float | None = None  # First of the unanswered frames sent without a long pause between them.
 
 
 @dataclass(frozen=True)
 class _Keys:
-    """CURVE key pairs, derived: nothing has to be distributed but the secret."""
+    """CURVE key pairs, derived from the secret, so that only the secret has to be distributed."""
 
     server_public: bytes
     server_secret: bytes
@@ -136,7 +137,7 @@ class _Keys:
 
     @classmethod
     def of(cls, secret: ClusterSecret | None) -> "tuple[_Keys, ...]":
-        """Those of the current secret, then those of the previous one. Empty without a secret."""
+        """Keys of the current secret, then of the previous one. Empty without a secret."""
         if secret is None:
             return ()
         pairs = zip(
@@ -155,8 +156,8 @@ class ControlChannel:
     host: str = "127.0.0.1"
     port: int = 0  # 0: a free one.
     secret: ClusterSecret | None = None
-    advertise_host: str | None = None  # What peers dial; needed when `host` is a wildcard.
-    advertise_port: int = 0  # 0: the port that it listens on. Another one if a proxy or NAT stands between.
+    advertise_host: str | None = None  # The host that peers dial; required if `host` is a wildcard.
+    advertise_port: int = 0  # 0: the port that it listens on. Set it if a proxy or NAT is in between.
     max_frame_bytes: int = MAX_FRAME_BYTES
     counters: ControlCounters = field(default_factory=ControlCounters, init=False)
     url: str = field(default="", init=False)
@@ -165,14 +166,14 @@ class ControlChannel:
         check_bind_host(self.host, self.secret, field="control.host")
         if self.advertise_host is None and is_wildcard(self.host):
             raise ConfigError(
-                f"is needed when binding to {self.host}: peers cannot dial a wildcard",
+                f"is required when binding to {self.host}, because peers cannot dial a wildcard",
                 field="control.advertise_host",
             )
         self._keys = _Keys.of(self.secret)
         self._dialled: OrderedDict[str, _Dialled] = OrderedDict()
-        # When each was accepted that has not finished its handshake.
+        # Accept times of the connections with an unfinished handshake.
         self._introducing: deque[float] = deque()
-        self._accepted: set[int] = set()  # Descriptors of open connections that came in.
+        self._accepted: set[int] = set()  # Descriptors of open incoming connections.
         self._is_paused = False
         self._paused_until = 0.0
         self._waiting_max = _waiting_max()
@@ -191,7 +192,7 @@ class ControlChannel:
     def _open(self) -> None:
         self._context.set(zmq.MAX_SOCKETS, PEERS_MAX + 16)
         for cpu in range(os.cpu_count() or 1):
-            # Its I/O thread would inherit the one core that a host such as vLLM pins its worker to.
+            # Its I/O thread would otherwise inherit the one core that a host such as vLLM pins its worker to.
             self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, cpu)
         self._poller = zmq.Poller()
         self._poller.register(self._wake_fd, zmq.POLLIN)
@@ -222,9 +223,9 @@ class ControlChannel:
         self._reserve_descriptors()
 
     def send(self, to: Destination, frame: bytes) -> bool:
-        """Queue one frame; never blocks. False: dropped (and counted), as a network may drop it.
+        """Queues one frame; never blocks. False: dropped (and counted), as a network may drop it.
 
-        Raises PeerError for a url that is none, TransferError for one beyond this host when no secret is set.
+        Raises PeerError for a malformed url, TransferError for one beyond this host if no secret is set.
         """
         assert len(frame) <= self.max_frame_bytes, f"a control frame of {len(frame)} bytes"
         try:
@@ -243,7 +244,7 @@ class ControlChannel:
         return True
 
     def _send_each(self, url: str, dialled: _Dialled, frame: bytes) -> bool:
-        """On every socket of a peer: at most one of them has a connection, the others drop what is queued."""
+        """Sends on every socket of a peer: at most one is connected, the others drop their queues."""
         self._replace_if_silent(url, dialled)
         num_queued = 0
         for index, socket in enumerate(dialled.sockets):
@@ -257,7 +258,7 @@ class ControlChannel:
         return True
 
     def poll(self, timeout_s: float) -> list[Received]:
-        """Frames that have come; waits until there are some, or `wake`, or the time is up."""
+        """Received frames; waits until there are some, or `wake` is called, or the timeout."""
         received: list[Received] = []
         deadline = time.monotonic() + timeout_s
         while True:
@@ -280,25 +281,25 @@ class ControlChannel:
                 for socket in dialled.sockets:
                     if socket in ready:
                         self._receive(socket, url, received)
-            # Handshakes and strangers are no news for the caller.
+            # Handshakes and strangers do not concern the caller.
             if received or woken or time.monotonic() >= deadline:
                 self._hang_up_idle()
                 self._reserve_descriptors()
                 return received
 
     def wake(self) -> None:
-        """Make a `poll`, now or the next, return at once. From any thread; harmless after close."""
-        with self._wake_lock:  # Or the number of a closed descriptor could by then be somebody else's.
+        """Makes the current or next `poll` return at once. From any thread; harmless after close."""
+        with self._wake_lock:  # A closed descriptor's number could be in use again.
             if not self._closed:
                 os.eventfd_write(self._wake_fd, 1)
 
     def forget(self, url: str) -> None:
-        """Close the connection to a peer and drop what is queued for it."""
+        """Closes the connection to a peer and drops its queued frames."""
         if dialled := self._dialled.pop(url, None):
             self._hang_up(dialled)
 
     def close(self) -> None:
-        """Drop everything, free the port. Idempotent; takes no longer than closing sockets does."""
+        """Drops everything and frees the port. Idempotent; takes no longer than closing sockets does."""
         with self._wake_lock:
             if self._closed:
                 return
@@ -321,7 +322,10 @@ class ControlChannel:
             return dialled
         host = check_url(url)
         if not self._keys and not is_loopback(host):
-            raise TransferError(f"without a cluster secret only this host is spoken to, not {url}")
+            raise TransferError(
+                f"cannot connect to {url}: without a cluster secret only this host is allowed; "
+                "set BATON_SECRET"
+            )
         while len(self._dialled) >= PEERS_MAX:
             self._hang_up(self._dialled.popitem(last=False)[1])
         opened: list[zmq.Socket[bytes]] = []
@@ -340,10 +344,10 @@ class ControlChannel:
         return dialled
 
     def _connect_again(self, url: str, dialled: _Dialled, index: int) -> None:
-        """Replace a socket that takes no frame: its queue is full, or it has given up.
+        """Replaces a socket that takes no frame: its queue is full, or it has given up.
 
-        libzmq connects again after a lost connection, but not after a handshake that it found malformed, as
-        one flipped bit makes it.
+        libzmq reconnects after a lost connection, but not after a handshake that it found malformed, which
+        one flipped bit can cause.
         """
         if time.monotonic() - dialled.connected_at >= RECONNECT_MAX_MS / 1000:
             self._replace(url, dialled, index)
@@ -396,7 +400,7 @@ class ControlChannel:
             socket.close(linger=0)
 
     def _reserve_descriptors(self) -> None:
-        with suppress(OSError):  # There are none: the reserve is filled later.
+        with suppress(OSError):  # None is free: the reserve is filled later.
             while len(self._spare_fds) < NUM_SPARE_DESCRIPTORS:
                 self._spare_fds.append(os.dup(self._wake_fd))
 
@@ -405,11 +409,13 @@ class ControlChannel:
             os.close(self._spare_fds.pop())
 
     def _note_failure(self, what: str, error: zmq.ZMQError) -> None:
-        """Log the first, second, fourth, ... failure: a network may drop a frame, and the peer asks again."""
+        """Logs failures number 1, 2, 4, ...: a network may drop a frame, and the peer asks again."""
         self.counters.failed += 1
         is_news = self.counters.failed & (self.counters.failed - 1) == 0
         level = logging.WARNING if is_news else logging.DEBUG
-        logger.log(level, "control channel: %s failed, number %d: %s", what, self.counters.failed, error)
+        logger.log(
+            level, "control channel: %s failed, failure number %d: %s", what, self.counters.failed, error
+        )
 
     def _hang_up_idle(self) -> None:
         now = time.monotonic()
@@ -441,7 +447,7 @@ class ControlChannel:
             except zmq.ZMQError as error:
                 self._note_failure("receive", error)
                 return
-            # A ROUTER puts the route in front of what came; a DEALER's connection is its own route.
+            # A ROUTER prepends the route to a received message; a DEALER has one connection, its own route.
             expected = 2 if url is None else 1
             if len(parts) != expected or len(parts[-1]) > self.max_frame_bytes:
                 self.counters.malformed += 1
@@ -453,13 +459,13 @@ class ControlChannel:
             received.append(Received(url if url is not None else Route(parts[0]), parts[-1]))
 
     def _answer_zap(self) -> None:
-        """RFC 27: say whether a client that proved to own a key may come in. Ours are the only keys."""
+        """Answers ZAP requests (RFC 27): accepts only clients that proved to own one of our keys."""
         known = {z85.decode(keys.client_public) for keys in self._keys}
         while True:
             try:
                 route, *request = self._zap.recv_multipart(zmq.NOBLOCK)
                 _, version, request_id, domain, _, _, mechanism, *credentials = request
-                assert (version, domain) == (b"1.0", _ZAP_DOMAIN), "only our own context asks here"
+                assert (version, domain) == (b"1.0", _ZAP_DOMAIN), "only our own context sends requests here"
                 ours = mechanism == b"CURVE" and len(credentials) == 1 and credentials[0] in known
                 status = (b"200", b"OK") if ours else (b"400", b"not of this cluster")
                 self._zap.send_multipart([route, b"", b"1.0", request_id, *status, b"", b""])
@@ -470,9 +476,9 @@ class ControlChannel:
                 return
 
     def _count_strangers(self) -> None:
-        """Clients that came in and did not finish the handshake. libzmq reports only some of them as failed:
-        on one that speaks HTTP, say, it hangs up, or keeps waiting, in silence. Those count when their time
-        is up.
+        """Counts clients that connected and did not finish the handshake. libzmq reports only some of them as
+        failed: on one that speaks HTTP, for example, it hangs up or keeps waiting without a report. Those
+        are counted when their time is up.
         """
         now = time.monotonic()
         while True:
@@ -495,7 +501,7 @@ class ControlChannel:
             if event == zmq.EVENT_DISCONNECTED:
                 self._accepted.discard(descriptor)
                 continue
-            # Not by name, since a success does not say whose it is: only their number matters.
+            # Only the number is tracked, because a success does not tell which connection it belongs to.
             if self._introducing:
                 self._introducing.popleft()
             if event & _FAILED_HANDSHAKE:
@@ -506,9 +512,9 @@ class ControlChannel:
         self._bound_strangers(now)
 
     def _bound_strangers(self, now: float) -> None:
-        """Stop accepting at the bound, go on at half of it; stop for a while when no descriptor is left.
+        """Stops accepting at the bound and resumes at half of it; pauses when no descriptor is left.
 
-        Connections that are open are not touched.
+        Open connections are not affected.
         """
         # Those that left at once are still in `_introducing`; those with a finished handshake in `_accepted`.
         num_waiting = min(len(self._introducing), len(self._accepted))
@@ -536,7 +542,7 @@ def _waiting_max() -> int:
 
 
 def _listen(host: str, port: int) -> sockets.socket:
-    """A listening socket that stays ours, so that it can be told to ignore connection requests."""
+    """A listening socket that we keep, so that it can be told to ignore connection requests."""
     family, kind, protocol, _, address = sockets.getaddrinfo(
         host.strip("[]"), port, type=sockets.SOCK_STREAM, flags=sockets.AI_PASSIVE
     )[0]
@@ -555,9 +561,9 @@ def _listen(host: str, port: int) -> sockets.socket:
 
 
 def _drop_connection_requests(listener: sockets.socket) -> bool:
-    """Let the kernel drop what reaches this socket, which is what asks for new connections. False: it cannot.
+    """Lets the kernel drop what reaches this socket, which are connection requests. False: not supported.
 
-    The connections that came in before have sockets of their own.
+    Connections accepted earlier have their own sockets.
     """
     code = ctypes.create_string_buffer(_BPF_DROP_ALL, len(_BPF_DROP_ALL))
     program = struct.pack("@HP", 1, ctypes.addressof(code))  # struct sock_fprog
@@ -569,9 +575,9 @@ def _drop_connection_requests(listener: sockets.socket) -> bool:
 
 
 def check_url(url: str) -> str:
-    """The host that a control url names. Raises PeerError if it is no tcp://host:port."""
+    """The host that a control url names. Raises PeerError unless it is tcp://host:port."""
     match = _URL.fullmatch(url)
     host = match["host"].strip("[]") if match is not None else ""
     if match is None or not is_host(host) or not 0 < int(match["port"]) <= 65535:
-        raise PeerError(f"{url[:100]!r} is no control url; they read tcp://host:port")
+        raise PeerError(f"{url[:100]!r} is not a control url; expected tcp://host:port")
     return host

@@ -1,6 +1,6 @@
-"""Device memory that two processes share, through CUDA's driver library. The few calls that we need.
+"""Device memory shared by two processes, through the few calls of CUDA's driver library that this needs.
 
-The driver's interface is the same for every CUDA version since 11.4, whichever runtime torch brings along.
+The driver's interface is the same for every CUDA version since 11.4, regardless of the runtime in torch.
 Contexts are the devices' primary ones, which torch uses too.
 """
 
@@ -14,38 +14,38 @@ from baton.core.layout import Region
 from baton.transport.spans import Copies
 
 HANDLE_BYTES = 64
-_LAZY_PEER_ACCESS = 1  # The only flag that cuIpcOpenMemHandle knows.
+_LAZY_PEER_ACCESS = 1  # The only flag of cuIpcOpenMemHandle.
 _NON_BLOCKING = 1  # A stream that does not wait for the default one.
 
 
 class SharedMemory(NamedTuple):
-    """Where a region lies for another process: so far into the allocation that the handle names."""
+    """Location of a region for another process: the allocation's handle, and the byte offset within it."""
 
     handle: bytes
     offset: int
 
 
 class DeviceMemory(Protocol):
-    """What `cuda_ipc` asks of a driver. All methods from any thread; TransferError for what fails."""
+    """Driver interface for `cuda_ipc`. All methods are thread-safe and raise TransferError on failure."""
 
     def device_of(self, region: Region) -> int: ...
 
     def uuid_of(self, device: int) -> bytes:
-        """Names the same piece of hardware in every process."""
+        """16 bytes that identify the same device in every process."""
 
     def share(self, region: Region) -> SharedMemory: ...
 
     def open(self, handle: bytes, device: int) -> int:
-        """The address of a foreign allocation, in this process."""
+        """Maps a foreign allocation. Returns its address in this process."""
 
     def close(self, address: int) -> None: ...
 
     def copy(self, copies: Copies, device: int) -> None:
-        """Returns when the bytes have arrived; raises when none of them writes any more."""
+        """Returns when all bytes have arrived; raises when no copy writes any more."""
 
 
 class CudaDriver:
-    """Raises TransferError where there is no driver or no device."""
+    """Raises TransferError if there is no driver or no device."""
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
         try:
@@ -54,16 +54,18 @@ class CudaDriver:
             raise TransferError(f"there is no CUDA driver here: {error}") from error
         self._call("cuInit", ctypes.c_uint(0))
         self._contexts: dict[int, ctypes.c_void_p] = {}
-        # Devices, by the addresses of what was opened on them, once for each time: the driver opens the same
-        # handle again at the same address, and lets go when it has been closed as often.
+        # Devices by the address of what was opened on them, once per open: the driver opens the same handle
+        # again at the same address, and unmaps it when it has been closed as often.
         self._opened: dict[int, list[int]] = {}
         self._lock = threading.Lock()
-        self._streams = threading.local()  # One per thread and device: threads do not wait for each other.
+        self._streams = (
+            threading.local()
+        )  # One per thread and device, so that threads do not wait for each other.
 
     def device_of(self, region: Region) -> int:
         kind, _, index = region.device.partition(":")
         if kind != "cuda" or not (index or "0").isdecimal():
-            raise TransferError(f"cuda_ipc reaches memory of cuda devices only, not of {region.device!r}")
+            raise TransferError(f"cuda_ipc supports memory of cuda devices only, not {region.device!r}")
         return int(index or 0)
 
     def uuid_of(self, device: int) -> bytes:
@@ -83,7 +85,7 @@ class CudaDriver:
         offset = region.address - base.value
         if offset + region.nbytes > nbytes.value:
             raise TransferError(
-                "a region reaches over several CUDA allocations; keep the KV cache in one "
+                "a region spans several CUDA allocations; keep the KV cache in one "
                 "(PYTORCH_CUDA_ALLOC_CONF without expandable_segments)"
             )
         handle = _IpcHandle()
@@ -127,7 +129,7 @@ class CudaDriver:
                     ctypes.c_size_t(nbytes),
                     stream,
                 )
-        finally:  # Those before one that was refused are under way.
+        finally:  # Copies before a refused one are running.
             self._call("cuStreamSynchronize", stream)
 
     def _device(self, index: int) -> ctypes.c_int:
@@ -136,7 +138,7 @@ class CudaDriver:
         return device
 
     def _enter(self, device: int) -> None:
-        """Make the device's primary context the calling thread's."""
+        """Makes the device's primary context the calling thread's."""
         with self._lock:
             context = self._contexts.get(device)
             if context is None:
@@ -146,7 +148,7 @@ class CudaDriver:
         self._call("cuCtxSetCurrent", context)
 
     def _stream(self, device: int) -> ctypes.c_void_p:
-        """The calling thread's. Streams and contexts live as long as the process."""
+        """The calling thread's stream. Streams and contexts live as long as the process."""
         streams: dict[int, ctypes.c_void_p] | None = getattr(self._streams, "by_device", None)
         if streams is None:
             streams = self._streams.by_device = {}

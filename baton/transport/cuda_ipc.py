@@ -1,16 +1,16 @@
-"""Between two processes on one GPU: the reader maps the owner's allocations and copies on the device.
+"""Transport between two processes on one GPU: the reader maps the owner's allocations and copies on it.
 
     register   each region as (IPC handle of its allocation, offset); the owner's process as in `local`
-    connect    proves the owner by its identity page in host memory, then maps its allocations
-    post_read  copies on a stream of ours; a batch counts when, behind it, the identity page is still right
+    connect    verifies the owner by its identity page in host memory, then maps its allocations
+    post_read  copies on our stream; a batch counts if the identity page is still right afterwards
 
-The owner's process takes no part in a read. Only the same GPU is read from, told by its uuid: between GPUs of
-one host NIXL or NCCL choose better ways than a peer mapping.
+The owner's process takes no part in a read. Only the same GPU can be read from, identified by its uuid:
+between GPUs of one host NIXL or NCCL choose better paths than a peer mapping.
 
-A mapping keeps the owner's allocation alive, also when its process has died, until the reader lets go; what
-is read from it then does not count, since the identity page died with the process. An owner frees its KV
-cache only after `close()`, which voids the page. Written against the driver's documentation; the logic is
-tested with a driver whose devices are host memory, real ones where a machine has a GPU.
+A mapping keeps the owner's allocation alive until the reader closes it, even if the owner's process has died.
+What is read from it then does not count, because the identity page died with the process. An owner frees its
+KV cache only after `close()`, which voids the page. Written from the driver's documentation. The logic is
+tested with a fake driver whose devices are host memory, and with real devices on machines with a GPU.
 """
 
 import threading
@@ -41,7 +41,7 @@ from baton.transport.spans import Copies, SpanTable, check_regions
 VERSION = 1
 NUM_READERS = 1  # It only launches copies and waits for them.
 BATCH_COPIES_MAX = 1024
-BATCH_BYTES_MAX = 256 << 20  # About a tenth of a millisecond of device memory.
+BATCH_BYTES_MAX = 256 << 20  # About 0.1 ms of device memory bandwidth.
 
 
 class SharedRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,9 +64,9 @@ class CudaIpcPeer(PeerHandle):
     address: Address
     endpoint: CudaIpcEndpoint
     identity: bytes
-    device: int  # Ours and the peer's: one GPU.
-    mapped: dict[bytes, int]  # Addresses of the peer's allocations here, by their handles.
-    regions: tuple[Region, ...]  # The peer's, as they lie in this process.
+    device: int  # Index of the GPU that both use.
+    mapped: dict[bytes, int]  # Addresses of the peer's allocations in this process, by handle.
+    regions: tuple[Region, ...]  # The peer's regions, by their addresses in this process.
     lost: str | None = None
 
 
@@ -77,7 +77,7 @@ class CudaIpcPrepared(Prepared):
 
 
 class CudaIpcTransport(QueuedTransport):
-    """One rank's. All calls may come from any thread."""
+    """Transport of one rank. Thread-safe."""
 
     name = "cuda_ipc"
 
@@ -89,11 +89,11 @@ class CudaIpcTransport(QueuedTransport):
         thread_cpus: Collection[int] | None = None,
         on_completion: Callable[[], None] | None = None,
     ) -> None:
-        """Raises TransferError where there is no CUDA driver or device."""
+        """Raises TransferError if there is no CUDA driver or device."""
         super().__init__(address, on_completion)
         self._driver = driver if driver is not None else CudaDriver()
         self._identity = IdentityPage(address.epoch)
-        self._uuids: dict[bytes, int] = {}  # Of the devices that our regions lie on.
+        self._uuids: dict[bytes, int] = {}  # Of the devices of our regions.
         self._lock = threading.Lock()
         self._peers: set[CudaIpcPeer] = set()
         self._pool = ReaderPool[CudaIpcPeer](
@@ -135,10 +135,10 @@ class CudaIpcTransport(QueuedTransport):
         named = _decode_endpoint(address, endpoint)
         require_same_host(this_process(), named.process)
         identity = identity_bytes(named.epoch, named.generation, named.nonce)
-        prove_identity(named.process.pid, named.identity_address, identity, who=named.engine_id)
+        prove_identity(named.process.pid, named.identity_address, identity, engine_id=named.engine_id)
         uuids = {region.device_uuid for region in named.regions}
         if len(uuids) != 1 or not uuids <= self._uuids.keys():
-            raise TransferError(f"{address.engine_id} keeps its cache on another GPU")
+            raise TransferError(f"{address.engine_id} has its cache on another GPU")
         device = self._uuids[uuids.pop()]
         self._pool.start()
         mapped: dict[bytes, int] = {}
@@ -162,7 +162,7 @@ class CudaIpcTransport(QueuedTransport):
         for span in table.merged:
             if self._driver.device_of(self._regions[span.local_region]) != peer.device:
                 raise TransferError(
-                    f"the blocks for {peer.address.engine_id} lie on another GPU than its own"
+                    f"the blocks for {peer.address.engine_id} are on another GPU than its own"
                 )
         return CudaIpcPrepared(peer, table)
 
@@ -186,7 +186,7 @@ class CudaIpcTransport(QueuedTransport):
         self._unmap(peer.mapped)
 
     def close(self) -> None:
-        # First of all: what others are reading right now must not count once the memory goes back.
+        # First of all, because reads in progress must not count once the memory is freed.
         self._identity.void()
         self._pool.close()
         with self._lock:
@@ -201,7 +201,7 @@ class CudaIpcTransport(QueuedTransport):
                 peer.endpoint.process.pid,
                 peer.endpoint.identity_address,
                 peer.identity,
-                who=peer.address.engine_id,
+                engine_id=peer.address.engine_id,
             )
         except PeerError as error:
             raise TransferError(f"withdrawn during the read: {error}") from error

@@ -1,4 +1,4 @@
-"""Bytes of a peer become a typed value, or a PeerError: there is no third way."""
+"""Decoding of a peer's bytes into a typed value. Every failure is a PeerError."""
 
 from typing import TypeVar
 
@@ -22,11 +22,11 @@ E = TypeVar("E", bound=Endpoint)
 
 
 def decode_from_peer(encoded: bytes | bytearray, kind: type[T], what: str) -> T:
-    """Raises PeerError saying that `what` is malformed, and how."""
+    """Raises PeerError that says why `what` is malformed."""
     try:
         return msgspec.msgpack.decode(encoded, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        # msgspec lets invalid UTF-8 through as UnicodeDecodeError, deep nesting as RecursionError.
+        # msgspec raises UnicodeDecodeError for invalid UTF-8 and RecursionError for deep nesting.
         raise PeerError(f"malformed {what}: {error}") from error
 
 
@@ -43,6 +43,6 @@ def decode_endpoint(kind: type[E], name: str, version: int, address: Address, en
 
 
 def check_incarnation(name: str, named: tuple[str, int], address: Address) -> None:
-    """Raises PeerError."""
+    """Raises PeerError unless the endpoint names the engine and epoch of `address`."""
     if named != address:
         raise PeerError(f"the {name} endpoint of {address.engine_id} names another engine or epoch")

@@ -1,10 +1,10 @@
-"""A few bytes of an owner's own memory that say which incarnation it is: to be read, never to be believed.
+"""Identity page: a few bytes in an owner's memory that identify its incarnation. Readers compare them.
 
     |== epoch (8) ==|== generation (8) ==|== nonce (32) ==|
     |<---------- epoch page ------------>|
 
-What was read *before* a right page counts: whoever holds this page held the blocks too, since an owner voids
-its page before it gives any memory back, a void page stays void, and no successor has the same nonce.
+What was read *before* a correct page counts. The owner of this page then still held the blocks: it voids its
+page before it frees any memory, a void page stays void, and no successor has the same nonce.
 """
 
 import ctypes
@@ -26,10 +26,10 @@ _libc = ctypes.CDLL(None)
 
 
 class IdentityPage:
-    """The owner's. Lives as long as the transport that offers it."""
+    """The owner's page. Lives as long as the transport that offers it."""
 
     def __init__(self, epoch: int) -> None:
-        self.generation = secrets.randbits(64)  # Two ranks or two lives of one epoch differ in it.
+        self.generation = secrets.randbits(64)  # Differs between ranks and restarts of one epoch.
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self._memory = Scratch.of(IDENTITY_BYTES)
         self._memory.write(identity_bytes(epoch, self.generation, self.nonce))
@@ -39,7 +39,7 @@ class IdentityPage:
         return self._memory.address
 
     def void(self) -> None:
-        """Nothing read from now on counts. Before any memory is given back."""
+        """Invalidates all later reads. Call it before any memory is freed."""
         self._memory.clear()
 
 
@@ -52,16 +52,16 @@ def identity_bytes(epoch: int, generation: int, nonce: bytes) -> bytes:
 
 
 def let_peers_read() -> None:
-    """Yama's mode 1 lets a process name who may read it: any of the same user, as without Yama.
+    """Allows any process of the same user to read this one under Yama's mode 1, as without Yama.
 
-    A kernel without Yama answers EINVAL, which is fine.
+    A kernel without Yama returns EINVAL, which is fine.
     """
     _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
-def prove_identity(pid: int, address: int, expected: bytes, *, who: str) -> None:
-    """Read the page out of a process of this host. Raises TransferError if the kernel forbids it, PeerError
-    if it is not there: whoever `pid` is, it is not `who`."""
+def prove_identity(pid: int, address: int, expected: bytes, *, engine_id: str) -> None:
+    """Reads the page out of a process of this host. Raises TransferError if the kernel forbids it, PeerError
+    if the page is not there, so that the process is not `engine_id`."""
     found = Scratch.of(len(expected))
     nbytes = np.array([len(expected)], dtype=np.int64)
     try:
@@ -73,11 +73,11 @@ def prove_identity(pid: int, address: int, expected: bytes, *, who: str) -> None
     except OSError as error:
         raise TransferError(explain(error, pid)) from error
     if not secrets.compare_digest(found.read(), expected):
-        raise PeerError(f"process {pid} is not {who}: its memory does not hold the nonce")
+        raise PeerError(f"process {pid} is not {engine_id}: its memory does not hold the nonce")
 
 
 def explain(error: OSError, pid: int) -> str:
-    """Why process_vm_readv failed, and how to mend it."""
+    """Why process_vm_readv failed, and what to do about it."""
     match error.errno:
         case errno.ESRCH:
             return f"process {pid} has ended"
@@ -88,6 +88,6 @@ def explain(error: OSError, pid: int) -> str:
                 "process_vm_readv in the seccomp profile"
             )
         case errno.ENOSYS:
-            return "this kernel has no process_vm_readv (or seccomp hides it)"
+            return "this kernel has no process_vm_readv, or seccomp hides it"
         case _:
             return f"cannot read the memory of process {pid}: {error.strerror}"

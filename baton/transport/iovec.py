@@ -1,4 +1,4 @@
-"""Scatter-gather system calls on arrays of addresses: no Python object per block, no GIL while bytes move."""
+"""Scatter-gather system calls on address arrays: no Python object per block, no GIL while bytes move."""
 
 import ctypes
 import errno
@@ -47,7 +47,7 @@ def iovec_array(addresses: NDArray[np.int64], nbytes: NDArray[np.int64]) -> NDAr
 
 
 def read_process_memory(pid: int, local: NDArray[np.int64], remote: NDArray[np.int64]) -> int:
-    """process_vm_readv(2). Returns the bytes read, in order; may be short. Raises OSError."""
+    """process_vm_readv(2). Returns the number of bytes read, in order; may be short. Raises OSError."""
     assert len(local) <= IOV_MAX
     assert len(remote) <= IOV_MAX
     count = _libc.process_vm_readv(pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
@@ -57,16 +57,16 @@ def read_process_memory(pid: int, local: NDArray[np.int64], remote: NDArray[np.i
 
 
 class ScatteredMemory:
-    """Pieces of memory that a socket fills or drains from front to back.
+    """Memory segments that a socket fills or drains from front to back.
 
     |== done ==|== done ==|===.......|..........|
-                           ^ the next call goes on here: entry `_index`, shortened in place
+                           ^ the next call continues here: entry `_index`, shortened in place
     """
 
     def __init__(
         self, addresses: NDArray[np.int64], nbytes: NDArray[np.int64], *, done_before: int = 0
     ) -> None:
-        """`done_before`: bytes that were done elsewhere, counted as done from the start."""
+        """`done_before`: bytes that were transferred elsewhere and count as done."""
         self._entries = iovec_array(addresses, nbytes)
         self._ends = np.cumsum(nbytes) + done_before
         self._index = 0
@@ -86,7 +86,7 @@ class ScatteredMemory:
         return self._transfer(_libc.sendmsg, fd, flags)
 
     def receive_from(self, fd: int, flags: int) -> int:
-        """Bytes received; 0 when the other side has closed. Raises OSError, BlockingIOError included."""
+        """Number of bytes received; 0 if the other side has closed. Raises OSError and BlockingIOError."""
         return self._transfer(_libc.recvmsg, fd, flags)
 
     def _transfer(self, call: "ctypes._NamedFuncPointer", fd: int, flags: int) -> int:
@@ -111,7 +111,7 @@ class ScatteredMemory:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """A little memory with a fixed address, kept alive by whoever holds this."""
+    """A small buffer with a fixed address, valid as long as this object."""
 
     buffer: "ctypes.Array[ctypes.c_char]"
 

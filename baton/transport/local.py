@@ -1,19 +1,18 @@
-"""Between processes of one host: the reader copies straight out of the owner's memory (process_vm_readv).
+"""Transport between processes of one host: the reader copies from the owner's memory (process_vm_readv).
 
     owner   register: publishes pid, regions and the address of its *identity page* (epoch, nonce)
-    reader  connect:  reads the nonce out of the peer's memory; a same-host claim is proved, never believed
+    reader  connect:  reads the nonce from the peer's memory, which proves that it is on the same host
             read:     one call = [epoch page | up to 1022 blocks | epoch page]
 
-A pid is no identity, so every call fetches the peer's epoch page before and after the blocks, and what it
-read counts only if both were right: a successor with the same pid has another epoch, and an owner that
-closes its transport voids the page before it gives the memory back. The owner's process takes no part in
-a read.
+A pid is no identity, so every call reads the peer's epoch page before and after the blocks, and the blocks
+count only if both were right: a successor with the same pid has another epoch, and an owner that closes its
+transport voids the page before it frees the memory. The owner's process takes no part in a read.
 
-No checksums either: the kernel copies from memory to memory with one instruction stream and no wire between,
-as any copy within a program does. What could go wrong, a source that changes meanwhile, would change under a
-checksum's eyes too; that is for the lease to exclude.
+There are no checksums: the kernel copies from memory to memory with no wire in between, like any copy within
+a program. The possible fault, a source that changes during the copy, would not be found by a checksum either.
+The lease excludes it.
 
-There are no writes here: they could be bound to nobody.
+There are no writes, because a write cannot be bound to an incarnation.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -44,9 +43,9 @@ from baton.transport.iovec import IOV_MAX, Scratch, iovec_array, read_process_me
 from baton.transport.reader_pool import ReaderPool
 from baton.transport.spans import Copies, Int64s, SpanTable, check_regions, require_host_memory
 
-CALL_BYTES_MAX = 8 << 20  # Bounds how long a cancel waits: about 2 ms.
-CALL_COPIES_MAX = IOV_MAX - 2  # The epoch page goes before and after.
-# One copies at half of memory speed or so; the second joins in for more than one call's worth.
+CALL_BYTES_MAX = 8 << 20  # Bounds the delay of a cancel: about 2 ms.
+CALL_COPIES_MAX = IOV_MAX - 2  # Less the epoch pages before and after.
+# One thread copies at about half of the memory's speed; the second one helps with more than one call.
 NUM_READERS = 2
 
 
@@ -62,7 +61,7 @@ class LocalEndpoint(Endpoint, frozen=True, forbid_unknown_fields=True):
 class LocalPeer(PeerHandle):
     address: Address
     endpoint: LocalEndpoint
-    lost: str | None = None  # Why nothing more can be read.
+    lost: str | None = None  # Why it cannot be read any more.
 
     @property
     def epoch_page(self) -> bytes:
@@ -76,7 +75,7 @@ class LocalPrepared(Prepared):
 
 
 class LocalTransport(QueuedTransport):
-    """One rank's. All calls may come from any thread."""
+    """Transport of one rank. Thread-safe."""
 
     name = "local"
 
@@ -127,7 +126,7 @@ class LocalTransport(QueuedTransport):
             named.process.pid,
             named.identity_address,
             identity_bytes(named.epoch, named.generation, named.nonce),
-            who=named.engine_id,
+            engine_id=named.engine_id,
         )
         self._pool.start()
         return LocalPeer(address, named)
@@ -151,7 +150,7 @@ class LocalTransport(QueuedTransport):
         self._pool.lose(peer, "disconnected")
 
     def close(self) -> None:
-        # First of all: what others are reading right now must not count once the memory goes back.
+        # First of all, because reads in progress must not count once the memory is freed.
         self._identity.void()
         self._pool.close()
 
@@ -167,7 +166,7 @@ def _decode_endpoint(address: Address, endpoint: bytes) -> LocalEndpoint:
 
 
 def _read_batch(peer: LocalPeer, batch: Copies) -> None:
-    """Raises TransferError; then the destination holds anything."""
+    """Raises TransferError; the destination's content is then undefined."""
     pid = peer.endpoint.process.pid
     before, after = Scratch.of(PAGE_BYTES), Scratch.of(PAGE_BYTES)
     page = np.array([PAGE_BYTES], dtype=np.int64)
@@ -183,12 +182,12 @@ def _read_batch(peer: LocalPeer, batch: Copies) -> None:
         except OSError as error:
             raise TransferError(explain(error, pid)) from error
         if before.read() != peer.epoch_page:
-            raise TransferError(f"process {pid} is not {peer.address.engine_id} of this epoch any more")
+            raise TransferError(f"process {pid} is no longer {peer.address.engine_id} of this epoch")
         if count == int(lengths.sum()):
             break
         if count <= PAGE_BYTES:
             raise TransferError(f"memory of {peer.address.engine_id} (process {pid}) cannot be read")
-        # Short. What came is judged by the pages of the next call: a page once voided stays so.
+        # A short read. The pages of the next call decide about it, because a voided page stays void.
         batch = batch.skip(count - PAGE_BYTES)
     if after.read() != peer.epoch_page:
         raise TransferError(f"{peer.address.engine_id} withdrew its memory during the read")

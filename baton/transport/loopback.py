@@ -1,4 +1,4 @@
-"""Nothing of ours listens or dials beyond this host unless a cluster secret says who may come in."""
+"""Restriction to the loopback: without a cluster secret nothing listens or connects beyond this host."""
 
 import ipaddress
 import re
@@ -6,15 +6,15 @@ import re
 from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError
 
-_LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_\-]{0,62}")  # Of a host name, between dots.
+_LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_\-]{0,62}")  # A label of a host name, between dots.
 _NAME_CHARS_MAX = 253
 
 
 def check_bind_host(host: str, secret: ClusterSecret | None, *, field: str) -> None:
-    """Raises ConfigError for an address beyond this host when nothing would authenticate who comes in."""
+    """Raises ConfigError for an address beyond this host without a secret to authenticate callers."""
     if secret is None and not is_loopback(host):
         raise ConfigError(
-            f"is {host!r}, but without a cluster secret anybody who reaches the port could read prompts and "
+            f"is {host!r}, but without a cluster secret anyone who reaches the port could read prompts and "
             "answers; set BATON_SECRET (at least 16 bytes, the same on every engine) or bind to 127.0.0.1",
             field=field,
         )
@@ -26,11 +26,11 @@ def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # A name can resolve to anything.
+        return False  # A name can resolve to any address.
 
 
 def is_host(host: str) -> bool:
-    """Whether it is an address, or could be a name: what a resolver may be asked for."""
+    """Whether it is an address or a valid host name, so that a resolver may be asked for it."""
     if _is_address(host):
         return True
     return len(host) <= _NAME_CHARS_MAX and all(_LABEL.fullmatch(label) for label in host.split("."))
@@ -52,5 +52,5 @@ def _is_address(host: str) -> bool:
 
 
 def bracketed(host: str) -> str:
-    """As a url writes it."""
+    """The host as written in a url."""
     return f"[{host}]" if ":" in host else host

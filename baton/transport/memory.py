@@ -1,4 +1,4 @@
-"""A transport inside one process, for tests: real copies, and faults that happen when the test says so.
+"""Transport within one process, for tests: real copies, and faults that the test triggers.
 
     post_read --not held--> copied at once, ends at the next poll
     post_read --held------> waits for `release`; `kill`, `cancel` and `disconnect` end it without a copy
@@ -52,7 +52,7 @@ class _Reading:
 
 
 class MemoryNetwork:
-    """What the transports of one test are plugged into, and where its faults are made."""
+    """Connects the transports of one test, and injects faults."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -66,16 +66,16 @@ class MemoryNetwork:
     @classmethod
     @functools.cache
     def of_process(cls) -> "MemoryNetwork":
-        """The one that transports made by name share."""
+        """The network shared by transports that are made by name."""
         return cls()
 
     def hold(self) -> None:
-        """From now on operations wait for `release`."""
+        """Makes operations wait for `release` from now on."""
         with self._lock:
             self._is_held = True
 
     def release(self, count: int | None = None) -> int:
-        """Let the `count` oldest held operations go, and hold on; None: let all go and hold no longer."""
+        """Ends the `count` oldest held operations and keeps holding; None: ends all and stops holding."""
         with self._lock:
             if count is None:
                 self._is_held = False
@@ -91,12 +91,12 @@ class MemoryNetwork:
             return len(self._held)
 
     def fail_next(self, error: str, count: int = 1) -> None:
-        """The next `count` operations to be carried out fail, without a byte copied."""
+        """Makes the next `count` operations fail without a copy."""
         with self._lock:
             self._failures += [error] * count
 
     def kill(self, address: Address) -> None:
-        """This incarnation is gone, with all its ranks: its readers' operations fail, nobody can connect."""
+        """Ends this incarnation with all its ranks: reads from it fail, and no peer can connect."""
         with self._lock:
             gone = {e for e in self._alive if (e.engine_id, e.epoch) == address}
             self._alive -= gone
@@ -129,7 +129,7 @@ class MemoryNetwork:
                 self._finish(reading)
 
     def end(self, which: Callable[[_Reading], bool], error: str) -> None:
-        """End held operations without a copy."""
+        """Ends held operations without a copy."""
         with self._lock:
             ending = [r for r in self._held if which(r)]
             self._held = [r for r in self._held if not which(r)]
@@ -147,7 +147,7 @@ class MemoryNetwork:
 
 
 class MemoryTransport(QueuedTransport):
-    """One rank's. All calls may come from any thread."""
+    """Transport of one rank. Thread-safe."""
 
     name = "memory"
 

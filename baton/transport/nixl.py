@@ -1,17 +1,17 @@
-"""NIXL over UCX: RDMA between hosts, GPU memory where UCX can reach it. Optional: `kv-baton[nixl]`.
+"""Transport by NIXL over UCX: RDMA between hosts, GPU memory if UCX can reach it. Optional: `kv-baton[nixl]`.
 
-    register   an agent of the owner's, with a progress thread that sleeps; its metadata is the endpoint
-    connect    an agent *per peer*, proved by the owner's identity page, read through NIXL
+    register   an agent of the owner with a progress thread that sleeps; its metadata is the endpoint
+    connect    an agent *per peer*; verifies the owner by its identity page, read through NIXL
     prepare    descriptor lists: each span once, strided, its blocks numbered
-    post_read  batches by number; a reading counts when the identity page, read after it, is still right
+    post_read  batches by number; a read counts if the identity page, read after it, is still right
 
-It is used only where the reader does all the work: cross-memory attach on one host, RDMA devices on both.
-Elsewhere UCX would emulate reads through the owner's process, which a dying reader can kill; `connect` then
-raises, and the engines take `tcp`. (What UCX is told by UCX_TLS stays between the operator and UCX.)
+It is used only if the reader does all the work: cross-memory attach on one host, RDMA devices on both hosts.
+Otherwise UCX would emulate reads through the owner's process, which a dying reader can kill. `connect` then
+raises, and the engines use `tcp`. (UCX_TLS is left to the operator and UCX.)
 
-One-sided *writes* are not offered, since nothing here can end one from the side that is written to: taking
-the writer's agent away or deregistering the memory answers SUCCESS without waiting for what is on its way.
-A write over NIXL would need the writer's own word that it has stopped, and a dead writer gives none.
+One-sided *writes* are not offered, because the written side cannot end one: destroying the writer's agent or
+deregistering the memory returns SUCCESS without waiting for writes in flight. A write over NIXL would need
+the writer's confirmation that it has stopped, which a dead writer cannot give.
 """
 
 import secrets
@@ -64,7 +64,7 @@ class NixlPrepared(Prepared):
 
 
 class NixlTransport(PeersTransport[NixlPeer]):
-    """One rank's. All calls may come from any thread."""
+    """Transport of one rank. Thread-safe."""
 
     name = "nixl"
 
@@ -75,7 +75,7 @@ class NixlTransport(PeersTransport[NixlPeer]):
         thread_cpus: Collection[int] | None = None,
         on_completion: Callable[[], None] | None = None,
     ) -> None:
-        """Raises ConfigError where NIXL is not installed."""
+        """Raises ConfigError if NIXL is not installed."""
         bindings()
         super().__init__(address, on_completion)
         self._thread_cpus = thread_cpus
@@ -119,7 +119,7 @@ class NixlTransport(PeersTransport[NixlPeer]):
         try:
             agent.register(self._regions)
             if agent.load(named.metadata) != named.agent:
-                raise PeerError(f"the nixl endpoint of {address.engine_id} speaks of another agent")
+                raise PeerError(f"the nixl endpoint of {address.engine_id} names another agent")
             identity = IdentityReader.of(agent, named.agent, named.identity_address)
         except BaseException:
             agent.destroy()
@@ -149,19 +149,19 @@ class NixlTransport(PeersTransport[NixlPeer]):
         return prepared.peer.post(prepared.groups, *prepared.table.check_blocks(local_blocks, remote_blocks))
 
     def close(self) -> None:
-        # First of all: what others are reading right now must not count once the memory goes back.
+        # First of all, because reads in progress must not count once the memory is freed.
         self._identity.void()
         self.close_peers()
         if self._owner is not None:
             self._owner.destroy()
 
     def _agent_name(self, role: str) -> str:
-        """Unique over engines, lives, ranks and agents: NIXL confuses two of one name."""
+        """A name unique over engines, restarts, ranks and agents: NIXL confuses agents of equal names."""
         return f"{self._address.engine_id}:{self._address.epoch:x}:{secrets.token_hex(8)}:{role}"
 
 
 def has_rdma() -> bool:
-    """Whether this host has a device that reads remote memory by itself."""
+    """Whether this host has a device that can read remote memory."""
     return RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
 
 
@@ -180,16 +180,16 @@ def _decode_endpoint(address: Address, endpoint: bytes) -> NixlEndpoint:
 
 
 def _require_true_reads(named: NixlEndpoint, expected: bytes) -> None:
-    """Raises TransferError where UCX would have the owner's process answer reads: see the module's text."""
+    """Raises TransferError if UCX would let the owner's process answer reads: see the module docstring."""
     for region in named.regions:
         memory_kind(region)
     if has_rdma() and named.has_rdma:
         return
     try:
         require_same_host(this_process(), named.process)
-        prove_identity(named.process.pid, named.identity_address, expected, who=named.engine_id)
+        prove_identity(named.process.pid, named.identity_address, expected, engine_id=named.engine_id)
     except TransferError as error:
         raise TransferError(
             f"no RDMA device on both sides, and no cross-memory attach ({error}); NIXL would emulate reads "
-            "through the owner's process"
+            "through the owner's process, so another transport is needed"
         ) from error

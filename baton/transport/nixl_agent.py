@@ -1,20 +1,19 @@
-"""One NIXL agent with its UCX backend, as narrow as we need it. NIXL's exceptions end here.
+"""One NIXL agent with its UCX backend, with the few calls that we need. It maps NIXL's exceptions to ours.
 
-What NIXL 1.5.1 was found to do (tests/transport/test_nixl.py holds what can be held by a test), and what
-follows for whoever reads with it:
+Behaviour found in NIXL 1.5.1 (tests/transport/test_nixl.py tests what can be tested), and its consequences:
 
 * *Cancelling does not cancel.* `releaseXferReq` of a running read, `invalidateRemoteMD` of its peer and
-  `deregisterMem` of its target all answer SUCCESS at once; the bytes may land afterwards: 66.8 of 67.1 MB,
-  in a read from a stopped process that went on later. Only the agent's end stops them (the UCX worker is
-  destroyed with it; nothing landed, after 7 ms). So an agent is made per peer, which costs 20 ms, 10 file
-  descriptors and no thread, and *severing a peer is destroying its agent*.
-* *A failed read is not over.* The first error is reported while other pieces of the same request still
-  run. So an agent that reported an error is destroyed before anybody hears of it.
-* *An emulated read endangers its owner.* Where there is neither RDMA nor cross-memory attach, UCX has the
-  owner's process answer over tcp, and a reader that dies at the wrong moment takes the owner with it
-  (SIGSEGV, or "Fatal: unexpected error: Endpoint timeout"; openucx/ucx#7274). See `nixl.py`.
-* The progress thread polls without a pause in the Python API (`pthrDelay` 0 becomes poll(0)): a whole core,
-  or the engine's half. With a delay it sleeps in poll(2) until UCX wakes it.
+  `deregisterMem` of its target all return SUCCESS at once, but the bytes may arrive afterwards: 66.8 of
+  67.1 MB, in a read from a stopped process that resumed later. Only destroying the agent stops them (it
+  destroys the UCX worker; nothing arrived later, after 7 ms). Therefore each peer has its own agent, which
+  costs 20 ms, 10 file descriptors and no thread, and *severing a peer means destroying its agent*.
+* *A failed read may still run.* The first error is reported while other parts of the same request are still
+  running. Therefore an agent that reported an error is destroyed before the error is passed on.
+* *An emulated read endangers its owner.* With neither RDMA nor cross-memory attach, UCX lets the owner's
+  process answer over tcp, and a reader that dies at the wrong moment kills the owner (SIGSEGV, or "Fatal:
+  unexpected error: Endpoint timeout"; openucx/ucx#7274). See `nixl.py`.
+* The progress thread polls without a pause in the Python API (`pthrDelay` 0 becomes poll(0)): it takes a
+  whole core, or half of the engine's. With a delay it sleeps in poll(2) until UCX wakes it.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ from baton.core.errors import ConfigError, TransferError
 from baton.core.layout import Region
 from baton.transport.threads import free_affinity
 
-PROGRESS_DELAY_US = 100_000  # Between looks for a wake-up that UCX missed; everything else wakes the thread.
+PROGRESS_DELAY_US = 100_000  # Polling interval in case UCX misses a wake-up.
 
 DescriptorList = NewType("DescriptorList", int)
 Request = NewType("Request", int)
@@ -42,7 +41,7 @@ Int32s = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """`count` pieces of memory of one size, `stride` bytes apart."""
+    """`count` blocks of memory of one size, `stride` bytes apart."""
 
     address: int
     nbytes: int
@@ -64,7 +63,7 @@ def is_installed() -> bool:
 
 @functools.cache
 def bindings() -> Any:
-    """NIXL's own module. Raises ConfigError where it is not installed or does not load."""
+    """NIXL's own module. Raises ConfigError if it is not installed or does not load."""
     raise_exceptions = logging.raiseExceptions
     try:
         from nixl import _bindings
@@ -79,7 +78,7 @@ def bindings() -> Any:
 
 
 class NixlAgent:
-    """Not thread-safe: whoever has it takes turns. Raises TransferError for whatever NIXL reports."""
+    """Not thread-safe. Raises TransferError for every error that NIXL reports."""
 
     def __init__(self, name: str, *, has_progress_thread: bool, cpus: Collection[int] | None = None) -> None:
         self._nixl = bindings()
@@ -91,8 +90,8 @@ class NixlAgent:
         config.pthrDelay = PROGRESS_DELAY_US
         config.lthrDelay = PROGRESS_DELAY_US
         config.captureTelemetry = True
-        # The threads that NIXL and UCX start inherit where this one may run.
-        with _mended(), _inherited_affinity(cpus):
+        # Threads started by NIXL and UCX inherit this thread's CPU affinity.
+        with _nixl_errors_mapped(), _inherited_affinity(cpus):
             self._agent = self._nixl.nixlAgent(name, config)
             self._backends = [self._agent.createBackend("UCX", {})]
         self._lists: list[DescriptorList] = []
@@ -100,7 +99,7 @@ class NixlAgent:
         self.is_destroyed = False
 
     def register(self, regions: Sequence[Region]) -> None:
-        with _mended():
+        with _nixl_errors_mapped():
             for kind in {memory_kind(region)[0] for region in regions}:
                 rows = [
                     (region.address, region.nbytes, memory_kind(region)[1], "")
@@ -110,20 +109,20 @@ class NixlAgent:
                 self._agent.registerMem(self._nixl.nixlRegDList(self._kind(kind), rows), self._backends)
 
     def metadata(self) -> bytes:
-        with _mended():
+        with _nixl_errors_mapped():
             return bytes(self._agent.getLocalMD())
 
     def load(self, metadata: bytes) -> str:
-        """The name of the agent that it describes, which can be read from afterwards."""
-        with _mended():
+        """Name of the agent that `metadata` describes, which can be read from afterwards."""
+        with _nixl_errors_mapped():
             name = self._agent.loadRemoteMD(metadata)
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def prepare(self, agent: str | None, kind: str, pieces: Sequence[Strided]) -> DescriptorList:
-        """One list of all pieces, numbered in order. None: our own memory. `kind`: see `memory_kind`."""
+        """One list of all blocks, numbered in order. `agent` None: our own memory. See `memory_kind`."""
         assert not self.is_destroyed
         rows = [(p.address, p.nbytes, p.device, p.stride, p.count) for p in pieces]
-        with _mended():
+        with _nixl_errors_mapped():
             prepared = DescriptorList(
                 self._agent.prepXferDlist(
                     self._nixl.NIXL_INIT_AGENT if agent is None else agent,
@@ -138,8 +137,8 @@ class NixlAgent:
     def post_read(
         self, local: DescriptorList, local_pieces: Int32s, remote: DescriptorList, remote_pieces: Int32s
     ) -> Request:
-        """Where the reader copies by itself (cross-memory attach), all of it happens in here."""
-        with _mended():
+        """Posts a read. With cross-memory attach the whole copy happens inside this call."""
+        with _nixl_errors_mapped():
             request = Request(
                 self._agent.makeXferReq(
                     self._nixl.NIXL_READ, local, local_pieces, remote, remote_pieces, b"", self._backends
@@ -150,8 +149,8 @@ class NixlAgent:
         return request
 
     def is_done(self, request: Request) -> bool:
-        """Makes progress, too. After an error the agent has to be destroyed: see above."""
-        with _mended():
+        """Also makes progress. After an error the agent must be destroyed: see the module docstring."""
+        with _nixl_errors_mapped():
             status = self._agent.getXferStatus(request)
         if status == self._nixl.NIXL_IN_PROG:
             return False
@@ -160,23 +159,23 @@ class NixlAgent:
         return True
 
     def release(self, request: Request) -> tuple[int, float]:
-        """Of a request that is done. Returns how many pieces NIXL made of it, and how long they took in s."""
-        with _mended():
+        """Frees a request that is done. Returns NIXL's number of descriptors and its duration in s."""
+        with _nixl_errors_mapped():
             telemetry = self._agent.getXferTelemetry(request)
             self._agent.releaseXferReq(request)
         self._requests.discard(request)
         return int(telemetry.descCount), telemetry.xferDuration / 1e6
 
     def destroy(self) -> None:
-        """When this returns, nothing writes into registered memory for this agent. Idempotent."""
+        """When this returns, this agent writes no more into registered memory. Idempotent."""
         if self.is_destroyed:
             return
         self.is_destroyed = True
         for request in self._requests:
-            with contextlib.suppress(TransferError), _mended():
+            with contextlib.suppress(TransferError), _nixl_errors_mapped():
                 self._agent.releaseXferReq(request)
         for prepared in self._lists:
-            with contextlib.suppress(TransferError), _mended():
+            with contextlib.suppress(TransferError), _nixl_errors_mapped():
                 self._agent.releasedDlistH(prepared)
         del self._agent
 
@@ -188,7 +187,7 @@ def memory_kind(region: Region) -> tuple[str, int]:
     """("cpu", 0) or ("cuda", index)."""
     kind, _, index = region.device.partition(":")
     if kind not in ("cpu", "cuda") or not (index or "0").isdecimal():
-        raise TransferError(f"NIXL is used for memory of cpu and cuda devices, not of {region.device!r}")
+        raise TransferError(f"NIXL supports memory of cpu and cuda devices, not {region.device!r}")
     return kind, int(index or 0)
 
 
@@ -199,7 +198,7 @@ def _nixl_errors() -> tuple[type[Exception], ...]:
 
 
 @contextlib.contextmanager
-def _mended() -> Iterator[None]:
+def _nixl_errors_mapped() -> Iterator[None]:
     try:
         yield
     except _nixl_errors() as error:

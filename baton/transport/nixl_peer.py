@@ -1,11 +1,10 @@
-"""The reader's end of NIXL: one peer, one agent, one thread that alone reads with it.
+"""The reader's side of NIXL: one peer with one agent, and one thread that does all its reads.
 
     queue of readings --a batch of each in turn--> post --> poll until done --> identity page right? --> end
 
-The thread sleeps while nothing is asked of it, and polls, ever more slowly, while something is under way:
-NIXL tells nobody when a read is done. A reading ends well only after the owner's identity page was read
-*behind* its last byte. Whatever goes wrong, first of all the agent is destroyed; see `nixl_agent.py` for why
-nothing less will do.
+The thread sleeps while there is no read, and otherwise polls with growing pauses, because NIXL does not
+notify when a read is done. A read ends ok only if the owner's identity page, read *after* its last byte, is
+right. On any error the agent is destroyed first; `nixl_agent.py` explains why nothing less is enough.
 """
 
 import contextlib
@@ -36,22 +35,22 @@ from baton.transport.peers import ActivePeer
 from baton.transport.spans import Int64s, SpanTable
 from baton.transport.threads import join_all, start_owned_thread
 
-BATCH_BYTES_MAX = 8 << 20  # Bounds how long a cancel waits: NIXL's own cancel cannot be trusted.
-BATCH_PIECES_MAX = 4096  # 10 ms or so of 2 KiB pieces.
-REQUESTS_MAX = 2  # One that the wire works on, one waiting.
-STALL_S = 10.0  # A batch that takes so long never ends.
-CANCEL_S = 1.0  # ... or so long, once nobody wants it any more.
+BATCH_BYTES_MAX = 8 << 20  # Bounds the delay of a cancel, because NIXL's own cancel is unreliable.
+BATCH_PIECES_MAX = 4096  # About 10 ms with 2 KiB each.
+REQUESTS_MAX = 2  # One in transfer, one waiting.
+STALL_S = 10.0  # A batch that takes longer never ends.
+CANCEL_S = 1.0  # The same for a cancelled batch.
 PROVE_TIMEOUT_S = 5.0
 POLL_MIN_S, POLL_MAX_S = 20e-6, 500e-6
 CLOSE_TIMEOUT_S = 10.0
-PIECES_MAX = 2**31 - 1  # NIXL counts them in 32 bits.
+PIECES_MAX = 2**31 - 1  # NIXL numbers them with 32 bits.
 
 
 @dataclass(frozen=True)
 class PreparedGroup:
-    """Spans between one kind of memory here and one there, as NIXL's numbered pieces.
+    """Spans between one kind of memory here and one kind there, as NIXL's numbered blocks ("pieces").
 
-    pieces:  | span 0: block 0, block 1, ... | span 1: block 0, ...     on either side, by its own count
+    pieces:  | span 0: block 0, block 1, ... | span 1: block 0, ...     on both sides, by each side's count
     """
 
     local: DescriptorList
@@ -76,7 +75,7 @@ class PreparedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one request asks for."""
+    """The blocks of one request."""
 
     local: DescriptorList
     local_pieces: Int32s
@@ -116,18 +115,18 @@ class _Running:
 
 @dataclass(slots=True)
 class NixlCounters:
-    """Read by metrics from any thread."""
+    """Metrics read these from any thread."""
 
     read_bytes: int = 0
     requests: int = 0
-    pieces: int = 0  # What NIXL made of them, after merging what lies side by side.
-    transfer_s: float = 0.0  # By NIXL's own telemetry.
-    severed: int = 0  # Peers whose agent was destroyed over something that went wrong.
+    pieces: int = 0  # NIXL's number of descriptors, after merging adjacent ones.
+    transfer_s: float = 0.0  # From NIXL's own telemetry.
+    severed: int = 0  # Peers whose agent was destroyed because of an error.
 
 
 @dataclass(frozen=True)
 class IdentityReader:
-    """Reads the owner's identity page through NIXL itself, into memory that the agent knows."""
+    """Reads the owner's identity page through NIXL, into memory registered with the agent."""
 
     agent: NixlAgent
     scratch: Scratch
@@ -152,7 +151,7 @@ class IdentityReader:
         pause_s = POLL_MIN_S
         while not self.agent.is_done(request):
             if time.monotonic() > deadline:
-                raise TransferError(f"the owner's identity page did not come within {timeout_s:g} s")
+                raise TransferError(f"the owner's identity page did not arrive within {timeout_s:g} s")
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, POLL_MAX_S)
         self.agent.release(request)
@@ -172,7 +171,7 @@ class NixlPeer(ActivePeer):
         counters: NixlCounters,
         thread_cpus: Collection[int] | None,
     ) -> None:
-        """The agent is ours from now on. Raises PeerError, with it destroyed, if the owner is another."""
+        """Takes over the agent. Destroys it and raises PeerError if the owner is not the expected one."""
         self.address = address
         self.regions = tuple(regions)
         self.lost: str | None = None
@@ -186,11 +185,11 @@ class NixlPeer(ActivePeer):
         self._changed = threading.Condition()
         self._queue: deque[_Reading] = deque()
         self._by_op: dict[OpId, _Reading] = {}
-        self._running: list[_Running] = []  # The thread's own.
+        self._running: list[_Running] = []  # Used by the thread only.
         self._pause_s = POLL_MIN_S
         try:
             if identity.read(PROVE_TIMEOUT_S) != expected_identity:
-                raise PeerError(f"whoever answers there is not {address.engine_id}: its nonce is wrong")
+                raise PeerError(f"the process that answers is not {address.engine_id}: its nonce is wrong")
         except BaseException:
             agent.destroy()
             raise
@@ -217,7 +216,9 @@ class NixlPeer(ActivePeer):
         spans = [table.merged[index] for index in indices]
         counts = (table.local_block_count, table.remote_block_count)
         if len(spans) * max(counts) > PIECES_MAX:
-            raise TransferError(f"{len(spans)} spans of {max(counts)} blocks are more than NIXL can number")
+            raise TransferError(
+                f"{len(spans)} spans of {max(counts)} blocks are more than NIXL can number ({PIECES_MAX})"
+            )
         ours = [local_regions[span.local_region] for span in spans]
         theirs = [self.regions[span.remote_region] for span in spans]
         local = [
@@ -236,7 +237,7 @@ class NixlPeer(ActivePeer):
         )
 
     def post(self, groups: Sequence[PreparedGroup], local_blocks: Int64s, remote_blocks: Int64s) -> OpId:
-        """Raises TransferError, with nothing posted, once the peer is lost."""
+        """Raises TransferError, with nothing posted, if the peer is lost."""
         with self._changed:
             if self.lost is not None:
                 raise TransferError(f"cannot read from {self.address.engine_id}: {self.lost}")
@@ -259,7 +260,7 @@ class NixlPeer(ActivePeer):
                 self._changed.notify()
 
     def lose(self, reason: str) -> None:
-        """Its thread ends everything, soon."""
+        """Makes the thread end all reads soon."""
         with self._changed:
             self.lost = self.lost or reason
             self._changed.notify()
@@ -297,7 +298,7 @@ class NixlPeer(ActivePeer):
             self._running.append(_Running(request, reading, batch.nbytes, time.monotonic()))
 
     def _take_nowait(self) -> tuple[_Reading, Batch] | None:
-        """The next batch to ask for; operations take turns."""
+        """The next batch to post; operations take turns."""
         with self._changed:
             while self._queue:
                 reading = self._queue.popleft()
@@ -319,7 +320,7 @@ class NixlPeer(ActivePeer):
             if telemetry is not None:
                 self._count(running, *telemetry)
             elif running.is_hopeless(now):
-                raise TransferError("a read does not end, not even when it is cancelled")
+                raise TransferError("a read does not end, even after it was cancelled")
             else:
                 still.append(running)
         progressed = len(still) < len(self._running)
@@ -338,18 +339,18 @@ class NixlPeer(ActivePeer):
         self._counters.read_bytes += running.nbytes
 
     def _arrived(self) -> list[_Reading]:
-        """Readings that are over: complete, and proved by the identity page, or cancelled."""
+        """Readings that are over: cancelled, or complete and proved by the identity page."""
         with self._changed:
             over = [reading for reading in self._by_op.values() if reading.is_over]
         if any(reading.error is None for reading in over):
             with self._agent_lock:
                 found = self._identity.read(STALL_S)
             if found != self._expected_identity:
-                raise TransferError("it withdrew its memory, or another one has taken its place")
+                raise TransferError("it withdrew its memory, or another process has replaced it")
         return over
 
     def _finish(self, over: Collection[_Reading]) -> None:
-        """Without the lock: whoever is told may post the next one at once."""
+        """Call it without the lock: the completion hook may post the next operation at once."""
         with self._changed:
             for reading in over:
                 del self._by_op[reading.op]
@@ -369,11 +370,11 @@ class NixlPeer(ActivePeer):
         self._finish(over)
 
     def _die(self, error: BaseException) -> None:
-        """A bug of ours: nobody may wait for it."""
-        self.lose(f"the thread that reads from it died: {error!r}")
+        """Ends all reads after a bug of ours, so that no caller waits for them."""
+        self.lose(f"its reader thread died: {error!r}")
         self._end()
 
 
 def _strided(region: Region, offset: int, nbytes: int, stride: int, count: int) -> Strided:
-    # A stride of 0 describes exactly one block; NIXL wants to see none.
+    # A stride of 0 describes exactly one block; NIXL does not accept 0.
     return Strided(region.address + offset, nbytes, stride or nbytes, count, memory_kind(region)[1])

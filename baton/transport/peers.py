@@ -49,7 +49,7 @@ class PeersTransport(QueuedTransport, Generic[P]):
     def cancel(self, op: OpId) -> None:
         with self._lock:
             peers = list(self._peers)
-        for peer in peers:  # Each knows its own operations; there are few peers, and cancels are rare.
+        for peer in peers:  # A peer ignores operations of others; there are few peers, and cancels are rare.
             peer.cancel(op)
 
     def disconnect(self, peer: PeerHandle) -> None:

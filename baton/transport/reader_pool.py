@@ -1,11 +1,11 @@
-"""Threads that carry out reads batch by batch, for transports whose reader does the copying by itself.
+"""Threads that do reads batch by batch, for transports whose reader copies the bytes itself.
 
     post --> waiting: [reading, reading ...] --one batch of each in turn--> thread: copy --> completion
 
-A reading goes to the back of the queue after each batch: a long prompt must not hold up a short one. `copy`
-gets a peer and a batch, and returns when the bytes lie in place and count. Whatever it raises loses that peer
-only: its readings end, not ok, and it has to be connected to again. A cancelled reading begins no further
-batch, and ends when those that run have ended.
+After each batch a reading goes to the end of the queue, so that a long prompt does not delay a short one.
+`copy` gets a peer and a batch, and returns when the bytes are in place and valid. If it raises, only that
+peer is lost: its readings end, not ok, and it must be connected again. A cancelled reading starts no further
+batch, and ends when its running batches have ended.
 """
 
 import logging
@@ -24,12 +24,12 @@ from baton.transport.threads import join_all, start_owned_thread
 
 logger = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 10.0  # A thread ends after the batch that it is in.
+CLOSE_TIMEOUT_S = 10.0  # A thread ends after its current batch.
 
 
 class ReadablePeer(Protocol):
     address: Address
-    lost: str | None  # Why nothing more can be read.
+    lost: str | None  # Why it cannot be read any more.
 
 
 PeerT = TypeVar("PeerT", bound=ReadablePeer)
@@ -37,19 +37,19 @@ PeerT = TypeVar("PeerT", bound=ReadablePeer)
 
 @dataclass(eq=False)
 class _Reading(Generic[PeerT]):
-    """One posted operation. Only pool threads touch memory for it; its fields are the pool's to guard."""
+    """One posted operation. Only pool threads touch memory for it; the pool guards its fields."""
 
     op: OpId
     peer: PeerT
     batches: Iterator[Copies]
     copied_bytes: int = 0
-    num_running: int = 0  # Batches that a thread is copying right now.
-    stopped: str | None = None  # Why no further batch is begun.
-    is_exhausted: bool = False  # No batch is left to begin.
+    num_running: int = 0  # Batches that threads are copying now.
+    stopped: str | None = None  # Why no further batch is started.
+    is_exhausted: bool = False  # No batch is left to start.
 
 
 class ReaderPool(Generic[PeerT]):
-    """All methods from any thread."""
+    """All methods are thread-safe."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class ReaderPool(Generic[PeerT]):
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """With the first peer: an owner needs no threads. Raises TransferError once closed."""
+        """Called with the first peer, because an owner needs no threads. Raises TransferError if closed."""
         with self._changed:
             if self._closed:
                 raise TransferError(f"the {self._name} transport is closed")
@@ -90,7 +90,7 @@ class ReaderPool(Generic[PeerT]):
                 )
 
     def post(self, peer: PeerT, copies: Copies) -> OpId:
-        """Raises TransferError, with nothing posted, when nothing more can be read from the peer."""
+        """Raises TransferError, with nothing posted, if the peer cannot be read any more."""
         with self._changed:
             if reason := peer.lost or self._died or ("closed" if self._closed else None):
                 raise TransferError(f"cannot read from {peer.address.engine_id}: {reason}")
@@ -101,7 +101,7 @@ class ReaderPool(Generic[PeerT]):
             self._waiting.append(reading)
             self._changed.notify()
             if copies.total_bytes > self._batch_bytes_max:
-                self._changed.notify()  # More than one batch: worth a second thread.
+                self._changed.notify()  # More than one batch is worth a second thread.
             return op
 
     def cancel(self, op: OpId) -> None:
@@ -110,12 +110,12 @@ class ReaderPool(Generic[PeerT]):
                 reading.stopped = reading.stopped or "cancelled"
 
     def lose(self, peer: PeerT, reason: str) -> None:
-        """Its readings end soon, not ok."""
+        """Ends the peer's readings soon, not ok."""
         with self._changed:
             peer.lost = peer.lost or reason
 
     def wait_quiet(self, peer: PeerT) -> None:
-        """Until no thread copies for this peer any more. After `lose`."""
+        """Waits until no thread copies for this peer any more. Call it after `lose`."""
         with self._changed:
             quiet = self._changed.wait_for(
                 lambda: all(r.peer is not peer or r.num_running == 0 for r in self._by_op.values()),
@@ -143,7 +143,7 @@ class ReaderPool(Generic[PeerT]):
                 self._copy(reading.peer, batch)
             except TransferError as failure:
                 error = str(failure)
-            except Exception as bug:  # The border of one peer: the thread serves the others, too.
+            except Exception as bug:  # It costs this peer only: the thread also serves others.
                 logger.exception("a read from %s failed", reading.peer.address.engine_id)
                 error = f"a fault of this engine: {bug!r}"
             if error is not None:
@@ -152,7 +152,7 @@ class ReaderPool(Generic[PeerT]):
                 self._finish(reading)
 
     def _next_turn(self) -> tuple[_Reading[PeerT], Copies | None] | None:
-        """The longest waiting reading with a batch to copy, or without when it is over. None: closed."""
+        """The longest waiting reading with its next batch, or with None if it is over. None: closed."""
         with self._changed:
             while True:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
@@ -170,7 +170,7 @@ class ReaderPool(Generic[PeerT]):
                     return reading, None
 
     def _end_batch(self, reading: _Reading[PeerT], batch: Copies, error: str | None) -> bool:
-        """True if that was the last of it."""
+        """Returns whether that was its last batch."""
         with self._changed:
             reading.num_running -= 1
             if error is None:
@@ -178,24 +178,24 @@ class ReaderPool(Generic[PeerT]):
             else:
                 reading.stopped = reading.stopped or error
             if reading.peer.lost is not None:
-                self._changed.notify_all()  # Somebody may be in `wait_quiet`.
+                self._changed.notify_all()  # A caller may be in `wait_quiet`.
             return self._is_over(reading)
 
     def _is_over(self, reading: _Reading[PeerT]) -> bool:
-        """With the lock held; True once: nobody copies for it, and nobody will."""
+        """Call it with the lock held. True once: no thread copies for the reading, or will."""
         if not reading.is_exhausted or reading.num_running:
             return False
         return self._by_op.pop(reading.op, None) is not None
 
     def _finish(self, reading: _Reading[PeerT]) -> None:
-        """Without the lock: whoever is told may post the next one at once."""
+        """Call it without the lock: the completion hook may post the next operation at once."""
         self._completions.finish(reading.op, nbytes=reading.copied_bytes, error=reading.stopped)
 
     def _reason_to_stop(self, reading: _Reading[PeerT]) -> str | None:
         return reading.peer.lost or ("the transport was closed" if self._closed else None)
 
     def _fail_all(self, error: BaseException) -> None:
-        """A thread died of a bug of this pool: its readings end. The other one ends what it is copying."""
+        """Ends all readings after a bug in this pool. Other threads finish their current batches."""
         with self._changed:
             self._died = f"the reader thread died: {error!r}"
             self._closed = True

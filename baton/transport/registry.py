@@ -1,13 +1,14 @@
-"""Transports by name, and the best one that two engines share.
+"""Transports by name, and the choice of the best one that two engines share.
 
-An engine makes what works here, sends the endpoints to its peers, and takes the best way to each:
+An engine makes the transports that work here, sends their endpoints to its peers, and chooses the best one
+for each peer:
 
-    available_names()                       what can work on this machine, best first
+    available_names()                       names of the transports that can work here, best first
     make_transports(...)                    {name: transport}
     register_all(transports, regions)       {name: endpoint}, sent to the peer
     choose_transport(ours, theirs, peer)    the first, in order of preference, that connects
 
-The choice is logged, with what else there was and why it was not taken.
+The choice is logged, with the alternatives and the reasons against them.
 """
 
 import logging
@@ -29,22 +30,22 @@ from baton.transport.tcp import TcpOptions, TcpTransport
 logger = logging.getLogger(__name__)
 
 PREFERENCE = ("memory", "cuda_ipc", "local", "nixl", "tcp")
-"""Fastest first. `memory` is spoken in tests only, where nothing else is asked for."""
+"""Fastest first. `memory` is used in tests only, which request nothing else."""
 
 DEFAULT_NAMES = ("local", "tcp")
 
 
 def available_names(device: str = "cpu") -> tuple[str, ...]:
-    """What is worth offering here for a cache on this kind of device, best first.
+    """Transports that can work here for a cache on this kind of device, best first.
 
-    For host memory NIXL is worth it only where a network device makes its reads true ones.
+    For host memory NIXL is included only if a network device can do its reads.
     """
     nixl = ("nixl",) if (device != "cpu" or has_rdma()) and is_installed() else ()
     return ("local", *nixl, "tcp") if device == "cpu" else ("cuda_ipc", *nixl)
 
 
 class Connected(NamedTuple):
-    """The way that was chosen, and the peer on it."""
+    """The chosen transport, and the peer connected by it."""
 
     transport: Transport
     peer: PeerHandle
@@ -58,7 +59,7 @@ def make_transport(
     tcp: TcpOptions = TcpOptions(),  # noqa: B008  Frozen.
     on_completion: Callable[[], None] | None = None,
 ) -> Transport:
-    """One rank's transport. Raises ConfigError if it cannot be used here. Only tcp reads `tcp`."""
+    """One rank's transport. Raises ConfigError if it cannot be used here. `tcp` concerns only tcp."""
     match name:
         case "local":
             return LocalTransport(address, on_completion=on_completion)
@@ -75,7 +76,7 @@ def make_transport(
             return MemoryTransport(address, on_completion=on_completion)
         case _:
             raise ConfigError(
-                f"{name!r} is no transport; known are {', '.join(PREFERENCE)}", field="transports"
+                f"{name!r} is not a transport; choose from {', '.join(PREFERENCE)}", field="transports"
             )
 
 
@@ -87,7 +88,7 @@ def make_transports(
     tcp: TcpOptions = TcpOptions(),  # noqa: B008  Frozen.
     on_completion: Callable[[], None] | None = None,
 ) -> dict[str, Transport]:
-    """Several of them for one rank. Raises with none left open."""
+    """Several transports of one rank. If one raises, all are closed."""
     made: dict[str, Transport] = {}
     try:
         for name in names:
@@ -102,16 +103,16 @@ def make_transports(
 
 
 def register_all(transports: Mapping[str, Transport], regions: Sequence[Region]) -> dict[str, bytes]:
-    """Endpoints to send to peers. What does not work on this machine is left out, with the reason logged.
+    """Endpoints to send to peers. Transports that do not work here are left out, and the reason is logged.
 
-    Raises TransferError when none works.
+    Raises TransferError if none works.
     """
     endpoints: dict[str, bytes] = {}
     for name, transport in transports.items():
         try:
             endpoints[name] = transport.register(regions)
         except TransferError as error:
-            logger.warning("this engine cannot be read by %s: %s", name, error)
+            logger.warning("this engine cannot be read by %s, which is left out: %s", name, error)
     if not endpoints:
         raise TransferError(f"none of {', '.join(transports)} can reach this engine's memory")
     return endpoints
@@ -124,10 +125,10 @@ def choose_transport(
     *,
     order: Sequence[str] = PREFERENCE,
 ) -> Connected:
-    """Connect to a peer the best way that both speak. Takes round trips: never on an engine step.
+    """Connects to a peer by the best common transport. Takes round trips: never call it in an engine step.
 
-    `order` forces a way, or several, by leaving out the others. Raises PeerError for a peer that lies about
-    itself, TransferError with the reason of every way that failed.
+    `order` restricts the choice to these transports. Raises PeerError for a peer with a false identity,
+    TransferError with the reasons of all transports that failed.
     """
     reasons: list[str] = []
     for number, name in enumerate(order):
@@ -141,7 +142,7 @@ def choose_transport(
             _log_choice(name, ours, theirs, address, order[number + 1 :], reasons)
             return Connected(ours[name], peer)
     if reasons:
-        raise TransferError(f"no way to {address.engine_id}: {'; '.join(reasons)}")
+        raise TransferError(f"no transport reaches {address.engine_id}: {'; '.join(reasons)}")
     raise TransferError(
         f"no transport in common with {address.engine_id}: "
         f"ours {sorted(ours)}, theirs {sorted(theirs)}, allowed {list(order)}"

@@ -1,15 +1,15 @@
-"""Authenticates or encrypts the messages of one direction of a connection, over scattered memory.
+"""Authentication or encryption of the messages in one direction of a connection, over scattered memory.
 
     off      computes nothing; every tag is zero bytes
     mac      tag = GMAC(header, memory); the memory crosses the wire as it is
     encrypt  tag = AES-GCM(header, memory); the memory crosses the wire as ciphertext
 
-Each direction of each connection has a key of its own, and the nonce of a message is its number, which only
-grows. So no nonce is used twice under one key (a repeated nonce would let an observer forge tags), and the
-tag of a message is wrong in any other connection, direction or place.
+Each direction of each connection has its own key, and the nonce of a message is its number, which only grows.
+So no nonce is used twice with one key (a repeated nonce would let an observer forge tags), and the tag of a
+message is wrong in any other connection, direction or position.
 
-`cryptography` holds the interpreter's lock during a call (measured with version 50: another thread makes no
-progress inside a call). A message has at most 4 MiB, so other threads wait for half a millisecond at most.
+`cryptography` holds the interpreter's lock during a call (measured with version 50: no other thread makes
+progress inside a call). A message has at most 4 MiB, so other threads wait for at most half a millisecond.
 """
 
 import ctypes
@@ -38,8 +38,8 @@ TAG_BYTES = 16
 NO_TAG = bytes(TAG_BYTES)
 _NONCE_BYTES = 12
 
-# All of the address space as one view: slicing it costs a third of making an array for each piece. The caller
-# is responsible for the addresses: they come from checked regions only.
+# The whole address space as one view: slicing it costs a third of making an array for each segment. The
+# caller is responsible for the addresses; they come from checked regions only.
 _memory = memoryview((ctypes.c_ubyte * (2**62)).from_address(0)).cast("B")
 
 Int64s = NDArray[np.int64]
@@ -57,16 +57,16 @@ class Sealing:
     _encrypts: bool
 
     def add(self, addresses: Int64s, nbytes: Int64s, ciphertext: memoryview) -> None:
-        """The next pieces of memory. If the direction is encrypted, they are written to `ciphertext`."""
+        """Adds memory segments. If the direction is encrypted, writes their ciphertext to `ciphertext`."""
         if self._context is None or not self._encrypts:
             _authenticate(self._context, addresses, nbytes)
             return
         encrypt = self._context.update_into
-        for start, end, at in _pieces(addresses, nbytes):
+        for start, end, at in _segments(addresses, nbytes):
             encrypt(_memory[start:end], ciphertext[at:])
 
     def tag(self) -> bytes:
-        """Of the whole message. Nothing can be added any more."""
+        """Tag of the whole message. Nothing can be added afterwards."""
         if self._context is None:
             return NO_TAG
         self._context.finalize()
@@ -75,22 +75,22 @@ class Sealing:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A message that is being received. What it wrote counts only if its tag is right."""
+    """A message that is being received. What it wrote is valid only if its tag is right."""
 
     _context: AEADDecryptionContext | None
     _encrypts: bool
 
     def add(self, addresses: Int64s, nbytes: Int64s, ciphertext: memoryview) -> None:
-        """The next pieces of memory. If the direction is encrypted, they are filled from `ciphertext`."""
+        """Adds memory segments. If the direction is encrypted, fills them from `ciphertext`."""
         if self._context is None or not self._encrypts:
             _authenticate(self._context, addresses, nbytes)
             return
         decrypt = self._context.update_into
-        for start, end, at in _pieces(addresses, nbytes):
+        for start, end, at in _segments(addresses, nbytes):
             decrypt(ciphertext[at : at + end - start], _memory[start:end])
 
     def is_genuine(self, tag: bytes) -> bool:
-        """Whether the whole message is what the holder of the key sent under this number."""
+        """Whether the whole message is what the holder of the key sent with this number."""
         if self._context is None:
             return hmac.compare_digest(tag, NO_TAG)
         try:
@@ -114,8 +114,8 @@ class Direction:
         return self.integrity == "encrypt"
 
     def seal(self, number: int, header: bytes) -> Sealing:
-        """Begin message `number`; `header` is authenticated and crosses the wire as it is."""
-        assert number > self._last_sealed, "each number, and so each nonce, is used once"
+        """Starts message `number`. `header` is authenticated and crosses the wire unencrypted."""
+        assert number > self._last_sealed, "each number, which is the nonce, is used once"
         self._last_sealed = number
         context = None
         if self.integrity != "off":
@@ -124,7 +124,7 @@ class Direction:
         return Sealing(context, self.encrypts)
 
     def open(self, number: int, header: bytes) -> Opening:
-        """Begin to check message `number`, which has to come with this header."""
+        """Starts the check of message `number`, which must have this header."""
         context = None
         if self.integrity != "off":
             context = self._cipher(number).decryptor()
@@ -140,11 +140,11 @@ def _authenticate(
 ) -> None:
     if context is None:
         return
-    pieces = map(slice, addresses.tolist(), (addresses + nbytes).tolist())
-    deque(map(context.authenticate_additional_data, map(_memory.__getitem__, pieces)), maxlen=0)
+    segments = map(slice, addresses.tolist(), (addresses + nbytes).tolist())
+    deque(map(context.authenticate_additional_data, map(_memory.__getitem__, segments)), maxlen=0)
 
 
-def _pieces(addresses: Int64s, nbytes: Int64s) -> Iterator[tuple[int, int, int]]:
-    """(start, end) in memory, and where the piece begins in the ciphertext."""
+def _segments(addresses: Int64s, nbytes: Int64s) -> Iterator[tuple[int, int, int]]:
+    """(start, end) in memory, and the segment's offset in the ciphertext."""
     starts, ends = addresses.tolist(), (addresses + nbytes).tolist()
     return zip(starts, ends, (np.cumsum(nbytes) - nbytes).tolist(), strict=True)

@@ -1,8 +1,8 @@
-"""Does it work here, and how fast? Each way is tried between this process and one made for it.
+"""Self-test of transports: reads between this process and a child process, and measures the speed.
 
     self_test(["local", "tcp"]) -> [Outcome("local", 6.1, None), Outcome("tcp", None, "the kernel ...")]
 
-The content is compared, so that "works" means it.
+The content is compared, so that a reported speed implies correct bytes.
 """
 
 import time
@@ -33,7 +33,7 @@ OWNER, READER = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one way. Either it has a speed, for blocks of 16 KiB in any order, or a reason."""
+    """Result for one transport: a speed, for blocks of 16 KiB in any order, or an error."""
 
     name: str
     gb_per_s: float | None
@@ -41,7 +41,7 @@ class Outcome:
 
 
 def self_test(names: Sequence[str]) -> list[Outcome]:
-    """Takes a second or two, most of it for the other process to start. Never raises for a way that fails."""
+    """Takes 1 to 2 s, mostly to start the other process. Never raises for a transport that fails."""
     spawn = get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=_own, args=(theirs, tuple(names)), daemon=True)
@@ -85,7 +85,7 @@ def _measure(transport: Transport, endpoint: bytes) -> float:
     took_s = min(_read(transport, prepared, local.tolist(), remote.tolist()) for _ in range(REPEATS))
     blocks = memory.reshape(-1, BLOCK_BYTES)
     if not np.array_equal(blocks[local], _content().reshape(-1, BLOCK_BYTES)[remote]):
-        raise TransferError("what arrived is not what was sent")
+        raise TransferError("the bytes that arrived differ from those sent")
     return TOTAL_BYTES / took_s / 1e9
 
 
@@ -116,4 +116,4 @@ def _own(pipe: Connection, names: tuple[str, ...]) -> None:
         except BatonError as error:
             endpoints[name] = str(error)
     pipe.send(endpoints)
-    pipe.poll(None)  # Until it is killed, or its parent is gone.
+    pipe.poll(None)  # Waits until it is killed or its parent is gone.

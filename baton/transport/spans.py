@@ -1,12 +1,12 @@
-"""From spans and block numbers to arrays of copies: checked once, expanded without a loop over blocks.
+"""Expansion of spans and block numbers into arrays of copies: checked once, without a loop over blocks.
 
-A plan says with `CopySpan`s where the bytes of *any* pair of blocks lie. `SpanTable` checks them against
+A plan describes with `CopySpan`s where the bytes of *any* pair of blocks are. `SpanTable` checks them against
 both sides' regions once per peer; `expand` turns two lists of block numbers into three arrays
 
     local[i], remote[i], nbytes[i]        copy nbytes[i] bytes from remote[i] into local[i]
 
-Merged twice: spans that adjoin on both sides become one span (all heads of a block, say) when the table
-is made, and runs of blocks that adjoin on both sides become one copy when it is expanded:
+Two merges: spans that are adjacent on both sides (all heads of a block, for example) become one span when the
+table is made, and runs of blocks that are adjacent on both sides become one copy when it is expanded:
 
     blocks   local  3  4  5 | 9          runs of a dense span:  [3, 4, 5] from [7, 8, 9],  [9] from [2]
              remote 7  8  9 | 2
@@ -29,7 +29,7 @@ ADDRESS_MAX = 2**62  # Above every user address; keeps int64 sums from overflowi
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Copies that do not depend on each other's order. Three int64 arrays of one length."""
+    """Copies, in any order, as three int64 arrays of equal length."""
 
     local: Int64s
     remote: Int64s
@@ -43,7 +43,7 @@ class Copies:
         return int(self.nbytes.sum())
 
     def split(self, piece_bytes_max: int) -> "Copies":
-        """The same copies, none longer than `piece_bytes_max`."""
+        """The same copies, split so that none is longer than `piece_bytes_max`."""
         if len(self) == 0 or int(self.nbytes.max()) <= piece_bytes_max:
             return self
         pieces = -(-self.nbytes // piece_bytes_max)
@@ -57,7 +57,7 @@ class Copies:
         )
 
     def skip(self, nbytes: int) -> "Copies":
-        """What is left when the first `nbytes` are done."""
+        """The copies that remain after the first `nbytes` bytes."""
         ends = np.cumsum(self.nbytes)
         first = int(np.searchsorted(ends, nbytes, side="right"))
         rest = Copies(self.local[first:].copy(), self.remote[first:].copy(), self.nbytes[first:].copy())
@@ -69,7 +69,7 @@ class Copies:
         return rest
 
     def batches(self, *, count_max: int, bytes_max: int) -> Iterator["Copies"]:
-        """Cut into groups of at most `count_max` copies and `bytes_max` bytes."""
+        """Groups of at most `count_max` copies and `bytes_max` bytes."""
         copies = self.split(bytes_max)
         ends = np.cumsum(copies.nbytes)
         start, done = 0, 0
@@ -81,7 +81,7 @@ class Copies:
 
 
 class SpanTable(Prepared):
-    """Spans that were checked against both sides' regions. Immutable."""
+    """Spans checked against both sides' regions. Immutable."""
 
     def __init__(
         self, spans: Sequence[CopySpan], local_regions: Sequence[Region], remote_regions: Sequence[Region]
@@ -123,7 +123,7 @@ class SpanTable(Prepared):
         return len(self._nbytes)
 
     def expand(self, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> Copies:
-        """Raises TransferError for a block outside the regions, or one named twice as a destination."""
+        """Raises TransferError for a block outside the regions or repeated as a destination."""
         local, remote = self.check_blocks(local_blocks, remote_blocks)
         local_step, remote_step = np.diff(local), np.diff(remote)
         run_ends = np.flatnonzero((local_step != 1) | (remote_step != 1)) + 1
@@ -146,11 +146,13 @@ class SpanTable(Prepared):
         local = _block_numbers(local_blocks, "local", self.local_block_count)
         remote = _block_numbers(remote_blocks, "remote", self.remote_block_count)
         if len(local) != len(remote):
-            raise TransferError(f"{len(local)} local blocks cannot take {len(remote)} remote ones")
+            raise TransferError(
+                f"{len(local)} local blocks for {len(remote)} remote blocks; the numbers must be equal"
+            )
         order = np.argsort(local, kind="stable")
         local, remote = local[order], remote[order]
         if (repeated := np.diff(local) == 0).any():
-            raise TransferError(f"local block {local[:-1][repeated][0]} is named twice as a destination")
+            raise TransferError(f"local block {local[:-1][repeated][0]} is a destination twice")
         return local, remote
 
     def _expand(self, which: NDArray[np.bool_], local: Int64s, remote: Int64s, run_lengths: Int64s) -> Copies:
@@ -162,7 +164,7 @@ class SpanTable(Prepared):
 
 
 class RegionTable:
-    """Registered memory as disjoint intervals, for checking addresses that came over a wire."""
+    """Registered memory as disjoint intervals, to check addresses received over a wire."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         intervals: list[list[int]] = []
@@ -176,7 +178,7 @@ class RegionTable:
         self._ends = np.array([end for _, end in intervals], dtype=np.int64)
 
     def covers(self, addresses: Int64s, nbytes: Int64s, bytes_max: int) -> bool:
-        """Whether every [address, address + nbytes) is registered, not empty and not above `bytes_max`."""
+        """Whether every [address, address + nbytes) is registered, with 0 < nbytes <= `bytes_max`."""
         if len(self._starts) == 0 or not ((nbytes > 0) & (nbytes <= bytes_max)).all():
             return False
         if not ((addresses >= 0) & (addresses < ADDRESS_MAX)).all():
@@ -186,11 +188,11 @@ class RegionTable:
 
 
 def check_regions(regions: Sequence[Region]) -> None:
-    """Raises PeerError for a region table that no honest process could have."""
+    """Raises PeerError for regions that no real process can have."""
     for number, region in enumerate(regions):
         if region.address <= 0 or region.nbytes <= 0 or region.address + region.nbytes > ADDRESS_MAX:
             raise PeerError(
-                f"region {number} is no memory: {region.nbytes} bytes at address {region.address:#x}"
+                f"region {number} cannot be memory: {region.nbytes} bytes at address {region.address:#x}"
             )
 
 
@@ -198,7 +200,7 @@ def require_host_memory(transport: str, regions: Sequence[Region]) -> None:
     """Raises TransferError naming the first region that lies on a device."""
     for region in regions:
         if region.device != "cpu":
-            raise TransferError(f"the {transport} transport reaches host memory only, not {region.device!r}")
+            raise TransferError(f"the {transport} transport supports host memory only, not {region.device!r}")
     check_regions(regions)
 
 
@@ -208,8 +210,8 @@ def _check(side: str, region_index: int, offset: int, span: CopySpan, regions: S
     region = regions[region_index]
     if span.nbytes <= 0 or offset < 0 or offset + span.nbytes > region.nbytes:
         raise PeerError(
-            f"{side} bytes [{offset}, {offset + span.nbytes}) leave region {region_index}, "
-            f"which has {region.nbytes}"
+            f"{side} bytes [{offset}, {offset + span.nbytes}) are outside region {region_index}, "
+            f"which has {region.nbytes} bytes"
         )
 
 
@@ -219,7 +221,7 @@ def _check_stride(side: str, stride: int, nbytes: int) -> None:
 
 
 def _block_count(region: Region, offset: int, stride: int, nbytes: int) -> int:
-    """How many blocks fit. A stride of 0 describes exactly one."""
+    """Number of blocks that fit. A stride of 0 describes exactly one."""
     return 1 if stride == 0 else (region.nbytes - offset - nbytes) // stride + 1
 
 

@@ -1,12 +1,12 @@
-"""Between hosts: the owner serves its regions over tcp, the reader receives into its blocks.
+"""Transport between hosts: the owner serves its regions over tcp, the reader receives into its blocks.
 
     register   opens the owner's listener (tcp_owner); its address and token are the endpoint
-    connect    a few lanes, each introduced in both directions (tcp_wire, tcp_reader)
+    connect    a few lanes, each with a mutual handshake (tcp_wire, tcp_reader)
     post_read  chunks of the copies become requests; `recvmsg` scatters each answer into the blocks,
                where its tag is checked (`sealing`)
 
-Bytes go from block to socket and from socket to block; an encrypted connection needs one buffer on either
-side. A connection belongs to one incarnation by its handshake, so a read can never come from a successor.
+Bytes go from block to socket and from socket to block; an encrypted connection needs one buffer on each side.
+The handshake binds a connection to one incarnation, so a read can never come from a successor.
 """
 
 import logging
@@ -44,32 +44,32 @@ LANES = 2
 
 @dataclass(frozen=True, slots=True)
 class TcpOptions:
-    """Where a rank's owner listens, and what its peers dial."""
+    """Address that a rank's owner binds, and the address that its peers dial."""
 
     host: str = "127.0.0.1"
     port: int = 0  # 0: the kernel chooses a free port.
     advertise_host: str | None = None  # None: `host`. Required when `host` is a wildcard address.
     advertise_port: int = 0  # 0: the port that the owner listens on.
-    # What this end asks for; a connection has the stronger of its two ends. None: "encrypt" beyond this host.
+    # Requested by this side; a connection uses the stronger of both. None: "encrypt" beyond this host.
     integrity: Integrity | None = None
 
     def __post_init__(self) -> None:
         if self.advertise_host is None and is_wildcard(self.host):
             raise ConfigError(
-                f"is needed when binding to {self.host}: peers cannot dial a wildcard",
+                f"is required when binding to {self.host}, because peers cannot dial a wildcard",
                 field="tcp.advertise_host",
             )
         for name in ("port", "advertise_port"):
             if not 0 <= getattr(self, name) < 2**16:
-                raise ConfigError(f"must be in [0, 65535]; is {getattr(self, name)}", field=f"tcp.{name}")
+                raise ConfigError(f"must be in [0, 65535], is {getattr(self, name)}", field=f"tcp.{name}")
         if self.integrity == "off" and not self.is_loopback:
             raise ConfigError(
-                "off is for the loopback only; beyond it use mac or encrypt", field="tcp.integrity"
+                "off is allowed on the loopback only; otherwise use mac or encrypt", field="tcp.integrity"
             )
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the owner is reached within this host only."""
+        """Whether the owner can be reached within this host only."""
         return all(is_loopback(host) for host in (self.host, self.advertise_host or self.host))
 
     @property
@@ -84,7 +84,7 @@ class TcpPrepared(Prepared):
 
 
 class TcpTransport(PeersTransport[TcpPeer]):
-    """One rank's. All calls may come from any thread."""
+    """Transport of one rank. Thread-safe."""
 
     name = "tcp"
 
@@ -102,7 +102,7 @@ class TcpTransport(PeersTransport[TcpPeer]):
         super().__init__(address, on_completion)
         self._options = options
         if options.level == "off":
-            logger.warning("tcp.integrity is off: nothing notices KV that is changed between processes")
+            logger.warning("tcp.integrity is off: KV that is changed between processes is not detected")
         self._secret = secret
         self._num_lanes = num_lanes
         self._thread_cpus = thread_cpus
@@ -111,7 +111,7 @@ class TcpTransport(PeersTransport[TcpPeer]):
 
     @property
     def port(self) -> int:
-        """Of the listener, once registered."""
+        """Port of the listener, after `register`."""
         return self._owner.port if self._owner is not None else self._options.port
 
     def register(self, regions: Sequence[Region]) -> bytes:
@@ -143,7 +143,10 @@ class TcpTransport(PeersTransport[TcpPeer]):
     def connect(self, address: Address, endpoint: bytes) -> TcpPeer:
         named = decode_tcp_endpoint(address, endpoint)
         if self._secret is None and not is_loopback(named.host):
-            raise TransferError(f"without a cluster secret only this host is dialled, not {named.host}")
+            raise TransferError(
+                f"cannot connect to {named.host}: without a cluster secret only this host is allowed; "
+                "set BATON_SECRET"
+            )
         keys = connection_keys(self._secret, named.token)
         sockets: list[socket.socket] = []
         lanes: list[tuple[socket.socket, Session]] = []

@@ -1,14 +1,14 @@
-"""The owner's end of tcp: listens, and serves reads of its registered regions.
+"""The owner's side of tcp: listens, and serves reads of its registered regions.
 
     accepted --stranger--> handshake in time --peer--> requests, one after the other
                        `--> closed                 `--> closed: a bad request, or the reader is gone
 
-One thread accepts; one thread for each connection serves it, and sleeps while no request comes. Strangers
-have few slots and little time; when all are taken, the oldest stranger loses its slot, so that a peer, which
-needs a round trip, still gets in. Peers have slots of their own.
+One thread accepts. Each connection has a thread that serves it, and sleeps while there is no request.
+Strangers have few slots and little time; if all slots are taken, the oldest stranger loses its slot, so that
+a peer, which needs one round trip, still gets in. Peers have separate slots.
 
-A request is authenticated before memory is touched. A caller that fails the handshake, or that asks for
-memory which is not registered, loses its connection. Nothing else happens.
+A request is authenticated before memory is touched. A caller that fails the handshake, or asks for memory
+that is not registered, loses its connection. It has no other effect.
 """
 
 import contextlib
@@ -50,16 +50,16 @@ from baton.transport.threads import join_all, start_owned_thread
 logger = logging.getLogger(__name__)
 
 PEERS_MAX = 512  # Connections after their handshake.
-STRANGERS_MAX = 32  # Connections in their handshake. A peer is through within a round trip.
+STRANGERS_MAX = 32  # Connections in their handshake, which takes a peer one round trip.
 BACKLOG = 128
-SEND_STALL_S = 10  # A reader that takes longer for one answer, at whatever rate, is cut off.
+SEND_STALL_S = 10  # A reader that takes longer for one answer, at any rate, is disconnected.
 ACCEPT_RETRY_S = 0.1  # After running out of file descriptors or threads.
 CLOSE_TIMEOUT_S = 10.0
 
 
 @dataclass(slots=True)
 class TcpCounters:
-    """Read by metrics from any thread."""
+    """Metrics read these from any thread."""
 
     served_bytes: int = 0
     strangers: int = 0  # Connections that failed the handshake.
@@ -132,15 +132,15 @@ class TcpOwner:
             except (OSError, RuntimeError) as error:  # No descriptor, or no thread, is left.
                 if not self._closing.is_set():
                     logger.log(level, "cannot accept a tcp connection: %s", error)
-                    level = logging.DEBUG  # The same fault again is no news.
+                    level = logging.DEBUG  # Repetitions are logged for debugging only.
                     self._closing.wait(ACCEPT_RETRY_S)
 
     def _start_connection(self, sock: socket.socket) -> None:
-        """Raises RuntimeError, with the connection closed, if no thread can be started."""
+        """Raises RuntimeError, and closes the connection, if no thread can be started."""
         with self._lock:
             strangers = [c for c in self._connections if not c.is_peer]
             if len(strangers) >= 2 * STRANGERS_MAX or self._closing.is_set():
-                # Those that lost their slot are still ending.
+                # Strangers without a slot are still ending.
                 self.counters.turned_away += 1
                 sock.close()
                 return
@@ -167,7 +167,7 @@ class TcpOwner:
             caller, session = admit(sock, self._keys, self.integrity, ours=self.address)
         except (PeerError, TransferError, OSError) as error:
             self.counters.strangers += 1
-            logger.info("turned a tcp caller away: %s", error)
+            logger.info("refused a tcp connection: %s", error)
             self._end(connection)
             return
         try:
@@ -177,15 +177,15 @@ class TcpOwner:
             while True:
                 requests.serve_one()
         except (PeerError, TransferError, OSError) as error:
-            # The ordinary end of a reader, too.
-            logger.debug("tcp reader %s is gone: %s", caller.engine_id, error)
+            # Also the normal end of a reader.
+            logger.debug("connection of tcp reader %s ended: %s", caller.engine_id, error)
         self._end(connection)
 
     def _become_peer(self, connection: _Connection) -> None:
         with self._lock:
             if sum(c.is_peer for c in self._connections) >= PEERS_MAX:
                 self.counters.turned_away += 1
-                raise TransferError(f"there are {PEERS_MAX} connections of peers")
+                raise TransferError(f"all {PEERS_MAX} connections of peers are in use")
             connection.is_peer = True
 
     def _end(self, connection: _Connection) -> None:
@@ -194,12 +194,12 @@ class TcpOwner:
             connection.sock.close()
 
     def _lose_listener(self, error: BaseException) -> None:
-        """A bug of ours: the transport serves the peers that it has; the kernel refuses new ones."""
+        """After a bug of ours the transport keeps its peers, and the kernel refuses new ones."""
         self._listener.close()
 
 
 class _Requests:
-    """Requests of one connection. Used by its thread."""
+    """Requests of one connection. Used by its thread only."""
 
     def __init__(
         self, sock: socket.socket, session: Session, table: RegionTable, counters: TcpCounters
@@ -214,7 +214,7 @@ class _Requests:
         self._ciphertext = np.empty(REQUEST_BYTES_MAX if session.answers.encrypts else 0, dtype=np.uint8)
 
     def serve_one(self) -> None:
-        """Raises PeerError for a bad request, OSError or TransferError when the connection is lost."""
+        """Raises PeerError for a bad request, OSError or TransferError if the connection is lost."""
         request, addresses, nbytes = self._receive()
         number = self._number
         if not self._table.covers(addresses, nbytes, REQUEST_BYTES_MAX) or nbytes.sum() > REQUEST_BYTES_MAX:
@@ -241,7 +241,7 @@ class _Requests:
         self._counters.served_bytes += answer.total_bytes - ANSWER.size - TAG_BYTES
 
     def _receive(self) -> tuple[bytes, Int64s, Int64s]:
-        """The next request, authenticated; the addresses and lengths that it asks for."""
+        """The next request, authenticated, with the addresses and lengths that it asks for."""
         header = receive_exactly(self._sock, REQUEST.size)
         kind, count, number = REQUEST.unpack(header)
         if kind != READ or not 0 < count <= COPIES_MAX or number != self._number + 1:
@@ -251,7 +251,7 @@ class _Requests:
         request, tag = bytes(header + body[:-TAG_BYTES]), bytes(body[-TAG_BYTES:])
         if not self._session.requests.open(number, request).is_genuine(tag):
             self._counters.bad_requests += 1
-            raise PeerError("a request with a wrong tag: it was changed on its way")
+            raise PeerError("a request with a wrong tag, changed in transit")
         self._number = number
         copies = np.frombuffer(request, dtype="<i8", offset=REQUEST.size).reshape(-1, 2)
         return request, copies[:, 0], copies[:, 1]
@@ -268,7 +268,7 @@ def _prepare_to_serve(sock: socket.socket) -> None:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Notice a host that went away silently, within about 11 s."""
+    """Detects a host that vanished within about 11 s."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
@@ -278,6 +278,6 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 def _shut_down(sock: socket.socket) -> None:
-    """Wake the thread that sleeps in it."""
-    with contextlib.suppress(OSError):  # Not connected any more: no thread sleeps in it.
+    """Wakes the thread that sleeps in this socket."""
+    with contextlib.suppress(OSError):  # Not connected: no thread sleeps in it.
         sock.shutdown(socket.SHUT_RDWR)

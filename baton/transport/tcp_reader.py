@@ -1,18 +1,17 @@
-"""The reader's end of tcp: one peer, a few lanes to it, bytes received straight into their blocks.
+"""The reader's side of tcp: one peer, a few lanes to it; bytes are received straight into their blocks.
 
     queue of readings --take--> lane 0: request, request | answer, answer ...
                       --take--> lane 1: ...
 
-A lane is a connection and the thread that alone sends and receives on it. It keeps a few requests under
-way, so that the owner never waits for the next. Operations take turns, one chunk at a time.
+A lane is a connection with the only thread that sends and receives on it. It keeps a few requests in flight,
+so that the owner never waits for the next. Operations take turns, one chunk at a time.
 
 Every answer ends with a tag over the request and the bytes (`tcp_wire`). The tag is checked when the bytes
-are in the blocks. An answer with a wrong tag is asked for a second time, and then the reading fails. If the
+are in the blocks. After a wrong tag the request is repeated once, then the reading fails. If the
 connection is encrypted, an answer is received into a buffer of the lane and decrypted into the blocks.
 
-A cancelled operation ends as soon as each lane has turned the rest of its answers away from the blocks
-into a scrap buffer, without the peer's help. A lane that fails takes the peer down: all its operations
-end, not ok.
+A cancelled operation ends, without the peer's help, as soon as each lane has redirected the rest of its
+answers from the blocks to a scrap buffer. If a lane fails, the peer is lost: all its operations end, not ok.
 """
 
 import contextlib
@@ -53,8 +52,8 @@ from baton.transport.threads import join_all, start_owned_thread
 logger = logging.getLogger(__name__)
 
 REQUESTS_PER_LANE = 2  # One being answered, one waiting at the owner.
-CHUNK_BYTES_MIN = 256 << 10  # Below, a request costs more than a second lane gains.
-STALL_S = 10.0  # An owner that takes so long for one answer, 4 MiB at most, is gone or as good as gone.
+CHUNK_BYTES_MIN = 256 << 10  # With less, a request costs more than a second lane gains.
+STALL_S = 10.0  # An owner that takes longer for one answer of at most 4 MiB counts as gone.
 CLOSE_TIMEOUT_S = 10.0
 _SCRAP_BYTES = 256 << 10
 
@@ -65,7 +64,7 @@ class Reading:
 
     op: OpId
     chunks: Iterator[Copies]
-    under_way: int = 0  # Chunks that a lane holds; only these can touch memory.
+    under_way: int = 0  # Chunks held by lanes; only these can touch memory.
     all_taken: bool = False
     copied_bytes: int = 0
     error: str | None = None
@@ -77,14 +76,14 @@ class Reading:
 
 @dataclass(eq=False)
 class _Chunk:
-    """One request under way on a lane."""
+    """One request in flight on a lane."""
 
     number: int  # Of the request.
     reading: Reading
     copies: Copies
     header: Scratch
     tag: Scratch
-    target: ScatteredMemory  # Of the whole answer, from header to tag.
+    target: ScatteredMemory  # For the whole answer, from header to tag.
     opening: Opening
     is_second_try: bool = False
     discarded: bool = False
@@ -94,8 +93,8 @@ class _Chunk:
         return self.copies.total_bytes
 
     def discard(self, scrap: Scratch) -> None:
-        """What is still to come of this answer goes to the scrap buffer, again and again the same one."""
-        # The header is checked even so: it belongs to the framing, not to the blocks.
+        """Redirects the rest of this answer to the scrap buffer, which is overwritten repeatedly."""
+        # The header is still checked: it belongs to the framing, not to the blocks.
         done = self.target.done_bytes
         header_rest = max(0, ANSWER.size - done)
         lengths = [header_rest] if header_rest else []
@@ -141,7 +140,7 @@ class TcpPeer(ActivePeer):
         ]
 
     def post(self, copies: Copies) -> OpId:
-        """Raises TransferError, with nothing posted, once the peer is lost."""
+        """Raises TransferError, with nothing posted, if the peer is lost."""
         share = copies.total_bytes // len(self._lanes)
         chunk_bytes = min(max(share, CHUNK_BYTES_MIN), REQUEST_BYTES_MAX)
         with self.lock:
@@ -170,7 +169,7 @@ class TcpPeer(ActivePeer):
         self._finish(over)
 
     def lose(self, reason: str) -> None:
-        """End everything with this peer. Chunks that lanes hold end with their lanes."""
+        """Ends everything with this peer. Chunks that lanes hold end with their lanes."""
         with self.lock:
             if self.lost is not None:
                 return
@@ -190,10 +189,10 @@ class TcpPeer(ActivePeer):
             for lane in self._lanes:
                 lane.close_wake_fd()
 
-    # For the lanes.
+    # --- For the lanes.
 
     def take_nowait(self) -> tuple[Reading, Copies] | None:
-        """The next chunk to ask for; operations take turns."""
+        """The next chunk to request; operations take turns."""
         over: list[Reading] = []
         taken = None
         with self.lock:
@@ -231,7 +230,7 @@ class TcpPeer(ActivePeer):
         return [self._by_op.pop(reading.op)]
 
     def _finish(self, over: list[Reading]) -> None:
-        """Outside the lock: the completion hook is somebody else's code."""
+        """Call it without the lock: the completion hook is foreign code."""
         for reading in over:
             self._completions.finish(reading.op, nbytes=reading.copied_bytes, error=reading.error)
 
@@ -241,13 +240,13 @@ class TcpPeer(ActivePeer):
 
 
 class _Lane:
-    """One connection. Everything but `wake` and `close_wake_fd` happens on its thread."""
+    """One connection. All methods but `wake` and `close_wake_fd` run on its thread."""
 
     def __init__(self, peer: TcpPeer, sock: socket.socket, session: Session) -> None:
         self._peer = peer
         self._sock = sock
         self._session = session
-        # Of the one answer that is being received. The operating system gives it pages as it is filled.
+        # Holds the one answer that is being received. The kernel allocates its pages on first use.
         self._ciphertext = np.empty(REQUEST_BYTES_MAX if session.answers.encrypts else 0, dtype=np.uint8)
         self._sock.setblocking(False)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -331,7 +330,7 @@ class _Lane:
                 self._peer.return_chunk(chunk.reading, 0)
 
     def _receive(self) -> bool:
-        """Take what has come. False: nothing has."""
+        """Receives available bytes. False: there are none."""
         if not self._under_way:
             return False
         chunk = self._under_way[0]
@@ -347,7 +346,7 @@ class _Lane:
                 raise TransferError(
                     "the owner refused the request"
                     if header.startswith(FAIL)
-                    else "an answer that is not the next one"
+                    else "an answer to another request than the next"
                 )
         if chunk.target.rest_bytes == 0:
             self._under_way.popleft()
@@ -357,7 +356,7 @@ class _Lane:
         return True
 
     def _check_and_return(self, chunk: _Chunk) -> None:
-        """The blocks hold what the owner sent for this request, or it is asked for again, once."""
+        """Accepts the chunk if its tag is right; otherwise requests it again, once."""
         chunk.opening.add(chunk.copies.local, chunk.copies.nbytes, self._ciphertext.data)
         if chunk.opening.is_genuine(chunk.tag.read()):
             self._peer.return_chunk(chunk.reading, chunk.nbytes)
@@ -365,28 +364,28 @@ class _Lane:
         self._peer.counters.bad_answers += 1
         if chunk.is_second_try:
             self._peer.return_chunk(
-                chunk.reading, 0, "the tag of an answer was wrong, and again when read anew"
+                chunk.reading, 0, "the tag of an answer was wrong, also at the second try"
             )
         else:
             logger.warning(
-                "the tag of an answer of %s was wrong; reading again", self._peer.address.engine_id
+                "the tag of an answer of %s was wrong; requesting it again", self._peer.address.engine_id
             )
             self._request(chunk.reading, chunk.copies, is_second_try=True)
 
     def _wait(self) -> None:
-        """Sleep until there is something to do. Raises TransferError when the owner is gone or silent."""
+        """Sleeps until there is work. Raises TransferError if the owner is gone or does not answer."""
         events = select.POLLIN | (select.POLLOUT if self._unsent else 0)
         self._poll.register(self._sock, events)
         timeout_ms = None
         if self._under_way:
             rest_s = self._progress_at + STALL_S - time.monotonic()
-            if rest_s <= 0:  # Also of an owner that dribbles.
+            if rest_s <= 0:  # Also if the owner sends, but too slowly.
                 raise TransferError(f"no answer was complete within {STALL_S:g} s")
             timeout_ms = rest_s * 1000
         ready = dict(self._poll.poll(timeout_ms))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
         if not self._under_way and self._sock.fileno() in ready:
-            # No answer is due: the owner has closed, or sends nonsense.
+            # No answer is due: the owner has closed the connection, or broken the protocol.
             received = self._sock.recv(1)
             raise TransferError("the other end closed it" if not received else "bytes that answer no request")

@@ -8,15 +8,15 @@
     owner -> reader   DATA | 0     | number | the bytes, in the order of the request            | tag
     owner -> reader   FAIL | 0     | number                               | tag, and the connection closes
 
-A proof is a MAC of both nonces, both addresses and the integrity. Its key comes from the cluster secret, if
-there is one, and from the token in the endpoint, which crosses the control channel only. While a secret is
-replaced, the reader sends a proof by each of its secrets and the owner takes the first one that it knows. A
+A proof is a MAC of both nonces, both addresses and the integrity. Its key is derived from the cluster secret,
+if there is one, and from the token in the endpoint, which crosses only the control channel. While a secret is
+replaced, the reader sends a proof for each of its secrets, and the owner uses the first one that it knows. A
 successor on the same port has another token and another epoch, so its proof is wrong.
 
 The connection has the stronger `integrity` of its two ends (`sealing`). Each direction has a key that is
 derived from the key of the proofs and both nonces. The tag of a request covers the request; the owner checks
 it before it touches memory. The tag of an answer covers the answer, the whole request that it answers, and
-the bytes. Both have the request's number as their nonce: 1, 2, 3, ... on each connection.
+the bytes. Both use the request's number as their nonce: 1, 2, 3, ... on each connection.
 """
 
 import hashlib
@@ -44,10 +44,10 @@ VERSION = 3
 TOKEN_BYTES = 32
 NONCE_BYTES = 32
 HELLO_BYTES_MAX = 4096
-PROOFS_MAX = 4  # One for each secret that is valid at a time; there are two.
-HANDSHAKE_TIMEOUT_S = 5.0  # Of the reader: connecting, and all messages.
-ADMIT_TIMEOUT_S = 3.0  # Of the owner: a peer answers within a round trip.
-COPIES_MAX = 1022  # In one request; with the answer's header and tag one full iovec array.
+PROOFS_MAX = 4  # One for each valid secret; at most two are valid at a time.
+HANDSHAKE_TIMEOUT_S = 5.0  # At the reader: to connect, and for all messages.
+ADMIT_TIMEOUT_S = 3.0  # At the owner: a peer answers within a round trip.
+COPIES_MAX = 1022  # In one request; with the answer's header and tag it fills one iovec array.
 REQUEST_BYTES_MAX = 4 << 20
 
 REQUEST = struct.Struct("<4sIQ")  # Kind, number of copies, number of the request.
@@ -93,7 +93,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class _Handshake:
-    """What both ends have said, as they prove it and derive keys from it."""
+    """Contents of the handshake, from which both ends compute proofs and keys."""
 
     challenge: bytes
     nonce: bytes
@@ -114,12 +114,12 @@ class _Handshake:
         )
 
     def _mac(self, key: bytes, purpose: str, integrity: Integrity) -> bytes:
-        said = (purpose, VERSION, self.challenge, self.nonce, self.caller, self.target, integrity)
-        return hmac.digest(key, msgspec.msgpack.encode(said), hashlib.sha256)
+        signed = (purpose, VERSION, self.challenge, self.nonce, self.caller, self.target, integrity)
+        return hmac.digest(key, msgspec.msgpack.encode(signed), hashlib.sha256)
 
 
 def connection_keys(secret: ClusterSecret | None, token: bytes) -> tuple[bytes, ...]:
-    """Keys that are accepted for an endpoint, the current one first."""
+    """Accepted keys for an endpoint, the current one first."""
     shared = secret.derive_all("tcp-data") if secret is not None else (b"baton tcp-data without a secret",)
     return tuple(hmac.digest(key, token, "sha256") for key in shared)
 
@@ -128,9 +128,9 @@ def decode_tcp_endpoint(address: Address, endpoint: bytes) -> TcpEndpoint:
     """Raises PeerError for an endpoint that its owner cannot have made, TransferError for another version."""
     named = decode_endpoint(TcpEndpoint, "tcp", VERSION, address, endpoint)
     if len(named.token) != TOKEN_BYTES or not 0 < named.port < 65536:
-        raise PeerError(f"malformed tcp endpoint of {address.engine_id}: no token, or no port")
+        raise PeerError(f"malformed tcp endpoint of {address.engine_id}: the token or the port is invalid")
     if not is_host(named.host):
-        raise PeerError(f"malformed tcp endpoint of {address.engine_id}: {named.host[:100]!r} is no host")
+        raise PeerError(f"malformed tcp endpoint of {address.engine_id}: {named.host[:100]!r} is not a host")
     check_regions(named.regions)
     return named
 
@@ -138,46 +138,46 @@ def decode_tcp_endpoint(address: Address, endpoint: bytes) -> TcpEndpoint:
 def introduce(
     sock: socket.socket, keys: Sequence[bytes], integrity: Integrity, *, caller: Address, target: Address
 ) -> Session:
-    """The reader's half of the handshake. Raises PeerError when the other end is not `target`."""
+    """The reader's half of the handshake. Raises PeerError if the other end is not `target`."""
     deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
     challenge = _receive(sock, Challenge, deadline)
-    said = _Handshake(challenge.nonce, secrets.token_bytes(NONCE_BYTES), caller, target)
-    proofs = tuple(said.proof(key, "reader", integrity) for key in keys)
-    _send(sock, Hello(VERSION, caller, target, said.nonce, integrity, proofs), deadline)
+    handshake = _Handshake(challenge.nonce, secrets.token_bytes(NONCE_BYTES), caller, target)
+    proofs = tuple(handshake.proof(key, "reader", integrity) for key in keys)
+    _send(sock, Hello(VERSION, caller, target, handshake.nonce, integrity, proofs), deadline)
     welcome = _receive(sock, Welcome, deadline)
     for key in keys:
-        if hmac.compare_digest(welcome.proof, said.proof(key, "owner", welcome.integrity)):
+        if hmac.compare_digest(welcome.proof, handshake.proof(key, "owner", welcome.integrity)):
             if stronger(integrity, welcome.integrity) != welcome.integrity:
                 raise PeerError(f"{target.engine_id} chose {welcome.integrity}, which is below {integrity}")
-            return said.session(key, welcome.integrity)
+            return handshake.session(key, welcome.integrity)
     raise PeerError(f"the process that listens there is not {target.engine_id}: its proof is wrong")
 
 
 def admit(
     sock: socket.socket, keys: Sequence[bytes], integrity: Integrity, *, ours: Address
 ) -> tuple[Address, Session]:
-    """The owner's half. Returns the caller; raises PeerError for a stranger, who learns nothing."""
+    """The owner's half of the handshake. Returns the caller. Raises PeerError for a stranger."""
     deadline = time.monotonic() + ADMIT_TIMEOUT_S
     challenge = Challenge(secrets.token_bytes(NONCE_BYTES))
     _send(sock, challenge, deadline)
     hello = _receive(sock, Hello, deadline)
     if hello.version != VERSION:
         raise PeerError(
-            f"a caller with version {hello.version} of the tcp protocol; this engine has {VERSION}"
+            f"the caller has version {hello.version} of the tcp protocol, and this engine has {VERSION}"
         )
     caller = Address(EngineId(hello.caller[0]), Epoch(hello.caller[1]))
-    said = _Handshake(challenge.nonce, hello.nonce, caller, ours)
+    handshake = _Handshake(challenge.nonce, hello.nonce, caller, ours)
     for key in keys:
-        expected = said.proof(key, "reader", hello.integrity)
+        expected = handshake.proof(key, "reader", hello.integrity)
         if hello.target == ours and any(hmac.compare_digest(proof, expected) for proof in hello.proofs):
             agreed = stronger(integrity, hello.integrity)
-            _send(sock, Welcome(agreed, said.proof(key, "owner", agreed)), deadline)
-            return caller, said.session(key, agreed)
-    raise PeerError("a caller that does not know the endpoint, or means another incarnation")
+            _send(sock, Welcome(agreed, handshake.proof(key, "owner", agreed)), deadline)
+            return caller, handshake.session(key, agreed)
+    raise PeerError("the caller does not have this endpoint's token, or wants another incarnation")
 
 
 def receive_exactly(sock: socket.socket, nbytes: int, deadline: float | None = None) -> bytearray:
-    """Raises TransferError when the other end closes or the time is up."""
+    """Raises TransferError if the other end closes, or at the deadline."""
     buffer = bytearray(nbytes)
     view = memoryview(buffer)
     while view:
@@ -200,7 +200,7 @@ def _send(sock: socket.socket, message: msgspec.Struct, deadline: float) -> None
 def _receive(sock: socket.socket, kind: type[MessageT], deadline: float) -> MessageT:
     length = int.from_bytes(receive_exactly(sock, 4, deadline), "little")
     if length > HELLO_BYTES_MAX:
-        raise PeerError(f"a handshake message of {length} bytes")
+        raise PeerError(f"a handshake message of {length} bytes, at most {HELLO_BYTES_MAX}")
     return decode_from_peer(receive_exactly(sock, length, deadline), kind, "tcp handshake")
 
 

@@ -1,7 +1,7 @@
-"""Threads with an owner: named, free to run on any CPU, and never dead in silence.
+"""Threads with an owner: named, allowed on any CPU, and with a handler for their death.
 
-A host such as vLLM pins its worker to one core, and threads inherit that. A copy thread on the engine's
-own core halves the engine, so ours take back every CPU that the container allows.
+A host such as vLLM pins its worker to one core, and threads inherit that. A copy thread on the engine's own
+core halves the engine's speed, so our threads may use every CPU that the container allows.
 """
 
 import ctypes
@@ -24,9 +24,9 @@ def start_owned_thread(
     on_death: Callable[[BaseException], None],
     cpus: Collection[int] | None = None,
 ) -> threading.Thread:
-    """Start `run`. If it raises, `on_death` hears of it on that thread: fail what the thread was to do.
+    """Starts `run`. If it raises, `on_death` is called on that thread and must fail its pending work.
 
-    `cpus`: where it may run; None for all that the machine and its container allow.
+    `cpus`: the CPUs it may use; None: all that the machine and its container allow.
     """
 
     def body() -> None:
@@ -34,7 +34,7 @@ def start_owned_thread(
         free_affinity(cpus)
         try:
             run()
-        except BaseException as error:  # The thread's end, whatever it is: its owner has to hear of it.
+        except BaseException as error:  # Its owner must learn of every kind of end.
             logger.exception("thread %s died", name)
             on_death(error)
 
@@ -44,17 +44,17 @@ def start_owned_thread(
 
 
 def free_affinity(cpus: Collection[int] | None = None) -> None:
-    """Let the calling thread run on `cpus`, or on all that the container may use."""
+    """Allows the calling thread to run on `cpus`, or on all CPUs of the container."""
     wanted = range(os.cpu_count() or 1) if cpus is None else cpus
     try:
         os.sched_setaffinity(0, wanted)
     except OSError as error:
-        # Slower, not wrong: a sandbox may forbid the call, or allow none of these CPUs.
+        # Slower but correct: a sandbox may forbid the call, or allow none of these CPUs.
         logger.warning("cannot set the CPU affinity of thread %s: %s", threading.current_thread().name, error)
 
 
 def join_all(threads: Collection[threading.Thread], timeout_s: float) -> None:
-    """Wait for threads that were told to end. One that does not is a bug of ours."""
+    """Waits for threads that were told to end. A thread that does not end is a bug of ours."""
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(timeout_s)

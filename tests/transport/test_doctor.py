@@ -47,7 +47,7 @@ def test_each_way_is_tried_and_a_way_that_fails_gives_its_reason(monkeypatch: py
         assert outcome.gb_per_s is not None
         assert outcome.gb_per_s > 0
     assert pigeon.gb_per_s is None
-    assert "no transport" in (pigeon.error or "")
+    assert "not a transport" in (pigeon.error or "")
 
 
 def run(

@@ -117,8 +117,8 @@ def test_a_read_whose_owner_has_changed_does_not_count(rig: Rig) -> None:
     rig.post()
     completion = rig.end()
     assert not completion.ok
-    assert "taken its place" in completion.error
-    with pytest.raises(TransferError, match="taken its place"):
+    assert "has replaced it" in completion.error
+    with pytest.raises(TransferError, match="has replaced it"):
         rig.post()
 
 

@@ -398,7 +398,7 @@ def test_a_host_that_no_resolver_should_see_is_refused(owner: Owner, host: str) 
     endpoint = msgspec.msgpack.encode(msgspec.structs.replace(owner.named, host=host))
     with (
         closing(TcpTransport(new_address("reader"), secret=SECRET)) as reader,
-        pytest.raises(PeerError, match="is no host"),
+        pytest.raises(PeerError, match="is not a host"),
     ):
         reader.connect(owner.address, endpoint)
 

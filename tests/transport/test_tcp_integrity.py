@@ -223,7 +223,7 @@ def test_the_default_level_depends_on_who_can_reach_the_port() -> None:
 
 @pytest.mark.parametrize("options", [{"host": "10.0.0.7"}, {"advertise_host": "10.0.0.7"}])
 def test_off_is_for_the_loopback_only(options: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"tcp\.integrity: off is for the loopback only"):
+    with pytest.raises(ConfigError, match=r"tcp\.integrity: off is allowed on the loopback only"):
         TcpOptions(integrity="off", **options)  # type: ignore[arg-type]
 
 
