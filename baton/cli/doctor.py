@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import socket
@@ -64,12 +63,11 @@ def doctor(
     """
     from rich.console import Console
 
+    from baton.transport import host_names
     from baton.transport.self_test import self_test
 
     console = Console(stderr=as_json)
-    names = ["local", "tcp"]
-    if importlib.util.find_spec("nixl") is not None:
-        names.append("nixl")
+    names = host_names()
     with console.status("reading over each transport"):
         outcomes = self_test(names)
     findings = [

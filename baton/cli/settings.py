@@ -27,6 +27,7 @@ from baton.core.config import ClusterSecret, KVEventsConfig, KVTransferConfig
 from baton.core.errors import ConfigError
 from baton.core.limited_file import read_limited
 from baton.core.secret_source import PREVIOUS_SECRET_ENV, SECRET_ENV, find_secret
+from baton.core.timers import Timers
 from baton.core.validation import explain
 from baton.http.gate import is_loopback
 from baton.http.settings import DoorLimits, DoorSettings
@@ -37,7 +38,7 @@ OTHER_VARIABLES = frozenset({SECRET_ENV, PREVIOUS_SECRET_ENV, CONFIG_ENV, API_KE
 OTHER_PREFIXES = ("BATON_ROUTE_", "BATON_BENCH_")  # Of other commands; one environment may serve several.
 MAX_CONFIG_BYTES = 1 << 20
 DEFAULT_DOORS = DoorSettings()
-DRAIN_S = 30.0  # The default lease: what is lent is returned or has run out by then.
+DRAIN_S = Timers().ttl_s  # Loans are returned or have expired after one lease.
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Policy = Literal["fcfs", "priority"]

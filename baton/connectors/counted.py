@@ -59,6 +59,7 @@ class CountedStats(KVConnectorStats):
 
     counts: ClassVar[Mapping[str, Count]]
     labelled: ClassVar[Mapping[str, LabelledCount]] = {}
+    gauges: ClassVar[Mapping[str, Count]] = {}  # Latest values: not added up, and absent until set.
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -77,7 +78,13 @@ class CountedStats(KVConnectorStats):
         of_name = self.data[name]
         of_name[label] = of_name.get(label, 0) + count
 
+    @classmethod
+    def gauge_values(cls, data: Mapping[str, Any]) -> dict[str, float]:
+        """Values to publish of a step's `data`, by the keys of `gauges`."""
+        return {name: data[name] for name in cls.gauges if name in data}
+
     def aggregate(self, other: Self) -> Self:
+        self.data.update({name: other.data[name] for name in self.gauges if name in other.data})
         for name in self.counts:
             self.data[name] += other.data[name]
         for name in self.labelled:
@@ -85,7 +92,7 @@ class CountedStats(KVConnectorStats):
         return self
 
     def is_empty(self) -> bool:
-        return not any(self.data.values())
+        return not any(self.data.values()) and not any(name in self.data for name in self.gauges)
 
     def take(self) -> Self | None:
         """These numbers, and start again from nothing. None if there are none."""
@@ -109,15 +116,19 @@ class CountedPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: Mapping[int, list[object]],
     ) -> None:
         from prometheus_client import Counter as PromCounter
+        from prometheus_client import Gauge
 
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counter = metric_types[PromCounter]
-        self._counts = {
-            key: self.make_per_engine(
-                counter(name=count.name, documentation=count.text, labelnames=labelnames)
-            )
-            for key, count in self.kind.counts.items()
-        }
+        self._counts, self._gauges = (
+            {
+                key: self.make_per_engine(
+                    kind(name=count.name, documentation=count.text, labelnames=labelnames)
+                )
+                for key, count in counts.items()
+            }
+            for kind, counts in ((counter, self.kind.counts), (metric_types[Gauge], self.kind.gauges))
+        )
         self._labelled = {
             key: counter(name=count.name, documentation=count.text, labelnames=[*labelnames, count.label])
             for key, count in self.kind.labelled.items()
@@ -127,6 +138,8 @@ class CountedPromMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for key, children in self._counts.items():
             children[engine_idx].inc(transfer_stats_data[key])
+        for key, value in self.kind.gauge_values(transfer_stats_data).items():
+            self._gauges[key][engine_idx].set(value)
         for key, metric in self._labelled.items():
             labels = self._labels[self.kind.labelled[key].label]
             for value, count in transfer_stats_data[key].items():

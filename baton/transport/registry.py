@@ -35,6 +35,11 @@ PREFERENCE = ("memory", "cuda_ipc", "local", "nixl", "tcp")
 DEFAULT_NAMES = ("local", "tcp")
 
 
+def host_names() -> tuple[str, ...]:
+    """Transports that two processes of this host can use for host memory."""
+    return (*DEFAULT_NAMES, *(("nixl",) if is_installed() else ()))
+
+
 def available_names(device: str = "cpu") -> tuple[str, ...]:
     """Transports that can work here for a cache on this kind of device, best first.
 

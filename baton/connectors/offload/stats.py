@@ -44,6 +44,9 @@ class OffloadStats(CountedStats):
         "seconds": LabelledCount("baton:kv_offload_seconds", "direction", "Seconds that these copies took."),
         "failures": LabelledCount("baton:kv_offload_failures", "reason", "Copies that failed."),
     }
+    gauges: ClassVar[Mapping[str, Count]] = {
+        "usage": Count("baton:kv_offload_usage", "Share of the host memory's slots that are taken."),
+    }
 
     def reset(self) -> None:
         super().reset()
@@ -57,6 +60,10 @@ class OffloadStats(CountedStats):
         """Goes with what else there is to tell: alone it is no news."""
         if not self.is_empty():
             self.data |= {"used_slots": used_slots, "num_slots": num_slots}
+
+    @classmethod
+    def gauge_values(cls, data: Mapping[str, Any]) -> dict[str, float]:
+        return {"usage": data["used_slots"] / data["num_slots"]} if data["num_slots"] else {}
 
     def aggregate(self, other: Self) -> Self:
         for name in LEVELS:
@@ -77,26 +84,3 @@ class OffloadStats(CountedStats):
 
 class OffloadPromMetrics(CountedPromMetrics):
     kind = OffloadStats
-
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: Mapping[type[Any], type[Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: Mapping[int, list[object]],
-    ) -> None:
-        from prometheus_client import Gauge
-
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._usage = self.make_per_engine(
-            metric_types[Gauge](
-                name="baton:kv_offload_usage",
-                documentation="Share of the host memory's slots that are taken.",
-                labelnames=labelnames,
-            )
-        )
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        super().observe(transfer_stats_data, engine_idx)
-        if transfer_stats_data["num_slots"]:
-            self._usage[engine_idx].set(transfer_stats_data["used_slots"] / transfer_stats_data["num_slots"])

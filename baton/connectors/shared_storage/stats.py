@@ -18,14 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 from baton.connectors.counted import Count, CountedPromMetrics, CountedStats, LabelledCount
-
-GAUGES = {
-    "kept_chunks": Count("baton:storage_chunks", "Chunks in the folder, as of the last sweep."),
-    "kept_bytes": Count("baton:storage_bytes", "Bytes of KV in them."),
-}
 
 
 @dataclass
@@ -50,13 +45,13 @@ class StorageStats(CountedStats):
             "baton:storage_not_saved_chunks", "reason", "Chunks that could not be written."
         ),
     }
+    gauges: ClassVar[Mapping[str, Count]] = {
+        "kept_chunks": Count("baton:storage_chunks", "Chunks in the folder, as of the last sweep."),
+        "kept_bytes": Count("baton:storage_bytes", "Bytes of KV in them."),
+    }
 
     def set_kept(self, chunks: int, nbytes: int) -> None:
         self.data.update(kept_chunks=chunks, kept_bytes=nbytes)
-
-    def aggregate(self, other: Self) -> Self:
-        self.data.update({name: other.data[name] for name in GAUGES if name in other.data})
-        return super().aggregate(other)
 
     def reduce(self) -> dict[str, int | float | str]:
         data = self.data
@@ -71,32 +66,6 @@ class StorageStats(CountedStats):
             "not saved": sum(data["not_saved"].values()),
         }
 
-    def is_empty(self) -> bool:
-        return super().is_empty() and not any(name in self.data for name in GAUGES)
-
 
 class StoragePromMetrics(CountedPromMetrics):
     kind = StorageStats
-
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: Mapping[type[Any], type[Any]],
-        labelnames: list[str],
-        per_engine_labelvalues: Mapping[int, list[object]],
-    ) -> None:
-        from prometheus_client import Gauge
-
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._gauges = {
-            key: self.make_per_engine(
-                metric_types[Gauge](name=gauge.name, documentation=gauge.text, labelnames=labelnames)
-            )
-            for key, gauge in GAUGES.items()
-        }
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        super().observe(transfer_stats_data, engine_idx)
-        for key, children in self._gauges.items():
-            if key in transfer_stats_data:
-                children[engine_idx].set(transfer_stats_data[key])
