@@ -1,1 +1,1 @@
-"""The embedded engine: paged KV cache, continuous batching, tensor parallelism. Knows the contract only."""
+"""Embedded engine: paged KV cache, continuous batching, tensor parallelism. Imports only the contract."""

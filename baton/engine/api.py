@@ -1,6 +1,6 @@
-"""What goes into an engine and what comes out, as it crosses the process boundary (msgpack).
+"""Requests and outputs of an engine, as they cross the process boundary (msgpack).
 
-Imports no torch and reads no clock: the server, the scheduler and the simulator all speak it.
+Imports no torch and reads no clock, because the server, the scheduler and the simulator use these types.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ _ITEM_BYTES = 4  # Of an int32 and of a float32.
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to choose the next token. Names and ranges are those of vLLM and OpenAI.
+    """Sampling parameters, with the names and ranges of vLLM and OpenAI.
 
-    `n` is not here: the server makes one engine request per sample.
+    There is no `n`: the server makes one engine request per sample.
     """
 
     max_tokens: int = 16
@@ -35,18 +35,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0  # Over output, per occurrence.
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] | None = None  # Each once, ascending. None: all.
-    # The last token of each is not generated directly after its other tokens, all of them output.
+    # The last token of a word is not generated directly after its other tokens, if these are all output.
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # None: off; n: the chosen token's and the n most likely ones'.
-    # Of the prompt's tokens but the first; the prompt is then computed here, without any cache or load.
+    logprobs: int | None = None  # None: off; n: of the chosen token and the n most likely ones.
+    # Of the prompt's tokens except the first. The prompt is then computed here, without any cache or load.
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        def need(ok: bool, field: str, mend: str) -> None:
+        def need(ok: bool, field: str, requirement: str) -> None:
             if not ok:
-                raise UserError(f"{mend}, is {getattr(self, field)}", field=field)
+                raise UserError(f"{requirement}, is {getattr(self, field)}", field=field)
 
         need(self.max_tokens >= 1, "max_tokens", "must be at least 1")
         need(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "must be in [0, max_tokens]")
@@ -81,7 +81,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """Natural logarithm, after temperature and penalties have *not* been applied (raw model logprobs)."""
+    """Natural logarithm of the raw model probability: temperature and penalties are *not* applied."""
 
     token_id: int
     logprob: float
@@ -89,22 +89,22 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Of one output position: the chosen token, then the most likely ones, best first."""
+    """Logprobs of one position: the chosen token, then the most likely tokens, best first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Of N consecutive tokens of a prompt, as raw arrays: objects of a long one would block an event loop.
+    """Logprobs of N consecutive prompt tokens, as raw arrays: many objects would block an event loop.
 
-    W is 1 + the number of most likely tokens: a row has the prompt's token first, then those, best first.
+    W is 1 + the number of most likely tokens. A row has the prompt's token first, then the most likely ones.
     """
 
     width: int  # W.
     token_ids: bytes  # int32 [N, W].
     logprobs: bytes  # float32 [N, W].
-    ranks: bytes  # int32 [N], of the prompt's tokens.
+    ranks: bytes  # int32 [N]; of the prompt's tokens.
 
     def __len__(self) -> int:
         return len(self.ranks) // _ITEM_BYTES
@@ -119,7 +119,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def rows(self, start: int, stop: int) -> list[TokenLogprobs]:
-        """Rows `start` to `stop`, or to the end."""
+        """Decode the rows `start` to `stop`, or to the end."""
         width = self.width
         span = slice(start * width * _ITEM_BYTES, stop * width * _ITEM_BYTES)
         token_ids = memoryview(self.token_ids[span]).cast("i").tolist()
@@ -138,12 +138,12 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestError(msgspec.Struct, frozen=True):
-    """Why a request ended without an answer, for its client."""
+    """Reason that a request ended without an answer, for its client."""
 
     message: str
     is_users: bool = False  # True: HTTP 400; False: HTTP 500.
-    field: str | None = None  # What is wrong with the request, if it is the user's.
-    load_failure: str | None = None  # Why its KV could not be loaded, if that is what has ended it.
+    field: str | None = None  # The faulty field of the request, for a user's error.
+    load_failure: str | None = None  # Why its KV could not be loaded, if that ended the request.
 
     @classmethod
     def of_user(cls, error: UserError) -> "RequestError":
@@ -151,23 +151,23 @@ class RequestError(msgspec.Struct, frozen=True):
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step did for one request. `finish_reason` is set exactly once, in the last one."""
+    """Result of one step for one request. `finish_reason` is set exactly once, in the last output."""
 
     request_id: str
     new_token_ids: list[int]
     new_logprobs: list[TokenLogprobs] | None = None
-    # With the first token, if they were asked for: a row for each token of the prompt but the first.
+    # With the first token, if requested: a row for each token of the prompt except the first.
     prompt_logprobs: PromptLogprobs | None = None
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None  # The stop id that ended it, if one did.
+    stop_token_id: int | None = None  # The stop token id that ended the output, if any.
     error: RequestError | None = None  # With finish_reason "error".
-    kv_transfer_params: dict[str, Any] | None = None  # With the last one, if the connector returned any.
-    num_cached_tokens: int = 0  # Prompt tokens not computed here: local prefix hits and transferred.
-    num_transferred_tokens: int = 0  # Of those, the ones that a connector loaded.
+    kv_transfer_params: dict[str, Any] | None = None  # With the last output, if the connector has any.
+    num_cached_tokens: int = 0  # Prompt tokens not computed here: local prefix hits and transferred tokens.
+    num_transferred_tokens: int = 0  # Part of `num_cached_tokens`: tokens that a connector loaded.
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """After one step."""
+    """Counters and gauges after one step."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -183,12 +183,12 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int = 0  # Computed, in this step.
     num_generation_tokens: int = 0
     num_kv_connector_errors: int = 0  # Contained exceptions of the connector's scheduler half, in this step.
-    kv_connector_retired: bool = False  # It failed for good; the engine goes on without it.
+    kv_connector_retired: bool = False  # It failed permanently; the engine continues without it.
     kv_connector_stats: dict[str, Any] | None = None  # KVConnectorStats.to_dict() of this step.
 
 
 class EngineOutputs(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one step, to the front end."""
+    """All outputs of one step, sent to the front end."""
 
     outputs: list[EngineOutput]
     stats: SchedulerStats | None = None

@@ -1,4 +1,4 @@
-"""What one forward pass knows besides its tokens: where they lie in the paged cache, and who watches.
+"""Context of one forward pass: positions of its tokens in the paged cache, and the connector's hooks.
 
 A batch is flattened: the scheduled tokens of request 0, then of request 1, ...
 
@@ -7,7 +7,7 @@ A batch is flattened: the scheduled tokens of request 0, then of request 1, ...
     positions | 0 1 2 3 |           17 | 8  9  |         num_computed    [0, 17, 8]
     query_start_loc  0              4    5       7       seq_lens        [4, 18, 10]
 
-Passed as an argument to everything that needs it; there is no current context of the process.
+The context is passed as an argument; there is no global current context.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BlockIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """Of one step; vLLM's names. The tensors share memory with the arrays and lie on the CPU."""
+    """Attention metadata of one step, with vLLM's names. The tensors share the arrays' memory, on the CPU."""
 
     num_actual_tokens: int
     num_reqs: int
@@ -40,7 +40,7 @@ class AttentionMetadata:
     max_seq_len: int
     block_size: int
     query_start_loc_np: IntArray  # [R + 1]
-    seq_lens_np: IntArray  # [R], with this step's tokens.
+    seq_lens_np: IntArray  # [R]; includes this step's tokens.
     slot_mapping_np: IntArray  # [T]: block id * block_size + offset.
     block_table_np: IntArray  # [R, most blocks of a request]; unused entries are 0.
     positions_np: IntArray  # [T]
@@ -59,17 +59,18 @@ class AttentionMetadata:
 
 
 class AttentionLayer(NamedTuple):
-    """One layer as connectors are shown it."""
+    """One layer, as connectors see it."""
 
     kv_cache: torch.Tensor  # The pool's blocks, without scratch blocks.
-    group: int  # Of its KV cache; see `baton.core.kv_groups`.
+    group: int  # KV-cache group; see `baton.core.kv_groups`.
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorContext:
-    """What `start_load_kv` is shown of a forward pass, by the names of vLLM's ForwardContext.
+    """Argument of `start_load_kv`, with the names of vLLM's ForwardContext.
 
-    `attn_metadata` is by layer; layers of one cache group share one. None in a step without tokens.
+    `attn_metadata` maps layers to metadata, which layers of one cache group share. None in a step without
+    tokens.
     """
 
     attn_metadata: dict[str, AttentionMetadata] | None
@@ -78,20 +79,23 @@ class ConnectorContext:
 
 @dataclass(slots=True)
 class ForwardContext:
-    """`attn_metadata` None: a dummy run, in which attention does nothing and no connector is called."""
+    """All that a model needs of a step besides token ids.
 
-    attn_metadata: AttentionMetadata | None = None  # Of the first group, where there are several.
+    `attn_metadata` None: a dummy run, in which attention does nothing and no connector is called.
+    """
+
+    attn_metadata: AttentionMetadata | None = None  # Of the first group, if there are several.
     kv_caches: dict[str, torch.Tensor] = field(default_factory=dict)
     worker_half: KVConnectorWorkerHalf | None = None
-    layers: Mapping[str, AttentionLayer] = field(default_factory=dict)  # As `worker_half` is shown them.
-    # Indices into T of the hidden states that anybody wants: of a prompt, the last one's at most. None: all.
-    # A model may leave out the others once all keys and values are written.
+    layers: Mapping[str, AttentionLayer] = field(default_factory=dict)  # As `worker_half` sees them.
+    # Indices into T of the hidden states that are needed: of a prompt, at most the last one. None: all.
+    # A model may skip the others once all keys and values are written.
     wanted_tokens: torch.Tensor | None = None
-    # Of a recorded step: attention plans by kind of layer, whose memory stays. None: the model makes its own.
+    # In a recorded step: attention plans by kind of layer, at fixed addresses. None: the model makes its own.
     plans: dict[Any, Any] | None = None
-    # While a step is recorded in pieces: what is called through it runs between two pieces, in every replay.
+    # While a step is recorded in pieces: calls through it run between two pieces, in every replay.
     outside_graph: OutsideGraph | None = None
-    # Of each KV-cache group: they differ in block table and slot mapping. Empty: there is one.
+    # Metadata of each KV-cache group (own block table and slot mapping). Empty: there is one group.
     group_metadata: Sequence[AttentionMetadata] = ()
 
     def metadata_of(self, group: int) -> AttentionMetadata | None:
@@ -114,12 +118,12 @@ class ForwardContext:
 
     @property
     def hidden_states_wanted(self) -> tuple[int, ...]:
-        """Which of them the connector wants to see; see the contract's property of this name."""
+        """Hidden states that the connector needs; see the contract's property of this name."""
         return () if (watcher := self.watcher) is None else watcher.hidden_states_wanted
 
     def show_hidden_states(self, layer: int, hidden_TM: torch.Tensor) -> None:
-        """Those that are wanted and go into `layer`, or come out of the whole model."""
-        assert self.watcher is not None, "nobody wanted them"
+        """Pass the hidden states before `layer`, or those of the whole model, to the connector."""
+        assert self.watcher is not None, "no half wants hidden states"
         self.watcher.save_kv_layer(hidden_states_name(layer), hidden_TM, self.attn_metadata)
 
 
@@ -129,7 +133,10 @@ def build_attention_metadata(
     block_ids: Sequence[BlockIds],
     block_size: int,
 ) -> AttentionMetadata:
-    """One entry per request in each argument; `block_ids[i]` is request i's whole table, or more."""
+    """Build the metadata of a step. Each argument has one entry per request.
+
+    `block_ids[i]` is request i's whole block table, and may be longer.
+    """
     computed = np.asarray(num_computed, dtype=np.int64)
     scheduled = np.asarray(num_scheduled, dtype=np.int64)
     assert len(computed) == len(scheduled) == len(block_ids) > 0
@@ -146,14 +153,17 @@ def build_attention_metadata(
 def metadata_of_tables(
     computed: IntArray, scheduled: IntArray, block_table: IntArray, block_size: int
 ) -> AttentionMetadata:
-    """`computed`, `scheduled` [R]; `block_table` [R, blocks of the longest], which becomes the metadata's."""
+    """Build the metadata from `computed`, `scheduled` [R] and `block_table` [R, most blocks of a request].
+
+    The metadata keeps `block_table` without a copy.
+    """
     num_reqs = len(computed)
     seq_lens = computed + scheduled
     block_table[np.arange(block_table.shape[1]) >= (-(-seq_lens // block_size))[:, None]] = 0
     query_start_loc = np.zeros(num_reqs + 1, np.int64)
     np.cumsum(scheduled, out=query_start_loc[1:])
     num_tokens = int(query_start_loc[-1])
-    if num_tokens == num_reqs:  # A token of each: the step of decoding, which has to be quick.
+    if num_tokens == num_reqs:  # One token per request: a decode step, which has to be fast.
         positions, request_of_token = computed, np.arange(num_reqs)
     else:
         positions = np.arange(num_tokens) + np.repeat(computed - query_start_loc[:-1], scheduled)

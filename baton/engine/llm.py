@@ -1,4 +1,4 @@
-"""One engine in the caller's own process: prompts in, completions out, one after another.
+"""An engine in the caller's process: takes prompts, returns completions.
 
     with LLM(config) as llm:
         [completion] = llm.generate([[1, 2, 3]], SamplingParams(temperature=0))
@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Completion:
-    """Of one prompt, when it has ended."""
+    """Completion of one prompt."""
 
     request_id: str
     prompt_token_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: PromptLogprobs | None = None  # Of the prompt's tokens but the first.
+    prompt_logprobs: PromptLogprobs | None = None  # Of the prompt's tokens except the first.
     finish_reason: FinishReason | None = None
     error: RequestError | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -64,7 +64,7 @@ class LLM:
     def __init__(
         self, config: EngineConfig, connector_factory: str | None = None, *, core: EngineCore | None = None
     ) -> None:
-        """A configuration that moves KV without a secret gets that of the environment or of the user."""
+        """If the configuration moves KV and has no secret, the secret of the environment or user is used."""
         if core is None:
             config, warning = with_secret(config, os.environ)
             if warning:
@@ -93,7 +93,7 @@ class LLM:
         *,
         kv_transfer_params: Sequence[dict[str, Any] | None] | None = None,
     ) -> list[Completion]:
-        """Runs all prompts to their end, batched; completions in the order of prompts."""
+        """Run all prompts to their end, batched. Returns the completions in the order of the prompts."""
         num_prompts = len(prompts)
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * num_prompts
@@ -120,7 +120,7 @@ class LLM:
         return list(completions.values())
 
     def settle(self, timeout_s: float) -> None:
-        """Step until ranks are told all there is to tell, and nobody has blocks of ours any more.
+        """Step until the ranks have all messages and no block is held, lent blocks included.
 
         Raises TimeoutError.
         """

@@ -1,10 +1,10 @@
-"""The first tokens of an answer, handed from the engine that prefilled to the one that decodes.
+"""First tokens of an answer, handed over from the engine that prefills to the engine that decodes.
 
     P   prefilled_by(request) --> ticket --> take_prefilled_tokens   D   accept(prefilled, request)
 
-D appends them as if it had sampled them itself, so it takes only tokens that it would have chosen in the same
-way: `sampling` is a digest of every parameter that has a say in the choice. A proxy that changes one of them
-on the prefill leg (no `min_tokens`, no `logprobs`) thereby costs D a position to compute, and nothing else.
+D appends them as if it had sampled them itself, so it accepts only tokens that it would have chosen in the
+same way: `sampling` is a digest of every parameter that affects the choice. If a proxy changes one of them
+on the prefill leg (no `min_tokens`, no `logprobs`), D computes one position itself.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def prefilled_by(
     params: SamplingParams,
     stop_token_ids: Iterable[int],
 ) -> PrefilledTokens | None:
-    """What this engine has sampled for a request; None if nothing, or more than an engine takes."""
+    """The sampled tokens of a request; None if there are none, or more than MAX_PREFILLED_TOKENS."""
     if not 1 <= len(token_ids) <= MAX_PREFILLED_TOKENS:
         return None
     return PrefilledTokens(
         tuple(token_ids),
-        tuple(map(_to_paper, logprobs)) if len(logprobs) == len(token_ids) else None,
+        tuple(map(_to_ticket, logprobs)) if len(logprobs) == len(token_ids) else None,
         sampling_digest(params, stop_token_ids, len(token_ids)),
     )
 
@@ -44,7 +44,10 @@ def prefilled_by(
 def accept(
     prefilled: PrefilledTokens, params: SamplingParams, stop_token_ids: Iterable[int], vocab_size: int
 ) -> AcceptedTokens | None:
-    """None: a request with these parameters would have sampled others, or its client asked for more."""
+    """The tokens that this engine may append.
+
+    None: these parameters would sample differently, or the client asked for logprobs that are missing.
+    """
     token_ids = list(prefilled.token_ids)
     digest = sampling_digest(params, stop_token_ids, len(token_ids))
     if prefilled.sampling != digest or max(token_ids) >= vocab_size:
@@ -55,11 +58,11 @@ def accept(
     num_top = min(wanted, vocab_size)
     if prefilled.logprobs is None or any(len(entry.top) < num_top for entry in prefilled.logprobs):
         return None
-    return AcceptedTokens(token_ids, [_from_paper(entry, num_top) for entry in prefilled.logprobs])
+    return AcceptedTokens(token_ids, [_from_ticket(entry, num_top) for entry in prefilled.logprobs])
 
 
 def sampling_digest(params: SamplingParams, stop_token_ids: Iterable[int], num_tokens: int) -> bytes:
-    """Of what decides the first `num_tokens` of the output, given the prompt."""
+    """Digest of all parameters that affect the first `num_tokens` of the output, given the prompt."""
     drawn_by = (params.temperature, params.top_p, params.top_k, params.min_p, params.seed)
     draw = None if params.is_greedy else drawn_by
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
@@ -70,7 +73,7 @@ def sampling_digest(params: SamplingParams, stop_token_ids: Iterable[int], num_t
     return hashlib.blake2b(msgspec.msgpack.encode(deciding), digest_size=DIGEST_BYTES).digest()
 
 
-def _to_paper(entry: TokenLogprobs) -> PrefilledLogprobs:
+def _to_ticket(entry: TokenLogprobs) -> PrefilledLogprobs:
     return PrefilledLogprobs(_copy(entry.chosen), tuple(map(_copy, entry.top)))
 
 
@@ -78,7 +81,7 @@ def _copy(entry: TokenLogprob) -> PrefilledLogprob:
     return PrefilledLogprob(entry.token_id, entry.logprob, entry.rank)
 
 
-def _from_paper(entry: PrefilledLogprobs, num_top: int) -> TokenLogprobs:
+def _from_ticket(entry: PrefilledLogprobs, num_top: int) -> TokenLogprobs:
     chosen, *top = (
         TokenLogprob(one.token_id, one.logprob, one.rank) for one in (entry.chosen, *entry.top[:num_top])
     )

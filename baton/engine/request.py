@@ -1,4 +1,4 @@
-"""One request as scheduler and connectors see it: its tokens, how far it is computed, where it stands.
+"""State of one request for scheduler and connectors: tokens, computed tokens, status.
 
     WAITING --> RUNNING --> FINISHED_*
        |  ^        |  ^
@@ -7,7 +7,7 @@
        v  |
     WAITING_FOR_REMOTE_KVS         (holds blocks that a connector fills; back to WAITING or PREEMPTED)
 
-Status names are vLLM's, since connectors read them. Satisfies `baton.contract.host.Request`.
+Status names are vLLM's, because connectors read them. Satisfies `baton.contract.host.Request`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ FINISH_REASONS: dict[RequestStatus, FinishReason] = {
 
 
 class Request:
-    """`order` is the request's place in every queue and in the running list: smaller goes first, larger is
-    preempted first."""
+    """One request of the engine.
+
+    `order` is its position in every queue and in the running list: the smallest runs first, the largest is
+    preempted first.
+    """
 
     # vLLM's, for connectors that read them. This engine has no multimodal inputs and no adapters.
     mm_features: ClassVar[tuple[Any, ...]] = ()
@@ -103,7 +106,7 @@ class Request:
         self.arrival_time = asked.arrival_time_s
         self.priority = asked.priority
         self.cache_salt = asked.cache_salt
-        # Connectors tick off what they have done in here, so it is the request's own copy.
+        # Connectors change it to mark what they have done, so the request has its own copy.
         self.kv_transfer_params: dict[str, Any] | None = (
             None if asked.kv_transfer_params is None else dict(asked.kv_transfer_params)
         )
@@ -114,17 +117,19 @@ class Request:
         self.num_computed_tokens = 0
         self.num_cached_tokens = -1  # As reported to the client; -1 until the request first runs.
         self.num_transferred_tokens = 0
-        self.output_logprobs: list[TokenLogprobs] = []  # Of all output tokens, if anybody may ask for them.
-        # Of the prompt's tokens after the first, as far as computed. None: not wanted, or handed out.
+        self.output_logprobs: list[
+            TokenLogprobs
+        ] = []  # Of all output tokens, if the client or a ticket needs them.
+        # Of the prompt's tokens after the first, as far as computed. None: not wanted, or already taken.
         self._prompt_logprobs: list[PromptLogprobs] | None = None if sampling.prompt_logprobs is None else []
-        # vLLM's name, which connectors read: the whole prompt is computed here, without cache or load.
+        # vLLM's name, for connectors. True: the whole prompt is computed here, without cache or load.
         self.skip_reading_prefix_cache = sampling.prompt_logprobs is not None
         self.is_known_to_ranks = False
         self.needs_resend = False  # The ranks' copy is stale: send tokens and block table whole.
-        self.last_step = 0  # The number of the last step that computes for it; see `in_flight`.
-        self.void_step = 0  # The step whose tokens of this request do not count, if there is one.
-        self.load_failure: str | None = None  # Why the last load of its KV failed, if it did.
-        self.asks_connector = True  # False once a connector has failed this request: recompute, never loop.
+        self.last_step = 0  # Number of the last step that computes for the request; see `in_flight_steps`.
+        self.void_step = 0  # Number of the step whose tokens for this request are dropped, if any.
+        self.load_failure: str | None = None  # Reason that the last load of its KV failed, if it did.
+        self.asks_connector = True  # False after a connector has failed this request: recompute it.
 
         self.max_tokens = sampling.max_tokens
         self.min_tokens = sampling.min_tokens
@@ -146,7 +151,7 @@ class Request:
 
     @property
     def all_token_ids(self) -> list[int]:
-        """Prompt and output. Not to be changed by the reader."""
+        """Prompt and output tokens. The caller must not change the list."""
         return self._all_token_ids
 
     @property
@@ -171,13 +176,16 @@ class Request:
 
     @property
     def prefilled_tokens(self) -> PrefilledTokens | None:
-        """The output so far, as a connector hands it to the engine that continues it."""
+        """The output so far, for the engine that continues the request."""
         return prefilled_by(
             self.output_token_ids, self.output_logprobs, self.sampling_params, self.stop_token_ids
         )
 
     def add_prompt_logprobs(self, position: int, part: PromptLogprobs) -> None:
-        """Of the tokens from `position` on. A preempted request computes its prompt from the start again."""
+        """Add the rows of the tokens from `position` on.
+
+        After a preemption, rows start again at position 1.
+        """
         if self._prompt_logprobs is None:
             return
         if position == 1:
@@ -186,7 +194,7 @@ class Request:
         self._prompt_logprobs.append(part)
 
     def take_prompt_logprobs(self) -> PromptLogprobs | None:
-        """All of them, once: when the first token is there, so is the whole prompt."""
+        """Remove and return all rows. Called with the first token, when the whole prompt is computed."""
         parts, self._prompt_logprobs = self._prompt_logprobs, None
         if parts is None:
             return None

@@ -1,7 +1,7 @@
 """Paged attention: one interface (`backend`), one implementation for each kind of device.
 
 cpu    sdpa     torch's scaled-dot-product attention over gathered blocks
-cuda   cuda     a Triton kernel that walks the block table itself
+cuda   cuda     a Triton kernel that reads through the block table
 """
 
 from baton.core.errors import UserError
@@ -11,7 +11,7 @@ __all__ = ["AttentionBackend", "AttentionShape", "build_backend"]
 
 
 def build_backend(shape: AttentionShape) -> AttentionBackend:
-    """The backend for the shape's device. Raises UserError where it cannot run."""
+    """The backend for the shape's device. Raises UserError if it cannot run."""
     match shape.device.type:
         case "cpu":
             from baton.engine.attention.sdpa import SdpaBackend

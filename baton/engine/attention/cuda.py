@@ -1,7 +1,7 @@
-"""Paged attention on a GPU: one Triton kernel that walks the block table, for prefill and decode alike.
+"""Paged attention on a GPU: one Triton kernel that reads through the block table, for prefill and decode.
 
-The plan is computed on the CPU and goes to the device in one copy per array. Work is cut into tiles of
-query tokens of one request; a decoding request is a tile of one.
+The plan is computed on the CPU and copied to the device, one copy per array. Work is divided into tiles of
+query tokens of one request; a decoding request is a tile of one token.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from baton.engine.attention.static_array import StaticArray
 from baton.engine.forward_context import AttentionMetadata, IntArray, build_attention_metadata
 
 _TILE_ROWS = 64  # Query tokens times query heads per KV head in one program of the kernel.
-_DOT_ROWS_MIN = 16  # Tensor cores take no smaller matrix.
+_DOT_ROWS_MIN = 16  # The smallest matrix for tensor cores.
 
 
 def why_unavailable() -> str | None:
-    """None where the backend can run; else what is missing, for an error or a skipped test."""
+    """None if the backend can run; else the missing part, for an error or a skipped test."""
     if not torch.cuda.is_available():
         return "torch finds no CUDA device (a CPU build of torch, no driver, or no GPU)"
     try:
@@ -30,7 +30,7 @@ def why_unavailable() -> str | None:
 
 
 def require_cuda() -> None:
-    """Raises UserError saying what is missing."""
+    """Raises UserError that names what is missing."""
     if (reason := why_unavailable()) is not None:
         raise UserError(f"cuda cannot be used: {reason}; use cpu", field="device_config.device")
 
@@ -43,9 +43,9 @@ def build_cuda_backend(shape: AttentionShape) -> "CudaBackend":
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """On the device. One entry per tile in the `tile_*` tensors, which are the columns of `tiles`."""
+    """Plan of a step, on the device."""
 
-    write_rows: torch.Tensor  # [T * H], indices into `rows_of` the cache.
+    write_rows: torch.Tensor  # [T * H]; indices into `rows_of` the cache.
     block_table: torch.Tensor  # [R, blocks], int32
     tiles: torch.Tensor  # [tiles, 4], int32: request, first token, number of tokens, position of the first.
     rows_per_tile: int
@@ -54,7 +54,7 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _DecodePlan(_Plan):
-    """Its tensors are those of the arrays, for good."""
+    """A plan whose tensors are those of the arrays, at fixed addresses."""
 
     write_rows_array: StaticArray
     block_table_array: StaticArray
@@ -63,9 +63,12 @@ class _DecodePlan(_Plan):
 
 class CudaBackend(AttentionBackend):
     def warm_up(self, cache_NHPC: torch.Tensor, window: int | None) -> None:
-        """Compiles the kernel, for tiles of one token and of several: some seconds, the first time ever."""
+        """Compile the kernel, for tiles of one token and of several.
+
+        Takes some seconds until Triton has cached it.
+        """
         shape, block_size = self.shape, cache_NHPC.shape[2]
-        # With the strides of the cache, one of which is compiled in.
+        # With the strides of the cache, because the token stride is compiled in.
         scratch = cache_NHPC.new_empty_strided((2, *cache_NHPC.shape[1:]), cache_NHPC.stride()).zero_()
         for num_tokens in (1, 2):
             metadata = build_attention_metadata([0], [num_tokens], [[0, 1]], block_size)
@@ -109,8 +112,8 @@ class CudaBackend(AttentionBackend):
     def refill(
         self, plan: _DecodePlan, metadata: AttentionMetadata, window: int | None, cache_NHPC: torch.Tensor
     ) -> None:
-        """Of a block table that was wider before, the rest stays: no key lies behind the end of a request."""
-        assert metadata.max_query_len == 1, "a tile is a request"
+        """Old entries of a wider block table stay: the kernel reads no key after the end of a request."""
+        assert metadata.max_query_len == 1, "a tile is one request"
         plan.write_rows_array.fill(write_rows(metadata, cache_NHPC))
         plan.block_table_array.fill(metadata.block_table_np)
         plan.tiles_array.fill(cut_tiles(metadata.query_start_loc_np, metadata.seq_lens_np, 1))

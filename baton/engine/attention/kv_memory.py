@@ -1,4 +1,4 @@
-"""The memory of one rank's KV cache: one allocation, touched at start, described by its own strides.
+"""Memory of one rank's KV cache: one allocation, touched at start. Strides describe its layout.
 
     |<----------------------------- one storage ------------------------------>|
     | layer 0: block 0, block 1, ...          | layer 1: block 0, ...          | ...
@@ -8,16 +8,16 @@ or, for a connector that prefers to move a block of all layers at once (cross-la
     |<----------------------------- one storage ------------------------------>|
     | block 0: layer 0, layer 1, ...          | block 1: layer 0, ...          | ...
 
-In a block of a layer heads come before tokens (HND), or tokens before heads (NHD). The layouts have the names
-of vLLM, the order of layers, blocks, heads, tokens (N) and content in memory (`vllm/v1/kv_cache_layout.py`).
+In a block of a layer heads come before tokens (HND), or tokens before heads (NHD). The layouts have vLLM's
+names: the order of layers, blocks, heads, tokens (N) and content in memory (`vllm/v1/kv_cache_layout.py`).
 
 In every layout each layer is a view `[num_blocks, num_kv_heads_of_rank, block_size, 2 * head_dim]`, K before
-V, and its strides say the layout. vLLM 0.32 and later show the same (`create_kv_cache_views` in
-`vllm/v1/kv_cache_interface.py`): attention and connectors index a cache in one way.
-Where layers are grouped (`baton.core.kv_groups`), layers at the same place of different groups are views of
+V; its strides define the layout. vLLM 0.32 and later do the same (`create_kv_cache_views` in
+`vllm/v1/kv_cache_interface.py`), so attention and connectors index every cache in the same way.
+If layers are grouped (`baton.core.kv_groups`), layers at the same place of different groups are views of
 the same memory: a block belongs to one group at a time.
-Behind the blocks of the pool there may be scratch blocks, which belong to no request and which no connector
-sees (see `baton.engine.graphs`).
+After the blocks of the pool there may be scratch blocks, which belong to no request and which connectors do
+not see (see `baton.engine.graphs`).
 """
 
 import math
@@ -35,9 +35,9 @@ from baton.engine.forward_context import AttentionLayer
 from baton.tiers.host_memory import GIB, available_bytes, touch
 
 KVCacheLayout: TypeAlias = Literal["LBHNC", "LBNHC", "BLHNC", "BLNHC"]
-_AXES = "LBHNC"  # In the order in which they are shown.
+_AXES = "LBHNC"  # In the order of the views' dimensions.
 FIELD = "cache_config.num_gpu_blocks"
-BOOKKEEPING_BYTES = 128  # What the scheduler keeps of a block in host memory, measured with tracemalloc.
+BOOKKEEPING_BYTES = 128  # Host memory that the scheduler needs per block, measured with tracemalloc.
 
 
 def allocate_kv_cache(
@@ -51,9 +51,10 @@ def allocate_kv_cache(
     num_scratch_blocks: int = 0,
     groups: Sequence[KVCacheGroup] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Layer name to cache, in layer order. Every page is written: first touch costs ten copies.
+    """Allocate the cache. Returns the layers' caches by name, in layer order.
 
-    By default all layers are in one group. Raises ConfigError where the memory is not there.
+    Every page is written at once, because a first touch costs as much as ten copies. By default all layers
+    are in one group. Raises ConfigError if there is not enough memory.
     """
     heads = kv_heads_of(tp_rank, tp_size=tp_size, num_kv_heads=model_config.num_kv_heads)
     groups = groups or one_group(model_config.num_hidden_layers)
@@ -76,8 +77,8 @@ def allocate_kv_cache(
 def check_room(num_blocks: int, block_bytes: int, device: torch.device, *, num_ranks: int) -> None:
     """Raises ConfigError if the blocks of one rank do not fit into the memory that is free now.
 
-    The ranks of one engine share a host's memory, and have a GPU each. `touch` finds what other ranks, or
-    other processes, take at the same time.
+    The ranks of one engine share the host's memory, but each has its own GPU. `touch` detects memory that
+    other ranks, or other processes, take at the same time.
     """
     if device.type == "cuda":
         room, num_sharing, where = torch.cuda.mem_get_info(device)[0], 1, str(device)
@@ -94,7 +95,7 @@ def check_room(num_blocks: int, block_bytes: int, device: torch.device, *, num_r
 
 
 def blocks_of_pool(kv_caches: dict[str, torch.Tensor], num_blocks: int) -> dict[str, torch.Tensor]:
-    """Without the scratch blocks."""
+    """The caches without the scratch blocks."""
     return {name: cache[:num_blocks] for name, cache in kv_caches.items()}
 
 
@@ -111,9 +112,9 @@ def attention_layers(
 
 @dataclass(frozen=True, slots=True)
 class CrossLayerBackend:
-    """What `register_cross_layers_kv_cache` is told of the attention that computes with the cache."""
+    """Description of the attention backend, for `register_cross_layers_kv_cache`."""
 
-    layer_names: tuple[str, ...]  # Of the second dimension, in order.
+    layer_names: tuple[str, ...]  # In the order of the second dimension.
 
     def get_name(self) -> str:
         return "BATON_PAGED"
@@ -130,5 +131,5 @@ def cross_layer_cache(kv_caches: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The names that ModelConfig uses."""
+    """The dtype of a name in ModelConfig."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]

@@ -1,17 +1,17 @@
-"""Paged attention on a CPU: gather a request's blocks into one run of keys, then torch's SDPA.
+"""Paged attention on a CPU: gathers a request's blocks into contiguous keys, then calls torch's SDPA.
 
-A gather is one `index_select`, and its result is what SDPA wants: heads before tokens. If the cache has heads
-first, its rows are long, a KV head of a block each. If it has tokens first, a row is a slot. Query heads that
-share a KV head become queries of that head, which never repeats keys. Requests that decode one token go
-together, by similar length; a prompt's chunk goes alone, in tiles of queries:
+A gather is one `index_select`. Its result has the order that SDPA needs: heads before tokens. If the cache
+has heads first, a row is a KV head of a block. If it has tokens first, a row is a slot. Query heads that
+share a KV head become queries of that head, so keys are not repeated. Requests that decode one token are
+batched by similar length. A prompt's chunk is computed alone, in tiles of queries:
 
     keys of the request   |<-- computed before -->|<-- this chunk -->|
-    tile 0                |x x x x x x x x x x x x|x x x .           |   no key behind a tile's last query
+    tile 0                |x x x x x x x x x x x x|x x x .           |   no key after a tile's last query
     tile 1                |x x x x x x x x x x x x|x x x x x x .     |
-    tile 1, window 6      |                . x x x|x x x x x x .     |   nor before its first one's window
+    tile 1, window 6      |                . x x x|x x x x x x .     |   nor before its first query's window
 
-Slots that hold no key of the request (the tail of its last block, padding) are zeroed after the gather: a
-stale NaN there would survive any mask.
+Slots that hold no key of the request (the tail of its last block, padding) are zeroed after the gather,
+because a stale NaN there would survive any mask.
 """
 
 from dataclasses import dataclass
@@ -31,10 +31,10 @@ from baton.engine.attention.backend import (
 )
 from baton.engine.forward_context import AttentionMetadata, IntArray
 
-_TILE_ROWS = 256  # Rows of one prefill tile at most: query tokens times query heads per KV head.
-_TILE_SCORES = 1 << 22  # Elements of its mask at most: the longer the context, the fewer rows.
-_GROUP_BYTES = 4 << 20  # Keys and values that one decode group gathers: more would leave the CPU's cache.
-_PADDING_SHARE = 0.25  # Of a group's longest request, by which a shorter one may be padded ...
+_TILE_ROWS = 256  # Most rows of a prefill tile: query tokens times query heads per KV head.
+_TILE_SCORES = 1 << 22  # Most elements of its mask: the longer the context, the fewer rows.
+_GROUP_BYTES = 4 << 20  # Keys and values gathered by a decode group: more exceeds the CPU's cache.
+_PADDING_SHARE = 0.25  # A request may be padded by this share of its group's longest request ...
 _PADDING_BLOCKS = 2  # ... or this many blocks, if that is more.
 
 
@@ -42,22 +42,22 @@ _PADDING_BLOCKS = 2  # ... or this many blocks, if that is more.
 class _DecodeGroup:
     """Requests with one query each."""
 
-    tokens: torch.Tensor | None  # [B], indices into T; None: all of the step's tokens, in order.
+    tokens: torch.Tensor | None  # [B]; indices into T. None: all of the step's tokens, in order.
     rows: torch.Tensor  # [B * H * blocks * P / run], indices into `rows_of` the cache, `run_of` slots each.
     num_reqs: int
     first_key: int  # Gathered keys to skip.
     num_keys: int
-    mask: torch.Tensor | None  # [B, 1, 1, keys], added to the scores; None: every key is seen.
+    mask: torch.Tensor | None  # [B, 1, 1, keys]; added to the scores. None: no key is masked.
     stale: torch.Tensor | None  # Gathered slots without a key, indices into [B * H * L, C].
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Consecutive queries of one request, and the keys they see."""
+    """Consecutive queries of one request, and the keys that they attend to."""
 
-    first_token: int  # Into T.
+    first_token: int  # Index into T.
     num_tokens: int
-    first_key: int  # Into the request's gathered keys.
+    first_key: int  # Index into the request's gathered keys.
     num_keys: int
     mask: torch.Tensor  # [tokens * G, keys]
 
@@ -66,31 +66,32 @@ class _Tile:
 class _Prefill:
     """One request with more than one query."""
 
-    rows: torch.Tensor  # [H * blocks * P / run], as above.
+    rows: torch.Tensor  # [H * blocks * P / run]; as above.
     tiles: list[_Tile]
 
 
 @dataclass(slots=True)
 class _Plan:
-    write_rows: torch.Tensor  # [T * H], indices into `rows_of` the cache, a slot each.
+    write_rows: torch.Tensor  # [T * H]; indices into `rows_of` the cache, one slot each.
     decodes: list[_DecodeGroup]
     prefills: list[_Prefill]
 
 
 class SdpaBackend(AttentionBackend):
-    """For float32, bfloat16 and float16 on a CPU."""
+    """Backend for float32, bfloat16 and float16 on a CPU."""
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
         self._heads = np.arange(shape.num_kv_heads, dtype=np.int64)
-        # Gathered keys and values, reused by every layer: fresh memory of this size costs more than the copy.
+        # Gathered keys and values, reused by every layer: allocating this much memory costs more than the
+        # copy.
         self._scratch = torch.empty(0, dtype=shape.dtype)
-        # Of the cache that is planned for, in the rows of a gather.
+        # Of the cache in the current plan, in rows of a gather.
         self._block_stride = shape.num_kv_heads
         self._rows_in_block = self._heads[:, None]  # [H, P / run], from the block's first row.
 
     def warm_up(self, cache_NHPC: torch.Tensor, window: int | None) -> None:
-        return  # torch has everything built.
+        return  # torch's kernels are compiled.
 
     # --- Once per step ---------------------------------------------------------------------------
 
@@ -116,12 +117,12 @@ class SdpaBackend(AttentionBackend):
     def refill(
         self, plan: _Plan, metadata: AttentionMetadata, window: int | None, cache_NHPC: torch.Tensor
     ) -> None:
-        """Nothing here outlives the call that reads it, so the plan is a new one in an old place."""
+        """No graph reads the plan on a CPU, so its contents are replaced by those of a new plan."""
         fresh = self.plan(metadata, window, cache_NHPC)
         plan.write_rows, plan.decodes = fresh.write_rows, fresh.decodes
 
     def _gather_rows(self, block_ids: IntArray) -> torch.Tensor:
-        """Block ids `[..., blocks]` to cache rows, in the order `[..., H, blocks, P / run]`."""
+        """Cache rows of the block ids `[..., blocks]`, in the order `[..., H, blocks, P / run]`."""
         rows = block_ids[..., None, :, None] * self._block_stride + self._rows_in_block[:, None]
         return torch.from_numpy(rows.reshape(-1))
 
@@ -145,7 +146,7 @@ class SdpaBackend(AttentionBackend):
         return groups
 
     def _lone_decode(self, metadata: AttentionMetadata, request: int, window: int | None) -> _DecodeGroup:
-        """Exactly its keys, so there is nothing to mask and nothing stale."""
+        """A group of one request: only its own keys are gathered, so no mask and no zeroing is needed."""
         block_size = metadata.block_size
         seq_len = int(metadata.seq_lens_np[request])
         first_key = 0 if window is None else max(0, seq_len - window)
@@ -171,9 +172,9 @@ class SdpaBackend(AttentionBackend):
         first_blocks = first_keys // block_size
         last_blocks = (seq_lens - 1) // block_size
         width = int((last_blocks - first_blocks).max()) + 1
-        # Shorter requests are padded with their own last block; what it adds is stale.
+        # Shorter requests are padded with their own last block, whose added slots are stale.
         columns = np.minimum(first_blocks[:, None] + np.arange(width), last_blocks[:, None])
-        # Both in keys from the first gathered block on.
+        # Both count keys from the first gathered block on.
         ends = (seq_lens - first_blocks * block_size)[:, None]
         starts = (first_keys - first_blocks * block_size)[:, None]
         num_keys = int(ends.max())
@@ -231,7 +232,7 @@ class SdpaBackend(AttentionBackend):
         return _Prefill(rows=self._gather_rows(block_ids), tiles=tiles)
 
     def _tile_mask(self, num_tokens: int, context: int, back: int) -> torch.Tensor:
-        """Of a tile whose first query has `context` keys before it; a tile with fewer takes a slice.
+        """The mask of a tile whose first query has `context` keys before it. A tile with fewer takes a slice.
 
         Row r is query r // G, column c is the key at c - context from the first query.
         """
@@ -306,7 +307,10 @@ class SdpaBackend(AttentionBackend):
         mask: torch.Tensor | None,
         sinks_Q: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`[B, H, R, D]`; row r is of query head r % G of its KV head. `mask` is added to the scores."""
+        """Attention output `[B, H, R, D]`; row r belongs to query head r % G of its KV head.
+
+        `mask` is added to the scores.
+        """
         head_dim = self.shape.head_dim
         keys, values = kv_BHLC[..., :head_dim], kv_BHLC[..., head_dim:]
         if sinks_Q is None:
@@ -323,12 +327,12 @@ class SdpaBackend(AttentionBackend):
         return torch.matmul(weights, values)
 
     def _gather(self, cache_NHPC: torch.Tensor, rows: torch.Tensor, num_reqs: int) -> torch.Tensor:
-        """The rows' blocks, in scratch memory: valid until the next gather."""
+        """Copy the rows' blocks to scratch memory. The result is valid until the next gather."""
         _, heads, _, width = cache_NHPC.shape
         run = run_of(cache_NHPC)
         size = len(rows) * run * width
         if self._scratch.numel() < size:
-            with torch.inference_mode(False):  # Or no later pass outside of it could write here.
+            with torch.inference_mode(False):  # So that a pass outside of inference mode can write here.
                 self._scratch = torch.empty(size, dtype=cache_NHPC.dtype)
         gathered = self._scratch[:size].view(len(rows), run * width)
         torch.index_select(rows_of(cache_NHPC, run), 0, rows, out=gathered)
@@ -336,9 +340,10 @@ class SdpaBackend(AttentionBackend):
 
 
 def group_by_length(num_blocks: IntArray, *, max_blocks: int) -> list[IntArray]:
-    """Cut requests into groups that waste little on padding and gather at most `max_blocks` each.
+    """Divide requests into groups with little padding that gather at most `max_blocks` each.
 
-    Each group lists its requests in the order of the batch. A request too large for any group has its own.
+    Each group lists its requests in the order of the batch. A request that is too large for a group has its
+    own.
     """
     order = np.argsort(-num_blocks, kind="stable")
     lengths = num_blocks[order].tolist()

@@ -1,4 +1,4 @@
-"""An array of the host that a device reads at an address that stays, as a graph demands."""
+"""An array that the host fills and a device reads at a fixed address, as graphs require."""
 
 import numpy as np
 import numpy.typing as npt
@@ -6,7 +6,7 @@ import torch
 
 
 class StaticArray:
-    """On a CPU, one memory; on a GPU, pinned host memory and its copy."""
+    """On a CPU one buffer; on a GPU pinned host memory and its copy on the device."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
@@ -15,9 +15,10 @@ class StaticArray:
         self.tensor = self._host.to(device) if is_cuda else self._host
 
     def fill(self, values: npt.NDArray[np.integer]) -> None:
-        """From the first element of each dimension on; what lies beyond stays as it is.
+        """Write `values` from the first element of each dimension on. Elements beyond them do not change.
 
-        The device has done the last step when the next one is put together, so nothing reads the host's side.
+        The device has finished the last step before the next one is prepared, so it does not read the host's
+        buffer meanwhile.
         """
         self._array[tuple(slice(count) for count in values.shape)] = values
         if self.tensor is not self._host:

@@ -1,14 +1,14 @@
-"""The GPU kernel of paged attention: online softmax over a request's blocks, read where they lie.
+"""GPU kernel of paged attention: online softmax over a request's blocks, without copying them.
 
-One program takes a tile of query tokens of one request and one KV head; its rows are the tile's tokens
-times the query heads that share the KV head (row r: token r // G, head r % G), so that a key is read once
-for all of them. It walks the keys from the first one that any row sees to the last, `KEYS` at a time
+One program computes a tile of query tokens of one request for one KV head. Its rows are the tile's tokens
+times the query heads that share the KV head (row r: token r // G, head r % G), so a key is read once
+for all of them. The program reads the keys from the first to the last one that any row sees, `KEYS` at a time
 ("FlashAttention-2", Dao 2023).
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call,operator"
-# Triton is untyped, and the kernel's body is not Python that a type checker could follow. Its arguments have
-# no annotations on purpose: Triton compiles those too, and knows no names but its own.
+# Triton is untyped, and a type checker cannot follow the kernel's body. Its arguments have
+# no annotations on purpose: Triton compiles annotations too, and knows only its own names.
 
 import torch
 import triton
@@ -17,7 +17,7 @@ import triton.language as tl
 _KEYS = 32  # Keys per iteration.
 
 
-# Compiled once for all widths of tables and windows, and not once more for those that 16 divides.
+# One compilation for all widths of tables and windows: Triton would specialize multiples of 16.
 @triton.jit(do_not_specialize=["table_stride", "window"])
 def _kernel(
     q_pointer,
@@ -64,7 +64,7 @@ def _kernel(
     top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     weight = tl.zeros([ROWS], dtype=tl.float32)
     answer = tl.zeros([ROWS, HEAD_DIM_PADDED], dtype=tl.float32)
-    if HAS_SINKS:  # As if a key without a value had been seen first.
+    if HAS_SINKS:  # Like a first key without a value.
         top = tl.load(sinks_pointer + head).to(tl.float32)
         weight = tl.full([ROWS], 1.0, dtype=tl.float32)
 
@@ -91,7 +91,7 @@ def _kernel(
             seen = seen & (key[None, :] > position[:, None] - window)
         score = tl.where(seen, score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
-        # A row that has seen nothing yet keeps -inf; subtracting 0 instead avoids -inf minus -inf.
+        # A row without any key so far keeps -inf. Subtracting 0 avoids -inf minus -inf.
         anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
         shrink = tl.exp(top - anchor)
         part = tl.exp(score - anchor[:, None])
@@ -120,7 +120,10 @@ def paged_attention(
     scale: float,
     sinks_Q: torch.Tensor | None = None,
 ) -> None:
-    """Fills `out_TQD`. `tiles` as `cut_tiles` makes them; `window` 0: all keys."""
+    """Compute the attention into `out_TQD`.
+
+    `tiles`: from `cut_tiles`. `window`: number of keys that a query sees; 0: all.
+    """
     num_kv_heads, block_size = cache_NHPC.shape[1], cache_NHPC.shape[2]
     num_heads, head_dim = q_TQD.shape[1], q_TQD.shape[2]
     _kernel[(len(tiles), num_kv_heads)](
@@ -129,7 +132,7 @@ def paged_attention(
         out_TQD,
         block_table,
         tiles,
-        tiles if sinks_Q is None else sinks_Q,  # Never read if there are none.
+        tiles if sinks_Q is None else sinks_Q,  # Not read without sinks.
         q_TQD.stride(0),
         q_TQD.stride(1),
         out_TQD.stride(0),

@@ -1,10 +1,10 @@
-"""The pool of KV blocks: who holds which, and which of the free ones can still be found by hash.
+"""Pool of KV blocks: reference counts, free queue and prefix cache (vLLM's BlockPool).
 
-A block is held (`ref_cnt` above 0) or free. A free block keeps its hash until it is taken for something
-else, so the prefix cache costs no memory of its own: least recently used goes first, and of one request the
-tail goes before the head, because a prefix is useful without its continuation and not the other way round.
+A block is held (`ref_cnt` above 0) or free. A free block keeps its hash until it is allocated again, so the
+prefix cache needs no memory of its own. The least recently used block is evicted first, and of one request
+the tail before the head, because a prefix is useful without its continuation, but not the reverse.
 
-Events say what the cache gained and lost; they are built only when somebody wants them.
+Events report the blocks that the cache gained and lost. They are built only if `enable_events` is set.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BlockPool:
         num_groups: int = 1,
         has_null_block: bool = False,
     ) -> None:
-        """`has_null_block`: block 0 stands for none (vLLM's null block), and is in no one's hands ever."""
+        """`has_null_block`: block 0 stands for no block (vLLM's null block) and is never held."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_caching = enable_caching
@@ -40,7 +40,7 @@ class BlockPool:
         self.num_usable_blocks = num_blocks - has_null_block
         self._free = FreeQueue(self.blocks[1:] if has_null_block else self.blocks)
         self.blocks[0].is_null = has_null_block
-        # Per KV-cache group: one prefix has a block in each, and each is of use by itself.
+        # One map per KV-cache group: a prefix has a block in each group.
         self._cached: list[dict[BlockHash, Block]] = [{} for _ in range(num_groups)]
         self._enable_events = enable_events
         self._events: list[KVCacheEvent] = []
@@ -67,7 +67,7 @@ class BlockPool:
         return self._cached[group].get(block_hash)
 
     def get_new_blocks(self, num_blocks: int) -> list[Block]:
-        """Takes the least recently used free blocks; what they had cached is forgotten."""
+        """Take the least recently used free blocks and drop their hashes."""
         assert num_blocks <= self._free.num_free, "the caller checks num_free_blocks first"
         taken = []
         for _ in range(num_blocks):
@@ -79,20 +79,20 @@ class BlockPool:
         return taken
 
     def touch(self, blocks: Iterable[Block]) -> None:
-        """One more holder for each."""
+        """Add a holder to each block."""
         for block in blocks:
             if block.ref_cnt == 0:
                 self._free.remove(block)
             block.ref_cnt += 1
 
     def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
-        """One holder less for each; the first that nobody holds any more is the first to be evicted."""
+        """Remove a holder from each block. The first block that becomes free is the first to be evicted."""
         for block in ordered_blocks:
             assert block.ref_cnt > 0, f"{block} freed twice"
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 if block.block_hash is None:
-                    self._free.prepend(block)  # Nobody can find it: take it before anything of use.
+                    self._free.prepend(block)  # It cannot be found: allocate it before useful blocks.
                 else:
                     self._free.append(block)
 
@@ -106,12 +106,10 @@ class BlockPool:
         num_full_blocks: int,
         group: int = 0,
     ) -> None:
-        """Make `blocks[num_cached_blocks:num_full_blocks]` of the request's table findable by hash.
+        """Enter `blocks[num_cached_blocks:num_full_blocks]` of the request's table into the prefix cache.
 
-        Null blocks are passed over.
-
-        Two requests may have computed the same block side by side. The newer one is kept findable: it will be
-        evicted last.
+        Null blocks are skipped. If two requests have computed the same block, the newer block replaces the
+        older one, because it is evicted later.
         """
         if not self.enable_caching:
             return
@@ -135,7 +133,7 @@ class BlockPool:
             self._events += [self._stored(request, run, group) for run in _consecutive(added)]
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Make these unfindable, held or not. For blocks whose content turned out to be wrong."""
+        """Remove these blocks from the prefix cache, held or not. For blocks with wrong contents."""
         for block_id in block_ids:
             block = self.blocks[block_id]
             if block.block_hash is None:
@@ -146,7 +144,7 @@ class BlockPool:
                 self._free.prepend(block)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget everything cached. Refused (False) while any block is held: it would be cached again."""
+        """Empty the prefix cache. Refused (False) while a block is held, because it would be cached again."""
         if self._free.num_free != self.num_usable_blocks:
             return False
         for cached in self._cached:
@@ -191,14 +189,14 @@ class BlockPool:
     # --- Checks ----------------------------------------------------------------------------------
 
     def assert_consistent(self, holders: Mapping[int, int] | None = None) -> None:
-        """Every invariant of the pool; with `holders`, also that each block has exactly that many.
+        """Check every invariant of the pool; with `holders`, also the number of holders of each block.
 
-        Costs O(pool): for tests and the simulator.
+        Takes O(pool) time: for tests and the simulator.
         """
         free = self._free.in_order()
         assert len(free) == self._free.num_free
-        nobodys = {b.block_id for b in self.blocks if b.ref_cnt == 0 and not b.is_null}
-        assert {b.block_id for b in free} == nobodys
+        unheld = {b.block_id for b in self.blocks if b.ref_cnt == 0 and not b.is_null}
+        assert {b.block_id for b in free} == unheld
         assert all(b.ref_cnt >= 0 for b in self.blocks)
         assert not any(b.is_null and (b.ref_cnt or b.block_hash is not None) for b in self.blocks)
         for group, cached in enumerate(self._cached):
@@ -209,7 +207,7 @@ class BlockPool:
             assert held == {k: v for k, v in holders.items() if v}, (held, holders)
 
     def assert_empty(self) -> None:
-        """Nothing is held."""
+        """Check that no block is held."""
         self.assert_consistent(Counter())
 
 

@@ -1,9 +1,9 @@
-"""The order in which free blocks are taken: a doubly linked list threaded through the blocks themselves.
+"""Queue of free blocks: a doubly linked list whose links are attributes of the blocks (vLLM's
+FreeKVCacheBlockQueue).
 
     head <-> [taken next] <-> ... <-> [evicted last] <-> tail
 
-Every operation is O(1), removal from the middle included: a cached block that is hit again leaves the queue
-from wherever it stands.
+Every operation is O(1), including removal from the middle, which happens when a cached free block is hit.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Block:
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_cnt = 0
-        self.is_null = False  # It stands for no block, and is never held, free or findable.
-        self.group = 0  # KV-cache group under which the prefix cache knows it.
-        self.block_hash: BlockHash | None = None  # Set exactly while the prefix cache finds this block.
+        self.is_null = False  # It stands for no block, and is never held, free or cached.
+        self.group = 0  # KV-cache group in whose prefix cache it is.
+        self.block_hash: BlockHash | None = None  # Set exactly while the block is in the prefix cache.
         self.before: Block | None = None
         self.after: Block | None = None
 
@@ -41,17 +41,17 @@ class FreeQueue:
     def pop_first(self) -> Block:
         block = self._head.after
         assert block is not None
-        assert block is not self._tail, "the pool is empty; the caller counts first"
+        assert block is not self._tail, "the pool is empty; the caller checks num_free first"
         self.remove(block)
         return block
 
     def append(self, block: Block) -> None:
-        """To be taken last."""
+        """Add a block that is taken last."""
         assert self._tail.before is not None
         self._insert(self._tail.before, block, self._tail)
 
     def prepend(self, block: Block) -> None:
-        """To be taken next."""
+        """Add a block that is taken next."""
         assert self._head.after is not None
         self._insert(self._head, block, self._head.after)
 
@@ -70,7 +70,7 @@ class FreeQueue:
         self.num_free += 1
 
     def in_order(self) -> list[Block]:
-        """For checks and tests."""
+        """All free blocks, for checks and tests."""
         blocks = []
         block = self._head.after
         while block is not None and block is not self._tail:

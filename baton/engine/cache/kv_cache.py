@@ -1,23 +1,23 @@
-"""Which blocks each request has: block tables, prefix hits, allocation (vLLM's KVCacheManager).
+"""Block tables, prefix hits and allocation of all requests (vLLM's KVCacheManager).
 
-A request's table, while it is being admitted:
+A request's table, while the request is admitted:
 
     | local hits        | loaded by a connector | computed in this step |
     |<- new_computed  ->|<-     external      ->|<-    new tokens     ->|
       shared, hashed      own, fresh              own, fresh
 
-Full blocks become findable when they are *allocated* for a step, not when that step has run, so that equal
-prompts admitted in one step share them. This is sound because a rank writes a layer's K and V for all
-requests of a step before any attention of that layer reads, and because a request is never taken back out
-of a step once it was put in. Until that is certain (`delay_cache_blocks`), and while a connector fills blocks
-in the background, they stay unfindable; the scheduler calls `cache_blocks` when it is time.
+Full blocks enter the prefix cache when they are *allocated* for a step, not when that step has run, so equal
+prompts that are admitted in one step share them. This is sound because a rank writes a layer's K and V for
+all requests of a step before any attention of that layer reads, and because a request is never removed from a
+step. With `delay_cache_blocks`, and while a connector fills blocks in the background, blocks stay out of the
+prefix cache until the scheduler calls `cache_blocks`.
 
 A request has one table per group of layers (`baton.core.kv_groups`), all of one length. In a group with a
-sliding window the blocks that lie wholly behind it are given back, or never taken; the null block stands in
+sliding window the blocks entirely outside of the window are freed, or never allocated; the null block takes
 their places:
 
-    sees everything   | 7 | 3 | 9 | 4 | 12 |
-    window            | - | - | - | 8 | 11 |      the next token sees the end of 8, and 11
+    full attention    | 7 | 3 | 9 | 4 | 12 |
+    window            | - | - | - | 8 | 11 |      the next token attends to the end of 8, and to 11
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class KVCacheBlocks:
         return tuple([block.block_id for block in group] for group in self.blocks)
 
     def get_unhashed_block_ids(self) -> list[int]:
-        """Those that the prefix cache does not find, which is where a load has to write."""
-        assert len(self.blocks) == 1, "a connector that knows groups asks for them"
+        """Ids of the blocks that are not in the prefix cache: the targets of a load."""
+        assert len(self.blocks) == 1, "a connector that supports groups uses get_block_ids"
         return [block.block_id for block in self.blocks[0] if block.block_hash is None]
 
 
@@ -59,8 +59,8 @@ class _Table:
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
-        self.num_cached = 0  # Leading blocks that were offered to the prefix cache.
-        self.first_kept = 0  # Those before it are null.
+        self.num_cached = 0  # Leading blocks that were entered into the prefix cache.
+        self.first_kept = 0  # Index of the first block that is not null.
 
 
 class KVCache:
@@ -72,7 +72,7 @@ class KVCache:
         chunk: int = 0,
         enable_events: bool = False,
     ) -> None:
-        """`groups`: all layers in one, unless told. `chunk`: most tokens of one request in a step."""
+        """`groups`: by default one group of all layers. `chunk`: most tokens of one request in a step."""
         self.block_size = config.block_size
         self.num_blocks = config.num_gpu_blocks
         self.groups = tuple(groups)
@@ -87,17 +87,17 @@ class KVCache:
         )
         self._chunk = chunk
         self._tables: dict[str, tuple[_Table, ...]] = {}  # In the order of groups.
-        self._nothing = KVCacheBlocks(tuple(() for _ in self.groups))  # Shared, hence tuples.
+        self._nothing = KVCacheBlocks(tuple(() for _ in self.groups))  # Shared: immutable.
 
     def num_tokens_max(self, limit: int) -> int:
-        """The longest request that the whole pool holds, if it is below `limit`; else that."""
+        """Number of tokens of the longest request that fits into the whole pool, at most `limit`."""
         usable = self.block_pool.num_usable_blocks
         if self.blocks_at_most(limit) <= usable:
             return limit
         return bisect_right(range(limit), usable, key=self.blocks_at_most) - 1
 
     def blocks_at_most(self, num_tokens: int) -> int:
-        """What a request of `num_tokens` holds at its worst, on its way there."""
+        """The most blocks that a request holds at any time until it has `num_tokens`."""
         size, chunk = self.block_size, self._chunk
         return sum(group.blocks_at_most(num_tokens, block_size=size, chunk=chunk) for group in self.groups)
 
@@ -108,9 +108,10 @@ class KVCache:
     # --- Prefix hits -----------------------------------------------------------------------------
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int]:
-        """The longest prefix that every group has cached as far as its layers see, and its length in tokens.
+        """The longest cached prefix, and its length in tokens. Every group has the blocks that its layers
+        need.
 
-        Never the whole request: the last token is computed again, because its logits are what we are after.
+        Never the whole request: the last token is always computed, because its logits are needed.
         """
         if not self.block_pool.enable_caching or request.skip_reading_prefix_cache:
             return self._nothing, 0
@@ -132,7 +133,7 @@ class KVCache:
         return KVCacheBlocks(tuple(hits)), len(hits[0]) * self.block_size
 
     def _num_common_hits(self, hashes: list[BlockHash]) -> int:
-        """In blocks. A group that accepts fewer makes the others look again, until all agree."""
+        """Number of blocks. If a group has fewer hits, the others search again, until all agree."""
         num_hits, agreed = len(hashes), 0
         while agreed < len(self.groups):
             for index, group in enumerate(self.groups):
@@ -142,7 +143,7 @@ class KVCache:
         return num_hits
 
     def _num_hits_of(self, index: int, group: KVCacheGroup, hashes: list[BlockHash], most: int) -> int:
-        """The longest prefix of at most `most` blocks that this group can be at the end of."""
+        """The longest prefix of at most `most` blocks for whose end this group has the needed blocks."""
         cached = self.block_pool.get_cached_block
         if group.window is None:
             for num_hits in range(most):
@@ -167,10 +168,10 @@ class KVCache:
         num_external_computed_tokens: int = 0,
         delay_cache_blocks: bool = False,
     ) -> KVCacheBlocks | None:
-        """Room for the tokens of the picture above, behind what the request has computed.
+        """Allocate slots for the tokens of the picture above, after the tokens that the request has computed.
 
-        Returns the fresh blocks (none needed: empty), or None if the pool has too few; then nothing changed,
-        but for blocks behind a window.
+        Returns the new blocks (empty if none is needed), or None if the pool has too few. In that case
+        nothing has changed, except that blocks outside of windows may have been freed.
         """
         tables = self._tables.get(request.request_id)
         num_computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
@@ -181,10 +182,10 @@ class KVCache:
             fresh = self._admit(request, new_computed_blocks, num_computed, num_wanted)
         else:
             assert new_computed_blocks is None or not len(new_computed_blocks), (
-                "hits come first or not at all"
+                "prefix hits come with the first allocation only"
             )
             if self.is_hybrid:
-                self._drop_behind_windows(tables, num_computed)
+                self._drop_outside_windows(tables, num_computed)
             if num_wanted > len(tables[0].blocks):
                 fresh = self._extend(tables, num_wanted)
         if fresh is not None and not delay_cache_blocks:
@@ -196,7 +197,7 @@ class KVCache:
     def _admit(
         self, request: Request, hits: KVCacheBlocks | None, num_computed: int, num_wanted: int
     ) -> KVCacheBlocks | None:
-        """The request's first blocks. Nothing is taken for what lies behind a window already."""
+        """Allocate the request's first blocks. None is allocated outside of a window."""
         if not num_wanted:
             return self._nothing
         firsts = [group.first_kept(num_computed, self.block_size) for group in self.groups]
@@ -210,7 +211,7 @@ class KVCache:
             return None
         tables = self._tables[request.request_id] = tuple(_Table() for _ in self.groups)
         for table, blocks, first in zip(tables, of_hits, firsts, strict=True):
-            # All hits before any fresh one is taken, which might evict them.
+            # Hold all hits before a new block is allocated, which might evict them.
             self.block_pool.touch(blocks)
             table.blocks = [*blocks] if not first else [self.block_pool.null_block] * first + [*blocks]
             table.first_kept = first
@@ -226,12 +227,12 @@ class KVCache:
             table.blocks += blocks
         return KVCacheBlocks(tuple(fresh))
 
-    def drop_behind_windows(self, request: Request) -> None:
-        """Give back what no token behind those that the request has computed will see."""
+    def drop_outside_windows(self, request: Request) -> None:
+        """Free the blocks that no token after the computed ones attends to."""
         if self.is_hybrid and (tables := self._tables.get(request.request_id)) is not None:
-            self._drop_behind_windows(tables, request.num_computed_tokens)
+            self._drop_outside_windows(tables, request.num_computed_tokens)
 
-    def _drop_behind_windows(self, tables: tuple[_Table, ...], num_computed: int) -> None:
+    def _drop_outside_windows(self, tables: tuple[_Table, ...], num_computed: int) -> None:
         for group, table in zip(self.groups, tables, strict=True):
             first = group.first_kept(num_computed, self.block_size)
             if first > table.first_kept:
@@ -241,7 +242,7 @@ class KVCache:
                 self.block_pool.free_blocks(reversed(dropped))
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Make the full blocks of the first `num_computed_tokens` findable."""
+        """Enter the full blocks of the first `num_computed_tokens` into the prefix cache."""
         num_full = min(num_computed_tokens, request.num_tokens) // self.block_size
         for index, table in enumerate(self._tables[request.request_id]):
             if num_full > table.num_cached:
@@ -249,14 +250,17 @@ class KVCache:
                 table.num_cached = num_full
 
     def free(self, request: Request) -> None:
-        """Give up the request's blocks, tail first. Harmless for a request without any."""
+        """Free the request's blocks, tail first. Does nothing for a request without blocks."""
         for table in self._tables.pop(request.request_id, ()):
             self.block_pool.free_blocks(reversed(table.blocks[table.first_kept :]))
 
     # --- Wrong content ---------------------------------------------------------------------------
 
     def distrust(self, request: Request, num_valid_tokens: int) -> None:
-        """Make everything behind `num_valid_tokens` unfindable. The request keeps its blocks, to refill."""
+        """Remove the blocks after `num_valid_tokens` from the prefix cache.
+
+        The request keeps them, to refill.
+        """
         first_bad = num_valid_tokens // self.block_size
         for table in self._tables.get(request.request_id, ()):
             self.evict_blocks(block.block_id for block in table.blocks[max(first_bad, table.first_kept) :])
@@ -274,7 +278,7 @@ class KVCache:
         return request.request_id in self._tables
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
-        """The request's whole tables."""
+        """The request's whole block tables."""
         tables = self._tables.get(request_id)
         return KVCacheBlocks(
             tuple(list(table.blocks) for table in tables) if tables else self._nothing.blocks
@@ -284,7 +288,7 @@ class KVCache:
         return self.get_blocks(request_id).get_block_ids()
 
     def blocks_between(self, request_id: str, first: int, last: int) -> list[tuple[int, int]]:
-        """(index in the tables, block id) of what the request holds in [first, last), in order."""
+        """(index in the table, block id) of the blocks that the request holds in [first, last), in order."""
         held = [
             (index, table.blocks[index].block_id)
             for table in self._tables.get(request_id, ())
@@ -293,7 +297,7 @@ class KVCache:
         return sorted(held) if len(self.groups) > 1 else held
 
     def num_blocks_missing(self, request: Request, num_tokens: int) -> int:
-        """How many blocks the request still has to be given, at most, before it holds `num_tokens`."""
+        """The most blocks that must still be allocated until the request has `num_tokens`."""
         tables = self._tables.get(request.request_id)
         if tables is None:
             return self.blocks_at_most(num_tokens)
@@ -311,7 +315,7 @@ class KVCache:
     # --- Checks ----------------------------------------------------------------------------------
 
     def assert_consistent(self, other_holders: Iterable[int] = ()) -> None:
-        """Each block has one holder per table that names it, plus `other_holders` (of connectors)."""
+        """Check the holders of each block: one per table that contains it, plus `other_holders`."""
         holders = Counter(other_holders)
         for request_id, tables in self._tables.items():
             ids = [block.block_id for table in tables for block in table.blocks[table.first_kept :]]
@@ -324,6 +328,6 @@ class KVCache:
         self.block_pool.assert_consistent(holders)
 
     def assert_empty(self) -> None:
-        """At rest: no table, no holder."""
+        """Check the state at rest: no table, no holder."""
         assert not self._tables, list(self._tables)
         self.block_pool.assert_empty()

@@ -1,6 +1,6 @@
-"""What a decoder checkpoint's config.json means, as values: parsed once, refused by name.
+"""Architecture of a decoder checkpoint, parsed from its config.json.
 
-Six families differ in little, and this module holds all of the difference:
+This module contains all differences between the six families:
 
     family    bias of q, k, v   bias of o   bias of the MLP   norm of q and k   sliding window
     llama     attention_bias    as q        mlp_bias          no                no
@@ -10,10 +10,10 @@ Six families differ in little, and this module holds all of the difference:
     gemma3    attention_bias    as q        no                yes               five layers in six
     gpt_oss   attention_bias    as q        yes               no                every other layer
 
-Gemma 3 norms before and behind each half of a layer and scales its embedding; its layers with a window
-have a rotary theta of their own. GPT-OSS has experts for an MLP and a learned sink in every attention head.
+Gemma 3 has norms before and after each half of a layer and scales its embedding; its layers with a window
+have their own rotary theta. GPT-OSS has experts instead of an MLP and a learned sink in every attention head.
 
-Torch-free, so that the front end may read a checkpoint's shape without loading a model.
+Imports no torch, so the front end can read a checkpoint's shape without loading a model.
 """
 
 import hashlib
@@ -35,14 +35,17 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForCausalLM": "gemma3",
     "GptOssForCausalLM": "gpt_oss",
 }
-HYBRIDS: frozenset[Family] = frozenset(("gemma3", "gpt_oss"))  # Of their layers, some always have a window.
-MAX_LAYERS = 4096  # Twenty times those of the deepest models; each is a list entry in many places.
+HYBRIDS: frozenset[Family] = frozenset(("gemma3", "gpt_oss"))  # Some of their layers always have a window.
+MAX_LAYERS = 4096  # Twenty times the deepest models; bounds the lists with one entry per layer.
 _DEFAULT_RMS_NORM_EPS = 1e-6
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True):
-    """A mixture in an MLP's place: `(up + 1) * gate * sigmoid(alpha * gate)`, both clamped at `limit`."""
+    """Mixture of experts instead of an MLP.
+
+    An expert computes `(up + 1) * gate * sigmoid(alpha * gate)`, with up and gate clamped at `limit`.
+    """
 
     num_experts: int
     num_per_token: int
@@ -51,12 +54,12 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything of config.json that changes what the model computes, and nothing else."""
+    """The fields of config.json that change the model's results, and no others."""
 
     family: Family
     num_layers: int
     hidden_size: int
-    intermediate_size: int  # Of one expert, where there are any.
+    intermediate_size: int  # Of one expert, in a mixture of experts.
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -64,25 +67,25 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling
-    local_rope_theta: float | None  # Unscaled, in layers with a window; None: as in the others.
+    local_rope_theta: float | None  # Without scaling, in layers with a window; None: as in the others.
     softmax_scale: float
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    sandwich_norms: bool  # Behind attention and behind the MLP too, before their sum.
+    sandwich_norms: bool  # Additional norms after attention and after the MLP, before the residual sum.
     norm_offset: float  # Added to every norm's weight.
-    wide_norms: bool  # Weights of norms multiply in float32, before the result is rounded.
+    wide_norms: bool  # Norm weights multiply in float32, before the result is rounded.
     embedding_scale: float
     activation: Literal["silu", "gelu_tanh"]
-    sinks: bool  # A learned score per head, which takes its share of the softmax and gives nothing.
+    sinks: bool  # A learned score per head, which takes part in the softmax and has no value.
     experts: Experts | None
     tie_word_embeddings: bool
-    windows: tuple[int | None, ...]  # Per layer: keys a query sees, itself included; None: all of them.
+    windows: tuple[int | None, ...]  # Per layer: keys that a query sees, its own included; None: all.
 
     @property
     def num_parameters_at_least(self) -> int:
-        """Of the matrices alone."""
+        """Number of parameters of the matrices."""
         kv_rows = 2 * self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * self.num_heads * self.head_dim + kv_rows)
         mlp = (
@@ -92,14 +95,14 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Equal digests: the same function of the same weights."""
+        """Digest of all fields. With equal digests and weights, two models compute the same function."""
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()
 
 
 def parse_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
     """Raises UserError naming the field of config.json that is missing, wrong or not supported."""
     family = _family(config)
-    _refuse_what_would_change_the_answer(config, family)
+    _refuse_unsupported(config, family)
     num_heads = positive(config, "num_attention_heads")
     hidden_size = positive(config, "hidden_size")
     num_kv_heads = positive(config, "num_key_value_heads", default=num_heads)
@@ -153,7 +156,7 @@ def _family(config: Mapping[str, Any]) -> Family:
     raise config_error(f"must be one of {', '.join(FAMILIES)}, is {names!r}", "architectures")
 
 
-def _refuse_what_would_change_the_answer(config: Mapping[str, Any], family: Family) -> None:
+def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     if config.get("quantization_config") is not None:
         raise config_error(
             "quantised checkpoints are not supported; use the original weights", "quantization_config"
@@ -167,7 +170,7 @@ def _refuse_what_would_change_the_answer(config: Mapping[str, Any], family: Fami
 
 
 def _activation(config: Mapping[str, Any], family: Family) -> Literal["silu", "gelu_tanh"]:
-    """GPT-OSS names silu and computes what `Experts` says."""
+    """The activation. GPT-OSS names silu, but computes the formula of `Experts`."""
     key, wanted = ("hidden_activation", "gelu_pytorch_tanh") if family == "gemma3" else ("hidden_act", "silu")
     activation = config.get(key)
     if activation not in (None, wanted):
@@ -222,7 +225,7 @@ def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tupl
 
 
 def _sliding(config: Mapping[str, Any], family: Family, num_layers: int) -> list[bool]:
-    """Which layers have a window, where the file does not name each."""
+    """Whether each layer has a window, if config.json does not list the layers."""
     if family == "gemma3":
         pattern = positive(config, "sliding_window_pattern", default=6)
         return [bool((layer + 1) % pattern) for layer in range(num_layers)]

@@ -1,10 +1,10 @@
-"""A Hugging Face model folder, read once: shape, limits, special tokens and what its bytes are.
+"""Reader of Hugging Face model folders: shape, limits, special tokens and digests.
 
     config.json              the architecture                   -> architecture_digest
     generation_config.json   end-of-sequence ids, optional
     *.safetensors            the weights, one file or sharded   -> weights_digest
 
-Raises UserError naming the file and the field. Imports no torch.
+Raises UserError with the file and the field. Imports no torch.
 """
 
 from pathlib import Path
@@ -34,7 +34,7 @@ def load_model_config(
     max_model_len: int | None = None,
     served_model_name: str | None = None,
 ) -> ModelConfig:
-    """Reads all of the weights once, to digest them: seconds per ten gigabytes."""
+    """Read a model folder. Reads all weights once for their digest: seconds per ten gigabytes."""
     root = Path(folder)
     if not root.is_dir():
         raise UserError(
@@ -66,7 +66,7 @@ def load_model_config(
 
 
 def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
-    """A JSON object; empty when the file is absent and not required."""
+    """Read a JSON object. Returns an empty one if the file does not exist and is not required."""
     if not path.exists():
         if not required:
             return {}
@@ -79,7 +79,7 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
 
 
 def weight_files(folder: str | Path) -> list[Path]:
-    """The checkpoint's safetensors files, in the order of their names."""
+    """The checkpoint's safetensors files, sorted by name."""
     root = Path(folder)
     if (root / INDEX_FILE).exists():
         weight_map = read_json(root / INDEX_FILE).get("weight_map")
@@ -99,8 +99,8 @@ def weight_files(folder: str | Path) -> list[Path]:
 def weights_digest(folder: str | Path) -> str:
     """128 bits over every byte of the weight files.
 
-    Detects a different or damaged checkpoint. It is no proof against a forger: whoever may write the weights
-    of an engine owns its answers anyway.
+    Detects a different or damaged checkpoint. It does not detect forgery: a user who can write the weights of
+    an engine controls its answers anyway.
     """
     digest = xxhash.xxh3_128()
     buffer = bytearray(_HASH_CHUNK_BYTES)
@@ -138,11 +138,11 @@ def _choose_max_model_len(
             f"must be at most {MAX_POSITION}, is {limit}", field="config.json: max_position_embeddings"
         )
     if architecture.rope_scaling.kind == "linear" and architecture.family != "gemma3":
-        # Unlike the others, this factor is not yet contained in max_position_embeddings.
+        # Unlike for the other kinds, max_position_embeddings does not include this factor.
         limit = int(limit * architecture.rope_scaling.factor)
     chosen = limit if wanted is None else wanted
     if not 1 <= chosen <= limit:
-        raise UserError(f"must be in [1, {limit}], which is as far as the model goes", field="max_model_len")
+        raise UserError(f"must be in [1, {limit}], the range of the model", field="max_model_len")
     if chosen * architecture.head_dim > MAX_ROPE_ENTRIES:
         raise UserError(
             f"{chosen} positions of {architecture.head_dim} are too many; at most "
@@ -153,7 +153,7 @@ def _choose_max_model_len(
 
 
 def _check_size(architecture: DecoderArchitecture, files: list[Path]) -> None:
-    """Before anything is allocated: the weights that config.json describes must be in the files."""
+    """Check before any allocation that the files can contain the weights that config.json describes."""
     num_bytes = sum(file.stat().st_size for file in files)
     if architecture.num_parameters_at_least > num_bytes:
         raise UserError(
@@ -165,7 +165,7 @@ def _check_size(architecture: DecoderArchitecture, files: list[Path]) -> None:
 
 
 def _eos_token_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
-    """generation_config.json's where there are any, as `transformers.generate` does; else config.json's."""
+    """The ids of generation_config.json, as in `transformers.generate`; without any, those of config.json."""
     raw = generation.get("eos_token_id")
     if raw is None:
         raw = config.get("eos_token_id")

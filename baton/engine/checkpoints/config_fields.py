@@ -1,4 +1,7 @@
-"""Reads fields of a checkpoint's config.json; one that is missing or wrong is a UserError with its name."""
+"""Readers for fields of a checkpoint's config.json.
+
+A missing or wrong field raises UserError with its name.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +13,8 @@ def config_error(message: str, key: str) -> UserError:
     return UserError(message, field=f"config.json: {key}")
 
 
-MAX_INTEGER = 1 << 24  # Far above every dimension of today's models; a product of four fits into 128 bits.
-MAX_NUMBER = 1e12  # Above every theta and factor; finite after each multiplication.
+MAX_INTEGER = 1 << 24  # Far above all dimensions of current models; a product of four fits into 128 bits.
+MAX_NUMBER = 1e12  # Above every theta and factor; products stay finite.
 
 
 def positive(
@@ -22,7 +25,7 @@ def positive(
     minimum: int = 1,
     maximum: int = MAX_INTEGER,
 ) -> int:
-    """An integer in [minimum, maximum]. Raises UserError for anything else, and without value and default."""
+    """An integer in [minimum, maximum]. Raises UserError for other values, or without value and default."""
     value = config.get(key)
     if value is None:
         value = default
@@ -38,7 +41,7 @@ def positive(
 def number(
     config: Mapping[str, Any], key: str, default: float | None = None, *, prefix: str | None = None
 ) -> float:
-    """A number above 0; errors name it `prefix.key`. Raises UserError as `positive` does."""
+    """A number above 0, called `prefix.key` in errors. Raises UserError as `positive` does."""
     field = f"{prefix}.{key}" if prefix else key
     value = config.get(key)
     if value is None:
@@ -51,7 +54,7 @@ def number(
 
 
 def flag(config: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
-    """Raises UserError for what is neither true nor false."""
+    """A boolean. Raises UserError for other values."""
     value = config.get(key)
     if value is None:
         return default

@@ -1,9 +1,9 @@
-"""Writes a small random checkpoint that any Hugging Face loader reads: to try, test and demonstrate with.
+"""Writer of small random checkpoints that Hugging Face loaders can read, for tests and demos.
 
-The weights are random but not arbitrary. Scales are chosen so that greedy output wanders: every layer adds
-about as much to the residual stream as it finds, attention looks at few tokens rather than at the average of
-all, and the last token's own embedding is too faint to repeat itself. Two prompts that differ in one token
-soon answer differently, which is what a test of KV transfer needs. The same arguments make the same bytes.
+The scales of the weights are chosen so that greedy output varies: every layer adds about as much to the
+residual stream as is in it, attention attends to a few tokens rather than to the average of all, and the last
+token's own embedding is too small for the model to repeat the token. Two prompts that differ in one token
+soon get different answers, as a test of KV transfer requires. The same arguments make the same bytes.
 """
 
 import json
@@ -27,16 +27,16 @@ from baton.engine.checkpoints.random_tokenizer import WrittenTokenizer, write_to
 
 RopeScalingName = Literal["none", "linear", "llama3", "yarn"]
 
-_QK_GAIN = 1.8  # Scores of standard deviation 1.8**2: a query looks at a handful of keys.
-_DOWN_GAIN = 2.0  # Makes up for what the gate takes away.
+_QK_GAIN = 1.8  # Scores of standard deviation 1.8**2: a query attends to a few keys.
+_DOWN_GAIN = 2.0  # Compensates for the gate.
 _LOGIT_STD = 3.0
 _BIAS_STD = 0.3
 _SINK_STD = 1.0
-_ROUTER_GAIN = 2.0  # Sure of its choice, so that experts matter and rounding does not choose others.
+_ROUTER_GAIN = 2.0  # Clear choices, so that rounding does not select other experts.
 _NUM_EXPERTS, _EXPERTS_PER_TOKEN = 8, 2
-_LAYERS_PER_GLOBAL = 3  # Of a small Gemma 3: two layers with a window, one without.
-_DEFAULT_WINDOW = 128  # Of the families that cannot be without one.
-_MUTE_SCALE = 1e-3  # Logits of tokens that are never to be chosen lie at zero, far below the largest.
+_LAYERS_PER_GLOBAL = 3  # For a small Gemma 3: two layers with a window, then one without.
+_DEFAULT_WINDOW = 128  # For families that always have one.
+_MUTE_SCALE = 1e-3  # Puts the logits of tokens that must not be chosen near zero, far below the largest.
 _SHARD_BYTES = 512 << 20
 
 
@@ -67,10 +67,10 @@ def write_checkpoint(
     tie_word_embeddings: bool = False,
     shard_bytes: int = _SHARD_BYTES,
 ) -> Path:
-    """Returns the folder, which is made if missing; weights of an older checkpoint in it are replaced.
+    """Write a checkpoint and return its folder, which is created if missing. Old weights are replaced.
 
-    Left out, `kv_heads` is half of `heads`, `head_dim` hidden / heads, `intermediate` 3 * hidden.
-    Raises UserError naming the argument.
+    Defaults: `kv_heads` is half of `heads`, `head_dim` hidden / heads, `intermediate` 3 * hidden.
+    Raises UserError with the argument's name.
     """
     config = _config_json(
         family=_checked_family(family),
@@ -175,7 +175,7 @@ def _config_json(
         config["sliding_window"] = sliding_window
     if family in ("qwen2", "qwen3") and sliding_window is not None:
         config["use_sliding_window"] = True
-        # The upper half slides, so that both kinds are in one model.
+        # The upper half of the layers has a window, so one model has both kinds.
         config["max_window_layers"] = layers // 2
     if family in ("llama", "qwen3", "gemma3"):
         config["attention_bias"] = False
@@ -237,7 +237,7 @@ def _rope_scaling(name: str, max_position: int) -> dict[str, Any] | None:
 
 
 def _tensors(architecture: DecoderArchitecture) -> Iterator[_Tensor]:
-    """Every tensor but the embedding and the head, in the order of the checkpoint."""
+    """All tensors except the embedding and the head, in the order of the checkpoint."""
     a = architecture
     norms = ["input_layernorm", "post_attention_layernorm"]
     if a.sandwich_norms:
@@ -249,7 +249,7 @@ def _tensors(architecture: DecoderArchitecture) -> Iterator[_Tensor]:
         for name in norms[1:]:
             yield _norm(a, f"{prefix}.{name}", 1.0)
         yield from _mlp_tensors(a, f"{prefix}.mlp")
-    # Tied, a scaled embedding is that much fainter, which the head has to make up for.
+    # A tied, scaled embedding is smaller by the scale, which the head has to compensate.
     yield _norm(a, "model.norm", a.embedding_scale if a.tie_word_embeddings else 1.0)
 
 
@@ -327,7 +327,7 @@ def _write_weights(
 
 
 def _write_shards(root: Path, tensors: Iterator[tuple[str, torch.Tensor]], shard_bytes: int) -> None:
-    """One file if everything fits into a shard, else numbered ones and their index."""
+    """Write one file if everything fits into a shard, else numbered files and their index."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     used_bytes = total_bytes = 0
     for name, tensor in tensors:

@@ -1,7 +1,7 @@
-"""A small byte-level BPE tokenizer with a ChatML template, trained in a second on Python's own manual.
+"""Writer of a small byte-level BPE tokenizer with a ChatML template, trained in a second on Python's manual.
 
-Any text round-trips, since every byte is a token. The corpus ships with the interpreter
-(`pydoc_data.topics`), so that no network is needed and the same Python makes the same vocabulary.
+Every text round-trips, because every byte is a token. The corpus is part of the interpreter
+(`pydoc_data.topics`), so no network is needed and the same Python makes the same vocabulary.
 """
 
 import json
@@ -20,7 +20,7 @@ TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 BEGIN_OF_TEXT = "<|begin_of_text|>"
 
-SMALLEST_VOCAB = 512  # 256 bytes, the special tokens, and enough merges for the text to look like words.
+SMALLEST_VOCAB = 512  # 256 bytes, the special tokens, and enough merges for tokens to resemble words.
 _CORPUS_CHARS = 400_000
 _LARGEST_TRAINED_VOCAB = 8192  # More merges than the corpus has pairs that occur twice.
 
@@ -41,17 +41,17 @@ CHAT_TEMPLATE = (
 
 
 class WrittenTokenizer(NamedTuple):
-    """What the model's configuration has to know of its tokenizer."""
+    """Properties of the tokenizer for the model's configuration."""
 
-    num_tokens: int  # Ids in use; the model's vocabulary may be padded beyond.
+    num_tokens: int  # Used ids; the model's vocabulary may be padded.
     eos_token_ids: tuple[int, ...]  # The end of a turn first, then the end of the text.
     bos_token_id: int | None
     pad_token_id: int
-    mute_token_ids: frozenset[int]  # Special tokens, and bytes that are not a character on their own.
+    mute_token_ids: frozenset[int]  # Special tokens, and bytes that are not a character by themselves.
 
 
 def write_tokenizer(folder: Path, *, vocab: int, with_bos: bool, max_position: int) -> WrittenTokenizer:
-    """Writes tokenizer.json, tokenizer_config.json and special_tokens_map.json."""
+    """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json."""
     if vocab < SMALLEST_VOCAB:
         raise UserError(f"must be at least {SMALLEST_VOCAB}, is {vocab}", field="vocab")
     special = [END_OF_TEXT, TURN_START, TURN_END, *([BEGIN_OF_TEXT] if with_bos else [])]
@@ -99,7 +99,7 @@ def _train(vocab: int, special: list[str]) -> FastTokenizer:
 
 
 def _corpus() -> Iterator[str]:
-    """The manual, one line after the other, up to a size that trains in a second."""
+    """Lines of the manual, up to a size that trains in a second."""
     left = _CORPUS_CHARS
     for _, text in sorted(topics.items()):
         for line in text.splitlines(keepends=True):

@@ -1,4 +1,4 @@
-"""What config.json says of rotary embedding: frequencies, and how they are stretched for long contexts."""
+"""Rotary embedding settings of config.json: theta, and the scaling of frequencies for long contexts."""
 
 import math
 from collections.abc import Mapping
@@ -14,23 +14,23 @@ _GPT_OSS_THETA = 150000.0
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
-    """How rotary frequencies are stretched for long contexts. `default`: not at all."""
+    """Scaling of rotary frequencies for long contexts. `default`: no scaling."""
 
     kind: Literal["default", "linear", "llama3", "yarn"] = "default"
     factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3 only, as the one below.
+    low_freq_factor: float = 1.0  # llama3 only, like the next field.
     high_freq_factor: float = 4.0
     original_max_position: int = 8192  # llama3 and yarn.
-    beta_fast: float = 32.0  # yarn only, as all that follow.
+    beta_fast: float = 32.0  # yarn only, like all following fields.
     beta_slow: float = 1.0
     truncate: bool = True
-    attention_factor: float = 1.0  # Of cosines and sines both.
+    attention_factor: float = 1.0  # Factor of cosines and sines.
 
 
 def parse_rope(config: Mapping[str, Any], family: str) -> tuple[float, RopeScaling, float | None]:
-    """Theta and scaling, and the theta of layers with a window where it is another one.
+    """Theta, scaling, and the theta of layers with a window if it differs.
 
-    Both spellings: `rope_theta` beside `rope_scaling`, and the `rope_parameters` of transformers 5.
+    Reads both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters` of transformers 5.
     """
     field = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
     raw = config.get(field) or {}
@@ -39,7 +39,7 @@ def parse_rope(config: Mapping[str, Any], family: str) -> tuple[float, RopeScali
     if family == "gemma3":
         return _gemma3(config, raw, field)
     if family == "gpt_oss" and not raw:
-        raise config_error("is missing", field)  # Loaders disagree about what that would mean.
+        raise config_error("is missing", field)  # Loaders disagree about the default.
     default = _GPT_OSS_THETA if family == "gpt_oss" else _DEFAULT_THETA
     theta = number(raw if "rope_theta" in raw else config, "rope_theta", default)
     return theta, _scaling(raw, field), None
@@ -48,7 +48,7 @@ def parse_rope(config: Mapping[str, Any], family: str) -> tuple[float, RopeScali
 def _gemma3(
     config: Mapping[str, Any], raw: Mapping[str, Any], field: str
 ) -> tuple[float, RopeScaling, float]:
-    """Two kinds of layers with a rope each; only the global one is ever scaled."""
+    """Settings of the two kinds of layers. Only layers with full attention have scaling."""
     everywhere: Mapping[str, Any] = raw
     sliding: Mapping[str, Any] = {}
     if "full_attention" in raw or "sliding_attention" in raw:
@@ -100,6 +100,6 @@ def _yarn(raw: Mapping[str, Any], field: str) -> RopeScaling:
         beta_fast=number(raw, "beta_fast", 32.0, prefix=field),
         beta_slow=number(raw, "beta_slow", 1.0, prefix=field),
         truncate=flag(raw, "truncate", default=True),
-        # The temperature that the paper found to fit (equation 22).
+        # The default of the YaRN paper (equation 22).
         attention_factor=number(raw, "attention_factor", 0.1 * math.log(max(factor, 1.0)) + 1, prefix=field),
     )

@@ -120,7 +120,7 @@ class RequestLifecycle:
         state = self._state
         request.status = status
         self._finished_ids.add(request.request_id)
-        state.kv_cache.drop_behind_windows(request)  # A loan would keep the blocks that the last chunk saw.
+        state.kv_cache.drop_outside_windows(request)  # A loan would keep the blocks that the last chunk saw.
         num_blocks = -(-request.num_computed_tokens // state.kv_cache.block_size)
         block_ids = tuple(ids[:num_blocks] for ids in state.kv_cache.get_block_ids(request.request_id))
         delay_free, params = state.connector.finished(request, block_ids)

@@ -141,7 +141,7 @@ def _drop_early(engine: Engine) -> None:
 
 def _keep_behind(engine: Engine) -> None:
     """What lies behind the window at a request's end stays with it."""
-    engine.scheduler.kv_cache.drop_behind_windows = lambda request: None  # type: ignore[method-assign]
+    engine.scheduler.kv_cache.drop_outside_windows = lambda request: None  # type: ignore[method-assign]
 
 
 def _believe_half(engine: Engine) -> None:
