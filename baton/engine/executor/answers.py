@@ -9,12 +9,27 @@ come, which is before any of its requests is scheduled again.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
 from baton.contract.aggregator import KVOutputAggregator
+from baton.core.errors import BatonError
+from baton.engine.executor import Executor
+from baton.engine.executor.last_words import LastWords
+from baton.engine.executor.packing import packed, packed_step
+from baton.engine.executor.rank_messages import RankCapture, RankReady, RankStep
 from baton.engine.step import ModelRunnerOutput
+
+if TYPE_CHECKING:
+    from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata
+    from baton.core.config import EngineConfig
+    from baton.engine.step import SchedulerOutput
+
+START_TIMEOUT_S = 600.0  # Reading the weights of a large model from a slow disk.
+STOP_TIMEOUT_S = 10.0  # For worker halves to end what they own.
 
 
 class StepFuture(Future[ModelRunnerOutput]):
@@ -69,3 +84,74 @@ class RankAnswers:
         output.connector_error = next((error for error in errors if error), None)
         output.loads_failed = any(o.loads_failed for o in outputs)
         return output
+
+
+class RemoteExecutor(Executor):
+    """Executor whose ranks are other processes. If a rank fails, every step in flight fails."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._size = config.parallel_config.tensor_parallel_size
+        self._step_timeout_s = config.step_timeout_s
+        self._is_broken = False
+        self._answers = RankAnswers(self._size)
+        self._last_words = LastWords(self._size)
+        self._in_flight: deque[tuple[StepFuture, Any]] = deque()  # With what `_send` returned.
+
+    @abstractmethod
+    def _send(self, payload: bytes) -> Any:
+        """Send a message to all ranks. Returns the key of its answers."""
+
+    @abstractmethod
+    def _has_answers(self, sent: Any) -> bool:
+        """Whether every rank has answered the oldest message, whose key is `sent`."""
+
+    @abstractmethod
+    def _gather(self, sent: Any, timeout_s: float) -> list[Any]:
+        """Wait for the answers to the oldest message. Returns them in rank order."""
+
+    def _set_ready(self, ready: Sequence[RankReady]) -> None:
+        """Keep the answers of the ranks' start, in rank order."""
+        self._any_awaits_capture = any(answer.awaits_capture for answer in ready)
+        self._handshake = {
+            rank: answer.handshake_metadata
+            for rank, answer in enumerate(ready)
+            if answer.handshake_metadata is not None
+        }
+
+    def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        step = RankStep(scheduler_output, self._answers.take_untold())
+        payload, unsent = packed_step(step, scheduler_output)
+        self._answers.note_sent(unsent)
+        future = StepFuture(self._drive)
+        self._in_flight.append((future, self._send(payload)))
+        return future
+
+    def _drive(self, future: StepFuture, is_waiting: bool) -> None:
+        while self._in_flight and self._in_flight[0][0] is not future:
+            self._finish_oldest()
+        if is_waiting or self._has_answers(self._in_flight[0][1]):
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        future, sent = self._in_flight.popleft()
+        try:
+            future.set_result(self._answers.combine(self._gather(sent, self._step_timeout_s)))
+        except BatonError as error:
+            future.set_exception(error)
+            raise
+
+    def handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
+        return self._handshake
+
+    @property
+    def awaits_capture(self) -> bool:
+        return self._any_awaits_capture
+
+    def capture(self, metadata: KVConnectorMetadata) -> None:
+        self._gather(self._send(packed(RankCapture(metadata))), START_TIMEOUT_S)
+
+    def expect_reports(self, expected_count: int | None) -> None:
+        self._answers.expect(expected_count)
+
+    def forget_all_but(self, request_ids: Container[str]) -> None:
+        self._answers.forget_all_but(request_ids)

@@ -17,49 +17,36 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Container, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from baton.core.errors import BatonError
-from baton.engine.executor import Executor, ExecutorDied
-from baton.engine.executor.answers import RankAnswers, StepFuture
-from baton.engine.executor.last_words import LISTEN_S, LastWords
-from baton.engine.executor.packing import packed, packed_step
+from baton.engine.executor import ExecutorDied
+from baton.engine.executor.answers import START_TIMEOUT_S, STOP_TIMEOUT_S, RemoteExecutor
+from baton.engine.executor.last_words import LISTEN_S
+from baton.engine.executor.packing import packed
 from baton.engine.executor.rank_messages import (
     RankAssignment,
-    RankCapture,
     RankFailed,
     RankReady,
-    RankStep,
     RankStop,
 )
 from baton.engine.process.channel import Channel, ChannelClosed
 from baton.engine.process.child import Child
-from baton.engine.step import ModelRunnerOutput
 
 if TYPE_CHECKING:
-    from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata
     from baton.core.config import EngineConfig
-    from baton.engine.step import SchedulerOutput
 
-START_TIMEOUT_S = 600.0  # Reading the weights of a large model from a slow disk.
-STOP_TIMEOUT_S = 10.0  # For worker halves to end what they own.
 BROKEN_STOP_TIMEOUT_S = 2.0  # When a rank is gone, the others are stuck or about to end by themselves.
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
-class MultiprocessExecutor(Executor):
+class MultiprocessExecutor(RemoteExecutor):
     def __init__(self, config: EngineConfig, connector_factory: str | None) -> None:
-        self._size = config.parallel_config.tensor_parallel_size
-        self._step_timeout_s = config.step_timeout_s
-        self._is_broken = False
+        super().__init__(config)
         self._ranks: list[Child] = []
         self._channels: list[Channel] = []
         self._received: list[deque[Any]] = [deque() for _ in range(self._size)]  # Answers, by rank.
-        self._answers = RankAnswers(self._size)
-        self._last_words = LastWords(self._size)
-        self._in_flight: deque[StepFuture] = deque()
         try:
             with tempfile.TemporaryDirectory(prefix="baton-ranks-") as folder:
                 for rank in range(self._size):
@@ -68,16 +55,11 @@ class MultiprocessExecutor(Executor):
                         config, connector_factory, rank, os.path.join(folder, "store")
                     )
                     self._channels[rank].send_nowait(packed(assignment))
-                ready: list[RankReady] = self._gather(START_TIMEOUT_S)
+                ready: list[RankReady] = self._gather(None, START_TIMEOUT_S)
         except BaseException:
             self._kill()
             raise
-        self._any_awaits_capture = any(answer.awaits_capture for answer in ready)
-        self._handshake = {
-            rank: answer.handshake_metadata
-            for rank, answer in enumerate(ready)
-            if answer.handshake_metadata is not None
-        }
+        self._set_ready(ready)
 
     def _spawn(self, rank: int, config: EngineConfig) -> None:
         environment = {
@@ -96,15 +78,6 @@ class MultiprocessExecutor(Executor):
         self._ranks.append(child)
         self._channels.append(Channel(child.socket))
 
-    def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        step = RankStep(scheduler_output, self._answers.take_untold())
-        payload, unsent = packed_step(step, scheduler_output)
-        self._answers.note_sent(unsent)
-        self._send(payload)
-        future = StepFuture(self._drive)
-        self._in_flight.append(future)
-        return future
-
     def _send(self, payload: bytes) -> None:
         for channel in self._channels:
             try:
@@ -112,26 +85,11 @@ class MultiprocessExecutor(Executor):
             except ChannelClosed as error:
                 raise self._death() from error
 
-    def _drive(self, future: StepFuture, is_waiting: bool) -> None:
-        """Nothing that is in flight survives a rank that failed: whoever asks for a result hears of it."""
-        while self._in_flight and self._in_flight[0] is not future:
-            self._finish(self._in_flight.popleft())
-        if is_waiting or self._has_answers():
-            self._finish(self._in_flight.popleft())
-
-    def _finish(self, future: StepFuture) -> None:
-        try:
-            future.set_result(self._answers.combine(self._gather(self._step_timeout_s)))
-        except BatonError as error:
-            future.set_exception(error)
-            raise
-
-    def _has_answers(self) -> bool:
+    def _has_answers(self, sent: None) -> bool:
         self._receive(0.0)
         return all(self._received)
 
-    def _gather(self, timeout_s: float) -> list[Any]:
-        """The next answer of each rank, in rank order."""
+    def _gather(self, sent: None, timeout_s: float) -> list[Any]:
         deadline = time.monotonic() + timeout_s
         while not all(self._received):
             left_s = deadline - time.monotonic()
@@ -183,23 +141,6 @@ class MultiprocessExecutor(Executor):
         while not self._last_words.say_why and (left_s := deadline - time.monotonic()) > 0:
             self._listen(left_s)
         return self._last_words.error()
-
-    def handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
-        return self._handshake
-
-    @property
-    def awaits_capture(self) -> bool:
-        return self._any_awaits_capture
-
-    def capture(self, metadata: KVConnectorMetadata) -> None:
-        self._send(packed(RankCapture(metadata)))
-        self._gather(START_TIMEOUT_S)
-
-    def expect_reports(self, expected_count: int | None) -> None:
-        self._answers.expect(expected_count)
-
-    def forget_all_but(self, request_ids: Container[str]) -> None:
-        self._answers.forget_all_but(request_ids)
 
     def death_filenos(self) -> Sequence[int]:
         return [channel.fileno() for channel in self._channels]

@@ -20,51 +20,38 @@ import pickle
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Container, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from baton.core.errors import BatonError
-from baton.engine.executor import Executor, ExecutorDied
-from baton.engine.executor.answers import RankAnswers, StepFuture
-from baton.engine.executor.last_words import LISTEN_S, LastWords
-from baton.engine.executor.packing import packed, packed_step
+from baton.engine.executor import ExecutorDied
+from baton.engine.executor.answers import START_TIMEOUT_S, STOP_TIMEOUT_S, RemoteExecutor
+from baton.engine.executor.last_words import LISTEN_S
+from baton.engine.executor.packing import packed
 from baton.engine.executor.rank_messages import (
     RankAssignment,
-    RankCapture,
     RankFailed,
     RankReady,
-    RankStep,
     failure_of,
 )
 from baton.engine.executor.ray_actors import RankActors, RankProcess
 
 if TYPE_CHECKING:
-    from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata
     from baton.core.config import EngineConfig
-    from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 600.0  # Reading the weights of a large model from a slow disk.
-STOP_TIMEOUT_S = 10.0  # For worker halves to end what they own.
 WATCH_S = 1.0  # The watching thread looks up as often, to see whether it is to end.
 WATCH_END_S = 10.0
 READY_S = 10.0  # To fetch what is said to be ready.
 
 
-class RayExecutor(Executor):
+class RayExecutor(RemoteExecutor):
     def __init__(
         self, config: EngineConfig, connector_factory: str | None, actors: RankActors | None = None
     ) -> None:
         """`actors`: the caller's to close, and behind this executor there for the next. Without: its own."""
-        self._size = config.parallel_config.tensor_parallel_size
-        self._step_timeout_s = config.step_timeout_s
-        self._answers = RankAnswers(self._size)
-        self._last_words = LastWords(self._size)
-        self._in_flight: deque[tuple[StepFuture, list[Any]]] = deque()
-        self._is_broken = False
+        super().__init__(config)
         self._owns_actors = actors is None
         self._actors = actors if actors is not None else RankActors(config)
         self._ray = self._actors.ray
@@ -77,12 +64,7 @@ class RayExecutor(Executor):
             self._is_broken = True
             self.shutdown()
             raise
-        self._any_awaits_capture = any(answer.awaits_capture for answer in ready)
-        self._handshake = {
-            rank: answer.handshake_metadata
-            for rank, answer in enumerate(ready)
-            if answer.handshake_metadata is not None
-        }
+        self._set_ready(ready)
 
     def _start_ranks(
         self, config: EngineConfig, connector_factory: str | None, store_path: str
@@ -98,33 +80,12 @@ class RayExecutor(Executor):
         ]
         return self._gather(tasks, START_TIMEOUT_S)
 
-    def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        step = RankStep(scheduler_output, self._answers.take_untold())
-        payload, unsent = packed_step(step, scheduler_output)
-        self._answers.note_sent(unsent)
-        tasks = self._send(payload)
-        future = StepFuture(self._drive)
-        self._in_flight.append((future, tasks))
-        return future
-
     def _send(self, payload: bytes) -> list[Any]:
         shared = self._ray.put(payload)  # Once for all ranks.
         return [process.actor.answer.remote(shared) for process in self._ranks]
 
-    def _drive(self, future: StepFuture, is_waiting: bool) -> None:
-        while self._in_flight and self._in_flight[0][0] is not future:
-            self._finish_oldest()
-        tasks = self._in_flight[0][1]
-        if is_waiting or len(self._ray.wait(tasks, num_returns=len(tasks), timeout=0)[0]) == len(tasks):
-            self._finish_oldest()
-
-    def _finish_oldest(self) -> None:
-        future, tasks = self._in_flight.popleft()
-        try:
-            future.set_result(self._answers.combine(self._gather(tasks, self._step_timeout_s)))
-        except BatonError as error:
-            future.set_exception(error)
-            raise
+    def _has_answers(self, tasks: list[Any]) -> bool:
+        return len(self._ray.wait(tasks, num_returns=len(tasks), timeout=0)[0]) == len(tasks)
 
     def _gather(self, tasks: list[Any], timeout_s: float) -> list[Any]:
         """Each rank's answer. A rank whose task fails is heard although others still run theirs."""
@@ -169,22 +130,6 @@ class RayExecutor(Executor):
             for task in self._ray.wait(list(rank_of), timeout=left_s)[0]:
                 self._hear(rank_of.pop(task), task)
         return self._last_words.error()
-
-    def handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
-        return self._handshake
-
-    @property
-    def awaits_capture(self) -> bool:
-        return self._any_awaits_capture
-
-    def capture(self, metadata: KVConnectorMetadata) -> None:
-        self._gather(self._send(packed(RankCapture(metadata))), START_TIMEOUT_S)
-
-    def expect_reports(self, expected_count: int | None) -> None:
-        self._answers.expect(expected_count)
-
-    def forget_all_but(self, request_ids: Container[str]) -> None:
-        self._answers.forget_all_but(request_ids)
 
     def death_filenos(self) -> Sequence[int]:
         return [] if self._watch is None else [self._watch.fileno()]
