@@ -28,16 +28,16 @@ from baton.transport.tcp import TcpOptions, TcpTransport
 
 REGION_BYTES = 4 << 20
 NUM_REGIONS = 2
-ANSWER_TIMEOUT_S = 120.0  # For the first one the imports of the server that forks them, too.
+ANSWER_TIMEOUT_S = 120.0  # The first answer includes the imports of the fork server.
 
 MakeTransport = Callable[[Address, int], Transport]
-"""Of (address, port); port 0 for a free one. Importable by name: it is called in another process."""
+"""(address, port) -> transport; port 0 for a free one. Importable by name, for use in another process."""
 
 
 class Memory(Protocol):
-    """[NUM_REGIONS, REGION_BYTES] bytes where a transport can reach them, as numpy sees them.
+    """`[NUM_REGIONS, REGION_BYTES]` bytes that a transport can reach, accessed like a numpy array.
 
-    numpy's own arrays are such memory; that of a device is copied to and fro.
+    numpy arrays are such memory; device memory is copied from and to the device.
     """
 
     def __getitem__(self, key: Any, /) -> NDArray[np.uint8]: ...
@@ -61,15 +61,16 @@ def new_address(engine_id: str) -> Address:
 
 @functools.cache
 def _context() -> ForkServerContext:
-    """A server that has imported everything forks the producers: importing NIXL takes a second or two."""
+    """Return a fork server that has imported everything: importing NIXL takes a second or two."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "nixl._bindings"])  # What is not installed is passed over.
+    # Modules that are not installed are skipped.
+    context.set_forkserver_preload([__name__, "nixl._bindings"])
     return context
 
 
 @functools.cache
 def pattern(seed: int) -> NDArray[np.uint8]:
-    """[NUM_REGIONS, REGION_BYTES] of bytes that are the same in every process. Read-only."""
+    """Return `[NUM_REGIONS, REGION_BYTES]` bytes, the same in every process. Read-only."""
     shape = (NUM_REGIONS, REGION_BYTES)
     memory = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
     memory.flags.writeable = False
@@ -113,10 +114,10 @@ def make_tcp(address: Address, port: int, secret: ClusterSecret | None = None) -
 
 
 class TorchMemory:
-    """In one tensor on a device; every access copies all of it."""
+    """Memory in one tensor on a device; every access copies all of it."""
 
     def __init__(self, content: NDArray[np.uint8], device: str) -> None:
-        import torch  # Most producers need none, and start sooner.
+        import torch  # Most producers do not need torch, and start faster without it.
 
         self._to_tensor = torch.from_numpy
         self._rows = torch.from_numpy(content.copy()).to(device)
@@ -129,24 +130,25 @@ class TorchMemory:
     def __setitem__(self, key: Any, value: Any) -> None:
         content = self._rows.cpu().numpy().copy()
         content[key] = value
-        self._rows.copy_(self._to_tensor(content))  # From pageable memory: it waits for the device.
+        self._rows.copy_(self._to_tensor(content))  # Copies from pageable memory, and therefore synchronizes.
 
 
 class HostDevice:
-    """A CUDA driver whose one device is the host's memory, for the logic of `cuda_ipc` without a GPU.
+    """CUDA driver whose only device is host memory, to test `cuda_ipc` without a GPU.
 
-    Its handles name a process and an address; what is opened lies, as on a device, somewhere else than in
-    the owner's process, so that addresses that were not translated are noticed.
+    Its handles name a process and an address. An opened handle gets another address than in the owner's
+    process, as on a device, so that untranslated addresses are noticed.
     """
 
-    _SHIFT = 1 << 50  # Addresses of the n-th opened allocation lie n times so far up.
+    _SHIFT = 1 << 50  # The n-th opened allocation is n times this far up.
 
     def __init__(self) -> None:
-        self._opened: dict[int, tuple[int, int]] = {}  # Where it lies here: pid, address there.
+        # Per address here: pid, and the shift from the address there.
+        self._opened: dict[int, tuple[int, int]] = {}
 
     def device_of(self, region: Region) -> int:
         if region.device != "cpu":
-            raise TransferError(f"there is no {region.device!r} here")
+            raise TransferError(f"there is no device {region.device!r}; the only one is 'cpu'")
         return 0
 
     def uuid_of(self, device: int) -> bytes:
@@ -176,7 +178,7 @@ class HostDevice:
 
 
 class ProcessProducer:
-    """A process that does nothing but hold memory, and what its parent asks."""
+    """A process that holds memory and executes its parent's commands."""
 
     def __init__(self, make: MakeTransport, seed: int, place: Place = place_on_host) -> None:
         self.seed = seed
@@ -235,7 +237,7 @@ def _hold_memory(pipe: Pipe, make: MakeTransport, place: Place, seed: int, addre
                 transport.close()
                 pipe.send(b"")
             case ("replace", successor):
-                # The successor's memory lies where the predecessor's did, with other content: the worst case.
+                # The successor has the predecessor's addresses with other content: the worst case.
                 transport.close()
                 memory[:] = memory[:] ^ 0xFF
                 transport = make(successor, getattr(transport, "port", 0))
@@ -245,7 +247,7 @@ def _hold_memory(pipe: Pipe, make: MakeTransport, place: Place, seed: int, addre
 
 
 class MemoryProducer:
-    """In this process; dies when the network says so."""
+    """A producer in this process; ends when the network kills its address."""
 
     def __init__(self, network: MemoryNetwork, seed: int) -> None:
         self.seed = seed

@@ -1,7 +1,7 @@
-"""How the suite of transports gets at one: a rig, and what makes, ends and checks reads through it.
+"""Test rig of the transport suite: makes readers and producers, and breaks producers on demand.
 
-The rig makes readers (in this process) and producers (anywhere) and breaks the producers on demand. Producers
-offer two regions of `REGION_BYTES` filled by `pattern`, so that what has to arrive is known without asking.
+Readers are in this process, producers anywhere. Producers offer two regions of `REGION_BYTES` filled by
+`pattern`, so the expected bytes are known.
 """
 
 import os
@@ -26,41 +26,41 @@ from baton.transport.base import Completion, OpId, PeerHandle, Prepared, Transpo
 BLOCK_BYTES = 4096
 NUM_BLOCKS = REGION_BYTES // BLOCK_BYTES
 BLOCK_SPAN = CopySpan(0, 0, BLOCK_BYTES, 0, 0, BLOCK_BYTES, BLOCK_BYTES)  # Whole blocks of region 0.
-END_TIMEOUT_S = 30.0  # Far above what any operation takes, also on a loaded machine.
+END_TIMEOUT_S = 30.0  # Far above the time of any operation, also on a loaded machine.
 
 
 class Producer(Protocol):
-    """A peer with registered memory, to be read from and to be broken."""
+    """A peer with registered memory that can be broken."""
 
     address: Address
     endpoint: bytes
     seed: int
 
     def kill(self) -> None:
-        """Gone without a word."""
+        """End without closing connections."""
 
     def replace(self) -> None:
-        """Another incarnation takes its place: same engine id and, as far as there is one, same port."""
+        """Replace it by another incarnation: same engine id and, if it has one, same port."""
 
     def withdraw(self) -> None:
-        """It closes its transport in good order, and lives on."""
+        """Close its transport in order; the process goes on."""
 
     def close(self) -> None: ...
 
 
 class TransportRig(ABC):
-    """How the suite gets at one transport."""
+    """Makes readers and producers for one transport."""
 
     @abstractmethod
     def reader(self, on_completion: Callable[[], None] | None = None) -> Transport:
-        """A new one, in this process."""
+        """Return a new transport in this process."""
 
     @abstractmethod
     def producer(self, seed: int) -> Producer:
-        """A new one, whose memory is `pattern(seed)`."""
+        """Return a new producer whose memory is `pattern(seed)`."""
 
     def place(self, content: NDArray[np.uint8]) -> Placed:
-        """These bytes where the reader's transport can put others: by default in the host's memory."""
+        """Put these bytes into memory that the reader's transport can write; by default host memory."""
         return place_on_host(content)
 
 
@@ -72,7 +72,7 @@ class Plan(msgspec.Struct, frozen=True):
     remote_blocks: tuple[int, ...]
 
     def apply(self, local: NDArray[np.uint8], remote: NDArray[np.uint8]) -> None:
-        """What a read has to do, one block and span at a time."""
+        """Do what a read must do, one block and span at a time."""
         for span in self.spans:
             for to, source in zip(self.local_blocks, self.remote_blocks, strict=True):
                 start = span.local_offset + to * span.local_stride
@@ -84,7 +84,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Layers of one to three heads each; on both sides they may lie anyhow, also back to back."""
+    """Layers of one to three heads each, at any offsets on both sides, also adjacent ones."""
     num_blocks = draw(st.integers(1, 12))
     spans: list[CopySpan] = []
     used = [0] * NUM_REGIONS
@@ -158,7 +158,7 @@ def drain(transport: Transport, ops: Sequence[OpId]) -> list[Completion]:
 
 
 def assert_reads_fail(connection: Connection, prepared: Prepared) -> None:
-    """Refused at once or ended not ok; both within the time that `drain` gives."""
+    """Check that reads are refused or end not ok, within the time that `drain` gives."""
     for _ in range(2):
         try:
             completion = connection.read(prepared, [0], [0])
@@ -174,6 +174,6 @@ def nothing_left_behind() -> Iterator[None]:
     fds = set(os.listdir("/proc/self/fd"))
     yield
     left = [thread.name for thread in threading.enumerate() if thread not in threads]
-    assert not left, f"threads left behind: {left}"
-    # One more or less: the descriptor that lists the directory.
-    assert len(os.listdir("/proc/self/fd")) <= len(fds), "file descriptors left behind"
+    assert not left, f"threads not ended: {left}"
+    # The descriptor that lists the directory may differ.
+    assert len(os.listdir("/proc/self/fd")) <= len(fds), "file descriptors not closed"

@@ -1,4 +1,4 @@
-"""What every transport has to do, as a test suite that a transport's author inherits.
+"""Test suite for transports, to be inherited by the tests of a transport.
 
     class TestMine(TransportSuite):
         @pytest.fixture(scope="class")
@@ -6,7 +6,7 @@
         def rig(cls) -> TransportRig:
             return MyRig()
 
-What a rig is, `transport_rig` says.
+`transport_rig` documents the rig.
 """
 
 import threading
@@ -38,19 +38,19 @@ from baton.transport.base import Completion, OpId, Transport
 
 
 class TransportSuite:
-    """Inherit, name the class Test..., give it a class-scoped fixture `rig`."""
+    """Inherit from this class, name the subclass Test..., and give it a class-scoped fixture `rig`."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def producer(cls, rig: TransportRig) -> Iterator[Producer]:
-        """One that no test breaks."""
+        """A producer that no test breaks."""
         producer = rig.producer(seed=1)
         yield producer
         producer.close()
 
     @pytest.fixture
     def victim(self, rig: TransportRig) -> Iterator[Producer]:
-        """One for this test alone."""
+        """A producer for one test, which may break it."""
         producer = rig.producer(seed=2)
         yield producer
         producer.close()
@@ -213,7 +213,7 @@ class TransportSuite:
             connection.transport.cancel(op)
             drain(connection.transport, [op])
             connection.memory[0] = 9
-            # A whole further read through the same queues; what was late would have landed by its end.
+            # After a further read through the same queues, a late write would have landed.
             other = connection.prepare(CopySpan(1, 0, BLOCK_BYTES, 0, 0, BLOCK_BYTES, BLOCK_BYTES))
             assert connection.read(other, range(NUM_BLOCKS), range(NUM_BLOCKS)).ok
             assert (connection.memory[0] == 9).all()

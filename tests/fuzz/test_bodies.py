@@ -1,6 +1,5 @@
-"""Any JSON, any bytes and any header at real doors: an answer below 500, and the door still works.
-
-FUZZ_SCALE=100 python -m pytest tests/fuzz/test_bodies.py      a hundred times as many examples
+"""Any JSON, bytes or headers sent to the real HTTP servers: the answer is below 500 and the server keeps
+working.
 """
 
 import os
@@ -118,7 +117,7 @@ def test_any_header_is_answered_or_refused(client: httpx.Client, name: str, valu
     try:
         answer = client.post(PATHS[0], content=b'{"prompt": "a", "max_tokens": 1}', headers=headers)
     except (httpx.LocalProtocolError, httpx.RemoteProtocolError):
-        return  # It is no HTTP, by the judgement of one of the two sides.
+        return  # One of the two sides does not accept it as HTTP.
     if answer.status_code != 415:
         assert answer.status_code in (200, 400), answer.text
     assert client.get("/health").status_code == 200
@@ -129,7 +128,7 @@ def test_any_header_is_answered_or_refused(client: httpx.Client, name: str, valu
 @example(body={"prompt": [7] * 300})
 @example(body={"prompt": list(range(10_000))})
 def test_a_long_body_is_routed_as_a_short_one(body: dict[str, Any]) -> None:
-    """The router leaves a long prompt of ids encoded; legs and routing must not show it."""
+    """The router keeps a long prompt of token ids encoded; this must not change the legs or the routing."""
     raw = msgspec.json.encode(body)
     try:
         short = legs.parse_body(raw)

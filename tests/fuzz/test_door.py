@@ -1,4 +1,6 @@
-"""`kv_transfer_params` of any shape at a real server with a real connector's door: a 200 or a 400."""
+"""`kv_transfer_params` of any shape at a real server that validates them for a real connector: a 200 or a
+400.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +18,7 @@ from baton.core.layout import ModelFingerprint
 from baton.protocol.ticket import Ticket, sign_ticket
 from tests.server.fakes import JSON, LiveServer, ScriptedEngine, model_config, service_around
 
-# The server and its clients are shared by all examples; and a machine that is busy is no failure.
+# The server and its clients are shared by all examples, and a busy machine is no failure.
 SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 KEYS = (
     "do_remote_decode",
@@ -50,7 +52,7 @@ TICKET = sign_ticket(
     None,
 )
 
-ALLOWED = ("127.0.0.1", 14600)  # Where a client may send the engine.
+ALLOWED = ("127.0.0.1", 14600)  # The host and port that clients may name.
 
 scalars = (
     st.none()
@@ -125,7 +127,7 @@ def test_it_is_a_200_or_a_400_that_names_the_field(
     answer = client.post("/v1/completions", content=msgspec.json.encode(body), headers=JSON)
     assert answer.status_code in (200, 400), answer.text
     if answer.status_code == 400:
-        assert len(engine.requests) == num_seen, "the engine never hears of what was refused"
+        assert len(engine.requests) == num_seen, "a refused request must not reach the engine"
         assert answer.json()["error"]["param"], answer.text
     assert client.get("/health").status_code == 200
 
@@ -151,6 +153,6 @@ def test_any_request_id_in_the_header_is_taken_or_refused(client: httpx.Client, 
     try:
         answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers)
     except (httpx.LocalProtocolError, httpx.RemoteProtocolError):
-        return  # No HTTP at all, on one side's judgement or the other's.
+        return  # One of the two sides does not accept it as HTTP.
     assert answer.status_code in (200, 400), answer.text
     assert client.get("/health").status_code == 200

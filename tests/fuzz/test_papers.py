@@ -1,4 +1,6 @@
-"""Tickets and introductions that were damaged, forged or made up: refused by name, never believed."""
+"""Tickets and introductions that were damaged, forged or made up are refused with an error that names the
+field.
+"""
 
 import base64
 from contextlib import suppress
@@ -61,7 +63,7 @@ trees = st.recursive(
 
 
 def refused_or(paper: Any, read: Any, text: str, key: bytes | None) -> None:
-    """Whatever opens is what was signed."""
+    """A text that opens has the content that was signed."""
     opened, field = None, None
     try:
         opened = read(text, key)
@@ -97,7 +99,7 @@ def test_one_turned_bit_or_another_secret_is_noticed(
     sealed[at % len(sealed)] ^= 1 << bit
     damaged = base64.urlsafe_b64encode(bytes(sealed)).decode()
     if signer is None and reader is None:
-        with suppress(BadTransferParams):  # Unsigned among engines without a secret: anything may be said.
+        with suppress(BadTransferParams):  # Engines without a secret sign nothing.
             read(damaged, reader)
     else:
         with pytest.raises(BadTransferParams):

@@ -1,4 +1,4 @@
-"""A request id is a name and nothing else: whatever characters it has, its handoff is as any other's."""
+"""A request id may contain any characters: its handoff is the same as any other."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from baton.core.transfer_params import MAX_TRANSFER_ID_CHARS
 from tests.connectors.pull_world import World
 
 TOKENS = list(range(9))
-# Surrogates too: Python lets a host have them, and msgpack does not.
+# Including surrogates: a Python host can have them, and msgpack cannot encode them.
 names = st.text(st.characters(), min_size=1, max_size=40)
 
 
@@ -25,7 +25,7 @@ def test_a_handoff_between_requests_of_any_name(p_name: str, d_name: str, other_
     try:
         p, d = world.engine("p"), world.engine("d")
         params: Any = p.finish_prefill(p_name, TOKENS)
-        assert params is not None, "lent, whatever its name"
+        assert params is not None, "the blocks must be lent for any id"
         request = d.fetch(d_name, TOKENS, params)
         bystander = d.fetch(other_name, TOKENS, p.prefill("plain", TOKENS)) if other_name != d_name else None
         world.settle()

@@ -1,4 +1,4 @@
-"""Chat templates of random fragments in a server's worker process: a text, or a clear error."""
+"""Chat templates of random fragments in a server's worker process end in a text or a clear error."""
 
 import asyncio
 import os

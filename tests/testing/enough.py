@@ -1,4 +1,4 @@
-"""The kit over a sound connector, until its examples have had enough in them."""
+"""Runs the kit on a correct connector until its examples contain enough events."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ RUNS_MAX = 12
 def check_enough(
     case: ConnectorCase, more_than: Mapping[str, int], *, examples: int, **options: Any
 ) -> Verdict:
-    """As `check_connector`, with further seeds as long as there was not `more_than` so much seen.
+    """Call `check_connector`, with further seeds until the counts of `more_than` were exceeded.
 
-    A seed does not settle what Hypothesis draws, since it also draws from the constants of whatever modules
-    the session has loaded: what was seen in one run of the suite need not be in the next.
+    A seed does not determine what Hypothesis draws, because it also draws from the constants of all loaded
+    modules: two runs of the suite may see different events.
     """
     verdict = check_connector(case, examples=examples, **options)
     for seed in range(1, RUNS_MAX):

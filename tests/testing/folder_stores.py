@@ -1,4 +1,4 @@
-"""The example's connector with faults that outlive an example: they are in its folder."""
+"""The example's connector with faults that outlive an example, because they are in its folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SavesZeros(PrefixStoreConnector):
 
 
 class TokensFirst(PrefixStoreConnector):
-    """Requires tokens before heads in a block, and shows that it gets that."""
+    """Requires tokens before heads in a block, and checks that it gets that."""
 
     make_worker_half = classmethod(lambda cls, config, kv_cache_config: _TokensFirst(config))
 
@@ -51,7 +51,7 @@ class _TokensFirst(WorkerHalf):
 
 
 class BlocksInside(PrefixStoreConnector):
-    """Requires a layout that vLLM has and Baton's engine has not."""
+    """Requires a layout that vLLM supports and Baton's engine does not."""
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -59,7 +59,7 @@ class BlocksInside(PrefixStoreConnector):
 
 
 class WearsOut(PrefixStoreConnector):
-    """Whoever tries the same again finds it worse than before."""
+    """Fails in another way on each further try."""
 
     num_loads = 0
 

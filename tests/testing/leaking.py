@@ -1,4 +1,4 @@
-"""Connectors that work in any process, and leave something behind: in the engine's, or in its ranks'."""
+"""Connectors that work but leak files or threads, in the engine's process or in its ranks'."""
 
 import os
 import threading
@@ -9,7 +9,7 @@ from examples.prefix_store.prefix_store import PrefixStoreConnector, WorkerHalf
 
 
 class LeavesFilesAnywhere(PrefixStoreConnector):
-    """A file stays open for every engine that it has served."""
+    """Leaves one open file per engine."""
 
     opened: list[int] = []  # noqa: RUF012
 
@@ -30,7 +30,7 @@ class _OpensInSteps(WorkerHalf):
 
 
 class LeavesFilesInRanks(PrefixStoreConnector):
-    """One for each step."""
+    """Leaves one open file per step."""
 
     @classmethod
     def make_worker_half(cls, vllm_config: Any, kv_cache_config: Any) -> KVConnectorWorkerHalf:

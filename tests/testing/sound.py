@@ -1,7 +1,7 @@
-"""A small, correct connector: blocks are saved one step late, by prefix, into the rank's own memory.
+"""Small correct connector: saves blocks by prefix into the rank's own memory, one step late.
 
 It does everything that a connector can get wrong: loads of both kinds, saves in the background, delay_free,
-a fence on preemption, failed loads, cache salts, reset. `tests/testing/broken` has its ill-bred siblings.
+a fence on preemption, failed loads, cache salts, reset. `tests/testing/broken` derives faults from it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STORES: weakref.WeakSet[MemoryWorker] = weakref.WeakSet()
 
 
 def lose_everything() -> None:
-    """Whatever was stored is gone, and no scheduler half has heard of it."""
+    """Lose everything that was stored, without telling a scheduler half."""
     for worker in _STORES:
         worker.store.clear()
 
@@ -64,7 +64,7 @@ class Metadata(KVConnectorMetadata):
 class Report(RankReport):
     stored: AllRanks[set[tuple[int, str]] | None] = None  # (step, key)
     saved: AllRanks[set[tuple[int, str]] | None] = None  # (step, request id): all its saves of that step.
-    bad_steps: AnyRank[set[int] | None] = None  # In which a block turned out to be invalid.
+    bad_steps: AnyRank[set[int] | None] = None  # Steps in which a block turned out to be invalid.
     lost: AnyRank[set[str] | None] = None  # Names.
 
 
@@ -73,7 +73,9 @@ def key_of(tokens: list[int], salt: str | None) -> str:
 
 
 def name_of(key: str, step: int) -> str:
-    """Of one saved block. What a step saved that turned out to be wrong is never loaded by another's name."""
+    """Key of one saved block. It contains the step, so that a wrong block that a step saved is never
+    loaded later.
+    """
     return f"{key}@{step}"
 
 
@@ -81,7 +83,7 @@ def name_of(key: str, step: int) -> str:
 class Tracked:
     request: Any
     tables: list[list[int]]  # Block ids, for each KV-cache group.
-    unsaved_steps: set[int] = field(default_factory=set)  # Whose saves no report has confirmed.
+    unsaved_steps: set[int] = field(default_factory=set)  # Steps whose saves no report has confirmed.
 
 
 class MemoryScheduler(KVConnectorSchedulerHalf):
@@ -94,7 +96,7 @@ class MemoryScheduler(KVConnectorSchedulerHalf):
         self.loads: list[Load] = []
         self.matched: dict[str, int] = {}  # Local tokens at the last lookup.
         self.step = 0
-        self.void_until = 0  # Saves of steps up to here do not count.
+        self.void_until = 0  # Saves of steps up to this one are invalid.
         self.void: set[int] = set()
         self.combiner = RankCombiner(Report, config.parallel_config.world_size)
 
@@ -161,7 +163,7 @@ class MemoryScheduler(KVConnectorSchedulerHalf):
         return metadata
 
     def follow(self, request_id: str, cached: host.CachedRequestData, index: int) -> None:
-        """The request's block table, as the scheduler changes it."""
+        """Update the request's block table from the scheduler output."""
         tracked, blocks = self.tracked[request_id], cached.new_block_ids[index]
         if blocks is None:
             return
@@ -206,7 +208,7 @@ class MemoryScheduler(KVConnectorSchedulerHalf):
                 }
 
     def distrust(self, step: int) -> None:
-        """What it computed, and what those computed that follow it already, may rest on garbage."""
+        """Discard what the request computed and what later steps computed from it: it may rest on garbage."""
         self.void.update(range(step, self.step + 1))
 
     def has_pending_push_work(self) -> bool:
@@ -219,15 +221,15 @@ class MemoryScheduler(KVConnectorSchedulerHalf):
 
 
 class MemoryWorker(KVConnectorWorkerHalf):
-    contains_write_errors = True  # False: an error of a write into the KV cache reaches the host.
+    contains_write_errors = True  # False: write errors reach the host.
 
     def __init__(self, config: Any) -> None:
         self.rank = config.parallel_config.rank
         self.caches: dict[str, torch.Tensor] = {}
         self.store: dict[str, list[torch.Tensor]] = {}
-        self.late_saves: list[Save] = []  # Ordered in the step before.
+        self.late_saves: list[Save] = []  # Scheduled in the previous step.
         self.new_loads: list[Load] = []
-        self.late_loads: list[Load] = []  # As above.
+        self.late_loads: list[Load] = []  # Likewise.
         self.invalid: set[int] = set()
         self.lost: set[str] = set()
         self.stored: set[tuple[int, str]] = set()
@@ -291,7 +293,7 @@ class MemoryWorker(KVConnectorWorkerHalf):
         return Report(rank=self.rank, stored=stored, saved=saved, bad_steps=bad_steps, lost=lost)
 
     def layers_of(self, key: str) -> list[torch.Tensor]:
-        """The caches of which the block of this key is one."""
+        """Return the caches that have a block of this key."""
         return list(self.caches.values())
 
     # --- Bytes ---------------------------------------------------------------------------------
@@ -341,6 +343,6 @@ class _RaisingWorker(MemoryWorker):
 
 
 class RaisingConnector(MemoryConnector):
-    """Lets the error of a failed write reach the host, which contains it."""
+    """Passes the error of a failed write to the host, which handles it."""
 
     worker_kind = _RaisingWorker

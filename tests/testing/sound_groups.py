@@ -14,7 +14,7 @@ from tests.testing.sound import Load, MemoryConnector, MemoryScheduler, MemoryWo
 
 
 class GroupsScheduler(MemoryScheduler, SupportsHMA):
-    """Names blocks by group as well."""
+    """Key of a block, with its group."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -25,7 +25,7 @@ class GroupsScheduler(MemoryScheduler, SupportsHMA):
         return f"{group}:{self.key(request, index)}"
 
     def is_stored(self, request: host.Request, num_blocks: int) -> bool:
-        """All that any group sees at the end of so many blocks."""
+        """Return the tokens that any group attends to at the end of so many blocks."""
         return all(
             self.key_in(number, request, index) in self.stored
             for number, group in enumerate(self.groups)
@@ -79,7 +79,7 @@ class GroupsScheduler(MemoryScheduler, SupportsHMA):
 
 
 class GroupsWorker(MemoryWorker):
-    """A block holds a group's layers only."""
+    """Blocks that hold only one group's layers."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -1,6 +1,6 @@
-"""The small connector for two engines: what P has saved lies on a shelf, and its params say where.
+"""The small connector for two engines: P saves to a shelf in memory, and its params name the blocks.
 
-D takes of it what is its own prompt's, whatever the params claim.
+D takes only the blocks of its own prompt, whatever the params claim.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PairScheduler(MemoryScheduler):
         return count, count > 0
 
     def num_matching(self, request: host.Request, offered: list[list[str]]) -> int:
-        """In blocks."""
+        """Return a number of blocks."""
         for index, (key, _) in enumerate(offered):
             if key != self.key(request, index):
                 return index

@@ -1,4 +1,4 @@
-"""Connectors with one fault each: the kit catches every one, by the right name, with a story."""
+"""The kit reports every connector with one fault under the right rule, with a story."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from baton.testing.contract.site import ToySite
 from tests.testing.broken import answers, contents, ends, groups, in_flight, pairs, steps
 from tests.testing.sound import MemoryConnector, lose_everything
 
-# Many times what it takes: a seed does not settle what Hypothesis draws, since it also draws from the
-# constants of whatever modules the session has loaded. The search ends with what it finds.
+# Many times what it takes: a seed does not determine what Hypothesis draws, because it also draws from the
+# constants of all loaded modules. The search ends with the first breach.
 EXAMPLES = 2000
 
 BROKEN = [
@@ -56,5 +56,5 @@ def test_a_fault_is_reported_by_its_name(kind: Any) -> None:
 @pytest.mark.parametrize(
     "kind", [kind for kind in BROKEN if hasattr(kind, "in_flight")], ids=lambda kind: kind.__name__
 )
-def test_steps_one_by_one_do_not_show_it(kind: Any) -> None:
+def test_without_steps_in_flight_the_fault_does_not_show(kind: Any) -> None:
     verdict_on(kind, (1,), 20).raise_if_broken()

@@ -1,4 +1,4 @@
-"""What the kit takes for a thread that a connector has left."""
+"""Which threads the kit reports as leaked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from baton.testing.contract.leaks import new_threads, running_threads
 
 
-def test_a_thread_that_goes_on_is_named() -> None:
+def test_a_running_thread_is_named() -> None:
     before, end = running_threads(), threading.Event()
     thread = threading.Thread(target=end.wait, name="saver")
     thread.start()
@@ -20,11 +20,11 @@ def test_a_thread_that_goes_on_is_named() -> None:
     assert new_threads(before, 0.0) == []
 
 
-def test_a_thread_that_python_has_not_started_is_the_hosts() -> None:
+def test_a_thread_that_python_did_not_start_is_ignored() -> None:
     before, known, end = running_threads(), threading.Event(), threading.Event()
 
     def run_a_method() -> None:
-        threading.current_thread()  # From now on Python lists it, and nobody can join it.
+        threading.current_thread()  # From now on Python lists the thread, and it cannot be joined.
         known.set()
         end.wait()
 

@@ -1,4 +1,4 @@
-"""Baton's own connectors keep the contract: over the kit's ranks, and over the engine's executors."""
+"""Baton's own connectors keep the contract, on the kit's ranks and on the engine's executors."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def test_it_keeps_the_contract_in_engines(name: str, executor: ExecutorName, tp:
         ("tests.testing.leaking:LeavesFilesAnywhere", "files-left"),
     ],
 )
-def test_over_ray_what_the_connector_leaves_is_told_from_what_ray_does(
+def test_leaks_of_a_connector_are_told_apart_from_those_of_ray(
     path: str, broken_rule: str | None, tmp_path: Path
 ) -> None:
-    # Not imported here: the executor has to be the first.
+    # Not imported here, because the executor has to import it first.
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed")
     case = in_engines(ConnectorCase(path=path, extra_config={"path": str(tmp_path)}), tp=2)
@@ -79,14 +79,18 @@ def test_over_ray_what_the_connector_leaves_is_told_from_what_ray_does(
         (
             "tests.testing.leaking:LeavesFilesInRanks",
             "files-left",
-            "process of the rank, more are open",
+            "process of the rank, these files are still open",
         ),
-        ("tests.testing.leaking:LeavesThreadsInRanks", "threads-left", "these threads go on: saver"),
+        ("tests.testing.leaking:LeavesThreadsInRanks", "threads-left", "these threads still run: saver"),
         ("tests.testing.leaking:RaisesAtTheEndOfRanks", "shutdown-raised", "RuntimeError: is not open"),
-        ("tests.testing.leaking:DiesAtTheEndOfRanks", "shutdown-raised", "rank 0 of engine was gone"),
+        (
+            "tests.testing.leaking:DiesAtTheEndOfRanks",
+            "shutdown-raised",
+            "rank 0 of engine ended before its half's shutdown had returned",
+        ),
     ],
 )
-def test_what_is_left_in_the_process_of_a_rank_is_found(
+def test_leaks_in_the_process_of_a_rank_are_found(
     path: str, broken_rule: str | None, said: str, tmp_path: Path
 ) -> None:
     case = in_engines(ConnectorCase(path=path, extra_config={"path": str(tmp_path)}), tp=1)

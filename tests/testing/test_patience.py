@@ -1,4 +1,4 @@
-"""How long the kit waits for what is done in the background: in time in which it could have been done."""
+"""The kit's waiting time for background work counts only time in which this process ran."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Waiting:
         self._engines: list[Any] = [SimpleNamespace(woken=threading.Event())]
 
     def look(self, took_s: float) -> bool:
-        self._engines[0].woken.set()  # So that no real time passes.
+        self._engines[0].woken.set()  # So that the test does not really wait.
         goes_on = self.patience.wait(self._engines)
         self.now_s += took_s
         return goes_on
@@ -33,7 +33,7 @@ class Waiting:
 
 
 def about(num_looks: float) -> Any:
-    """And those that are free; sums of floats may need one more."""
+    """Steps that wait, and the free ones; sums of floats may need one more."""
     return pytest.approx(FREE_LOOKS + num_looks, abs=2)
 
 
@@ -42,7 +42,7 @@ def waiting() -> Waiting:
     return Waiting()
 
 
-def test_it_is_given_up_when_its_time_is_over(waiting: Waiting) -> None:
+def test_waiting_ends_when_the_time_is_over(waiting: Waiting) -> None:
     assert waiting.looks_until_given_up(0.05) == about(PATIENCE_S / 0.05)
 
 
@@ -55,7 +55,7 @@ def test_a_stall_of_the_machine_is_no_hang(waiting: Waiting) -> None:
     assert waiting.looks_until_given_up(60.0) == about(PATIENCE_S / LOOK_MAX_S)
 
 
-def test_behind_the_first_hang_others_get_as_long_as_it_had_helped(waiting: Waiting) -> None:
+def test_after_a_hang_the_limit_is_a_multiple_of_what_helped(waiting: Waiting) -> None:
     for _ in range(FREE_LOOKS + 11):
         assert waiting.look(0.01)
     waiting.patience.moved()  # Within 0.1 s.

@@ -1,4 +1,4 @@
-"""When one rank breaks a rule, the kit names the rank."""
+"""If one rank breaks a rule, the kit names the rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connectors that keep the contract pass, and the kit has really put them to the test."""
+"""Correct connectors pass the kit, and the examples really contain the events that could fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.testing.contract import ConnectorCase, check_connector
 from tests.testing.enough import check_enough
 from tests.testing.sound import MemoryConnector, lose_everything
 
-EXAMPLES = 2000  # To find a fault in: many times what it takes.
+EXAMPLES = 2000  # Many times what it takes to find a fault.
 
 TestMemory = connector_suite(MemoryConnector, examples=10, patience_s=0.0)
 
@@ -31,7 +31,7 @@ def test_a_sound_connector_of_several_groups_passes() -> None:
 
 
 @pytest.mark.parametrize("loads_async", [True, False])
-def test_a_sound_connector_passes_whatever_breaks(loads_async: bool) -> None:
+def test_a_sound_connector_passes_with_all_faults(loads_async: bool) -> None:
     case = ConnectorCase(
         path="tests.testing.sound:MemoryConnector",
         extra_config={"async": loads_async},
@@ -44,7 +44,7 @@ def test_a_sound_connector_passes_whatever_breaks(loads_async: bool) -> None:
         "delayed frees": 5,
         "preemptions": 5,
         "steps without tokens": 5,
-        "steps behind one in flight": 5,
+        "steps after one in flight": 5,
     }
     if loads_async:
         wanted["aborts while loading"] = 3
@@ -55,8 +55,8 @@ def test_a_sound_connector_passes_whatever_breaks(loads_async: bool) -> None:
     check_enough(replace(case, break_store=None), {"failed writes": 5}, examples=15)
 
 
-def test_what_an_earlier_run_has_left_in_a_folder_is_not_this_ones_fault(tmp_path: Path) -> None:
-    """An author mends his connector, and runs the check again."""
+def test_files_of_an_earlier_run_do_not_fail_this_one(tmp_path: Path) -> None:
+    """An author repairs a connector, and runs the check again on the same folder."""
     config = {"path": str(tmp_path)}
     faulty = ConnectorCase(path="tests.testing.folder_stores:SavesZeros", extra_config=config)
     assert check_connector(faulty, examples=EXAMPLES, tries=5).broken_rule == "wrong-bytes"
@@ -67,7 +67,7 @@ def test_what_an_earlier_run_has_left_in_a_folder_is_not_this_ones_fault(tmp_pat
     check_enough(mended, {"loads in a step": 3}, examples=15)
 
 
-def test_a_connector_is_shown_the_layout_that_it_requires(tmp_path: Path) -> None:
+def test_a_connector_gets_the_layout_that_it_requires(tmp_path: Path) -> None:
     config = {"path": str(tmp_path)}
     case = ConnectorCase(path="tests.testing.folder_stores:TokensFirst", extra_config=config)
     check_enough(case, {"loads in a step": 3}, examples=15)
@@ -76,7 +76,7 @@ def test_a_connector_is_shown_the_layout_that_it_requires(tmp_path: Path) -> Non
     assert "BlocksInside requires the KV cache layout 'LHBNC'" in str(verdict.broken)
 
 
-def test_a_fault_that_does_not_come_again_in_the_same_way_is_told_all_the_same(tmp_path: Path) -> None:
+def test_a_fault_that_does_not_repeat_is_reported(tmp_path: Path) -> None:
     case = ConnectorCase(path="tests.testing.folder_stores:WearsOut", extra_config={"path": str(tmp_path)})
     verdict = check_connector(case, examples=EXAMPLES, tries=20)
     assert verdict.broken_rule in ("raised", "empty-step-raised"), verdict.broken

@@ -1,4 +1,4 @@
-"""A call that does not return is interrupted, and whoever used the timer before has it again."""
+"""A call that does not return is interrupted, and the timer's earlier owner gets the timer back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_call(frame: FrameType) -> str | None:
 
 @pytest.fixture
 def alarms() -> Iterator[list[int]]:
-    """The signals that somebody else's handler has got."""
+    """The signals that the earlier owner's handler has received."""
     got: list[int] = []
     timer = signal.setitimer(signal.ITIMER_REAL, 0.0)  # pytest's own.
     handler = signal.signal(signal.SIGALRM, lambda signum, frame: got.append(signum))
@@ -31,14 +31,14 @@ def alarms() -> Iterator[list[int]]:
     signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
-def test_it_is_named_with_the_line_it_is_in() -> None:
+def test_a_stuck_call_is_named_with_its_line() -> None:
     told = r"call has not returned for 0.2 s \(test_stuck_calls.py:\d+, in call\)"
     with pytest.raises(Stuck, match=told), stuck_calls_interrupted(is_call, 0.2):
         call(None)
 
 
 @pytest.mark.slow
-def test_many_short_ones_are_none(alarms: list[int]) -> None:
+def test_many_short_calls_are_not_stuck(alarms: list[int]) -> None:
     with stuck_calls_interrupted(is_call, 1.0):
         for _ in range(150):
             call(0.01)
@@ -46,7 +46,7 @@ def test_many_short_ones_are_none(alarms: list[int]) -> None:
     assert not alarms
 
 
-def test_the_timer_goes_back_to_whom_it_belongs(alarms: list[int]) -> None:
+def test_the_timer_is_given_back_to_its_owner(alarms: list[int]) -> None:
     signal.setitimer(signal.ITIMER_REAL, 3600.0)
     with stuck_calls_interrupted(is_call, 60.0):
         call(0.01)
@@ -54,7 +54,7 @@ def test_the_timer_goes_back_to_whom_it_belongs(alarms: list[int]) -> None:
     assert not alarms
 
 
-def test_his_signal_comes_in_the_meantime(alarms: list[int]) -> None:
+def test_the_owners_signal_is_delivered_in_the_meantime(alarms: list[int]) -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     with stuck_calls_interrupted(lambda frame: None, 1.0):
         while not alarms:

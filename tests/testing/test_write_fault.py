@@ -1,4 +1,4 @@
-"""The kit's failing writes: which of them fail, and what the connector gets."""
+"""Which writes an armed write fault makes fail, and what the connector gets."""
 
 from __future__ import annotations
 

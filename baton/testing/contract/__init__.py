@@ -1,11 +1,11 @@
-"""The conformance kit for KV connectors, ours and others': the contract, put to the test.
+"""Conformance kit for KV connectors: drives a connector with random requests and checks the contract.
 
-    machine (Hypothesis) --requests, steps, aborts, faults--> world: one engine, or two that hand over
+    state machine (Hypothesis) --requests, steps, aborts, faults--> world: one engine, or a pair (P and D)
     engine: the real scheduler --WatchedScheduler--> the connector <--WatchedWorker-- ranks with KV tensors
-    every call --> story; every promise --> rules
+    every call is recorded in the story; every rule is checked and counted
 
-`check_connector` runs it, `connector_suite` makes pytest run it, `baton check` prints the table. What has to
-hold is in `rules`; docs/connectors.md is for authors.
+`check_connector` runs it, `connector_suite` runs it under pytest, `baton check` prints the table. `rules`
+lists what must hold; docs/connectors.md is for authors of connectors.
 """
 
 from baton.testing.contract.case import ConnectorCase

@@ -1,4 +1,4 @@
-"""How the kit gets at one connector, and what it may expect of it."""
+"""Configuration of a kit run for one connector, and the toy engine configurations made from it."""
 
 from __future__ import annotations
 
@@ -30,31 +30,34 @@ KV_HEADS = 4
 HEAD_DIM = 2
 
 Windows = tuple[int | None, ...]
-"""Of each layer; None: it sees everything. Layers with other windows have KV-cache groups of their own."""
+"""Per layer: attention window in tokens; None: full attention. Each window has its own KV-cache group."""
 
 WINDOWS: Final[tuple[Windows, ...]] = ((), (), (None, 6), (9, None, 5))
 
 Pairing = Literal["none", "pull", "push"]
-"""How two engines meet. none: one engine. pull: P's params go to D. push: both legs at once."""
+"""How two engines hand over. none: one engine. pull: P's params go to D. push: P and D are asked at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectorCase:
-    """One connector, configured. The defaults suit a connector that saves and loads within one engine."""
+    """A connector and its configuration. The defaults suit one that saves and loads within one engine."""
 
-    path: str  # "package.module:Class", or one of Baton's names.
+    path: str  # "package.module:Class", or the name of a built-in connector.
     extra_config: dict[str, Any] = field(default_factory=dict)
     pairing: Pairing = "none"
-    # Further engines' configuration where it has to differ from the first's; both get `extra_config`.
+    # Merged over `extra_config` for the decode engine.
     decode_extra_config: dict[str, Any] = field(default_factory=dict)
-    patience_s: float = 5.0  # For work in the background, when no step moves anything. 0: count steps only.
-    call_max_s: float = 60.0  # Of one method, where it runs in this process: what takes longer never returns.
+    # How long to wait for background work when steps make no progress. 0: count steps only.
+    patience_s: float = 5.0
+    # Longest time of one method in this process; a longer call breaks "never-returned".
+    call_max_s: float = 60.0
     tensor_parallel_sizes: tuple[int, ...] = (1, 2)
-    # Breaks what the connector has stored: a file is cut, a server lost. Called between steps.
+    # Damages what the connector has stored (cuts a file, loses a server). Called between steps.
     break_store: Callable[[], None] | None = None
     new_example: Callable[[], None] | None = None  # Called before an example's engines are made.
-    remembers_requests: bool = False  # Ended requests' ids stay in its memory on purpose, bounded.
-    speaks_text: bool = True  # False: does not answer with the right tokens on purpose (synthetic KV).
+    # The connector keeps a bounded number of ended requests' ids on purpose.
+    remembers_requests: bool = False
+    speaks_text: bool = True  # False: the connector's KV is synthetic, so the tokens are not checked.
 
     @property
     def name(self) -> str:
@@ -62,7 +65,7 @@ class ConnectorCase:
 
 
 def find_class(path: str) -> type[Any]:
-    """The class of `module:Class`, or of one of Baton's names. Raises ConfigError."""
+    """Return the class of `module:Class`, or of a built-in name. Raises ConfigError."""
     if path in BUILT_IN:
         path = BUILT_IN[path]
     module, colon, name = path.partition(":")
@@ -78,7 +81,7 @@ def find_class(path: str) -> type[Any]:
 
 
 def transfer_config(case: ConnectorCase, engine_id: str, role: str, policy: str) -> KVTransferConfig:
-    """As a user would write it: the embedded engine and vLLM find the same class by it."""
+    """Return the config as a user would write it, so the embedded engine and vLLM find the same class."""
     own = case.extra_config | (case.decode_extra_config if role == "kv_consumer" else {})
     fields: dict[str, Any] = {
         "kv_role": role,
@@ -93,7 +96,7 @@ def transfer_config(case: ConnectorCase, engine_id: str, role: str, policy: str)
 
 
 def knows_groups(case: ConnectorCase) -> bool:
-    """Whether the connector may be shown several KV-cache groups."""
+    """Whether the connector supports several KV-cache groups."""
     return knows_several_groups(find_class(case.path), transfer_config(case, "e", "kv_both", "recompute"))
 
 
@@ -120,15 +123,15 @@ def toy_model(windows: Windows = (), head_dim: int = HEAD_DIM) -> ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What an example's engines are like. Small pools preempt, small budgets chunk."""
+    """Engine configuration of one example. Small pools cause preemption, small budgets chunked prefill."""
 
     tp: int = 1
-    num_blocks: int = 24  # For each KV-cache group.
-    budget: int = 64  # Tokens of one step.
+    num_blocks: int = 24  # In each KV-cache group.
+    budget: int = 64  # Tokens in one step.
     caching: bool = True  # The engine's own prefix cache.
     policy: str = "recompute"
-    windows: Windows = ()  # Tokens that each layer sees; empty: two layers that see everything.
-    in_flight: int = 1  # Steps that are decided before the result of the first of them is known.
+    windows: Windows = ()  # Tokens that each layer sees; empty: two layers with full attention.
+    in_flight: int = 1  # Steps that are scheduled before the result of the first one is known.
 
 
 def engine_config(
@@ -167,7 +170,7 @@ def new_secret() -> ClusterSecret:
 
 
 def make_half(config: EngineConfig, role: KVConnectorRole, rank: int = 0) -> Any:
-    """A connector as Baton's engine makes it. Raises what the constructor raises."""
+    """Make one half as Baton's engine does. Raises what the constructor raises."""
     assert config.kv_transfer_config is not None
     kind = connector_class(config.kv_transfer_config)
     of_rank = msgspec.structs.replace(config.parallel_config, rank=rank)

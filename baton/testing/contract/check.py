@@ -1,4 +1,4 @@
-"""Run the kit over one connector, and say rule by rule what came out."""
+"""Entry point of the kit: runs examples on one connector and reports a verdict per rule."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from hypothesis.stateful import run_state_machine_as_test
 from baton.testing.contract import watched_scheduler, watched_worker
 from baton.testing.contract.case import ConnectorCase, make_half
 from baton.testing.contract.leaks import FILES_SLACK, open_files
-from baton.testing.contract.machine import Search, SearchIsOver, make_machine, tour
 from baton.testing.contract.rules import RULES
 from baton.testing.contract.site import Site, ToySite
+from baton.testing.contract.state_machine import Search, SearchIsOver, make_machine, tour
 from baton.testing.contract.story import Breach, ContractBroken
 from baton.testing.contract.stuck import stuck_calls_interrupted
 
 EXAMPLES = 50
 TRIES = 300
-STEPS = 25  # Of the state machine, in one example.
+STEPS = 25  # Steps of the state machine in one example.
 
 
 @dataclass(slots=True)
 class Verdict:
-    """What a run found. `broken` is None if the connector kept every rule."""
+    """Result of a run. `broken` is None if the connector kept every rule."""
 
     case: ConnectorCase
     num_examples: int = 0
-    checked: Counter[str] = field(default_factory=Counter)  # By rule: how often it was put to the test.
-    seen: Counter[str] = field(default_factory=Counter)  # What the examples had in them.
+    checked: Counter[str] = field(default_factory=Counter)  # Per rule: how often it was checked.
+    # Per kind of event (loads, aborts, preemptions): how often it happened.
+    seen: Counter[str] = field(default_factory=Counter)
     broken: ContractBroken | None = None
 
     @property
@@ -43,7 +44,7 @@ class Verdict:
         return self.broken.rule if self.broken is not None else None
 
     def rows(self) -> list[tuple[str, str, int]]:
-        """(rule, result, how often it was put to the test), in the order of `rules`."""
+        """Return (rule, result, number of checks) in the order of `rules`."""
         return [
             (
                 name,
@@ -68,11 +69,11 @@ def check_connector(
     steps: int = STEPS,
     on_example: Callable[[int], None] | None = None,
 ) -> Verdict:
-    """Examples until one breaks a rule; then at most `tries` more, in search of a shorter story.
+    """Run examples until one breaks a rule; then try at most `tries` more to find a shorter story.
 
-    Where examples are dear, a tour through everything comes first; it may be all (`examples` 0).
-    `steps`: of the state machine, in one example. `seed` None: other examples each time. `on_example` is
-    called after each, with how many there have been.
+    Where examples are expensive, a fixed tour through all operations runs first, and can be all (`examples`
+    0). `steps`: state machine steps in one example. `seed` None: new random examples in each run.
+    `on_example` is called after each example with the number of examples so far.
     """
     search = Search(tries, on_example)
     site = make_site(case)
@@ -92,7 +93,7 @@ def check_connector(
         machine = with_seed(seed)(machine)
     try:
         with _quiet_engine():
-            if site.is_dear:
+            if site.is_expensive:
                 tour(site, search)
                 if site.keeps_files:
                     files, num_before = open_files(), search.num_examples
@@ -100,8 +101,8 @@ def check_connector(
                 with stuck_calls_interrupted(_method_called, case.call_max_s):
                     run_state_machine_as_test(machine, settings=chosen)
     except (ContractBroken, SearchIsOver, Flaky):
-        # Flaky is what Hypothesis calls a connector that does not break twice in the same way, and an example
-        # that the end of the search has cut short.
+        # Hypothesis raises Flaky if a connector does not break twice in the same way, and for an example that
+        # the end of the search interrupts.
         if search.best is None:
             raise
     finally:
@@ -114,17 +115,17 @@ def check_connector(
 
 
 def _check_files(verdict: Verdict, left: Counter[str], num_examples: int) -> None:
-    """Over all examples: what leaks in each of them has leaked as often as there were examples."""
+    """Check for leaked files over all examples: a leak in each example shows up once per example."""
     verdict.checked["files-left"] += 1
     if left.total() > FILES_SLACK + num_examples // 4:
         names = ", ".join(f"{count} x {name}" for name, count in left.most_common(5))
-        detail = f"after {num_examples} examples more are open than before: {names}"
+        detail = f"after {num_examples} examples, these files are still open: {names}"
         breach = Breach("files-left", detail)
         verdict.broken = ContractBroken(breach.rule, breach.detail, "(in all examples)")
 
 
 def _method_called(frame: FrameType) -> str | None:
-    """By the kit; None for any other frame."""
+    """Return the connector method that this frame of the kit calls; None for any other frame."""
     if frame.f_code is make_half.__code__:
         return "the constructor"
     if frame.f_code.co_filename not in (watched_scheduler.__file__, watched_worker.__file__):
@@ -134,7 +135,7 @@ def _method_called(frame: FrameType) -> str | None:
 
 @contextmanager
 def _quiet_engine() -> Iterator[None]:
-    """What a connector raises is in the story; the engine's log would tell it again, thousands of times."""
+    """Silence the engine's log: errors that a connector raises are in the story already."""
     logger = logging.getLogger("baton")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)

@@ -1,4 +1,4 @@
-"""Damage to what a connector has stored, done behind its back."""
+"""Faults injected into what a connector has stored."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 
 
 def cut_files(folder: Path, *, flips_bits: bool = False) -> None:
-    """The files in a folder that a connector alone keeps KV in: end early, or are gone, a part each.
+    """Cut about half of the files in a folder to half their size, and delete the others.
 
-    `ConnectorCase(break_store=partial(cut_files, folder))`. `flips_bits`: of others the last byte is another,
-    for a connector that has checksums.
+    For `ConnectorCase(break_store=partial(cut_files, folder))`. `flips_bits`: treats a third of the files in
+    another way, a changed last byte, for a connector that has checksums. The folder must hold only the
+    connector's files.
     """
     for path in sorted(folder.rglob("*")):
         if not path.is_file():
@@ -26,4 +27,4 @@ def cut_files(folder: Path, *, flips_bits: bool = False) -> None:
                     whole[-1:] = bytes([whole[-1] ^ 0xFF]) if whole else b""
                     path.write_bytes(whole)
         except FileNotFoundError:
-            continue  # The connector has put another in its place.
+            continue  # The connector has replaced the file.

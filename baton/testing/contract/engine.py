@@ -1,8 +1,8 @@
-"""One engine as the kit drives it: the real scheduler, a connector under observation, and somebody's ranks.
+"""One engine as the kit drives it: the real scheduler, a watched connector, and an executor.
 
-ask / abort --> | schedule -> ranks execute -> update | --> answers, checked token by token
+    ask / abort --> | schedule -> ranks execute -> update | --> answers, checked token by token
 
-With several steps in flight, ranks have run the next step before the scheduler hears of the one before.
+With several steps in flight, ranks run the next step before the scheduler gets the result of the one before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from baton.engine.executor import Executor
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from baton.testing.contract.arithmetic import states_of
-from baton.testing.contract.last_words import read_last_words
+from baton.testing.contract.final_notes import read_final_notes
 from baton.testing.contract.leaks import IDS_MIN, keys_reachable_from
 from baton.testing.contract.ledger import Ledger
 from baton.testing.contract.ranks import KitRanks
@@ -31,7 +31,7 @@ from baton.testing.contract.watched_scheduler import WatchedScheduler, watch_sch
 MakeHalf = Callable[[EngineConfig], Any]
 MakeExecutor = Callable[[EngineConfig, Ledger, dict[str, str | None]], Executor]
 Expect = Callable[[Sequence[int], str | None, int], list[int]]
-"""(prompt, salt, number of tokens) -> what an engine without a connector says."""
+"""(prompt, salt, number of tokens) -> the tokens that an engine without a connector generates."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,8 @@ class Answer:
     asked: EngineRequest
     token_ids: list[int] = field(default_factory=list)
     last: EngineOutput | None = None
-    made_for: list[int] = field(default_factory=list)  # The prompt of its params, if it is another one.
+    # The prompt that `params` were made for, if it is not this prompt.
+    made_for: list[int] = field(default_factory=list)
 
     @property
     def has_ended(self) -> bool:
@@ -57,11 +58,11 @@ class KitEngine:
         expect: Expect,
         name: str = "engine",
         checks_tokens: bool = True,
-        last_words: str | None = None,
+        final_notes: str | None = None,
     ) -> None:
-        """Raises what the connector's constructors raise; then nothing of it is left.
+        """Start the executor and the scheduler half. If a constructor raises, everything is shut down again.
 
-        `last_words`: an empty folder for what ranks in processes of their own say at their end.
+        `final_notes`: an empty folder for the final notes of ranks in processes of their own.
         """
         self.name = name
         self.checks_tokens = checks_tokens
@@ -70,14 +71,14 @@ class KitEngine:
         self.woken = threading.Event()
         self.answers: dict[str, Answer] = {}
         self.ledger = Ledger(story, config.parallel_config.tensor_parallel_size)
-        self.num_idle_steps = 0  # In a row: nothing was computed, delivered or freed.
+        self.num_idle_steps = 0  # In a row; an idle step computes, delivers and frees nothing.
         self.num_preempted = 0
         self._salts: dict[str, str | None] = {}
         self._expect = expect
         self._steps: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()  # Oldest first.
         self._num_steps_max = config.parallel_config.max_concurrent_batches
-        self._open: set[str] = set()  # Answers that have not ended.
-        self._last_words = last_words
+        self._open: set[str] = set()  # Ids of answers that have not ended.
+        self._final_notes = final_notes
         self.executor = make_executor(config, self.ledger, self._salts)
         try:
             self.half: WatchedScheduler = watch_scheduler(
@@ -86,7 +87,7 @@ class KitEngine:
                 name=name,
                 block_size=config.cache_config.block_size,
                 groups=config.kv_cache_groups,
-                last_words=last_words,
+                final_notes=final_notes,
             )
         except BaseException:
             self.executor.shutdown()
@@ -147,7 +148,7 @@ class KitEngine:
         return sorted(self._open)
 
     def reset_cache(self) -> None:
-        """Forget the engine's and the connector's cache; refused while blocks are held."""
+        """Reset the engine's and the connector's cache; refused while blocks are held."""
         done = self.scheduler.reset_prefix_cache(reset_connector=True)
         self.story.tell(f"{self.name}: reset of all caches, {'done' if done else 'refused'}")
 
@@ -155,7 +156,7 @@ class KitEngine:
         self.scheduler.reset_prefix_cache(reset_connector=False)
 
     def dummy_run(self) -> None:
-        """Warm-up. The layer hooks are called only if the connector declares that graphs may capture them."""
+        """Do a warm-up run. Layer hooks are called only if the connector declares them graph-capturable."""
         if isinstance(self.executor, KitRanks):
             shows_hooks = all(worker.graph_capturable for worker in self.executor.workers)
             metadata = self.half.build_dummy_meta(SchedulerOutput()) if shows_hooks else None
@@ -165,9 +166,10 @@ class KitEngine:
     # --- Steps -------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Decide a step, and take the oldest one's result. True if anything was computed, delivered or freed.
+        """Schedule a step and take the oldest step's result. True if anything was computed, delivered or
+        freed.
 
-        With room for more steps in flight, and a reason for a further step, no result is taken.
+        If more steps may be in flight and there are requests, no result is taken.
         """
         computes = False
         if not self._steps or self.scheduler.has_requests():
@@ -175,7 +177,7 @@ class KitEngine:
             self._tell_step(output)
             self._steps.append((output, self.executor.submit(output)))
             computes = bool(output.num_scheduled_tokens)
-            self.story.seen["steps behind one in flight"] += len(self._steps) > 1
+            self.story.seen["steps after one in flight"] += len(self._steps) > 1
         if len(self._steps) < self._num_steps_max and self.scheduler.has_requests():
             return computes
         return self._take_oldest() or computes
@@ -184,12 +186,12 @@ class KitEngine:
         output, future = self._steps.popleft()
         num_ended = self.scheduler.num_ended_transfers
         result = future.result()
-        said = self.scheduler.update_from_output(output, result).outputs
+        outputs = self.scheduler.update_from_output(output, result).outputs
         self.executor.forget_all_but(self.scheduler.requests)
-        for piece in said:
+        for piece in outputs:
             self._take(piece)
         has_moved = bool(
-            output.num_scheduled_tokens or said or self.scheduler.num_ended_transfers != num_ended
+            output.num_scheduled_tokens or outputs or self.scheduler.num_ended_transfers != num_ended
         )
         self.num_idle_steps = 0 if has_moved else self.num_idle_steps + 1
         return has_moved
@@ -221,16 +223,16 @@ class KitEngine:
         self.story.tell(f"{self.name}: {output.request_id} ends, {output.finish_reason}{error}")
 
     def _check_tokens(self, answer: Answer) -> None:
-        asked, said = answer.asked, answer.token_ids
-        if self.story.breach is not None or not said or not self.checks_tokens:
+        asked, given = answer.asked, answer.token_ids
+        if self.story.breach is not None or not given or not self.checks_tokens:
             return
-        right = self._expect(asked.prompt_token_ids, asked.cache_salt, len(said))
+        right = self._expect(asked.prompt_token_ids, asked.cache_salt, len(given))
         wrongs = self.executor.wrongs if isinstance(self.executor, KitRanks) else None
-        if said == right:
+        if given == right:
             self._count_rules_kept(answer, sees_bytes=wrongs is not None)
             return
         rule = "params-believed" if answer.made_for else "wrong-token"
-        why = f"{asked.request_id} says {said}, which is {right} without a connector"
+        why = f"{asked.request_id} answers {given}; without a connector the answer is {right}"
         wrong = wrongs.get(asked.request_id) if wrongs is not None else None
         if wrong is not None:
             foreign = states_of(answer.made_for, asked.cache_salt)
@@ -253,16 +255,16 @@ class KitEngine:
         return not self._steps and not self.scheduler.has_requests()
 
     def collect_notes(self) -> None:
-        """What the ranks have noted since their last report, where they live here."""
+        """Take what the ranks have noted since their last report, if they run in this process."""
         if isinstance(self.executor, KitRanks):
             self.executor.check_memory("at rest")
             for worker in self.executor.workers:
                 self.ledger.take_notes(self.name, worker.take_notes())
 
     def check_ids(self) -> None:
-        """After every request has ended: no dict or set of the connector may still hold their ids.
+        """Check that no dict or set of the connector still names ended requests.
 
-        A cache of the latest few requests is not a leak: at most half of the ids may be left.
+        A cache of the latest few requests is allowed: at most half of the ids may be left.
         """
         ended = {request_id for request_id in self.answers if request_id in self.ledger.ended}
         if len(ended) < IDS_MIN:
@@ -279,40 +281,40 @@ class KitEngine:
 
     @property
     def num_free_slots(self) -> int:
-        """How long a request can be that nobody has to make room for."""
+        """Tokens that a new request can have without a preemption."""
         cache = self.scheduler.kv_cache
         return cache.block_pool.num_free_blocks // len(cache.groups) * cache.block_size
 
     @property
     def holds_blocks(self) -> bool:
-        """Somebody does: a request, or a connector that refers to blocks by itself, as vLLM's may."""
+        """Whether a request, or a connector that references blocks itself (vLLM's may), holds blocks."""
         return self.scheduler.kv_cache.usage > 0.0
 
     def shutdown(self) -> None:
-        """Twice, as hosts may."""
+        """Shut down twice, because hosts may do so."""
         story = self.story
         for number in ("", " a second time"):
-            for who, end in (
+            for part, shutdown in (
                 (self.name, self.half.shutdown),
                 (f"{self.name}'s ranks", self.executor.shutdown),
             ):
                 try:
-                    end()
-                except Exception as error:  # A connector's, at the border of one call.
-                    detail = f"shutdown of {who}{number} raised {why(error)}"
+                    shutdown()
+                except Exception as error:  # The connector's error; the other part is shut down all the same.
+                    detail = f"shutdown of {part}{number} raised {why(error)}"
                     story.check("shutdown-raised", False, detail)
                 story.check("shutdown-raised", True)
-        self._take_last_words()
+        self._take_final_notes()
 
-    def _take_last_words(self) -> None:
-        folder, self._last_words = self._last_words, None
+    def _take_final_notes(self) -> None:
+        folder, self._final_notes = self._final_notes, None
         if folder is None:
             return
         for rank, notes in enumerate(
-            read_last_words(folder, self.config.parallel_config.tensor_parallel_size)
+            read_final_notes(folder, self.config.parallel_config.tensor_parallel_size)
         ):
             if notes is not None:
                 self.ledger.take_notes(self.name, notes)
             else:
-                detail = f"rank {rank} of {self.name} was gone before its half's shutdown had come to an end"
+                detail = f"rank {rank} of {self.name} ended before its half's shutdown had returned"
                 self.story.check("shutdown-raised", False, detail)

@@ -1,4 +1,4 @@
-"""Examples in real engines: a small checkpoint, real executors, tokens as without a connector."""
+"""Kit site with real engines: a small checkpoint and real executors; checks tokens against a reference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from baton.testing.contract.watched_factory import PATH
 if TYPE_CHECKING:
     from baton.engine.executor.ray_actors import RankActors
 
-WINDOWS: Windows = (None, 6)  # Of the layers of the model that has several KV-cache groups.
+WINDOWS: Windows = (None, 6)  # Per layer, for the model with several KV-cache groups.
 
 MODEL_VOCAB = 512
 
@@ -46,19 +46,21 @@ ExecutorName = Literal["inprocess", "multiprocess", "ray"]
 
 
 class EngineSite(ToySite):
-    """Like a ToySite, over an executor of the engine's own."""
+    """A ToySite that runs on one of the engine's own executors."""
 
-    is_dear = True
+    is_expensive = True
     num_marks = MODEL_VOCAB - VOCAB
 
     def __init__(self, case: ConnectorCase, executor: ExecutorName) -> None:
         super().__init__(case)
         self._executor = executor
         if executor == "inprocess":
-            self.steps_in_flight = (1,)  # A step is over when it has been submitted.
-        self.keeps_files = executor == "ray"  # Its own, and its connections to the actors of all examples.
+            self.steps_in_flight = (1,)  # A submitted step has run already.
+        # Ray's own files, and its connections to the actors of all examples.
+        self.keeps_files = executor == "ray"
         self._actors: RankActors | None = None
-        if executor == "ray":  # Before the first example: Ray's threads are none of a connector's.
+        # Made before the first example, so that Ray's threads are not blamed on the connector.
+        if executor == "ray":
             from baton.engine.executor.ray_actors import RankActors
 
             self._actors = RankActors(engine_config(case, Shape()))
@@ -79,7 +81,7 @@ class EngineSite(ToySite):
                 sliding_window=windows[-1] if windows else None,
             )
             model = load_model_config(folder, max_model_len=MAX_MODEL_LEN)
-            assert model.vocab_size == MODEL_VOCAB, "the kit's prompts are the model's tokens"
+            assert model.vocab_size == MODEL_VOCAB, "the model must have every token of the kit's prompts"
             assert model.windows in (windows, (None,) * len(model.windows)), model.windows
             self._models[windows] = model, Reference(engine_config(self.case, Shape(), model=model))
         return self._models[windows]
@@ -103,11 +105,11 @@ class EngineSite(ToySite):
             expect=reference.tokens,
             name=name,
             checks_tokens=self.case.speaks_text,
-            last_words=self._folder_for_last_words(),
+            final_notes=self._final_notes_folder(),
         )
 
-    def _folder_for_last_words(self) -> str | None:
-        """Where ranks are processes of their own."""
+    def _final_notes_folder(self) -> str | None:
+        """Return a new folder, or None if the ranks run in this process."""
         if self._executor == "inprocess":
             return None
         return tempfile.mkdtemp(prefix="last-words-", dir=self._folder.name)
@@ -128,7 +130,7 @@ class EngineSite(ToySite):
 
 
 class Reference:
-    """An engine of one rank without a connector. Greedy, so that ranks and batches make no difference."""
+    """Engine with one rank and no connector. Greedy, so ranks and batches make no difference."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = msgspec.structs.replace(
@@ -139,16 +141,16 @@ class Reference:
         )
         self._executor = InProcessExecutor(self._config, None)
         self._scheduler = Scheduler(self._config, NullSchedulerHalf())
-        self._said: dict[tuple[int, ...], list[int]] = {}
+        self._answers: dict[tuple[int, ...], list[int]] = {}
 
     def tokens(self, prompt: Sequence[int], salt: str | None, count: int) -> list[int]:
-        said = self._said.get(tuple(prompt), [])
-        if len(said) < count:
-            said = self._said[tuple(prompt)] = self._ask(prompt, count)
-        return said[:count]
+        answer = self._answers.get(tuple(prompt), [])
+        if len(answer) < count:
+            answer = self._answers[tuple(prompt)] = self._ask(prompt, count)
+        return answer[:count]
 
     def _ask(self, prompt: Sequence[int], count: int) -> list[int]:
-        request_id = f"{len(self._said)}-{count}"
+        request_id = f"{len(self._answers)}-{count}"
         self._scheduler.add_request(
             EngineRequest(
                 request_id=request_id,

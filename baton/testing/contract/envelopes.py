@@ -1,7 +1,7 @@
-"""What the kit adds to what the halves send each other, so that ranks in other processes can be watched too.
+"""Wrappers around the messages between the halves, so that ranks in other processes can be watched too.
 
-scheduler half --metadata--> Watched metadata  --> ranks: what kind of step it is
-scheduler half <--worker meta-- Watched report <-- ranks: what was called, and what was broken
+scheduler half --WatchedMetadata--> ranks: adds the kind of the step
+scheduler half <--WatchedReport-- ranks: adds the calls made and the rules broken
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from baton.contract import KVConnectorMetadata, KVConnectorWorkerMetadata
 @dataclass(slots=True)
 class WatchedMetadata(KVConnectorMetadata):
     inner: Any
-    is_empty: bool  # No tokens in this step.
+    is_empty: bool  # The step schedules no tokens.
     is_dummy: bool = False
     opened_loads: frozenset[str] = frozenset()  # Requests whose load begins with this step.
-    unseen_finished_ids: frozenset[str] = frozenset()  # Ended without ever having been scheduled.
-    last_words: str | None = None  # A folder for what ranks of their own processes find when they end.
+    unseen_finished_ids: frozenset[str] = frozenset()  # Ended before they were ever scheduled.
+    final_notes: str | None = None  # Folder for the final notes of ranks in processes of their own.
 
 
 @dataclass(slots=True)
 class RankNotes:
-    """Of one rank, since its last report."""
+    """What one rank has noted since its last report."""
 
     rank: int
     calls: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What is left of a connector when nothing should be: threads, files, and memory of ended requests."""
+"""Leak checks: threads, files, and ids of ended requests that a connector still holds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-THREAD_END_S = 2.0  # For a thread that was told to end.
+THREAD_END_S = 2.0  # For a thread that was asked to end.
 THREAD_END_MIN_S = 0.1
 THREAD_LOOK_S = 0.02
-FILES_SLACK = 3  # Descriptors that libraries keep once they have been used.
-IDS_MIN = 3  # Ended requests before their ids are looked for.
+FILES_SLACK = 3  # Descriptors that libraries keep open after first use.
+IDS_MIN = 3  # Ended requests needed before their ids are searched for.
 _WALK_MAX = 20_000  # Objects.
 
 
@@ -24,10 +24,11 @@ def running_threads() -> set[int]:
 
 
 def new_threads(before: set[int], patience_s: float) -> list[str]:
-    """Names of threads that were not there before and do not end, in time in which this process runs.
+    """Return the names of new threads that do not end in the given time.
 
-    A dummy stands for one that Python has not started (Ray's, say, when it runs an actor's method): it cannot
-    be waited for, and is the host's.
+    The time is counted in joins, so time in which this process does not run is not counted. Dummy threads are
+    ignored: they stand for threads that Python did not start (such as Ray's actor threads), cannot be joined,
+    and belong to the host.
     """
     num_looks = round(min(THREAD_END_S, THREAD_END_MIN_S + patience_s) / THREAD_LOOK_S)
     left = []
@@ -37,9 +38,7 @@ def new_threads(before: set[int], patience_s: float) -> list[str]:
         if isinstance(thread, threading._DummyThread):
             continue
         while thread.is_alive() and num_looks > 0:
-            thread.join(
-                THREAD_LOOK_S
-            )  # However long it takes: where we wait for a core, the thread does too.
+            thread.join(THREAD_LOOK_S)  # Counted, not timed: the thread may wait for a core.
             num_looks -= 1
         if thread.is_alive():
             left.append(thread.name)
@@ -47,7 +46,7 @@ def new_threads(before: set[int], patience_s: float) -> list[str]:
 
 
 def open_files() -> Counter[str]:
-    """What this process has open, by name; empty where /proc does not tell."""
+    """Count what this process has open, by name; empty where /proc is not available."""
     folder = Path("/proc/self/fd")
     found: Counter[str] = Counter()
     if not folder.exists():
@@ -57,16 +56,16 @@ def open_files() -> Counter[str]:
         try:
             name = os.readlink(link)
         except OSError:
-            continue  # The listing's own.
+            continue  # The descriptor of this listing.
         found[name.partition(":[")[0]] += 1
     return found
 
 
 class RankLeaks:
-    """What a worker half leaves in a process of its own, where nobody but the rank itself can look.
+    """Leaks of a worker half in a process of its own, where only the rank can look.
 
-    Made before the half is. A few files that a library has opened once and keeps are no leak; what grows with
-    steps and requests is.
+    Made before the half. A few files that a library opens once and keeps are allowed; growth with steps and
+    requests is not.
     """
 
     def __init__(self) -> None:
@@ -74,16 +73,16 @@ class RankLeaks:
         self._files = open_files()
 
     def find(self) -> Iterator[tuple[str, str]]:
-        """(rule, what is left; empty if that is nothing), after the half's shutdown."""
+        """Yield (rule, description of the leak, or "" if there is none). Call after the half's shutdown."""
         threads = new_threads(self._threads, THREAD_END_S)
-        yield "threads-left", f"these threads go on: {', '.join(threads)}" if threads else ""
+        yield "threads-left", f"these threads still run: {', '.join(threads)}" if threads else ""
         files = open_files() - self._files
         names = ", ".join(f"{count} x {name}" for name, count in files.most_common(5))
-        yield "files-left", f"more are open than before: {names}" if files.total() > FILES_SLACK else ""
+        yield "files-left", f"these files are still open: {names}" if files.total() > FILES_SLACK else ""
 
 
 def keys_reachable_from(root: Any) -> set[str]:
-    """Strings that are keys or members of containers in the object's own state."""
+    """Return the strings that are keys or members of containers in the object's state."""
     found: set[str] = set()
     seen = {id(root)}
     queue = [root]
@@ -120,7 +119,7 @@ def _children(value: Any) -> Iterable[Any]:
         "threading",
     ):
         return ()
-    # The engine's own state, which a connector may hold on to, is not the connector's memory.
+    # The engine's own state, which a connector may reference, is not the connector's memory.
     if type(value).__module__.startswith("baton.engine."):
         return ()
     return gc.get_referents(value)

@@ -1,4 +1,4 @@
-"""What a connector owes its host: loads that are to end, and loans that are to come back.
+"""Ledger of what a connector owes its host: loads that must end, and lent blocks that must come back.
 
 update_state_after_alloc(n > 0) --> loading --finished_recving--> (ended)
 request_finished -> True        --> lent    --finished_sending--> (ended)
@@ -17,11 +17,11 @@ from baton.testing.contract.story import Story
 
 @dataclass(slots=True)
 class OpenLoad:
-    """Of whatever KV-cache groups."""
+    """A load of any KV-cache groups."""
 
     request_id: str
-    block_ids: list[int]  # All that the request holds of the prefix that will be there.
-    filled_block_ids: list[int]  # Those of them that the connector may write to.
+    block_ids: list[int]  # All blocks that the request holds of the prefix that is computed or loaded.
+    filled_block_ids: list[int]  # The subset of `block_ids` that the connector may write to.
     num_tokens: int
     is_async: bool
 
@@ -30,27 +30,27 @@ class OpenLoad:
 class Ledger:
     story: Story
     num_ranks: int = 1
-    num_faults: int = 0  # Of the store or of writes into the KV cache: those that the kit caused.
+    num_faults: int = 0  # Faults that the kit injected, in the store or in writes into the KV cache.
     num_store_faults: int = 0
-    faulted_blocks: set[int] = field(
-        default_factory=set
-    )  # Of loads with a failed write that no rank reported.
-    known: set[str] = field(default_factory=set)  # Requests that the scheduler half was told of.
+    # Blocks of loads with a failed write that no rank has reported.
+    faulted_blocks: set[int] = field(default_factory=set)
+    known: set[str] = field(default_factory=set)  # Requests that the scheduler half has been told of.
     ended: set[str] = field(default_factory=set)  # request_finished was called.
     aborted: set[str] = field(default_factory=set)
     loading: dict[str, OpenLoad] = field(default_factory=dict)
-    sync_loads: dict[str, OpenLoad] = field(default_factory=dict)  # Of the step in the making.
-    landed: set[str] = field(default_factory=set)  # Of `loading`: all ranks have reported their end.
-    opened: set[str] = field(default_factory=set)  # Loads that the ranks have not heard of.
+    # Loads of the step that is being scheduled.
+    sync_loads: dict[str, OpenLoad] = field(default_factory=dict)
+    landed: set[str] = field(default_factory=set)  # Subset of `loading` whose end all ranks have reported.
+    opened: set[str] = field(default_factory=set)  # Loads that the ranks have not been told of.
     lent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     sent: set[str] = field(default_factory=set)
-    loaded_blocks: set[int] = field(default_factory=set)  # Of loads that have ended.
+    loaded_blocks: set[int] = field(default_factory=set)  # Blocks of loads that have ended.
     # Ranks that reported a request id in finished_recving (since its last load began) or in finished_sending.
     _received_by: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     _sent_by: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     _invalid_by: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # By block id.
-    # Synchronous loads of each step whose report has not come, oldest first.
+    # Synchronous loads of each step that has not reported, oldest first.
     _steps: deque[dict[str, OpenLoad]] = field(default_factory=deque)
 
     def open_load(self, load: OpenLoad) -> None:
@@ -72,7 +72,7 @@ class Ledger:
             self.story.seen["delayed frees"] += 1
 
     def begin_step(self) -> None:
-        """The step is decided. Its report comes behind those of the steps before it."""
+        """Close the step that is being scheduled. Its report comes after the reports of earlier steps."""
         self._steps.append(self.sync_loads)
         self.sync_loads = {}
 
@@ -83,13 +83,13 @@ class Ledger:
         return {block_id for load in loads for block_id in load.filled_block_ids}
 
     def blocks_of_loads(self, request_ids: Iterable[str]) -> set[int]:
-        """That the open loads of these requests are to fill."""
+        """Return the blocks that the open loads of these requests will fill."""
         tables = (self.loading, self.sync_loads, *self._steps)
         loads = [table[id_] for table in tables for id_ in request_ids if id_ in table]
         return {block_id for load in loads for block_id in load.filled_block_ids}
 
     def note_landed(self, request_ids: Iterable[str]) -> None:
-        """All ranks have said that these loads are over: nobody writes any more, whoever knows of it."""
+        """Note that all ranks have reported the end of these loads: no rank may write any more."""
         self.landed.update(self.loading.keys() & set(request_ids))
 
     def note_store_fault(self) -> None:
@@ -111,19 +111,19 @@ class Ledger:
         for block_id in notes.invalid_block_ids:
             self._invalid_by[block_id].add(notes.rank)
         if notes.raised_after_fault:
-            self.story.end_unjudged(f"{name} rank {notes.rank}: {notes.raised_after_fault}")
+            self.story.end_inconclusive(f"{name} rank {notes.rank}: {notes.raised_after_fault}")
         self.story.take_notes(name, notes)
 
     def ranks_that_received(self, request_id: str) -> str:
-        """For a detail: which ranks reported the request in finished_recving, and which did not."""
+        """Describe which ranks reported the request in finished_recving, and which did not."""
         return _which_ranks(self._received_by.get(request_id, ()), self.num_ranks)
 
     def ranks_that_sent(self, request_id: str) -> str:
-        """The same for finished_sending."""
+        """Describe which ranks reported the request in finished_sending, and which did not."""
         return _which_ranks(self._sent_by.get(request_id, ()), self.num_ranks)
 
     def take_report(self, report: KVConnectorOutput) -> None:
-        """The oldest open step's aggregated report, as the scheduler acts on it."""
+        """Take the aggregated report of the oldest open step, as the scheduler does."""
         of_step = self._steps.popleft() if self._steps else {}
         self._check_blocks(report.invalid_block_ids, of_step)
         if report.failed_recving:
@@ -165,7 +165,7 @@ class Ledger:
         self.story.check(
             "unknown-id-reported",
             load is not None or is_double,
-            f"finished_recving has {request_id!r}, which waits for no load ({ranks})",
+            f"finished_recving has {request_id!r}, which has no open load ({ranks})",
         )
 
     def _take_sent(self, request_id: str) -> None:

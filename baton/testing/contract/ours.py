@@ -1,4 +1,4 @@
-"""Baton's own connectors as cases of the kit: what `baton check --all` runs over."""
+"""Baton's own connectors as cases of the kit, for `baton check --all`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from baton.testing.contract.case import ConnectorCase
 from baton.testing.contract.damage import cut_files
 
-# Short enough for a loan that nobody fetches to end while the kit waits; long enough for a busy machine.
+# Short enough for an unfetched loan to end while the kit waits; long enough for a busy machine.
 TIMERS = {
     "ttl_s": 0.8,
     "round_trip_max_s": 0.4,
@@ -22,9 +22,12 @@ TIMERS = {
 
 
 def our_cases(folder: Path, *, transports: tuple[str, ...] = ("memory",)) -> dict[str, ConnectorCase]:
-    """By Baton's names. `folder` is private to the caller; `transports` those of pull and push."""
+    """Return the cases by connector name. `folder` is private to the caller; `transports` are for pull and
+    push.
+    """
     handoff: dict[str, Any] = {"transports": list(transports), "timers": TIMERS}
-    offload = {"cpu_gib": 3e-5}  # Some sixty blocks of the kit, fifteen of its real model: they are evicted.
+    # About sixty blocks of the toy model, or fifteen of the checkpoint: some are evicted.
+    offload = {"cpu_gib": 3e-5}
     stored = folder / "kv"
     multi = {
         "connectors": [
@@ -51,5 +54,5 @@ def our_cases(folder: Path, *, transports: tuple[str, ...] = ("memory",)) -> dic
 
 
 def in_engines(case: ConnectorCase, *, tp: int) -> ConnectorCase:
-    """The same for real executors."""
+    """Return the case for real executors."""
     return replace(case, tensor_parallel_sizes=(tp,))

@@ -1,12 +1,12 @@
-"""What a wrong byte is, and how it got there: a broken rule is named by its cause.
+"""Cause of a wrong KV slot, by which a broken rule is named.
 
-a slot holds, instead of its token's KV          which means
-the same tokens' under another salt              salt-ignored
-another prompt's, for which the params were made params-believed
-what was there before the load; damaged KV       failed-load-unreported, if the kit made a load fail
-KV that came into a block after its owner had    lost-on-preemption
-been preempted, under the owner's name
-what somebody computed on a wrong block          as that block's, or wrong-bytes if that was reported
+the slot holds, instead of its token's KV        broken rule
+KV of the same tokens under another salt         salt-ignored
+KV of the prompt that the params were made for   params-believed
+what it held before the load, or damaged KV      failed-load-unreported, if the kit made a load fail
+KV saved from a block of a preempted request     lost-on-preemption
+after a new owner had written it
+KV computed from a wrong block                   the rule of that block; wrong-bytes if it was reported
 anything else                                    wrong-bytes
 """
 
@@ -20,12 +20,12 @@ import torch
 
 from baton.testing.contract.arithmetic import POISON, kv_values, state_in, states_of
 
-FRESH = -1.0  # What memory holds before anybody has written to it.
+FRESH = -1.0  # What memory holds before its first write.
 
 
 @dataclass(slots=True)
 class Slot:
-    """One token's place in the cache of one layer and rank. `state`: of the token that stands there."""
+    """One token's slot in the cache of one layer and rank. `state`: of the token that it should hold."""
 
     request_id: str
     position: int
@@ -41,30 +41,32 @@ class Slot:
 
 @dataclass(slots=True)
 class Wrong:
-    """The first slot that a request computed on and that holds other KV than its tokens give."""
+    """The first slot that a request computed with and that does not hold the KV of its tokens."""
 
     slot: Slot
-    found: int | None = None  # The state whose KV lies there; None: nobody's.
+    found: int | None = None  # State of the KV that the slot holds; None: it is no token's KV.
     is_unwritten: bool = False
-    is_unfilled: bool = False  # A load was to fill the slot, and has not touched it.
-    is_faulted: bool = False  # A write of the slot's load failed, and no rank has reported a failure.
+    is_unfilled: bool = False  # A load that is to fill the slot has not written to it.
+    is_faulted: bool = False  # A write of the slot's load failed, and no rank has reported it.
     is_of_other_salt: bool = False
-    salt: str | None = None  # Then: which.
+    salt: str | None = None  # That salt, if `is_of_other_salt`.
     is_of_preempted: bool = False
-    root: Wrong | None = None  # The wrong slot on which this one's KV was computed, if nobody reported it.
+    root: Wrong | None = None  # The unreported wrong slot that this slot's KV was computed from.
     is_computed_on_wrong: bool = False
 
     def __str__(self) -> str:
         if self.root is not None:
-            return f"{self.slot} was computed behind {self.root}"
+            return f"{self.slot} was computed from {self.root}"
         if self.is_of_other_salt:
             return f"{self.slot} has the KV of the same tokens under salt {self.salt!r}"
         if self.is_computed_on_wrong:
-            return f"{self.slot} has what was computed behind a block that was reported as invalid"
+            return f"{self.slot} has KV computed from a block that was reported as invalid"
         return f"{self.slot} has {'nothing' if self.is_unwritten else 'other KV than its tokens give'}"
 
     def rule(self, foreign_states: Iterable[int], *, is_store_broken: bool) -> str:
-        """`foreign_states`: of the prompt for which the request's params were made, if it is another."""
+        """Return the broken rule. `foreign_states`: of the prompt that the params were made for, if it is
+        another.
+        """
         wrong = self.root if self.root is not None else self
         if wrong.is_of_other_salt:
             return "salt-ignored"
@@ -79,15 +81,17 @@ class Wrong:
 
 
 class Provenance:
-    """Of one engine's cache: who has written what, and what preemption has taken away."""
+    """History of one engine's cache: which blocks held which states, and which were preempted."""
 
     def __init__(self, salts: dict[str, str | None], num_steps_in_flight: int) -> None:
-        """`salts`: of every request, by id."""
+        """`salts`: the salt of every request, by id."""
         self._salts = salts
-        self._written: defaultdict[int, set[int]] = defaultdict(set)  # Blocks by state, by the model.
-        self._given_up: defaultdict[int, set[int]] = defaultdict(set)  # Blocks by state, on preemption.
+        # Per state: blocks that the model wrote it to.
+        self._written: defaultdict[int, set[int]] = defaultdict(set)
+        # Per state: blocks that held it when they were preempted.
+        self._given_up: defaultdict[int, set[int]] = defaultdict(set)
         self._unreported: list[Wrong] = []
-        # A block may be used on until the scheduler has heard that it is invalid.
+        # A block may still be used until the scheduler has received the report that it is invalid.
         self._invalid: deque[set[int]] = deque(maxlen=num_steps_in_flight)
 
     def note_written(self, block_id: int, state: int) -> None:
@@ -97,7 +101,7 @@ class Provenance:
         self._given_up[state].add(block_id)
 
     def end_step(self, wrongs: Iterable[Wrong], invalid_block_ids: set[int]) -> None:
-        """`wrongs`: of the step. What was computed on them is theirs, unless all of it is taken back."""
+        """Record the step's wrong slots that no rank has reported as invalid."""
         self._invalid.append(set(invalid_block_ids))
         reported = set().union(*self._invalid)
         self._unreported += [wrong for wrong in wrongs if wrong.slot.block_id not in reported]
@@ -105,7 +109,7 @@ class Provenance:
     def explain(
         self, slot: Slot, kv: torch.Tensor, heads: range, tokens: Sequence[int], *, is_unfilled: bool
     ) -> Wrong:
-        """`kv` `[heads, width]`: what the slot holds. `tokens`: of the request."""
+        """Find the cause. `kv` `[heads, width]`: what the slot holds. `tokens`: of the request."""
         wrong = Wrong(slot, is_unfilled=is_unfilled)
         if bool((kv == FRESH).all()):
             wrong.is_unwritten = True
@@ -125,7 +129,7 @@ class Provenance:
 
 
 def _state_of(kv: torch.Tensor, layer: int, heads: range) -> int | None:
-    """The state of which this is the whole KV of a token, if of any."""
+    """Return the state whose KV for one token this is; None if there is none."""
     state = state_in(float(kv[0, 0]), layer, heads.start)
     is_whole = state is not None and torch.equal(kv, kv_values((state,), layer, heads, kv.shape[-1])[0])
     return state if is_whole else None

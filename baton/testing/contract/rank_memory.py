@@ -1,6 +1,6 @@
-"""One rank's KV cache with a shadow: what it has to hold, so that whoever writes besides the model is seen.
+"""One rank's KV cache with a shadow copy that shows every write that the model did not make.
 
-Layers of different KV-cache groups may be views of the same memory; a shadow is of memory, not of a layer.
+Layers of different KV-cache groups may be views of the same memory; there is one shadow per memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class RankMemory:
     def __init__(
         self, rank: int, heads: range, caches: dict[str, torch.Tensor], on_fault: Callable[[], None]
     ) -> None:
-        """`caches`: by layer name, `[num_blocks, heads, block tokens, width]`. `heads`: of the model.
+        """`caches`: by layer name, `[num_blocks, heads, block tokens, width]`. `heads`: global head indices.
 
         `on_fault` is called when an armed write of the connector fails.
         """
@@ -30,33 +30,34 @@ class RankMemory:
         for _, cache in self._places.values():
             cache.fill_(FRESH)
         self._shadows = {place: cache.clone() for place, (_, cache) in self._places.items()}
-        self._expected: set[int] = set()  # Blocks that loads were to fill, until the model writes them anew.
-        self._filled: dict[int, set[int]] = {place: set() for place in self._places}  # Blocks, by loads.
+        self._expected: set[int] = set()  # Blocks that loads should fill, until the model writes them.
+        # Per memory: blocks filled by loads.
+        self._filled: dict[int, set[int]] = {place: set() for place in self._places}
 
     def write(self, layer: str, blocks: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
-        """The model's own `values` `[tokens, heads, width]`."""
+        """Write the model's own `values` `[tokens, heads, width]`."""
         cache = self.caches[layer]
         cache[blocks, :, offsets] = values
         self._shadows[cache.data_ptr()][blocks, :, offsets] = values
         self._expected.difference_update(blocks[offsets == 0].tolist())
 
     def expect_load(self, block_ids: set[int]) -> None:
-        """Loads that are to fill these have begun."""
+        """Note that loads into these blocks have begun."""
         self._expected |= block_ids
         for filled in self._filled.values():
             filled -= block_ids
 
     def is_unfilled(self, layer: str, block_id: int) -> bool:
-        """Whether a load was to fill the block, and nobody has changed it since."""
+        """Whether a load should fill the block and nothing has written to it since."""
         return block_id in self._expected - self._filled[self.caches[layer].data_ptr()]
 
-    def take_over(self, judge: Callable[[str, set[int]], None]) -> None:
-        """`judge` is told of the blocks, of a layer's memory, that somebody but the model has changed."""
+    def take_over(self, check: Callable[[str, set[int]], None]) -> None:
+        """Call `check(layer, blocks)` with the blocks changed by others than the model; update the shadow."""
         for place, (name, cache) in self._places.items():
             shadow = self._shadows[place]
             if torch.equal(cache, shadow):
                 continue
             changed = set((cache != shadow).flatten(1).any(1).nonzero().flatten().tolist())
             self._filled[place] |= changed
-            judge(name, changed)
+            check(name, changed)
             shadow.copy_(cache)

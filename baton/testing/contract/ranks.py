@@ -1,7 +1,7 @@
-"""The ranks of one engine in one process: KV tensors, hooks in their real order, the model of `arithmetic`.
+"""Ranks of one engine in one process: KV tensors, hooks in their real order, the model of `arithmetic`.
 
-Besides computing they watch the memory: whatever changes in it is the model's own write or lies in a block of
-an open load. And what the scheduler half sends reaches them as another process would get it, pickled.
+They check memory: each changed byte is the model's own write or in a block of an open load. The scheduler
+half's metadata reaches them pickled, as it would reach another process.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from baton.testing.contract.rank_memory import RankMemory
 from baton.testing.contract.watched_worker import WatchedWorker
 
 
-class _Place(TensorParallelGroup):
-    """Which slice of the cache a rank has; nothing is computed together."""
+class _RankInGroup(TensorParallelGroup):
+    """A rank's position, which gives its slice of the cache; it has no collectives."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -62,8 +62,8 @@ class KitRanks(Executor):
         ledger: Ledger,
         salts: dict[str, str | None],
     ) -> None:
-        """`salts`: of every request, by id; ranks need it because their KV depends on it."""
-        self.wrongs: dict[str, Wrong] = {}  # The first of each request, by id.
+        """`salts`: the salt of every request, by id; the KV depends on it."""
+        self.wrongs: dict[str, Wrong] = {}  # Per request id, the first wrong slot.
         self._ledger = ledger
         assert config.kv_transfer_config is not None
         self._name = config.kv_transfer_config.engine_id or ""
@@ -85,7 +85,7 @@ class KitRanks(Executor):
             for rank in range(self._size):
                 worker = make_worker(config, rank)
                 self.workers.append(worker)
-                caches = allocate_for(worker, config, _Place(rank, self._size), torch.device("cpu"))
+                caches = allocate_for(worker, config, _RankInGroup(rank, self._size), torch.device("cpu"))
                 heads = kv_heads_of(rank, tp_size=self._size, num_kv_heads=model.num_kv_heads)
                 memory = RankMemory(rank, heads, caches, partial(self._note_write_fault, worker))
                 self._memories.append(memory)
@@ -163,7 +163,7 @@ class KitRanks(Executor):
                 memory.expect_load(block_ids)
 
     def _tell_notes(self, report: KVConnectorOutput) -> None:
-        """At once: with steps in flight, the scheduler hears of this one later."""
+        """Pass the notes on at once: with steps in flight, the scheduler gets this report later."""
         watched = report.kv_connector_worker_meta
         if isinstance(watched, WatchedReport):
             for notes in watched.notes:
@@ -171,7 +171,7 @@ class KitRanks(Executor):
             watched.notes = ()
 
     def dummy_run(self, metadata: object, *, shows_hooks: bool) -> list[RankNotes]:
-        """Warm-up. `shows_hooks`: as if the layer hooks were captured in a graph, with this metadata."""
+        """Run a warm-up. `shows_hooks`: call the layer hooks with this metadata, as a graph capture would."""
         notes: list[RankNotes] = []
         for memory, worker in zip(self._memories, self.workers, strict=True):
             context = ForwardContext(kv_caches=memory.caches)
@@ -214,7 +214,7 @@ class KitRanks(Executor):
             elif blocks is not None:
                 for table, block_ids in zip(row.tables, blocks, strict=True):
                     table += block_ids
-            del row.tokens[len(row.prompt) + cached.num_output_tokens[index] :]  # Of a step thrown away.
+            del row.tokens[len(row.prompt) + cached.num_output_tokens[index] :]  # Tokens of a discarded step.
 
     def _give_up(self, request_id: str, row: _Row) -> None:
         for position, state in enumerate(states_of(row.tokens, self._salts[request_id])):
@@ -223,7 +223,7 @@ class KitRanks(Executor):
                     self._provenance.note_given_up(table[position // self._block], state)
 
     def _attention_metadata(self, output: SchedulerOutput) -> list[AttentionMetadata]:
-        """Of each cache group."""
+        """Return the metadata of each cache group."""
         rows = [self._rows[request_id] for request_id in output.num_scheduled_tokens]
         return [
             build_attention_metadata(
@@ -238,7 +238,7 @@ class KitRanks(Executor):
     def _forward(
         self, memory: RankMemory, output: SchedulerOutput, context: ForwardContext
     ) -> dict[str, Wrong]:
-        """Returns what requests have computed on that is wrong, by their ids."""
+        """Return the first wrong slot of each request that has one, by request id."""
         rows = {request_id: self._rows[request_id] for request_id in output.num_scheduled_tokens}
         wrongs: dict[str, Wrong] = {}
         watcher = context.watcher
@@ -265,7 +265,7 @@ class KitRanks(Executor):
         return wrongs
 
     def _hidden_states(self, metadata: AttentionMetadata) -> torch.Tensor:
-        """`[T, hidden size]`: any numbers will do, the kit does not read what becomes of them."""
+        """Return `[T, hidden size]` of arbitrary numbers; the kit does not read what is done with them."""
         return metadata.positions.float()[:, None].expand(-1, self._hidden_size).contiguous()
 
     def _slots(self, row: _Row, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -295,7 +295,9 @@ class KitRanks(Executor):
     def _find_wrong(
         self, memory: RankMemory, layer: int, name: str, request_id: str, row: _Row, last: int
     ) -> Wrong | None:
-        """What this step's tokens see and is not theirs. Behind a window nobody looks."""
+        """Find the first wrong slot that this step's tokens attend to. Slots before the window are not
+        checked.
+        """
         window = self._windows[layer]
         first = 0 if window is None else max(0, row.num_computed - window + 1)
         blocks, offsets = self._slots(row, layer, first, last)
@@ -340,14 +342,14 @@ class KitRanks(Executor):
     # --- Memory ------------------------------------------------------------------------------------
 
     def check_memory(self, when: str, rule: str = "wrote-outside-load") -> None:
-        """Take over what loads have written; nobody else may have written anything."""
+        """Take over what loads have written, and check that nothing else changed."""
         allowed = self._ledger.writable_blocks()
         for memory in self._memories:
 
-            def judge(layer: str, changed: set[int], rank: int = memory.rank) -> None:
+            def check(layer: str, changed: set[int], rank: int = memory.rank) -> None:
                 strays = sorted(changed - allowed)
                 detail = f"{when}, blocks {strays} of {layer} on rank {rank} changed; no load fills them"
                 self._ledger.story.check(rule, not strays, detail)
 
-            memory.take_over(judge)
+            memory.take_over(check)
         self._ledger.story.checked[rule] += 1

@@ -1,4 +1,4 @@
-"""Where an example happens: how its engines get their halves and ranks, and how time passes for them."""
+"""Environments of kit examples: how engines get their halves and ranks, and how waiting works."""
 
 from __future__ import annotations
 
@@ -30,58 +30,58 @@ from baton.testing.contract.ranks import KitRanks
 from baton.testing.contract.story import Story
 from baton.testing.contract.watched_worker import WatchedWorker
 
-FREE_LOOKS = 30  # Idle steps in a row that cost no time: a connector that only counts steps ends within them.
+FREE_LOOKS = 30  # Idle steps in a row before time counts; enough for a connector that only counts steps.
 LOOK_EVERY_S = 0.002
 LOOK_EVERY_MAX_S = 0.05
-LOOK_MAX_S = 0.1  # What a look counts at most: one that took longer says that the machine was busy.
+LOOK_MAX_S = 0.1  # The most that one look counts; a longer one means that this machine was busy.
 
 
 class Site(ABC):
-    """Makes engines for one example after the other."""
+    """Environment that starts engines for one example after the other."""
 
-    keeps_files = False  # What runs below the connector opens some in the first example, for all of them.
-    steps_in_flight: tuple[int, ...] = (1, 2)  # What its engines can do.
-    is_dear = False  # Starting engines takes seconds: every example has to be worth it.
+    keeps_files = False  # The runtime below the connector opens files in the first example that stay open.
+    steps_in_flight: tuple[int, ...] = (1, 2)  # Numbers of steps in flight that its engines support.
+    is_expensive = False  # Starting engines takes seconds, so there are few examples.
 
     num_marks = NUM_MARKS
 
     def __init__(self, case: ConnectorCase) -> None:
         self.case = case
         self.windows: tuple[Windows, ...] = WINDOWS if knows_groups(case) else ((),)
-        self.thread_patience_s = case.patience_s  # For those that a connector has told to end.
+        self.thread_patience_s = case.patience_s  # For threads that a connector has asked to end.
         self._last_mark = secrets.randbelow(NUM_MARKS)
 
     def new_mark(self) -> int:
-        """The token that the next example's prompts begin with.
+        """Return the token that the next example's prompts begin with.
 
-        What a connector keeps beyond an example, in a folder say, is of other prompts then: no story is about
-        what an earlier example has left, or a run before this one, of the same connector with a fault.
+        It keeps examples apart: what an earlier example or run has left in a connector's store (such as a
+        folder) belongs to other prompts.
         """
         self._last_mark += 1
         return VOCAB + self._last_mark % self.num_marks
 
     @abstractmethod
     def start(self, shape: Shape, story: Story, *, name: str, role: str) -> KitEngine:
-        """Raises what the connector's constructors raise."""
+        """Start one engine. Raises what the connector's constructors raise."""
 
     @abstractmethod
     def wait(self, engines: Sequence[KitEngine]) -> bool:
-        """No step moves anything: let time pass. False when the connector has had time enough."""
+        """Let time pass when no step makes progress. Returns False if the connector has had enough time."""
 
     @abstractmethod
     def moved(self) -> None:
-        """A step has moved something; `wait` begins anew."""
+        """Note that a step made progress: `wait` starts from the beginning."""
 
     def close(self) -> None:
-        """After the last example."""
+        """Release everything after the last example."""
         return
 
 
 class Patience:
-    """Waits for work in the background: at length for the first that hangs, then as long as it had helped.
+    """Time limit for background work: `patience_s` for the first hang, later a multiple of what helped.
 
-    Otherwise shrinking the story of a connector that hangs would take patience_s for each try. Time in which
-    we did not run ourselves does not count: neither did the connector.
+    Otherwise shrinking the story of a connector that hangs would take `patience_s` for each try. Time in
+    which this process did not run is not counted, because the connector did not run either.
     """
 
     def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -90,7 +90,7 @@ class Patience:
         self._longest_good_s = 0.0
         self._has_hung = False
         self._waited_s = 0.0
-        self._looked_at_s = 0.0  # Of the clock.
+        self._looked_at_s = 0.0  # A reading of the clock.
         self._looks = 0
 
     def moved(self) -> None:
@@ -121,7 +121,7 @@ class Patience:
 
 
 class ToySite(Site):
-    """Ranks of the kit, in this process; the connector as its users configure it."""
+    """Site whose ranks are the kit's own, in this process."""
 
     head_dim = HEAD_DIM
 

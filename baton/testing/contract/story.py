@@ -1,7 +1,7 @@
-"""What happened in one example: numbered calls, how often each rule was tested, and which broke first.
+"""Record of one example: numbered calls, how often each rule was checked, and the first breach.
 
-Calls that said nothing (a poll without news, a hook that returned None in a quiet step) are left out, so that
-the shrunk story of a failure is short enough to read.
+Calls without news (a poll that found nothing, a hook that returned None in an empty step) are left out, so
+that the shrunk story of a failure is short enough to read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from baton.testing.contract.rules import RULES
 if TYPE_CHECKING:
     from baton.testing.contract.envelopes import RankNotes
 
-LINES_MAX = 120  # Of a told story; the beginning of a longer one is left out.
+LINES_MAX = 120  # A longer story loses its beginning.
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60
@@ -26,7 +26,7 @@ _short.maxlist = _short.maxset = _short.maxdict = 8
 
 
 def short(value: Any) -> str:
-    """A value as a story shows it: one line, at most some 100 characters."""
+    """Return a value as one line of at most 100 characters."""
     request_id = getattr(value, "request_id", None)
     if isinstance(request_id, str):
         return request_id
@@ -39,12 +39,12 @@ def short(value: Any) -> str:
 
 
 def why(error: BaseException) -> str:
-    """What a connector has raised, and where."""
+    """Describe an exception of the connector and where it was raised."""
     return f"{type(error).__name__}: {error}{place_of(error)}"
 
 
 class ContractBroken(AssertionError):
-    """A connector broke `rule`; the message tells the story."""
+    """A connector broke `rule`; the message contains the story."""
 
     def __init__(self, rule: str, detail: str, story: str) -> None:
         super().__init__(f"{rule}: {RULES[rule].promise}\n  But: {detail}\n\n{story}")
@@ -53,8 +53,8 @@ class ContractBroken(AssertionError):
         self.story = story
 
 
-class Unjudged(Exception):
-    """The example ends early, and no rule is broken."""
+class Inconclusive(Exception):
+    """Raised to end an example early without a verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,34 +66,34 @@ class Breach:
 class Story:
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.checked: Counter[str] = Counter()  # By rule: how often it could have broken.
-        self.seen: Counter[str] = Counter()  # What the example had in it: loads, preemptions, aborts, ...
-        self.breach: Breach | None = None  # The first.
-        self.is_unjudged = False  # The example ends early; no rule is judged any more.
-        self.is_silent = False  # What happens now belongs to a diagnosis, not to the story.
-        self._end: int | None = None  # Lines up to the breach.
+        self.checked: Counter[str] = Counter()  # Per rule: how often it was checked.
+        self.seen: Counter[str] = Counter()  # Counts of events: loads, preemptions, aborts, ...
+        self.breach: Breach | None = None  # The first breach.
+        self.is_inconclusive = False  # The example ends early; no rule is checked any more.
+        self.is_silent = False  # Calls belong to a diagnosis and are not recorded.
+        self._end: int | None = None  # Number of lines up to the breach.
 
     def tell(self, line: str) -> None:
         if self.is_silent or (self.lines and self.lines[-1] == line):
-            return  # Asked again and again, it says so once.
+            return  # Repeated calls are recorded once.
         self.lines.append(line)
 
-    def tell_call(self, who: str, method: str, arguments: tuple[Any, ...], answer: Any = None) -> None:
-        said = f"{who}.{method}({', '.join(map(short, arguments))})"
-        self.tell(said if answer is None else f"{said} -> {short(answer)}")
+    def tell_call(self, owner: str, method: str, arguments: tuple[Any, ...], answer: Any = None) -> None:
+        call = f"{owner}.{method}({', '.join(map(short, arguments))})"
+        self.tell(call if answer is None else f"{call} -> {short(answer)}")
 
-    def take_notes(self, who: str, notes: RankNotes) -> None:
-        """What a rank of the engine `who` has noted."""
+    def take_notes(self, engine: str, notes: RankNotes) -> None:
+        """Record what one rank of `engine` has noted."""
         for line in notes.calls:
-            self.tell(f"{who} {line}")
+            self.tell(f"{engine} {line}")
         self.checked.update(notes.checked)
         for rule, detail in notes.breaches:
             self.check(rule, False, detail)
 
     def check(self, rule: str, holds: bool, detail: str = "") -> bool:
-        """Returns `holds`. The first rule that does not hold is the one that is reported."""
+        """Record a check and return `holds`. Only the first breach is reported."""
         assert rule in RULES, rule
-        if self.is_unjudged:
+        if self.is_inconclusive:
             return holds
         self.checked[rule] += 1
         if not holds and self.breach is None:
@@ -102,17 +102,17 @@ class Story:
             self._end = len(self.lines)
         return holds
 
-    def end_unjudged(self, why: str) -> None:
+    def end_inconclusive(self, why: str) -> None:
         """End the example without a verdict: the connector raised an error that the kit had injected."""
         self.tell(why)
-        self.is_unjudged = True
+        self.is_inconclusive = True
 
     def raise_if_broken(self) -> None:
-        """Raises ContractBroken, or Unjudged if the example ends early."""
+        """Raises ContractBroken, or Inconclusive if the example ends early."""
         if self.breach is not None:
             raise ContractBroken(self.breach.rule, self.breach.detail, self.text())
-        if self.is_unjudged:
-            raise Unjudged
+        if self.is_inconclusive:
+            raise Inconclusive
 
     @property
     def num_lines(self) -> int:

@@ -1,7 +1,7 @@
-"""A connector's call that never comes back, where it runs in this process: it is named, and interrupted.
+"""Interrupts a connector's call that does not return, and names it; for calls in this process.
 
-No thread can do that to another one. So it takes a signal, which Python handles in the main thread, and
-nothing is watched where a check does not run there, or where there are no such signals.
+One thread cannot interrupt another, so this uses a signal, which Python handles in the main thread. Nothing
+is watched if the check does not run there, or if the platform has no interval timers.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from types import FrameType
 
 from baton.core.errors import place_in
 
-_LOOKS = 20  # In the time that a call may take. They are counted: while we are not run, nor is the call.
+_LOOKS = 20  # Per call_max_s. Counted, not timed: while this process does not run, neither does the call.
 
 
 class Stuck(BaseException):
-    """Raised in the midst of such a call. No Exception: a connector contains those."""
+    """Raised inside a call that does not return. Not an Exception, because connectors catch those."""
 
 
 @contextmanager
 def stuck_calls_interrupted(
     method_of: Callable[[FrameType], str | None], call_max_s: float
 ) -> Iterator[None]:
-    """`method_of`: the connector's method that a frame of the kit's own calls; None: it is no such frame."""
+    """`method_of` returns the connector's method that a frame of the kit calls; None for other frames."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
-    seen: tuple[FrameType | None, int] = (None, 0)  # The call that goes on, and how often it was seen.
-    # Somebody may use the timer, to end tests that take too long: he gets it back, or his signal in time.
+    seen: tuple[FrameType | None, int] = (None, 0)  # The call in progress, and how often it was seen.
+    # Other code may use the timer, to end slow tests: it gets the timer back, or its signal in time.
     left_s, his_interval_s = signal.getitimer(signal.ITIMER_REAL)
     his_deadline_s = time.monotonic() + left_s if left_s else None
 

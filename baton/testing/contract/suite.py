@@ -1,4 +1,4 @@
-"""The kit in an author's own pytest, in three lines:
+"""Runs the kit under pytest, from an author's own tests:
 
 from baton.testing import connector_suite
 
@@ -16,7 +16,7 @@ from baton.testing.contract.check import EXAMPLES, check_connector
 def connector_suite(
     path: str | type[Any], *, examples: int = EXAMPLES, seed: int | None = 0, **case: Any
 ) -> type:
-    """A class of tests for pytest to collect. `case`: fields of ConnectorCase."""
+    """Return a test class for pytest to collect. `case`: fields of ConnectorCase."""
     if isinstance(path, type):
         path = f"{path.__module__}:{path.__qualname__}"
     of_connector = ConnectorCase(path=path, **case)

@@ -1,4 +1,4 @@
-"""The kit's connector factory for ranks in other processes: worker halves under observation."""
+"""Connector factory for ranks in other processes: makes watched worker halves."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ PATH = "baton.testing.contract.watched_factory:watched_factory"
 
 
 class WatchedFactory:
-    """A ConnectorFactory."""
+    """Implements ConnectorFactory."""
 
     def scheduler_half(self, config: EngineConfig) -> KVConnectorSchedulerHalf:
-        raise AssertionError("the kit makes the scheduler half itself, where its story is")
+        raise AssertionError("the kit makes the scheduler half itself, in the process of the story")
 
     def worker_half(self, config: EngineConfig, tp_rank: int) -> KVConnectorWorkerHalf:
         leaks = RankLeaks()

@@ -1,4 +1,4 @@
-"""A scheduler half under observation: passes every call on, and notes in the story what the call broke."""
+"""Watched scheduler half: forwards every call to the connector and records broken rules in the story."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from baton.testing.contract.ledger import Ledger, OpenLoad
 from baton.testing.contract.story import short, why
 from baton.testing.contract.watched_worker import (
     WatchedWorker,
+    is_news,
     is_plain,
     pass_on,
-    says_something,
     why_not_pickled,
 )
 
@@ -46,22 +46,22 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
         name: str,
         block_size: int,
         groups: Sequence[KVCacheGroup],
-        last_words: str | None = None,
+        final_notes: str | None = None,
     ) -> None:
-        """`inner`: a scheduler half, or anything that has its methods, as vLLM's connectors do.
+        """`inner`: a scheduler half, or any object with its methods, such as vLLM's connectors.
 
-        `last_words`: see WatchedMetadata.
+        `final_notes`: see WatchedMetadata.
         """
         self.inner = inner
-        self.name = name  # Of the engine, for the story.
-        self.num_deferred = 0  # Lookups answered with None in a row.
-        self.was_reset = False  # reset_cache() said True, and nothing was computed since.
+        self.name = name  # Name of the engine in the story.
+        self.num_deferred = 0  # Lookups in a row that returned None.
+        self.was_reset = False  # reset_cache() returned True, and no step has computed tokens since.
         self._ledger = ledger
         self._story: Story = ledger.story
         self._block_size = block_size
-        self._last_words = last_words
+        self._final_notes = final_notes
         self._num_groups = len(groups)
-        self._null_blocks = {NULL_BLOCK_ID} if is_hybrid(groups) else set()  # Stand where nothing is held.
+        self._null_blocks = {NULL_BLOCK_ID} if is_hybrid(groups) else set()  # Placeholder in block tables.
         self._matches: dict[str, tuple[int, bool]] = {}  # (local tokens, is_async) of the last lookup.
         self._allocated: set[str] = set()
         self._scheduled: set[str] = set()
@@ -224,7 +224,7 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
         )
         num_tokens = scheduler_output.total_num_scheduled_tokens
         if num_tokens:
-            self.was_reset = False  # There is something new to store.
+            self.was_reset = False  # The connector may store new KV.
         ended = scheduler_output.finished_req_ids
         self._scheduled.update(new.req_id for new in scheduler_output.scheduled_new_reqs)
         unseen = frozenset(ended - self._scheduled)
@@ -235,11 +235,11 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
             is_empty=num_tokens == 0,
             opened_loads=opened,
             unseen_finished_ids=unseen,
-            last_words=self._last_words,
+            final_notes=self._final_notes,
         )
 
     def build_dummy_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
-        """For a dummy run of a connector whose hooks are to be captured."""
+        """Build the metadata of a dummy run in which a graph captures the layer hooks."""
         metadata = self._metadata_of(scheduler_output)
         metadata.is_dummy = True
         return metadata
@@ -250,7 +250,7 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
             connector_output.kv_connector_worker_meta = report.inner
             for notes in report.notes:
                 self._ledger.take_notes(self.name, notes)
-        # From here on it is the half that says whether these loads are over.
+        # From here on the half reports whether these loads are over.
         self._ledger.landed -= connector_output.finished_recving or set()
         self._ask("update_connector_output", connector_output, told=(), is_quiet=True)
         if connector_output.finished_sending or connector_output.finished_recving:
@@ -282,7 +282,7 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
         told: tuple[Any, ...] | None = None,
         is_quiet: bool | None = None,
     ) -> Any:
-        """`is_quiet` None: told if it said something."""
+        """Call the connector. `is_quiet` None: recorded in the story only if the answer is news."""
         try:
             answer = getattr(self.inner, method)(*arguments)
         except UserError as error:
@@ -291,7 +291,7 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
             allowed = SURFACE[method].scope is Scope.REQUEST
             self._story.check("raised", allowed, f"{method} raised a UserError: {error}")
             raise
-        except Exception as error:  # That it raised is the finding.
+        except Exception as error:  # The exception is the breach.
             self._story.tell_call(self.name, method, arguments if told is None else told)
             about = arguments[0].request_id if method.startswith("request_finished") else None
             is_unknown = about is not None and about not in self._allocated
@@ -299,17 +299,17 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
             self._story.check(rule, False, f"{method} raised {why(error)}")
             raise
         self._story.checked["raised"] += 1
-        if is_quiet is False or (is_quiet is None and says_something(answer)):
+        if is_quiet is False or (is_quiet is None and is_news(answer)):
             self._story.tell_call(self.name, method, arguments if told is None else told, answer)
         return answer
 
     def _ask_if_there(self, method: str, *arguments: Any, **how: Any) -> Any:
-        """For methods that connectors written for other hosts may lack."""
+        """Call a method that connectors written for other hosts may lack."""
         return self._ask(method, *arguments, **how) if hasattr(self.inner, method) else None
 
 
 class WatchedHMAScheduler(WatchedScheduler, SupportsHMA):
-    """Of a connector that handles several KV-cache groups."""
+    """Watches a connector that handles several KV-cache groups."""
 
     def request_finished_all_groups(
         self, request: host.Request, block_ids: tuple[list[int], ...]

@@ -1,8 +1,7 @@
-"""A worker half under observation: passes every call on, and notes what the call broke.
+"""Watched worker half: forwards every call to the connector and notes broken rules.
 
-What has no rule of its own is passed on by the table of the contract (`pass_on`).
-
-Runs in whatever process its rank runs in; what it notes comes home in the rank's report.
+Methods without a rule of their own are forwarded by the contract's table (`pass_on`). It runs in the rank's
+process; the notes are sent in the rank's report.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from baton.contract import (
 )
 from baton.contract.surface import Half, Row, Scope, completed, rows_of
 from baton.testing.contract.envelopes import RankNotes, WatchedMetadata, WatchedReport
-from baton.testing.contract.last_words import write_last_words
+from baton.testing.contract.final_notes import write_final_notes
 from baton.testing.contract.leaks import RankLeaks
 from baton.testing.contract.story import short, why
 
@@ -35,9 +34,9 @@ T = TypeVar("T")
 
 
 def pass_on(row: Row) -> Callable[..., Any]:
-    """The method or property of a watcher that asks `inner`, and judges no more than whether it raises.
+    """Make the watcher's method or property for one row: asks `inner` and checks only that it does not raise.
 
-    Connectors that were written for other hosts may lack it. What start-up raises, the kit reports anyway.
+    Connectors written for other hosts may lack the method. Errors of start-up are reported elsewhere.
     """
 
     def ask(self: Any, *arguments: Any) -> Any:
@@ -54,9 +53,9 @@ def pass_on(row: Row) -> Callable[..., Any]:
 @completed(rows_of(Half.WORKER), pass_on)
 class WatchedWorker(KVConnectorWorkerHalf):
     def __init__(self, inner: Any, rank: int, leaks: RankLeaks | None = None) -> None:
-        """`inner`: a worker half, or anything that has its methods, as vLLM's connectors do.
+        """`inner`: a worker half, or any object with its methods, such as vLLM's connectors.
 
-        `leaks` are looked for at its end if its host asks for last words.
+        `leaks` are searched for at shutdown if the metadata names a folder for final notes.
         """
         self.inner = inner
         self.prefer_cross_layer_blocks = bool(getattr(inner, "prefer_cross_layer_blocks", False))
@@ -67,12 +66,12 @@ class WatchedWorker(KVConnectorWorkerHalf):
         self._received: set[str] = set()
         self.has_write_fault = False  # The kit made a write of this rank's connector fail.
         self._leaks = leaks
-        self._last_words: str | None = None
+        self._final_notes: str | None = None
 
     # --- Start -----------------------------------------------------------------------------------
 
     def get_required_kvcache_layout(self, config: Any) -> str | None:
-        """As the connector's class answers: its host allocates what this one is shown.
+        """Return what the connector's class returns, because the host allocates what the connector is shown.
 
         A connector of vLLM's base class would read vLLM's configuration, and `config` is Baton's.
         """
@@ -95,7 +94,7 @@ class WatchedWorker(KVConnectorWorkerHalf):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(connector_metadata, WatchedMetadata)
         self._step = connector_metadata
-        self._last_words = connector_metadata.last_words
+        self._final_notes = connector_metadata.final_notes
         self._ask("bind_connector_metadata", connector_metadata.inner)
         self._check(
             "bind-not-kept",
@@ -136,18 +135,16 @@ class WatchedWorker(KVConnectorWorkerHalf):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if hasattr(self.inner, "get_transfer_results"):
-            said = self._ask("get_transfer_results", finished_req_ids)
+            answer = self._ask("get_transfer_results", finished_req_ids)
         else:
             sending, recving = self._ask("get_finished", finished_req_ids)
-            said = KVConnectorTransferResults(sending or set(), recving or set())
+            answer = KVConnectorTransferResults(sending or set(), recving or set())
         names = ("finished_sending", "finished_recving", "failed_recving")
-        results: list[Any] = [getattr(said, name, said) for name in names]
+        results: list[Any] = [getattr(answer, name, answer) for name in names]
         are_ids = all(
             r is None or (isinstance(r, set) and all(isinstance(i, str) for i in r)) for r in results
         )
-        self._check(
-            "wrong-type", are_ids, f"get_transfer_results answers {short(said)}, which has no sets of ids"
-        )
+        self._check("wrong-type", are_ids, f"get_transfer_results answers {short(answer)}, not sets of ids")
         sent, received, failed = (set(ids) if isinstance(ids, set) else set() for ids in results)
         for ids, before, name in ((sent, self._sent, "sent"), (received, self._received, "received")):
             twice = sorted(ids & before)
@@ -194,7 +191,7 @@ class WatchedWorker(KVConnectorWorkerHalf):
         return WatchedReport((notes,), inner)
 
     def shutdown(self) -> None:
-        if self._leaks is None or self._last_words is None:
+        if self._leaks is None or self._final_notes is None:
             self.inner.shutdown()
             return
         try:
@@ -202,12 +199,12 @@ class WatchedWorker(KVConnectorWorkerHalf):
         finally:
             for rule, left in self._leaks.find():
                 self._check(rule, not left, f"after shutdown, in the process of the rank, {left}")
-            write_last_words(self._last_words, self._notes)
+            write_final_notes(self._final_notes, self._notes)
 
     # --- Notes -----------------------------------------------------------------------------------
 
     def take_notes(self) -> RankNotes:
-        """What no report has carried yet; for a host in the same process."""
+        """Take the notes that no report has carried; for a host in the same process."""
         notes, self._notes = self._notes, RankNotes(self.rank)
         return notes
 
@@ -219,12 +216,14 @@ class WatchedWorker(KVConnectorWorkerHalf):
         is_quiet: bool = False,
         rule: str | None = None,
     ) -> Any:
-        """`told`: what the story says of the arguments; by default all. `rule`: against raising."""
+        """`told`: the arguments to show in the story, by default all. `rule`: the rule that an exception
+        breaks.
+        """
         step = self._step
         try:
             answer = getattr(self.inner, method)(*arguments)
-        except Exception as error:  # That it raised is the finding.
-            if self.has_write_fault:  # The host hears of the failure, which is all that the kit asks for.
+        except Exception as error:  # The exception is the breach.
+            if self.has_write_fault:  # The host gets the error, which is all that the rule asks for.
                 self._notes.raised_after_fault = f"{method} raised {why(error)}"
                 raise
             rule = rule or self._rule_of_raising(method)
@@ -238,7 +237,7 @@ class WatchedWorker(KVConnectorWorkerHalf):
                 self._notes.checked["empty-step-raised"] += 1
             if step.unseen_finished_ids and method == "get_transfer_results":
                 self._notes.checked["unknown-id-raised"] += 1
-        if not is_quiet and says_something(answer):
+        if not is_quiet and is_news(answer):
             shown = ", ".join(map(short, arguments if told is None else told))
             self._notes.calls.append(
                 f"rank {self.rank}.{method}({shown})" + (f" -> {short(answer)}" if answer is not None else "")
@@ -246,7 +245,7 @@ class WatchedWorker(KVConnectorWorkerHalf):
         return answer
 
     def _ask_if_there(self, method: str) -> Any:
-        """For methods that connectors written for other hosts may lack."""
+        """Call a method that connectors written for other hosts may lack."""
         return self._ask(method) if hasattr(self.inner, method) else None
 
     def _rule_of_raising(self, method: str) -> str:
@@ -276,7 +275,7 @@ class WatchedWorker(KVConnectorWorkerHalf):
 def why_not_pickled(value: Any) -> str | None:
     try:
         pickle.loads(pickle.dumps(value))
-    except Exception as error:  # Whatever a foreign __reduce__ raises is the finding.
+    except Exception as error:  # Any error of a foreign __reduce__ is a breach.
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -289,10 +288,10 @@ def is_plain(value: Any) -> bool:
     return True
 
 
-def says_something(answer: Any) -> bool:
-    """Worth a line of the story even in a quiet step."""
+def is_news(answer: Any) -> bool:
+    """Whether the answer is worth a line in the story even in an empty step."""
     if isinstance(answer, tuple):
-        return any(map(says_something, answer))
+        return any(map(is_news, answer))
     if isinstance(answer, KVConnectorTransferResults):
         return bool(answer.finished_sending or answer.finished_recving or answer.failed_recving)
     return answer is not None and answer is not False and answer != 0 and answer not in (set(), {}, [])

@@ -1,6 +1,6 @@
-"""One example: an engine, or two that hand requests over, and everything that may happen to them.
+"""World of one example: one engine, or a pair P and D, with every operation that an example can do.
 
-At the end everything is brought to rest, and what is then still open is named.
+At the end everything is brought to rest, and whatever is still open is reported.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 @dataclass(slots=True)
 class Leg:
-    """A request whose prompt P computes and whose answer D gives."""
+    """A request whose prompt P computes and whose answer D generates."""
 
     number: int
     prompt: list[int]
     max_tokens: int
     salt: str | None
-    params: dict[str, Any] | None = None  # What P's answer said.
-    is_over: bool = False  # D has been asked, or nobody will be.
+    params: dict[str, Any] | None = None  # The params of P's answer.
+    is_over: bool = False  # D has been asked, or never will be.
 
 
 class World:
@@ -41,7 +41,7 @@ class World:
         self.story = story
         self._mark = site.new_mark()
         self._num_asked = 0
-        self._prompts: list[tuple[list[int], str | None]] = []  # That clients have asked, with their salts.
+        self._prompts: list[tuple[list[int], str | None]] = []  # Prompts asked so far, with their salts.
         self._legs: list[Leg] = []
         self._threads = running_threads()
         story.tell(
@@ -65,21 +65,21 @@ class World:
 
     @property
     def last(self) -> KitEngine:
-        """The one that answers."""
+        """The engine that answers clients: the only one, or D."""
         return self.engines[-1]
 
     def _marked(self, prompt: Sequence[int]) -> list[int]:
         return [self._mark, *prompt[1:]]
 
-    # --- What may happen ---------------------------------------------------------------------------
+    # --- Operations --------------------------------------------------------------------------------
 
     def dummy_run(self) -> None:
-        """What hosts do before the first step, as far as connectors see anything of it."""
+        """Do what hosts do before the first step, as far as connectors see it."""
         for engine in self.engines:
             engine.dummy_run()
 
     def ask(self, prompt: Sequence[int], max_tokens: int, salt: str | None) -> None:
-        """A client's request; with two engines, by the way of the pair."""
+        """Send a client's request; with a pair, to P and then to D."""
         prompt = self._marked(prompt)
         self._num_asked += 1
         number = self._num_asked
@@ -111,7 +111,9 @@ class World:
             )
 
     def ask_again(self, index: int, max_tokens: int) -> None:
-        """What was asked before, when engines have forgotten it, and connectors perhaps not."""
+        """Repeat an earlier request after the engines' caches were reset; the connector may still have its
+        KV.
+        """
         if self._prompts:
             prompt, salt = self._prompts[index % len(self._prompts)]
             self.forget_local_caches()
@@ -122,18 +124,18 @@ class World:
             self.ask(prompt, max_tokens, None)
 
     def ask_to_store(self, prompt: Sequence[int], salt: str | None) -> None:
-        """To its end, so that the connector has something that the engine has not."""
+        """Run to the end and reset the engine's cache, so that only the connector holds the KV."""
         self.ask(prompt, 1, salt)
         self.settle()
         self.forget_local_caches()
 
     def ask_plain(self, prompt: Sequence[int], max_tokens: int) -> None:
-        """Of one engine of a pair, which has nobody to hand it to or to get it from."""
+        """Ask only the last engine, without params."""
         self._num_asked += 1
         self.last.ask(f"r{self._num_asked}", self._marked(prompt), max_tokens=max_tokens)
 
     def replay(self, index: int, prompt: Sequence[int], max_tokens: int) -> None:
-        """Params that P gave for one prompt come with another, or a second time with the same."""
+        """Send params that P gave for one prompt with another prompt, or again with the same."""
         legs = [leg for leg in self._legs if leg.params is not None]
         if not legs:
             return
@@ -150,11 +152,11 @@ class World:
         )
 
     def lose_ticket(self, index: int) -> None:
-        """P's answer never reaches D."""
+        """Drop P's answer, so that D is never asked."""
         legs = [leg for leg in self._legs if not leg.is_over]
         if legs:
             leg = legs[index % len(legs)]
-            self.story.tell(f"nobody will ask D for what P computed as p{leg.number}")
+            self.story.tell(f"D is never asked for p{leg.number}")
             leg.is_over = True
 
     def abort(self, index: int) -> None:
@@ -164,7 +166,7 @@ class World:
             engine.abort(request_id)
 
     def ask_and_abort(self, prompt: Sequence[int], max_tokens: int, num_steps: int) -> None:
-        """A client that goes away while its request waits, loads, computes, or has just ended."""
+        """Abort a request while it waits, loads, computes, or has just ended."""
         before = {(engine.name, request_id) for engine in self.engines for request_id in engine.answers}
         self.ask(prompt, max_tokens, None)
         for _ in range(num_steps):
@@ -182,7 +184,7 @@ class World:
             self.site.case.break_store()
 
     def fail_a_load(self, prompt: Sequence[int], rank: int, max_tokens: int) -> None:
-        """One write of the load of a stored prompt fails on one rank, where ranks live in this process."""
+        """Make one write of a load fail on one rank, if the ranks are in this process."""
         self.ask_to_store(prompt, None)
         executor = self.last.executor
         if isinstance(executor, KitRanks):
@@ -190,8 +192,8 @@ class World:
         self.ask(prompt, max_tokens, None)
         self.settle()
 
-    def compute_behind_a_failure(self, prompt: Sequence[int], num_stored: int, max_tokens: int) -> None:
-        """A step computes behind blocks that are lost. Then they are there again; what stands behind them?"""
+    def compute_after_a_failure(self, prompt: Sequence[int], num_stored: int, max_tokens: int) -> None:
+        """Compute after lost blocks, restore the blocks, then check the KV that was computed after them."""
         start = prompt[:num_stored]
         self.ask_to_store(start, None)
         self.break_store()
@@ -201,7 +203,7 @@ class World:
         self.ask(prompt, max_tokens, None)
 
     def forget_local_caches(self) -> None:
-        """Of the engines; what the connector has stored stays."""
+        """Reset the engines' prefix caches; the connector keeps what it has stored."""
         for engine in self.engines:
             engine.forget_local_cache()
 
@@ -210,7 +212,7 @@ class World:
             engine.reset_cache()
 
     def step(self) -> bool:
-        """One step of each engine, and what passes between them."""
+        """Do one step of each engine and one handover."""
         moved = any([engine.step() for engine in self.engines])
         moved = self._hand_over() or moved
         self.story.raise_if_broken()
@@ -233,31 +235,31 @@ class World:
         leg.is_over = True
         self.last.ask(f"d{leg.number}", leg.prompt, max_tokens=leg.max_tokens, salt=leg.salt, params=params)
 
-    # --- To rest -----------------------------------------------------------------------------------
+    # --- Rest --------------------------------------------------------------------------------------
 
     def settle(self, *, until_empty: bool = False) -> None:
-        """Step until nothing is left to do. Raises ContractBroken, naming what does not end.
+        """Step until nothing is left to do. Raises ContractBroken, which names what does not end.
 
-        `until_empty`: and until no block is held, by anybody.
+        `until_empty`: and until no block is held.
         """
         self.site.moved()
         while not self._is_at_rest() or (until_empty and any(e.holds_blocks for e in self.engines)):
             if self.step():
                 self.site.moved()
             elif not self.site.wait(self.engines):
-                self._blame_whoever_hangs()
+                self._report_hangs()
                 self.story.raise_if_broken()
-                raise AssertionError(f"no connector is to blame for this hang\n{self.story.text()}")
+                raise AssertionError(f"this hang breaks no rule of the connector\n{self.story.text()}")
 
     def _is_at_rest(self) -> bool:
         return all(engine.is_at_rest for engine in self.engines) and all(
             leg.is_over or self.engines[0].answers[f"p{leg.number}"].last is None for leg in self._legs
         )
 
-    def _blame_whoever_hangs(self) -> None:
+    def _report_hangs(self) -> None:
         for engine in self.engines:
             story, ledger = self.story, engine.ledger
-            # What hangs without having been aborted first: then the abort is not to blame.
+            # Requests that were not aborted come first: then the abort is not the cause.
             for request_id in sorted(ledger.loading, key=lambda i: (i in ledger.ended, i)):
                 ranks = ledger.ranks_that_received(request_id)
                 if request_id in ledger.ended:
@@ -266,14 +268,14 @@ class World:
                 rule = (
                     "empty-step-skipped" if self._ends_with_tokens(engine, request_id) else "load-never-ends"
                 )
-                detail = f"the load of {request_id} has no end, however long the host waits ({ranks})"
+                detail = f"the load of {request_id} never ends ({ranks})"
                 story.check(rule, False, detail)
             for request_id in sorted(ledger.lent, key=lambda i: (i in ledger.aborted, i)):
                 ranks = ledger.ranks_that_sent(request_id)
                 rule = "abort-leaks" if request_id in ledger.aborted else "delayed-free-never-returned"
                 if rule != "abort-leaks" and self._ends_with_tokens(engine, request_id):
                     rule = "empty-step-skipped"
-                detail = f"the blocks of {request_id} were kept and are not given back ({ranks})"
+                detail = f"the blocks of {request_id} were kept and are never freed ({ranks})"
                 story.check(rule, False, detail)
             if engine.open_ids and engine.half.num_deferred:
                 story.check(
@@ -284,14 +286,14 @@ class World:
             story.check(
                 "delayed-free-never-returned",
                 not engine.holds_blocks or bool(engine.open_ids),
-                "every request has ended, and blocks are still referred to",
+                "every request has ended, and blocks are still held",
             )
 
     def _ends_with_tokens(self, engine: KitEngine, request_id: str) -> bool:
-        """Whether what hung in steps without tokens goes on in steps with tokens. The example is over."""
+        """Whether a transfer that hung in empty steps ends in steps with tokens. Ends the example."""
         self.story.is_silent = True
         try:
-            for waiting in engine.open_ids:  # Nobody shall stand before the probe.
+            for waiting in engine.open_ids:  # Nothing may be queued before the probe.
                 if waiting not in engine.ledger.loading and waiting != PROBE:
                     engine.abort(waiting)
             engine.step()
@@ -308,11 +310,11 @@ class World:
             self.story.is_silent = False
 
     def finish(self) -> None:
-        """Settle, look for what is left, shut down, look again. Raises ContractBroken."""
+        """Settle, check what is left, shut down, check again. Raises ContractBroken."""
         try:
             self.story.raise_if_broken()
             self.settle(until_empty=True)
-            for _ in range(2):  # Whatever is told too late is told now.
+            for _ in range(2):  # Let late reports arrive.
                 self.step()
             for engine in self.engines:
                 engine.collect_notes()
@@ -339,5 +341,5 @@ class World:
             engine.shutdown()
         left = new_threads(self._threads, self.site.thread_patience_s)
         if left:
-            self.site.thread_patience_s = 0.0  # For a shorter story nobody waits as long as for the first.
-        self.story.check("threads-left", not left, f"after shutdown these threads go on: {', '.join(left)}")
+            self.site.thread_patience_s = 0.0  # Later examples need not wait as long as the first.
+        self.story.check("threads-left", not left, f"threads running after shutdown: {', '.join(left)}")

@@ -1,8 +1,8 @@
-"""Failing writes of a connector into the KV cache of a rank: a load that fails, whatever the store is.
+"""Write faults: makes a connector's write into a rank's KV cache fail, so that any load can fail.
 
 The connector gets a tensor of a subclass of `torch.Tensor`, with the memory of the cache. While a fault is
-armed, the next copy into that memory raises, in whatever thread it is made, and writes nothing. Writes that
-do not go through torch (a numpy view, an address) are not seen, and do not fail.
+armed, the next copy into that memory raises, in any thread, and writes nothing. Writes that do not go through
+torch (a numpy view, an address) are not seen and do not fail.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _COPIES = frozenset(
 
 
 class InjectedWriteError(RuntimeError):
-    """A write failed because the kit made it fail. torch raises RuntimeError too."""
+    """A write that the kit made fail. torch raises RuntimeError too."""
 
 
 class WriteFault:
-    """Of one rank. `fire` may run in a thread of the connector."""
+    """Write fault of one rank. `fire` may run in a thread of the connector."""
 
     def __init__(self, on_fire: Callable[[], None]) -> None:
         """`on_fire` is called once for each write that fails, before the error is raised."""
@@ -31,7 +31,7 @@ class WriteFault:
         self._on_fire = on_fire
 
     def arm(self) -> None:
-        """Make the next write fail, and no other."""
+        """Make the next write fail, and only that one."""
         self.is_armed = True
 
     def fire(self) -> None:
@@ -44,7 +44,7 @@ class WriteFault:
         raise InjectedWriteError("the contract kit makes this write into the KV cache fail")
 
     def show(self, caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The same memory, as the connector gets it."""
+        """Return tensors on the same memory, for the connector."""
         memory = frozenset(cache.untyped_storage().data_ptr() for cache in caches.values())
         kind = type("KitKVCache", (_WatchedCache,), {"fault": self, "memory": memory})
         return {name: cache.as_subclass(kind) for name, cache in caches.items()}
@@ -76,7 +76,7 @@ class _WatchedCache(torch.Tensor):
 
     @classmethod
     def _shown(cls, result: Any) -> Any:
-        """Views of the cache stay of this class. Copies are plain tensors: writes into them do not fail."""
+        """Keep views of the cache in this class. Copies are plain tensors; writes into them do not fail."""
         if type(result) in (tuple, list):
             return type(result)(map(cls._shown, result))
         if type(result) is torch.Tensor and cls._is_cache(result):

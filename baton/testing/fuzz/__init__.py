@@ -1,9 +1,8 @@
-"""A listener as it is in production, and frames that no honest peer would send.
+"""Fuzzer of the control listener: a listener as in production, and frames that no honest peer would send.
 
     python -m baton.testing.fuzz --frames 1000000
 
-What has to hold, whatever arrives: nothing raises, memory stays bounded, and nobody but its claimer extends,
-frees or delivers anything.
+For all input: nothing raises, memory stays bounded, and only the claimer of a loan extends or frees it.
 """
 
 from baton.testing.fuzz.frames import Cast, FrameMaker

@@ -1,4 +1,4 @@
-"""`python -m baton.testing.fuzz --frames 1000000`: many floods, one after the other, and their figures."""
+"""Runs floods one after the other and prints figures: `python -m baton.testing.fuzz --frames 1000000`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FRAMES_PER_FLOOD = 20_000
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m baton.testing.fuzz", description=__doc__)
     parser.add_argument("--frames", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0, help="of the first flood; the next ones count on")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first flood; the next add one each")
     parser.add_argument("--verbose", action="store_true", help="show what the listener logs")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING if arguments.verbose else logging.CRITICAL)
@@ -35,7 +35,7 @@ def main() -> int:
         f"  well-formed {total.num_decoded:,}, dropped {total.num_dropped:,}, answers {total.num_answers:,}"
     )
     print(f"  peak memory after the first flood {warm_kib >> 10} MiB, at the end {_peak_kib() >> 10} MiB")
-    print(f"  objects left behind by one flood, at most {total.num_objects_left:,}")
+    print(f"  objects left by one flood, at most {total.num_objects_left:,}")
     for violation in total.violations:
         print(f"VIOLATION {violation}")
     return 1 if total.violations else 0

@@ -1,13 +1,13 @@
-"""Frames of every degree of falseness, from one seed.
+"""Generates malformed and malicious frames from one seed.
 
-    bytes      anything at all
+    bytes      random bytes
     tree       msgpack of any shape
-    damaged    a frame of an honest peer, cut, spliced, or with bits turned
-    letter     a well-formed envelope of well-formed messages, by whoever, to whomever, about whatever: the
-               names, numbers and hashes in it are as often real ones as not
+    damaged    a well-formed frame that was cut, spliced, or had bits flipped
+    envelope   a well-formed envelope of well-formed messages with any sender and target; names, numbers and
+               hashes are often real ones
 
-Letters are made from the message types themselves (`msgspec.inspect`), so that a message added to the
-protocol is fuzzed from that day on.
+Envelopes are made from the message types (`msgspec.inspect`), so a new message is fuzzed without a change
+here.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _DEPTH_MAX = 4
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """The real names in the world under test, of which letters are made."""
+    """Real names and numbers of the listener under test, for use in envelopes."""
 
     target: Address
-    senders: tuple[Address, ...]  # Honest peers and strangers alike.
+    senders: tuple[Address, ...]  # Honest peers and strangers.
     loan_ids: tuple[LoanId, ...]
     numbers: tuple[int, ...]  # Claims, sequences, token counts.
     texts: tuple[str, ...]  # Transfer ids, tickets.
@@ -56,7 +56,7 @@ class FrameMaker:
             "bytes": self._bytes,
             "tree": lambda: _pack(self._tree(0)),
             "damaged": self._damaged,
-            "letter": self._letter,
+            "envelope": self._envelope,
         }
 
     def frame(self) -> tuple[str, bytes]:
@@ -100,13 +100,13 @@ class FrameMaker:
                     other = draw.choice(self._recent)
                     frame[at:at] = other[draw.randrange(len(other) + 1) :][:200]
                 case 3:
-                    # Lengths that lie: array32, map32, str32, bin32, ext32 of four billion.
+                    # Wrong lengths: array32, map32, str32, bin32, ext32 of four billion.
                     frame[at:at] = bytes((draw.choice((0xDD, 0xDF, 0xDB, 0xC6, 0xC9)), 255, 255, 255, 255))
                 case _:
                     del frame[at : at + draw.randrange(1, 9)]
         return bytes(frame)
 
-    def _letter(self) -> bytes:
+    def _envelope(self) -> bytes:
         draw, cast = self._draw, self._cast
         version = WIRE_VERSION if draw.random() < 0.97 else draw.choice(_INTEGERS)
         target = cast.target if draw.random() < 0.9 else draw.choice(cast.senders)
@@ -124,7 +124,7 @@ class FrameMaker:
     # --- Values of a type ------------------------------------------------------------------------
 
     def _value(self, kind: msgspec.inspect.Type) -> Any:
-        """As it stands on the wire. Now and then of another type."""
+        """Return a value as on the wire; one in a hundred has another type."""
         draw, cast = self._draw, self._cast
         if draw.random() < 0.01:
             return self._tree(_DEPTH_MAX - 1)
@@ -150,7 +150,7 @@ class FrameMaker:
                 return draw.choice(_FLOATS)
             case msgspec.inspect.StrType():
                 if draw.random() < 0.2:
-                    return f"transfer-{draw.getrandbits(64)}"  # Nobody has heard of it, and never will again.
+                    return f"transfer-{draw.getrandbits(64)}"  # An id that no peer has ever used.
                 return draw.choice((*cast.texts, *cast.texts, *_TEXTS))
             case msgspec.inspect.BytesType():
                 return draw.choice((*cast.hashes, b"", draw.randbytes(32)))

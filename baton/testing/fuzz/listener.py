@@ -1,12 +1,12 @@
-"""One engine's real agent behind its real control thread, and a flood of frames; then what has come of it.
+"""Floods one engine's real agent and control thread with frames, then looks for violations.
 
     t0            loans are lent, and claimed by an honest consumer; fetches are open at an honest producer
-    t0 + a while  the flood: whoever extended a loan now would be seen later
+    t0 + a while  the flood: if it extended a loan, the loan would not end in time
     t0 + ttl      every claimed loan has ended, none before
 
-The honest two are part of the cast: others write in their names, which the control thread drops, and they
-write about what is not theirs. Only what they may do (the claimer with its claim, the producer with its loan)
-is left out of the flood.
+The honest two are among the senders: others write in their names, which the control thread drops, and about
+loans that are not theirs. Only messages that they may send (the claimer about its claim, the producer about
+its loan) are left out of the flood.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ NUM_LOANS = 6
 NUM_CLAIMED = 4
 NUM_FETCHES = 4
 BATCH_FRAMES = 500  # Of one poll.
-OBJECTS_MAX = 60_000  # That a flood of any length may leave behind: routes, and what expires by itself.
+OBJECTS_MAX = 60_000  # Objects that a flood of any length may leave: routes, and entries that expire.
 LOOK_EVERY_S = 0.1  # Whether the thread still lives.
 PATIENCE_S = 120.0  # For one flood's thread; only reached when something is wrong.
 
@@ -85,7 +85,7 @@ _ME, _BORROWER, _PRODUCER, _MALLORY, _SUCCESSOR = (
 @dataclass(slots=True)
 class FloodResult:
     kinds: Counter[str] = field(default_factory=Counter)
-    num_decoded: int = 0  # Of them, those that were well-formed, and written by their sender.
+    num_decoded: int = 0  # Well-formed, and signed by their sender.
     num_dropped: int = 0
     num_answers: int = 0
     num_objects_left: int = 0
@@ -105,7 +105,7 @@ class FloodResult:
 
 
 class ScriptedChannel:
-    """Brings frames to whoever polls, from as many connections as it likes, and counts what is answered."""
+    """A channel that delivers generated frames, each from a new connection, and counts the answers."""
 
     url = "tcp://127.0.0.1:1"
 
@@ -128,7 +128,7 @@ class ScriptedChannel:
         if not received:
             if self.is_exhausted.is_set():
                 self._woken.wait(timeout_s)
-            # One more turn first, so that what the last batch led to has happened.
+            # Poll once more first, so that the last batch has been handled.
             self.is_exhausted.set()
         return received
 
@@ -178,11 +178,11 @@ class _World:
             fingerprint=_FINGERPRINT,
         )
 
-    def is_rightful(self, envelope: Envelope) -> bool:
-        """Something that its sender may do to a promise under test."""
-        return any(self._is_rightful(envelope.sender, message) for message in envelope.messages)
+    def is_allowed(self, envelope: Envelope) -> bool:
+        """Whether the sender may send one of these messages about a loan or fetch under test."""
+        return any(self._is_allowed(envelope.sender, message) for message in envelope.messages)
 
-    def _is_rightful(self, sender: Address, message: Message) -> bool:
+    def _is_allowed(self, sender: Address, message: Message) -> bool:
         match message:
             case Renew(loan_id, claim, _) | Released(loan_id, claim):
                 return sender == _BORROWER and self.claimed.get(loan_id) == claim
@@ -198,12 +198,12 @@ class _World:
                 return False
 
     def find_violations(self) -> list[str]:
-        """Moves the clock."""
+        """Move the clock and return what ended too early, too late, or not at all."""
         found: list[str] = []
         agent, timers = self.agent, self.timers
-        # What nobody had claimed may be claimed, and released, by anybody of the cluster who knows of it.
+        # A loan that had no claimer may be claimed and released by any peer that knows its id.
         found += [
-            f"{effect}, brought about by somebody who may not"
+            f"{effect} caused by a peer that may not cause it"
             for effect in agent.take_effects()
             if not (isinstance(effect, FreeLoan) and effect.loan_id not in self.claimed)
         ]
@@ -223,7 +223,7 @@ class _World:
             agent.read_ended(fetch, Pair(0, 0), False, self.now, "over")
         agent.wake(self.now)
         if agent.num_open_loans or agent.num_open_fetches:
-            found.append(f"left behind: {agent.num_open_loans} loans, {agent.num_open_fetches} fetches")
+            found.append(f"still open: {agent.num_open_loans} loans, {agent.num_open_fetches} fetches")
         return found
 
     def _hear(self, sender: Address, message: Message) -> None:
@@ -231,7 +231,7 @@ class _World:
 
 
 def flood(num_frames: int, seed: int) -> FloodResult:
-    """So many frames at one listener."""
+    """Send `num_frames` frames to one listener and return what came of it."""
     world, result, draw = _World(), FloodResult(), random.Random(seed)
     maker = FrameMaker(draw, world.cast())
     world.now += world.timers.silence_s / 2
@@ -248,7 +248,7 @@ def flood(num_frames: int, seed: int) -> FloodResult:
             if envelope is not None and draw.random() < 0.9:
                 writer = next((key for key in _KEYS if key.epoch == envelope.sender.epoch), writer)
             is_honest = envelope is not None and writer.epoch == envelope.sender.epoch
-            if envelope is not None and is_honest and world.is_rightful(envelope):
+            if envelope is not None and is_honest and world.is_allowed(envelope):
                 continue
             result.kinds[kind] += 1
             result.num_decoded += is_honest
@@ -272,7 +272,7 @@ def flood(num_frames: int, seed: int) -> FloodResult:
             f"{result.num_dropped} frames dropped, {result.num_decoded} were well-formed and honest"
         )
     if result.num_objects_left > OBJECTS_MAX:
-        result.violations.append(f"{result.num_objects_left} objects were left behind")
+        result.violations.append(f"{result.num_objects_left} objects were left")
     result.violations += world.find_violations()
     result.violations = [f"seed {seed}: {violation}" for violation in result.violations]
     return result
@@ -284,8 +284,8 @@ def _wait_through(channel: ScriptedChannel, control: ControlThread) -> bool:
         waited_s += LOOK_EVERY_S
         try:
             control.raise_if_dead()
-        except Exception:  # What killed the thread: that it died is the finding.
-            logging.getLogger(__name__).exception("the flood has killed it")
+        except Exception:  # The violation is that the thread died.
+            logging.getLogger(__name__).exception("the flood ended the control thread")
             return False
         if waited_s > PATIENCE_S:
             return False
@@ -293,7 +293,7 @@ def _wait_through(channel: ScriptedChannel, control: ControlThread) -> bool:
 
 
 def _count_objects(*roots: object) -> int:
-    """Everything that these hold on to, code aside."""
+    """Count everything that the roots reference, except code."""
     seen: set[int] = set()
     queue: list[object] = list(roots)
     skipped = (type, types.ModuleType, types.FunctionType, types.CodeType, threading.Thread, ScriptedChannel)

@@ -1,1 +1,3 @@
-"""Connectors with one deliberate fault each, derived from the sound one; `rule` is what they break."""
+"""Connectors with one deliberate fault each, derived from the correct one; `rule` is the rule that they
+break.
+"""

@@ -1,4 +1,4 @@
-"""Answers that the contract does not allow: of lookups, of ends, and of what crosses processes."""
+"""Faults in answers: of lookups, of ended transfers, and of values that cross processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.testing.sound import MemoryConnector, MemoryScheduler, MemoryWorker, 
 
 
 class _CountsLookups(MemoryScheduler):
-    """Takes what it has found out of its index, as if a lookup were always followed by a load."""
+    """A lookup removes the match from the index, as if a load always followed."""
 
     def get_num_new_matched_tokens(
         self, request: host.Request, num_computed_tokens: int
@@ -28,11 +28,11 @@ class ConsumingLookup(MemoryConnector):
 
 
 class _NeedsAWholeBlock(MemoryScheduler):
-    """Files requests under their first block, which short prompts do not have."""
+    """Files requests by their first block, which short prompts do not have."""
 
     def on_new_request(self, request: host.Request) -> None:
         super().on_new_request(request)
-        assert request.num_prompt_tokens >= self.block, "a prompt has a block"
+        assert request.num_prompt_tokens >= self.block, "every prompt has a whole block"
 
 
 class NeedsAWholeBlock(MemoryConnector):
@@ -68,7 +68,7 @@ class RoundsUp(MemoryConnector):
 
 
 class _Undecided(MemoryScheduler):
-    """Wants to be asked again while something is stored, and never finds out."""
+    """Defers the lookup while a save is running, and never notices its end."""
 
     def get_num_new_matched_tokens(
         self, request: host.Request, num_computed_tokens: int
@@ -92,7 +92,7 @@ class _Tidy(MemoryScheduler):
 
 
 class _Greedy(MemoryScheduler):
-    """Takes out what it has seen to; the host cannot even end the step."""
+    """Removes finished requests from the host's scheduler output, so that the host cannot end the step."""
 
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
         metadata = super().build_connector_meta(scheduler_output)
@@ -116,7 +116,7 @@ class _MetadataWithLock(Metadata):
 
 
 class _Sharing(MemoryScheduler):
-    """Sends its worker half a lock, which works as long as both live in one process."""
+    """Sends its worker half a lock, which works only if both are in one process."""
 
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
         plain = super().build_connector_meta(scheduler_output)
@@ -141,7 +141,7 @@ class ListsOfBlocks(MemoryConnector):
 
 class _Unsure(MemoryWorker):
     def get_expected_finished_count(self) -> int:
-        return -1  # "All of them", as some count.
+        return -1  # Means "all of them" in other code.
 
 
 class ExpectsLessThanNothing(MemoryConnector):

@@ -1,4 +1,4 @@
-"""Blocks with the KV of something else: the faults that end as a wrong answer with status 200."""
+"""Faults that fill blocks with other KV than the prompt's: the client gets a wrong answer with status 200."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.testing.sound import Load, MemoryConnector, MemoryScheduler, MemoryWo
 
 
 class _ByBlock(MemoryScheduler):
-    """Names a block by its own tokens, not by all that came before."""
+    """Names a block by its own tokens, not by the whole prefix."""
 
     def key(self, request: host.Request, index: int) -> str:
         tokens = list(request.all_token_ids[index * self.block : (index + 1) * self.block])
@@ -32,7 +32,7 @@ class IgnoresSalts(MemoryConnector):
 
 
 class _Unfenced(MemoryWorker):
-    """Saves when it gets round to it, whoever has the blocks by then."""
+    """Saves late, when the blocks may have another owner."""
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         return
@@ -44,7 +44,7 @@ class NoFenceOnPreemption(MemoryConnector):
 
 
 class _Silent(MemoryWorker):
-    """What is not in the store is left out of the load, and nobody is told."""
+    """Leaves blocks that the store lacks out of the load, and reports no error."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         super().get_block_ids_with_load_errors()
@@ -58,14 +58,16 @@ class HidesFailedLoads(MemoryConnector):
 
 
 class HidesFailedWrites(MemoryConnector):
-    """Its store is in memory, and no `break_store` damages it: the kit makes writes of its loads fail."""
+    """Does not report failed writes. Its store is in memory without a `break_store`, so the kit injects
+    them.
+    """
 
     rule = "failed-load-unreported"
     worker_kind = _Silent
 
 
 class _WritesLater(MemoryWorker):
-    """Reports a load when it has begun, and fills the blocks in the next step."""
+    """Reports a load when it begins, and fills the blocks in the next step."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

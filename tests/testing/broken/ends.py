@@ -1,4 +1,6 @@
-"""Ends of loads and loans that are not told, told twice, or are another's; and what is never given back."""
+"""Faults at the ends of loads and loans: not reported, reported twice, or for another id; blocks never
+freed.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from tests.testing.sound import MemoryConnector, MemoryScheduler, MemoryWorker
 
 
 class _Forgetful(MemoryWorker):
-    """A load of a single block is so quick that it is not reported, unless the request ends meanwhile."""
+    """Does not report a load of a single block, unless the request ends meanwhile."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -48,7 +50,7 @@ class TellsTwice(MemoryConnector):
 
 
 class _TellsSyncLoads(MemoryWorker):
-    """Reports every load as received, those that the step itself has waited for too."""
+    """Reports every load as received, including synchronous ones."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         _, received = super().get_finished(finished_req_ids)
@@ -62,7 +64,7 @@ class TellsOfSyncLoads(MemoryConnector):
 
 
 class _EarlySender(MemoryScheduler):
-    """Says "sent" whenever a step's saves are in place, as if the request had ended with them."""
+    """Reports a request as sent when a step's saves are done, although the request still runs."""
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         before = {i: bool(t.unsaved_steps) for i, t in self.tracked.items()}
@@ -78,7 +80,7 @@ class SendsEarly(MemoryConnector):
 
 
 class _Keeps(MemoryScheduler):
-    """Keeps the blocks of every request, also where there is nothing to wait for."""
+    """Keeps the blocks of every request, including those with nothing to send."""
 
     def request_finished(
         self, request: host.Request, block_ids: list[int]
@@ -93,7 +95,7 @@ class NeverGivesBack(MemoryConnector):
 
 
 class _ForgetsAborted(MemoryWorker):
-    """A request that has ended waits for no load, so nobody is told."""
+    """Reports no end of a load if its request has ended."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         for loads in (self.late_loads, self.new_loads):
@@ -107,7 +109,7 @@ class ForgetsAborted(MemoryConnector):
 
 
 class _FailsAlone(MemoryWorker):
-    """Says that a load has failed, and leaves it at that."""
+    """Reports a load as failed but not as finished."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)
@@ -120,7 +122,7 @@ class FailsWithoutEnding(MemoryConnector):
 
 
 class _FailsLate(MemoryWorker):
-    """Checks what it has loaded at leisure, one step after it was used."""
+    """Checks loaded blocks one step after they were used."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -138,7 +140,7 @@ class ChecksTooLate(MemoryConnector):
 
 
 class _FailsAnywhere(MemoryWorker):
-    """Names blocks by their place in the prompt."""
+    """Names blocks by their position in the prompt."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         places = {
@@ -180,7 +182,7 @@ class RemembersEverybody(MemoryConnector):
 
 
 class _Threaded(MemoryWorker):
-    """Its thread waits for an event that nobody sets."""
+    """Its thread waits for an event that is never set."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -1,4 +1,6 @@
-"""Faults of connectors that say they know KV-cache groups, and of those that know of too many."""
+"""Faults with KV-cache groups: connectors that declare support for several, or name groups that do not
+exist.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from tests.testing.sound_groups import GroupsConnector, GroupsScheduler
 
 
 class _FirstOnly(GroupsScheduler):
-    """Loads into the first group's table, as if it were the only one."""
+    """Loads into the first group's table only."""
 
     def update_state_after_alloc(
         self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
@@ -23,7 +25,7 @@ class FillsTheFirstGroup(GroupsConnector):
 
 
 class _Null(GroupsScheduler):
-    """Takes the null block, which stands for what lies behind a window, for a block."""
+    """Treats the null block, the placeholder for tokens outside a window, as a block."""
 
     def __init__(self, config: object) -> None:
         super().__init__(config)

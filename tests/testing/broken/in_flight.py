@@ -1,4 +1,4 @@
-"""Faults that show only where the next step is decided before the last one's report has come."""
+"""Faults that show only if the next step is scheduled before the report of the last one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.testing.sound import MemoryConnector, MemoryScheduler, MemoryWorker, 
 
 
 class _Latest(MemoryScheduler):
-    """Takes every report for one of the step that it has heard of last."""
+    """Takes every report as that of the step it was told of last."""
 
     def distrust(self, step: int) -> None:
         self.void.add(self.step)
@@ -55,7 +55,9 @@ class _TellsWhatIsPending(MemoryWorker):
 
 
 class _TakesSilenceForTheEnd(MemoryScheduler):
-    """Whatever a report does not name as loading is loaded, also what the ranks had not heard of then."""
+    """Takes every load that a report does not name as done, including loads the ranks did not know of
+    then.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

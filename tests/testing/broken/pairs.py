@@ -1,4 +1,4 @@
-"""Faults of which two engines are needed: what the one says is not what the other may believe."""
+"""Faults that need two engines: D believes what P's params do not prove."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.testing.sound_pair import PairConnector, PairScheduler
 
 
 class _Trusting(PairScheduler):
-    """Whoever brings params has the prompt that they were made for."""
+    """Assumes that a request with params has the prompt that they were made for."""
 
     def num_matching(self, request: host.Request, offered: list[list[str]]) -> int:
         return len(offered)
@@ -22,7 +22,7 @@ class BelievesParams(PairConnector):
 
 
 class _Misreads(PairScheduler):
-    """Says another first token than P has sampled."""
+    """Gives D another first token than P has sampled."""
 
     def take_prefilled_tokens(self, request_id: str) -> PrefilledTokens | None:
         told = super().take_prefilled_tokens(request_id)

@@ -1,4 +1,4 @@
-"""Connectors of which one rank does not report what the others report."""
+"""Faults of one rank that reports other things than the other ranks."""
 
 from __future__ import annotations
 

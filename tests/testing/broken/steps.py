@@ -1,4 +1,4 @@
-"""Steps without tokens, dummy runs, and ids that a half has never seen: what hosts do besides computing."""
+"""Faults in steps without tokens, in dummy runs, and with ids that a half has never seen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.testing.sound import MemoryConnector, MemoryScheduler, MemoryWorker, 
 
 
 class _LateClear(MemoryWorker):
-    """Clears only what a step with tokens has bound."""
+    """Clears metadata only if a step with tokens bound it."""
 
     def clear_connector_metadata(self) -> None:
         if not self.metadata.is_empty:
@@ -26,7 +26,7 @@ class KeepsEmptyMetadata(MemoryConnector):
 
 
 class _NoEmptyBind(MemoryWorker):
-    """Binds nothing in a step without tokens, since there is nothing to load a layer for."""
+    """Binds no metadata in a step without tokens."""
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -40,7 +40,7 @@ class SkipsEmptyBind(MemoryConnector):
 
 
 class _NeedsTokens(MemoryWorker):
-    """Ends its loads in the forward pass only."""
+    """Ends its loads only in the forward pass."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self.metadata.is_empty:
@@ -55,7 +55,7 @@ class SleepsInEmptySteps(MemoryConnector):
 
 class _AssertsTokens(MemoryWorker):
     def wait_for_save(self) -> None:
-        assert not self.metadata.is_empty, "nobody computes, so nobody saves"
+        assert not self.metadata.is_empty, "a save needs a step with tokens"
         super().wait_for_save()
 
 
@@ -72,7 +72,7 @@ class _AssertsAttention(MemoryWorker):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        assert attn_metadata is not None, "attention metadata is always there"
+        assert attn_metadata is not None, "attention metadata must be given"
 
 
 class AssertsAttention(MemoryConnector):
@@ -81,7 +81,7 @@ class AssertsAttention(MemoryConnector):
 
 
 class _ZeroesLayers(MemoryWorker):
-    """Gives a captured graph something to save."""
+    """Saves something in a captured graph."""
 
     @property
     def graph_capturable(self) -> bool:
@@ -115,7 +115,7 @@ class _TellsWhoRuns(MemoryScheduler):
 
 
 class _KnowsAll(MemoryWorker):
-    """Keeps a record of each request that it has seen run, and drops it by name."""
+    """Keeps a record of each request that was scheduled, and drops it by id."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -140,7 +140,7 @@ class KnowsEveryRequest(MemoryConnector):
 
 
 class _Waits(MemoryWorker):
-    """Waits for its loads as if somebody else would end them."""
+    """Waits for its loads as if another thread would end them."""
 
     def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)

@@ -1,7 +1,7 @@
-"""Hypothesis plays host and clients: which requests come, when steps happen, who aborts, what breaks.
+"""Hypothesis state machine of the kit: draws requests, steps, aborts and faults, and applies them to a world.
 
 One example is one world from start to rest. Prompts share prefixes, pools are small enough to preempt, and a
-request may end in any state that it can be in.
+request may end in any of its states.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.core.errors import ConfigError
 from baton.testing.contract.case import BLOCK, Shape, Windows
 from baton.testing.contract.site import Site
-from baton.testing.contract.story import ContractBroken, Story, Unjudged, why
+from baton.testing.contract.story import ContractBroken, Inconclusive, Story, why
 from baton.testing.contract.stuck import Stuck
 from baton.testing.contract.world import World
 
-PROMPT_MAX = 22  # Tokens: five blocks and a half.
-_CROWD = ((0, None), (1, None), (0, 1), (1, 1))  # Trunk and twist.
-_TRUNKS = ((3, 1, 4, 1, 5, 9, 2, 6), (2, 7, 1, 8, 2, 8, 1, 8))  # Cycled; requests of one share prefixes.
+PROMPT_MAX = 22  # Tokens: five and a half blocks.
+_CROWD = ((0, None), (1, None), (0, 1), (1, 1))  # (trunk, changed position)
+# Repeated to the length wanted; prompts of one trunk share prefixes.
+_TRUNKS = ((3, 1, 4, 1, 5, 9, 2, 6), (2, 7, 1, 8, 2, 8, 1, 8))
 
 
-def prompt_of(trunk: int, length: int, twist: int | None) -> list[int]:
-    """`length` tokens of a trunk. `twist`: the place of a token that is another one; -1 is the last."""
+def prompt_of(trunk: int, length: int, changed: int | None) -> list[int]:
+    """Return `length` tokens of a trunk, with the token at position `changed` replaced (-1: the last)."""
     tokens = [_TRUNKS[trunk][i % 8] + i // 8 for i in range(length)]
-    if twist is not None and twist < length:
-        tokens[twist] += 10
+    if changed is not None and changed < length:
+        tokens[changed] += 10
     return tokens
 
 
 def crowd_of(shape: Shape) -> list[list[int]]:
-    """Prompts of whole blocks, none with another's beginning, that take all blocks there are."""
+    """Return prompts of whole blocks without a common prefix that together take every block."""
     each = shape.num_blocks // len(_CROWD) * BLOCK
-    return [prompt_of(trunk, each, twist) for trunk, twist in _CROWD]
+    return [prompt_of(trunk, each, changed) for trunk, changed in _CROWD]
 
 
-# Lengths around block borders, where they matter, and prompts that differ in one early or late token only.
+# Lengths at and near block boundaries, and prompts that differ in one early or late token only.
 _lengths = st.one_of(st.sampled_from([21, 13, 12, 9, 4]), st.integers(1, PROMPT_MAX))
 prompts = st.builds(prompt_of, st.integers(0, 1), _lengths, st.sampled_from([None, None, 1, 5, -1]))
 answers = st.integers(1, 8)  # Tokens.
@@ -62,14 +63,14 @@ def shapes_of(site: Site) -> st.SearchStrategy[Shape]:
 
 
 class SearchIsOver(BaseException):
-    """Ends Hypothesis's run at once, as Ctrl-C does. An Exception would be one more example that fails."""
+    """Ends Hypothesis's run at once, as Ctrl-C does. An Exception would count as one more failing example."""
 
 
 class Search:
-    """What a run has found so far, and whether it goes on. Shrinking is bounded by a number of tries."""
+    """State of a run: counts, the best story so far, and whether shrinking goes on (bounded by tries)."""
 
     def __init__(self, tries_max: int, on_example: Callable[[int], None] | None = None) -> None:
-        """`tries_max`: examples after the first that broke a rule. `on_example`: told how many are over."""
+        """`tries_max`: examples after the first breach. `on_example` gets the number of examples."""
         self._on_example = on_example
         self.num_examples = 0
         self.checked: Counter[str] = Counter()
@@ -83,11 +84,11 @@ class Search:
         return self.best is not None and self._tries_left <= 0
 
     def end(self) -> None:
-        """No further tries: each would take as long as this one."""
+        """Stop after this example: each further try would take as long."""
         self._tries_left = 0
 
     def take(self, story: Story) -> None:
-        """An example is over."""
+        """Record an example that has ended."""
         self.num_examples += 1
         if self._on_example is not None:
             self._on_example(self.num_examples)
@@ -105,19 +106,19 @@ class Search:
 
 
 @contextmanager
-def _blaming_the_connector(story: Story, search: Search) -> Iterator[None]:
-    """Raises ContractBroken if a rule was broken, whatever the host made of it when it went on."""
+def _reporting_breaches(story: Story, search: Search) -> Iterator[None]:
+    """Raise ContractBroken if a rule was broken, whatever error the host raised afterwards."""
     try:
         yield
     except Stuck as error:
         story.check("never-returned", False, str(error))
         search.end()
-    except Unjudged:
+    except Inconclusive:
         return
-    except Exception:  # What came of a broken rule; of none, it is raised again.
-        if story.breach is None and not story.is_unjudged:
+    except Exception:  # If a rule is broken, the error is its consequence. Otherwise it is raised again.
+        if story.breach is None and not story.is_inconclusive:
             raise
-    if not story.is_unjudged:
+    if not story.is_inconclusive:
         story.raise_if_broken()
 
 
@@ -126,10 +127,10 @@ def _start(site: Site, shape: Shape, story: Story) -> World:
         return World(site, shape, story)
     except ContractBroken:
         raise
-    except Exception as error:  # Of a constructor, say, or in registering a cache.
+    except Exception as error:  # From a constructor or from register_kv_caches, for example.
         if _needs_cuda(error):
             raise ConfigError(
-                f"cannot run here: it needs CUDA, and torch finds no CUDA device ({why(error)})",
+                f"needs CUDA, and torch finds no CUDA device on this machine ({why(error)})",
                 field="connector",
             ) from error
         story.check("raised", False, f"starting raised {why(error)}")
@@ -137,13 +138,13 @@ def _start(site: Site, shape: Shape, story: Story) -> World:
 
 
 def _needs_cuda(error: Exception) -> bool:
-    """Whether torch, or a driver's library, raised it for want of a device. They have no class for it."""
+    """Whether torch or a driver library failed for lack of a device. There is no exception class for it."""
     text = f"{error} {error.__cause__}".lower()
     return not torch.cuda.is_available() and any(word in text for word in ("cuda", "nvidia", "nvml"))
 
 
 def tour(site: Site, search: Search) -> None:
-    """Worlds in which everything happens once, for sites where each world is dear."""
+    """Run one world per window layout in which every operation happens once, where worlds are expensive."""
     for windows in site.windows:
         if search.best is None:
             _tour(site, search, windows)
@@ -160,7 +161,7 @@ def _tour(site: Site, search: Search, windows: Windows) -> None:
             world.dummy_run()
             world.ask_to_store(long, None)
             world.ask_to_store(other, "salt")
-            world.ask_all([long, other, short, prompt_of(0, 21, -1)], 6)  # More than there are blocks for.
+            world.ask_all([long, other, short, prompt_of(0, 21, -1)], 6)  # More than the pool has blocks for.
             for num_steps in range(4):
                 world.ask_and_abort(long, 4, num_steps)
             world.settle()
@@ -180,14 +181,14 @@ def _tour(site: Site, search: Search, windows: Windows) -> None:
             world.shutdown()
             raise
         world.finish()
-    except Exception:  # As above; the story says it.
+    except Exception:  # If a rule is broken, the story reports it.
         if story.breach is None:
             raise
     search.take(story)
 
 
 def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
-    """Examples at `site`, counted and judged by `search`."""
+    """Return the state machine class for `site`. `search` records its examples and ends the run."""
     has_store = site.case.break_store is not None
     is_pair = site.case.pairing != "none"
 
@@ -197,13 +198,13 @@ def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
         @initialize(shape=shapes_of(site))
         def start(self, shape: Shape) -> None:
             self.story = Story()
-            self.has_failed = True  # Until it is known that it has not.
+            self.has_failed = True  # Until the step has ended without an error.
             if search.is_over:
                 raise SearchIsOver
             if site.case.new_example is not None:
                 site.case.new_example()
             try:
-                with _blaming_the_connector(self.story, search):
+                with _reporting_breaches(self.story, search):
                     self.world = _start(site, shape, self.story)
             except ContractBroken:
                 search.take(self.story)
@@ -215,12 +216,12 @@ def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
 
         def then(self, act: Callable[[World], Any]) -> None:
             assert self.world is not None, "an example starts with its engines"
-            if self.story.is_unjudged:
+            if self.story.is_inconclusive:
                 return
             self.has_failed = True
-            with _blaming_the_connector(self.story, search):
+            with _reporting_breaches(self.story, search):
                 act(self.world)
-            self.has_failed = self.story.is_unjudged
+            self.has_failed = self.story.is_inconclusive
 
         @rule(prompt=prompts, max_tokens=answers, salt=salts)
         def ask(self, prompt: Sequence[int], max_tokens: int, salt: str | None) -> None:
@@ -228,12 +229,12 @@ def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
 
         @rule(several=st.lists(prompts, min_size=2, max_size=5), max_tokens=answers)
         def ask_several(self, several: list[list[int]], max_tokens: int) -> None:
-            """At once: they share blocks, and a small pool has not enough for all of them."""
+            """Ask at once: the prompts share blocks, and a small pool does not hold all of them."""
             self.then(lambda world: world.ask_all(several, max_tokens))
 
         @rule(max_tokens=answers)
         def fill_the_pool(self, max_tokens: int) -> None:
-            """To its last block, by prompts that end with one: the next token's block is somebody else's."""
+            """Fill the pool with prompts of whole blocks, so that the next token preempts."""
             self.then(lambda world: world.ask_all(crowd_of(world.shape), max_tokens))
 
         @rule(index=st.integers(0, 7), max_tokens=answers)
@@ -242,7 +243,7 @@ def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
 
         @rule(prompt=prompts, salt=salts)
         def ask_to_store(self, prompt: Sequence[int], salt: str | None) -> None:
-            """To its end, so that the connector has something that the engine has not."""
+            """Run to the end, so that the connector holds KV that the engine does not."""
             self.then(lambda world: world.ask_to_store(prompt, salt))
 
         @rule(count=st.integers(1, 4))
@@ -276,12 +277,12 @@ def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
 
         @precondition(lambda self: has_store)
         @rule(prompt=prompts, num_stored=st.integers(5, 13), max_tokens=answers)
-        def compute_behind_a_failure(self, prompt: list[int], num_stored: int, max_tokens: int) -> None:
-            self.then(lambda world: world.compute_behind_a_failure(prompt, num_stored, max_tokens))
+        def compute_after_a_failure(self, prompt: list[int], num_stored: int, max_tokens: int) -> None:
+            self.then(lambda world: world.compute_after_a_failure(prompt, num_stored, max_tokens))
 
-        # A connector may let the error of a failed write reach the host, and its example ends there. So this
-        # is only for connectors whose store cannot be broken.
-        @precondition(lambda self: not site.is_dear and not has_store)
+        # A connector may pass the error of a failed write on to the host, and its example ends there. So this
+        # rule is only for connectors whose store cannot be broken.
+        @precondition(lambda self: not site.is_expensive and not has_store)
         @rule(prompt=prompts, rank=st.integers(0, 1), max_tokens=answers)
         def fail_a_load(self, prompt: list[int], rank: int, max_tokens: int) -> None:
             self.then(lambda world: world.fail_a_load(prompt, rank, max_tokens))
@@ -303,7 +304,7 @@ def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
 
         @invariant()
         def nothing_is_broken(self) -> None:
-            if self.world is not None and not self.story.is_unjudged:
+            if self.world is not None and not self.story.is_inconclusive:
                 self.story.raise_if_broken()
 
         def teardown(self) -> None:
@@ -311,7 +312,7 @@ def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
             if world is None:
                 return
             try:
-                with _blaming_the_connector(self.story, search):
+                with _reporting_breaches(self.story, search):
                     if self.has_failed:
                         world.shutdown()
                     else:

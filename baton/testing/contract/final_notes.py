@@ -1,4 +1,4 @@
-"""What ranks in processes of their own find when they end, and no report can carry: a file of each."""
+"""Final notes of ranks in processes of their own: one file per rank, for what no report can carry."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from baton.testing.contract.envelopes import RankNotes
 
 
-def write_last_words(folder: str, notes: RankNotes) -> None:
+def write_final_notes(folder: str, notes: RankNotes) -> None:
     Path(folder, str(notes.rank)).write_bytes(pickle.dumps(notes))
 
 
-def read_last_words(folder: str, num_ranks: int) -> list[RankNotes | None]:
-    """By rank, when their processes have ended; None of one that did not come so far."""
+def read_final_notes(folder: str, num_ranks: int) -> list[RankNotes | None]:
+    """Read the final notes by rank after the processes have ended; None for a rank that wrote none."""
     files = [Path(folder, str(rank)) for rank in range(num_ranks)]
     return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
