@@ -1,10 +1,10 @@
-"""The HTTP face of one engine: which path does what.
+"""HTTP application of one engine: routes and their handlers.
 
 POST /v1/completions, /v1/chat/completions      OpenAI's, with vLLM's extensions and `kv_transfer_params`
 GET  /v1/models, POST /tokenize, /detokenize
 GET  /health (503 while the engine should get no requests), /version, /metrics
 GET  /baton/introduction                        for routers that start both legs of a request at once
-POST /baton/take_back                           ... and for those whose client has gone before the second leg
+POST /baton/take_back                           for routers whose client left before the second leg
 """
 
 import asyncio
@@ -114,7 +114,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 async def _whole(
     service: Service, http: Request, work: CompletionWork | ChatWork
 ) -> Completion | ChatCompletion:
-    """An answer that no client is left to read takes back what it lent."""
+    """Compute a whole answer. If the client leaves first, what the answer lent is taken back."""
 
     def take_back(answer: Completion | ChatCompletion) -> None:
         if isinstance(answer.kv_transfer_params, dict):
@@ -130,7 +130,7 @@ async def _generate(
     endpoint: Endpoint,
     admit: Callable[[Service, Request_, str], Awaitable[CompletionWork | ChatWork]],
 ) -> Response:
-    """Errors carry the request's id as well."""
+    """Handle a generation request. Error responses carry the request id too."""
     request_id = request_id_of(http)
     try:
         service.check_open()
@@ -146,13 +146,13 @@ async def _generate(
     except ClientGone:
         logger.debug("request %s: the client has gone", request_id)
         return Response(status_code=CLIENT_GONE)
-    except Exception as error:  # Told to the client; unexpected ones are logged.
+    except Exception as error:  # Reported to the client; unexpected ones are logged.
         return error_response(error, request_id)
 
 
 @asynccontextmanager
 async def _admission_deadline(service: Service) -> AsyncIterator[None]:
-    """For all work on a request before the engine has it. Raises ApiError 503."""
+    """Limit all work on a request before the engine has it. Raises ApiError 503."""
     limit_s = service.limits.admission_s
     try:
         async with asyncio.timeout(limit_s):
@@ -218,7 +218,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
         service.check_healthy()
         if service.admin_port is None:
             return Response(status_code=200)
-        return json_response({"admin_port": service.admin_port})  # For routers, which ask for /baton/*.
+        return json_response({"admin_port": service.admin_port})  # For routers, which call /baton/*.
 
     @app.get("/version")
     async def version() -> Response:
@@ -230,14 +230,17 @@ def _add_admin(app: FastAPI, service: Service) -> None:
     async def introduction() -> Response:
         if service.introduction is None:
             raise ApiError(404, "this engine has no KV connector")
-        # The connector's part changes with its engine's ranks, if those are started anew.
+        # The connector's part changes when the engine's ranks are restarted.
         now = await service.engine.introduction()
         lost = service.metrics.lost_links()
         return json_response(msgspec.structs.replace(service.introduction, introduction=now, lost_links=lost))
 
     @app.post("/baton/take_back")
     async def take_back(http: Request) -> Response:
-        """The body is the `kv_transfer_params` of an answer that nobody will carry on. A hint: always 202."""
+        """Take back the KV of an answer that no decode engine will fetch. A hint: always 202.
+
+        The body is the `kv_transfer_params` of that answer.
+        """
         async with service.bodies.read(http.headers, http.receive) as body:
             lent = parse_body(body, Lent)
         service.engine.take_back({"baton_ticket": lent.checked_ticket})

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: from body to answer, whole or streamed."""
+"""`POST /v1/chat/completions`: from request body to answer, whole or streamed."""
 
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -32,14 +32,14 @@ from baton.server.service import Service
 
 @dataclass(frozen=True, slots=True)
 class ChatWork:
-    """An admitted request: nothing about it can be the client's fault any more, but what the engine finds."""
+    """An admitted request: its fields are valid; only the engine can still refuse it."""
 
     service: Service
     request: ChatRequest
     samples: Sequence[Sample]
     id: str
     created: int
-    headers: dict[str, str] = field(default_factory=dict)  # Of the answer; known with its first token.
+    headers: dict[str, str] = field(default_factory=dict)  # Of the answer; known with the first token.
 
     async def answer(self) -> ChatCompletion:
         async with RunningSamples(self.service.engine, self.samples, self.service.metrics) as running:
@@ -94,7 +94,7 @@ class ChatWork:
         return self._body([opening], prompt_token_ids=self._prompt_token_ids if is_first else UNSET, **fields)
 
     def _chunk(self, piece: Piece, usage: Usage | None, *, is_first: bool) -> ChatChunk | None:
-        """None when the piece has nothing to show yet. `usage`: so far, if it is wanted continuously."""
+        """Return None if the piece has nothing to show yet. `usage`: so far, if wanted continuously."""
         wants_ids = self.request.return_token_ids or (is_first and piece.sample.names_first_token)
         finish = piece.finish
         if not (piece.text or finish or wants_ids or self.request.logprobs):
@@ -140,7 +140,9 @@ class ChatWork:
 
 
 async def admit_chat(service: Service, request: ChatRequest, request_id: str) -> ChatWork:
-    """Raises UserError or ApiError; the engine has not heard of the request then."""
+    """Check the request and make its samples. Raises UserError or ApiError before the engine has the
+    request.
+    """
     service.check_model(request.model)
     request.check_tool_choice()
     if request.top_logprobs is not None and not request.logprobs:

@@ -1,4 +1,4 @@
-"""Pieces put together: whole choices for an answer that is not streamed, and the token counts of both."""
+"""Combines pieces into whole choices for an answer that is not streamed, and counts tokens for both kinds."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Choice:
     @classmethod
     def of(cls, sample: Sample, pieces: Sequence[Piece]) -> "Choice":
         finish = pieces[-1].finish
-        assert finish is not None, "the last piece of a sample says how it ended"
+        assert finish is not None, "the last piece of a sample has its finish"
         return cls(
             sample=sample,
             text="".join(piece.text for piece in pieces),
@@ -38,13 +38,13 @@ class Choice:
 
 
 class TokenCount:
-    """Usage of an answer. A prompt counts once, however many samples it has."""
+    """Usage of an answer. A prompt counts once, for any number of samples."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         by_prompt = {sample.prompt_index: len(sample.request.prompt_token_ids) for sample in samples}
         self._num_prompt = sum(by_prompt.values())
         self._num_generated: Counter[int] = Counter()  # By sample.
-        self._cached: dict[int, Finish] = {}  # By prompt: the first sample's.
+        self._cached: dict[int, Finish] = {}  # By prompt: the finish of its first sample.
         self._firsts = {sample.prompt_index: sample.index for sample in reversed(samples)}
 
     def add(self, piece: Piece) -> None:
@@ -53,11 +53,11 @@ class TokenCount:
             self._cached[piece.sample.prompt_index] = piece.finish
 
     def usage_of(self, sample: Sample) -> Usage:
-        """What `continuous_usage_stats` shows: one sample's prompt, and its tokens so far."""
+        """Return the usage for `continuous_usage_stats`: one sample's prompt, and its tokens so far."""
         return Usage.of(len(sample.request.prompt_token_ids), self._num_generated[sample.index])
 
     def usage(self) -> Usage:
-        """Of all samples."""
+        """Return the usage of all samples."""
         return Usage(
             prompt_tokens=self._num_prompt,
             completion_tokens=self._num_generated.total(),
@@ -73,7 +73,7 @@ PROMPT_HEADER = "X-Baton-Prompt"
 
 
 def prompt_header(piece: Piece) -> dict[str, str]:
-    """What this engine did with a prompt, for a router: its tokens, those cached here, those loaded.
+    """Header that tells a router about the prompt: its tokens, those cached here, those transferred.
 
     In a header, because a stream's usage comes last, and only if the client asks for it.
     """
@@ -92,7 +92,7 @@ class Answer:
 
     @property
     def kv_transfer_params(self) -> dict[str, Any] | UnsetType:
-        """At most one choice has any: a request that lends has one sample."""
+        """At most one choice has params, because a request that lends has one sample."""
         for choice in self.choices:
             if choice.finish.kv_transfer_params is not None:
                 return choice.finish.kv_transfer_params

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: from body to answer, whole or streamed."""
+"""`POST /v1/completions`: from request body to answer, whole or streamed."""
 
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -27,7 +27,7 @@ from baton.server.tokens import check_room
 
 @dataclass(frozen=True, slots=True)
 class CompletionWork:
-    """An admitted request: nothing about it can be the client's fault any more, but what the engine finds."""
+    """An admitted request: its fields are valid; only the engine can still refuse it."""
 
     service: Service
     request: CompletionRequest
@@ -35,7 +35,7 @@ class CompletionWork:
     echoes: Sequence[str]  # By prompt; empty strings without `echo`.
     id: str
     created: int
-    headers: dict[str, str] = field(default_factory=dict)  # Of the answer; known with its first token.
+    headers: dict[str, str] = field(default_factory=dict)  # Of the answer; known with the first token.
 
     async def answer(self) -> Completion:
         async with RunningSamples(self.service.engine, self.samples, self.service.metrics) as running:
@@ -83,7 +83,9 @@ class CompletionWork:
 
     @property
     def shows_prompt_only(self) -> bool:
-        """One token is generated all the same: an engine has no answer of none."""
+        """Whether only the prompt is shown. The engine still generates one token, because it cannot
+        generate none.
+        """
         return bool(self.request.echo) and self.request.max_tokens == 0
 
     def text(self, sample: Sample, generated: str, *, is_first: bool) -> str:
@@ -98,7 +100,7 @@ class CompletionWork:
         *,
         offset: int = 0,
     ) -> CompletionLogprobs | None:
-        """`prompt_logprobs` are shown with an echo; `offset`: characters of tokens shown before."""
+        """`prompt_logprobs` are shown with an echo. `offset`: characters of the tokens shown before."""
         num_top = self.request.logprobs
         if num_top is None:
             return None
@@ -119,7 +121,7 @@ class CompletionWork:
 
 
 class _ChunkStream:
-    """Makes chunks; knows what each choice has shown so far."""
+    """Makes the chunks of a stream, with the state of each choice."""
 
     def __init__(self, work: CompletionWork, count: TokenCount) -> None:
         self._work = work
@@ -127,7 +129,7 @@ class _ChunkStream:
         self._num_shown: dict[int, int] = {}  # By choice: characters of its tokens so far, for offsets.
 
     async def chunk(self, piece: Piece) -> Completion | None:
-        """None when the piece has nothing to show yet."""
+        """Return None if the piece has nothing to show yet."""
         work, sample = self._work, piece.sample
         is_first = sample.index not in self._num_shown
         text = work.text(sample, piece.text, is_first=is_first)
@@ -160,7 +162,9 @@ class _ChunkStream:
 
 
 async def admit_completion(service: Service, request: CompletionRequest, request_id: str) -> CompletionWork:
-    """Raises UserError or ApiError; the engine has not heard of the request then."""
+    """Check the request and make its samples. Raises UserError or ApiError before the engine has the
+    request.
+    """
     service.check_model(request.model)
     if (request.best_of or request.num_samples) != request.num_samples:
         raise UserError("must be equal to n", field="best_of")
@@ -174,11 +178,11 @@ async def admit_completion(service: Service, request: CompletionRequest, request
     for index, prompt in enumerate(prompts):
         field = "prompt" if len(prompts) == 1 else f"prompt[{index}]"
         token_ids = await service.encoder.encode(prompt, add_special_tokens=special, field=field)
-        if request.truncate_prompt_tokens is None:  # Before the next one costs time.
+        if request.truncate_prompt_tokens is None:  # Checked before time is spent on the next prompt.
             check_room(token_ids, service.model_config.max_model_len, field=field)
         encoded.append(token_ids)
     kept = [request.truncate(token_ids, service.model_config.max_model_len) for token_ids in encoded]
-    # An explicit null asks for the default too: JSON clients send it for "not set".
+    # An explicit null means the default too: JSON clients send it for "not set".
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     samples = service.make_samples(
         request,
@@ -192,7 +196,7 @@ async def admit_completion(service: Service, request: CompletionRequest, request
         bad_words=await service.encoder.encode_bad_words(request.checked_bad_words),
     )
     echoes = [""] * len(prompts)
-    if request.echo and not request.return_token_ids:  # As in vLLM: the ids take the text's place.
+    if request.echo and not request.return_token_ids:  # As in vLLM, the ids replace the text.
         echoes = [
             prompt
             if isinstance(prompt, str) and len(token_ids) == len(whole)

@@ -1,6 +1,5 @@
-"""One log line for each interval in which the KV connector counted anything; none while it rests.
-
-KV connector: 3 transfers, 1.2 MB, 4.1 avg ms, ...          its own words, as in vLLM's log
+"""Periodic log line of the KV connector's statistics; no line for an interval without counts.
+KV connector: 3 transfers, 1.2 MB, 4.1 avg ms, ...          the connector's own text, as in vLLM's log
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from baton.contract import KVConnectorStats
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_S = 10.0  # vLLM's.
+INTERVAL_S = 10.0  # As in vLLM.
 
 BuildStats: TypeAlias = Callable[[dict[str, Any]], KVConnectorStats | None]
 """A connector class's `build_kv_connector_stats`."""
@@ -23,7 +22,7 @@ Later: TypeAlias = Callable[[float, Callable[[], None]], object]
 
 
 class ConnectorLog:
-    """Used from one event loop. What a connector raises here costs it its line."""
+    """Used from one event loop. If the connector raises here, only its line is lost."""
 
     def __init__(
         self, build: BuildStats, *, interval_s: float = INTERVAL_S, later: Later | None = None
@@ -42,14 +41,14 @@ class ConnectorLog:
             if self._gathered is not None:
                 self._gathered = self._gathered.aggregate(stats)
                 return
-        except Exception as error:  # The border to a connector, which may be anybody's.
+        except Exception as error:  # The connector may be any code.
             logger.warning("the connector's statistics are not logged: %r", error)
             return
         self._gathered = stats
         self._later(self._interval_s, self.say)
 
     def say(self) -> None:
-        """What was gathered, if anything: at the end of an interval, and of the server."""
+        """Log what was gathered, if anything: at the end of an interval and when the server ends."""
         gathered, self._gathered = self._gathered, None
         if gathered is None:
             return

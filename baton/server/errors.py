@@ -4,8 +4,8 @@ UserError                   400  param: the field
 ApiError                    its own (404 unknown model, 413 body too large, 503 draining, ...)
 TokenizerPanic              500  the tokenizers library failed on this input; logged
 EngineDeadError             503  the engine's process is gone; another engine may serve
-EngineUnreadyError          503  its processes are stopped, or start anew; another engine may serve
-anything else               500  our bug: logged with its traceback, told without details
+EngineUnreadyError          503  its processes are stopped or restarting; another engine may serve
+anything else               500  our bug: logged with its traceback, reported without details
 """
 
 import logging
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def describe(error: BaseException) -> tuple[int, ErrorBody]:
-    """The status and body for an exception. Details of unexpected ones stay in the log."""
+    """Return the status and body for an exception. Details of unexpected ones stay in the log."""
     match error:
         case ApiError():
             status, param, code = error.status, error.param, error.code
@@ -49,7 +49,9 @@ def describe(error: BaseException) -> tuple[int, ErrorBody]:
 
 
 def log_failure(error: BaseException, request_id: str) -> None:
-    """Our bug wants a traceback, an engine's failure a line; what a client got wrong is its own affair."""
+    """Log unexpected errors with a traceback and engine failures in a line; a client's mistakes are not
+    logged.
+    """
     status, body = describe(error)
     if status < 500:
         return
@@ -60,6 +62,6 @@ def log_failure(error: BaseException, request_id: str) -> None:
 
 
 def as_event(error: BaseException) -> dict[str, Any]:
-    """For a stream that has begun: the status can no longer say it."""
+    """Return the event for a stream that has begun, whose status is already sent."""
     _, body = describe(error)
     return {"error": body}

@@ -1,7 +1,7 @@
-"""HTTP around the endpoints: request ids, event streams, and clients that go away.
+"""HTTP around the endpoints: request ids, event streams, and clients that disconnect.
 
-Work for a client runs beside a listener for its disconnection; whichever ends first ends the other. So a
-closed connection aborts its engine requests, also while a long prompt is still being computed.
+Work for a client runs beside a listener for its disconnection; the first to end cancels the other. So a
+closed connection aborts its engine requests, even while a long prompt is being computed.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-CLIENT_GONE = 499  # nginx's status; nobody is there to read it.
+CLIENT_GONE = 499  # nginx's status; no client reads it.
 _DONE = b"data: [DONE]\n\n"
 _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARS}}}")
 
 
 def request_id_of(request: Request) -> str:
-    """The client's X-Request-Id, or a new one. Raises UserError."""
+    """Return the client's X-Request-Id, or a new one. Raises UserError."""
     given = request.headers.get("x-request-id")
     if given is None:
         return uuid.uuid4().hex
@@ -52,10 +52,10 @@ def json_response(value: Any, *, status: int = 200, request_id: str | None = Non
 async def until_client_leaves(
     receive: Receive, work: Coroutine[Any, Any, T], *, drop: Callable[[T], None] | None = None
 ) -> T:
-    """Raises ClientGone, with the work cancelled and ended, when the client leaves first.
+    """Wait for `work`. If the client leaves first, cancel the work, wait for its end, and raise
+    ClientGone.
 
-    `drop` takes a result that was ready at the moment at which the client left. Without it such a result is
-    returned.
+    `drop` gets a result that was ready when the client left. Without `drop` such a result is returned.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_wait_disconnect(receive))
@@ -75,7 +75,7 @@ async def until_client_leaves(
 
 
 async def _wait_disconnect(receive: Receive) -> None:
-    """The body has been read, so the next message but empty remains of it is the end."""
+    """Wait for the disconnection. The body has been read, so only empty remains of it can come before."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -83,8 +83,8 @@ async def _wait_disconnect(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events, ended by `[DONE]`.
 
-    An error before the first event is an ordinary answer with its status; after it, an event of its own:
-    the status is gone.
+    An error before the first event is an ordinary response with its status; a later one is an event,
+    because the status has been sent.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class EventStream(Response):
         request_id: str,
         late_headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`late_headers` are read when the first event is there."""
+        """`late_headers` are read when the first event is available."""
         self._late_headers = {} if late_headers is None else late_headers
         self.status_code = 200
         self.background = None
@@ -115,7 +115,7 @@ class EventStream(Response):
         async with aclosing(self._events) as events:
             try:
                 first = await anext(events)
-            except Exception as error:  # Told to the client, with its status.
+            except Exception as error:  # Reported to the client, with its status.
                 await error_response(error, self._request_id)(scope, receive, send)
                 return
             self.headers.update(self._late_headers)
@@ -125,7 +125,7 @@ class EventStream(Response):
             try:
                 async for event in events:
                     await _send_body(send, _event(event))
-            except Exception as error:  # Told to the client, in its stream.
+            except Exception as error:  # Reported to the client, in its stream.
                 log_failure(error, self._request_id)
                 await _send_body(send, _event(as_event(error)))
             await _send_body(send, _DONE, more=False)
@@ -140,7 +140,7 @@ async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
 
 
 def error_response(error: Exception, request_id: str | None = None) -> Response:
-    """An unexpected one is logged here, with its traceback."""
+    """Make the response for an error; an unexpected one is logged with its traceback."""
     log_failure(error, request_id or "-")
     status, body = describe(error)
     response = json_response({"error": body}, status=status, request_id=request_id)

@@ -1,4 +1,6 @@
-"""Who this engine is to the engines of its cluster: a router asks, and tells the other side of a push."""
+"""Identity of this engine for routers, which compare engines and pass introductions to the other side of a
+push.
+"""
 
 import msgspec
 
@@ -14,20 +16,20 @@ SECRET_ID_BYTES = (
 
 class Introduction(msgspec.Struct, frozen=True):
     engine_id: str
-    introduction: str | None  # Signed by the engine's connector, for other engines; None: it does not push.
+    introduction: str | None  # Signed by the connector; None: it does not push.
     kv_role: str
     block_size: int
     tp_size: int
     max_model_len: int  # Tokens of prompt and answer together.
-    # What a router compares before it pairs two engines, or lets two engines answer under one name.
+    # Compared by a router before it pairs two engines, or lets two engines answer under one name.
     served_model_name: str
     fingerprint: ModelFingerprint
-    secret_ids: tuple[str, ...]  # Hex. Of the secret that this engine signs with, then of others it accepts.
+    secret_ids: tuple[str, ...]  # Hex; first the secret that this engine signs with, then others it accepts.
     lost_links: dict[str, int] = {}  # Data connections that broke, by the engine id of the peer.
 
 
 async def introduce(config: EngineConfig, engine: Engine) -> Introduction | None:
-    """None without a connector."""
+    """Return the introduction; None without a connector."""
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_role is None:
         return None
@@ -45,7 +47,7 @@ async def introduce(config: EngineConfig, engine: Engine) -> Introduction | None
 
 
 def secret_ids(secret: ClusterSecret | None) -> tuple[str, ...]:
-    """By which two engines are seen to share a secret, or not. Empty without one."""
+    """Ids that show whether two engines share a secret. Empty without a secret."""
     if secret is None:
         return ()
     return tuple(key[:SECRET_ID_BYTES].hex() for key in secret.derive_all(SECRET_ID_PURPOSE))

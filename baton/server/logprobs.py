@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes that the two APIs have for them."""
+"""Log-probabilities in the formats of the two APIs."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -11,12 +11,12 @@ from baton.server.protocol.completion import CompletionLogprobs
 from baton.server.protocol.logprob import PromptLogprob
 from baton.server.tokens import Tokenizer
 
-ROWS_AT_ONCE = 64  # Of a prompt, with 21 tokens each: about 5 ms.
-LOGPROB_MIN = -9999.0  # Stands for minus infinity, which JSON cannot say. vLLM's value.
+ROWS_AT_ONCE = 64  # Rows of a prompt, with 21 tokens each: about 5 ms.
+LOGPROB_MIN = -9999.0  # Stands for minus infinity, which JSON cannot represent. vLLM's value.
 
 
 class LogprobFormat:
-    """Shows tokens as text: each decoded alone, special ones by their names. Or all as `token_id:<id>`."""
+    """Formats tokens as text, each decoded alone and special ones by name, or all as `token_id:<id>`."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_token_ids: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -28,7 +28,7 @@ class LogprobFormat:
     def completion(
         self, logprobs: Sequence[TokenLogprobs], *, num_top: int, offset: int = 0
     ) -> CompletionLogprobs:
-        """`offset`: characters of tokens before these."""
+        """`offset`: characters of the tokens before these."""
         tokens = [self._token(entry.chosen.token_id) for entry in logprobs]
         return CompletionLogprobs(
             text_offset=_offsets(tokens, offset),
@@ -40,7 +40,7 @@ class LogprobFormat:
     async def echo(
         self, first_token_id: int, prompt: PromptLogprobs, output: Sequence[TokenLogprobs], *, num_top: int
     ) -> CompletionLogprobs:
-        """Of a whole prompt, whose first token has no log-probability, and of the output after it."""
+        """Format a whole prompt, whose first token has no log-probability, and the output after it."""
         tokens = [self._token(first_token_id)]
         token_logprobs: list[float | None] = [None]
         top_logprobs: list[dict[str, float] | None] = [None]
@@ -57,7 +57,7 @@ class LogprobFormat:
         )
 
     async def prompt(self, logprobs: PromptLogprobs) -> msgspec.Raw:
-        """Of all tokens of a prompt; the first has none. As JSON, which is made piece by piece as well."""
+        """Format all tokens of a prompt as JSON, in slices; the first token has no log-probability."""
         rows = [b"null"]
         async for entries in _slices(logprobs):
             rows += (msgspec.json.encode(self._of_prompt(entry)) for entry in entries)
@@ -72,10 +72,10 @@ class LogprobFormat:
         }
 
     def _top_by_token(self, entry: TokenLogprobs, num_top: int) -> dict[str, float]:
-        """OpenAI's: the chosen token is among them even if it is not one of the most likely."""
+        """As in OpenAI's API, the chosen token is included even if it is not among the most likely."""
         shown: dict[str, float] = {}
         for candidate in (*entry.top[:num_top], entry.chosen):
-            # Two tokens can look the same; the likelier one stands.
+            # Two tokens can have the same text; the likelier one is kept.
             shown.setdefault(self._token(candidate.token_id), _finite(candidate))
         return shown
 
@@ -84,9 +84,8 @@ class LogprobFormat:
         for entry in logprobs:
             token = self._token(entry.chosen.token_id)
             top = [self._top(candidate) for candidate in entry.top[:num_top]]
-            text = self._tokenizer.token_text(
-                entry.chosen.token_id
-            )  # As in vLLM, the bytes stay those of text.
+            # As in vLLM, the bytes are those of the text.
+            text = self._tokenizer.token_text(entry.chosen.token_id)
             content.append(ChatTokenLogprob(token, _finite(entry.chosen), list(text.encode()), top))
         return ChatLogprobs(content)
 
@@ -98,7 +97,7 @@ class LogprobFormat:
 async def _slices(
     prompt: PromptLogprobs, output: Sequence[TokenLogprobs] = ()
 ) -> AsyncIterator[Sequence[TokenLogprobs]]:
-    """A few rows between two turns of the event loop."""
+    """Yield a few rows at a time, so that the event loop can run between them."""
     for start in range(0, len(prompt), ROWS_AT_ONCE):
         yield prompt.rows(start, start + ROWS_AT_ONCE)
         await asyncio.sleep(0)

@@ -1,11 +1,11 @@
-"""What Prometheus sees: vLLM's metric names with the prefix `baton:`, and those of the KV transfer.
+"""Prometheus metrics: vLLM's names with the prefix `baton:`, and those of KV transfer.
 
 Every series carries `model_name` and `engine` (always "0": one server, one engine). Counters get `_total`
 from the exposition format.
 
     gauges      num_requests_running, num_requests_waiting, kv_cache_usage_perc,
                 num_requests_waiting_for_remote_kvs, num_requests_delayed_free,
-                kv_connector_retired (1: the KV connector failed for good, and the engine goes on without it)
+                kv_connector_retired (1: the KV connector failed for good, and the engine continues without it)
     counters    prompt_tokens, generation_tokens, num_preemptions, prefix_cache_queries, prefix_cache_hits,
                 external_prefix_cache_queries, external_prefix_cache_hits (tokens),
                 request_success{finished_reason}, kv_load_failures (requests),
@@ -14,9 +14,8 @@ from the exposition format.
                 request_time_per_output_token_seconds, e2e_request_latency_seconds,
                 request_prompt_tokens, request_generation_tokens, request_params_max_tokens
 
-What a connector counts it publishes itself, by its `build_prom_metrics`, from
-`SchedulerStats.kv_connector_stats`: the same names in vLLM and here. Those of Baton's connectors are in
-`baton.connectors.pull.stats`.
+A connector publishes its own counts by its `build_prom_metrics`, from `SchedulerStats.kv_connector_stats`,
+with the same names in vLLM and here. Those of Baton's connectors are in `baton.connectors.pull.stats`.
 """
 
 import logging
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 BuildConnectorMetrics: TypeAlias = Callable[
     [dict[type[Any], Any], list[str], dict[int, list[object]]], KVConnectorPromMetrics | None
 ]
-"""A connector class's `build_prom_metrics`, of one configuration: types to use, labels, and their values."""
+"""A connector class's `build_prom_metrics` for one configuration: metric types, labels, label values."""
 
 _LABELS = ("model_name", "engine")
 _ENGINE = "0"
@@ -55,14 +54,16 @@ _TOKENS = tuple(float(2**exponent) for exponent in range(18))
 
 
 class _Registry:
-    """Makes metrics of one model in one private registry."""
+    """Makes metrics of one model in a private registry."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._values = (model_name, _ENGINE)
 
     def for_connector(self) -> tuple[dict[type[Any], Any], list[str], dict[int, list[object]]]:
-        """prometheus_client's types, with this registry in them; labels, and their values of engine 0."""
+        """Return prometheus_client's types bound to this registry, the labels, and the values for engine
+        0.
+        """
         types = {kind: partial(kind, registry=self.registry) for kind in (Counter, Gauge, Histogram)}
         return {**types}, list(_LABELS), {0: [*self._values]}
 
@@ -82,7 +83,7 @@ class _Registry:
 
 
 class EngineMetrics:
-    """From the engine's statistics, after each step."""
+    """Metrics from the engine's statistics after each step."""
 
     def __init__(self, make: _Registry) -> None:
         self._running = make.gauge("num_requests_running", "Requests in the running batch.")
@@ -125,7 +126,7 @@ class EngineMetrics:
 
 
 class ConnectorMetrics:
-    """The connector's own, as it builds them for vLLM; what goes wrong in them costs its numbers only."""
+    """The connector's own metrics, as it builds them for vLLM. If they fail, only their numbers are lost."""
 
     def __init__(
         self, make: _Registry, build: BuildConnectorMetrics, count_error: Callable[[], None]
@@ -138,13 +139,13 @@ class ConnectorMetrics:
             return
         try:
             self._metrics.observe(raw)
-        except Exception as error:  # The border to a connector, which may be anybody's.
+        except Exception as error:  # The connector may be any code.
             self._count_error()
             logger.warning("the connector's statistics are not counted: %r", error)
 
 
 class RequestMetrics:
-    """Of what clients see."""
+    """Metrics of what clients see."""
 
     def __init__(self, make: _Registry) -> None:
         self.success = make.counter_by("finished_reason", "request_success", "Requests that ended.")
@@ -192,7 +193,7 @@ class RequestObserver:
         self._num_tokens += count
 
     def finish(self, reason: str) -> None:
-        """Only the first call counts: a request that ended cannot be aborted any more."""
+        """Record the end. Only the first call counts: a request that ended cannot be aborted any more."""
         if self._ended:
             return
         self._ended = True
@@ -210,7 +211,7 @@ LOST_LINKS = "baton:kv_links_lost_total"
 
 
 class ServerMetrics:
-    """All metrics of one server, in a registry of its own, so that two servers in one process do not meet."""
+    """All metrics of one server, in a registry of its own, so that two servers in one process stay apart."""
 
     def __init__(
         self,

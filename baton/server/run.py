@@ -1,15 +1,15 @@
-"""The life of `baton serve`: from binding the port to the last answer and the exit status.
+"""Lifecycle of `baton serve`, from binding the port to the last answer and the exit status.
 
     bind the port -> start the engine -> "ready" -> serve --signal------> drain, stop the engine, exit 0
                                                      |--engine died----> pending answers get 503, exit 1
 
-The port is bound first, so that one in use is heard of before seconds go into loading a model; nobody can
-connect until the engine is ready.
+The port is bound first, so that a port in use is reported before seconds go into loading a model. Clients
+cannot connect until the engine is ready.
 
-    drain    at most drain_timeout_s      new requests and /health get 503, running ones finish, and what the
-                                          engine has lent is returned
+    drain    at most drain_timeout_s      new requests and /health get 503, running ones finish, and lent
+                                          blocks are returned
     stop     at most shutdown_timeout_s   the port is closed; running requests may still finish
-    end                                   the engine is stopped under what is left, which ends every answer
+    end                                   the engine is stopped, which ends every remaining answer
 
 A second signal ends it at once.
 """
@@ -45,13 +45,13 @@ logger = logging.getLogger(__name__)
 
 EXIT_STOPPED = 0
 EXIT_ENGINE_DIED = 1
-LAST_ANSWERS_S = 3.0  # For answers to leave once the engine has stopped under them.
+LAST_ANSWERS_S = 3.0  # For answers to be sent after the engine has stopped.
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class ServeOptions(NamedTuple):
     host: str
-    port: int  # 0: a free one.
+    port: int  # 0: any free port.
     shutdown_timeout_s: float
     drain_timeout_s: float = 0.0  # 0: no drain.
     doors: DoorSettings = DoorSettings()
@@ -59,7 +59,7 @@ class ServeOptions(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What `run` is made of; tests bring their own."""
+    """Parts of `run` that tests replace."""
 
     start_engine: Callable[[], Awaitable[Engine]]
     load_tokenizer: Callable[[], Tokenizer]
@@ -71,7 +71,10 @@ class Parts(NamedTuple):
 async def run(
     config: EngineConfig, options: ServeOptions, parts: Parts, on_ready: Callable[[str], None]
 ) -> int:
-    """Returns the exit status. Raises UserError, or what starting the engine raised."""
+    """Serve until a signal or the engine's death; return the exit status.
+
+    Raises UserError, or the error of starting the engine.
+    """
     raise_descriptor_limit()
     limit_logs("baton.server.errors")
     stop, hurry = asyncio.Event(), asyncio.Event()
@@ -169,26 +172,30 @@ async def _serve(
 
 
 async def _drain(server: "_Server", service: Service, hurry: asyncio.Event, timeout_s: float) -> None:
-    """Until nothing runs and nothing is lent; or the time is up, the engine dead, or a second signal come."""
-    logger.info("draining for at most %g s: no new requests, running ones finish, loans come back", timeout_s)
+    """Wait until no request runs and nothing is lent, or the time is up, the engine dead, or a second
+    signal came.
+    """
+    logger.info(
+        "draining for at most %g s: no new requests, running ones finish, lent blocks are returned", timeout_s
+    )
     draining = asyncio.create_task(_finish_all(server, service.engine, timeout_s))
-    ways_out = (asyncio.create_task(service.engine.wait_dead()), asyncio.create_task(hurry.wait()))
+    interrupts = (asyncio.create_task(service.engine.wait_dead()), asyncio.create_task(hurry.wait()))
     try:
-        await asyncio.wait((draining, *ways_out), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((draining, *interrupts), return_when=asyncio.FIRST_COMPLETED)
         if not draining.done():
-            logger.warning("the drain was cut short")
+            logger.warning("the drain was interrupted by a second signal or the engine's death")
         elif not draining.result():
-            logger.warning("not everything was finished and returned after %g s", timeout_s)
+            logger.warning("requests or lent blocks are left after a drain of %g s", timeout_s)
     finally:
-        for task in (draining, *ways_out):
+        for task in (draining, *interrupts):
             task.cancel()
-        await asyncio.gather(draining, *ways_out, return_exceptions=True)
+        await asyncio.gather(draining, *interrupts, return_exceptions=True)
 
 
 async def _finish_all(server: "_Server", engine: Engine, timeout_s: float) -> bool:
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
-    # Those that come from now on are refused. Requests first: a prefill may still lend, and be fetched from.
+    # New requests are refused. Requests first: a prefill may still lend blocks, which are then fetched.
     if running := server.running_requests():
         _, late = await asyncio.wait(running, timeout=timeout_s)
         if late:
@@ -197,16 +204,16 @@ async def _finish_all(server: "_Server", engine: Engine, timeout_s: float) -> bo
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling, and with a word when it is ready."""
+    """uvicorn without its own signal handling, and with a callback when it is ready."""
 
     def __init__(self, app: FastAPI, options: ServeOptions, on_started: Callable[[], None]) -> None:
         super().__init__(
             server_config(
                 app,
                 options.doors,
-                log_config=None,  # Ours is in place already.
+                log_config=None,  # Logging is configured already.
                 lifespan="off",
-                # The last net: answers end by themselves once the engine has stopped.
+                # A last resort: answers end by themselves once the engine has stopped.
                 timeout_graceful_shutdown=int(options.shutdown_timeout_s + LAST_ANSWERS_S) + 1,
             )
         )
@@ -218,7 +225,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # `run` listens to them, from before the engine is started.
+        yield  # `run` handles signals from before the engine is started.
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -256,7 +263,7 @@ async def _make_service(
 async def _running_engine(
     start_engine: Callable[[], Awaitable[Engine]], stop: asyncio.Event
 ) -> AsyncIterator[Engine | None]:
-    """None when told to stop before the engine was ready. Closes the engine."""
+    """Yield the engine, and close it afterwards. Yields None if stopped before the engine was ready."""
     starting = asyncio.ensure_future(start_engine())
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -278,11 +285,11 @@ async def _running_engine(
 
 @contextmanager
 def _bound_socket(host: str, port: int, field: str) -> Iterator[socket.socket]:
-    """Bound, not yet listening."""
+    """Bind a socket without listening yet."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise ConfigError(f"{host!r} is no address of this machine: {error}", field="host") from error
+        raise ConfigError(f"{host!r} is not an address of this machine: {error}", field="host") from error
     with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -299,7 +306,7 @@ def _url(host: str, listener: socket.socket) -> str:
 
 @contextmanager
 def _signals(handler: Callable[[], None]) -> Iterator[None]:
-    """Only the main thread may; elsewhere (tests) nobody sends any."""
+    """Install the handler. Only possible in the main thread; in others (tests) no signals are sent."""
     loop = asyncio.get_running_loop()
     installed = []
     with suppress(RuntimeError, ValueError):

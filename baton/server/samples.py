@@ -1,12 +1,11 @@
-"""From engine requests to pieces of text: the samples of one HTTP request, merged into one stream.
-
+"""Samples of one HTTP request: converts engine outputs to pieces of text and merges them into one stream.
     engine.generate -> SampleText -> Piece --+
     engine.generate -> SampleText -> Piece --+--> pieces()          one task per sample
     ...                                      +
 
 Leaving the context ends every sample that still runs: its task is cancelled, which closes the engine's
 iterator, which aborts the engine request. It also takes back the loan of a piece that the consumer has not
-finished with. The first error ends all samples.
+handled. The first error ends all samples.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ from baton.server.text import SampleText
 
 
 class Engine(Protocol):
-    """What the server needs of `baton.engine.core.client.EngineClient`."""
+    """The methods of `baton.engine.core.client.EngineClient` that the server uses."""
 
     on_stats: Callable[[SchedulerStats], None] | None
 
@@ -35,17 +34,19 @@ class Engine(Protocol):
         """Why a router should send requests to other engines for now."""
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        """Closing it early aborts the request. Raises EngineDeadError, EngineUnreadyError."""
+        """Generate. Closing the iterator early aborts the request. Raises EngineDeadError,
+        EngineUnreadyError.
+        """
 
     async def introduction(self) -> str | None:
-        """What the engine's connector says to engines that have no ticket of it; it never changes."""
+        """Return the connector's introduction for engines that have no ticket of it; it never changes."""
 
     def take_back(self, params: dict[str, Any]) -> None:
-        """Nobody will come for what was lent under these `kv_transfer_params` of a finished request."""
+        """Take back the blocks lent under these `kv_transfer_params`, which no engine will fetch."""
 
     async def wait_dead(self) -> None: ...
     async def drain(self, timeout_s: float) -> bool:
-        """Lend nothing more, and wait until nothing is lent. False: not in that time."""
+        """Lend nothing more, and wait until nothing is lent. Returns False after the timeout."""
 
     async def close(self) -> None: ...
 
@@ -58,19 +59,19 @@ class Sample:
     prompt_index: int
     request: EngineRequest
     text: SampleText
-    include_stop: bool = False  # Show the stop token (or string) that ended it.
+    include_stop: bool = False  # Show the stop token or string that ended it.
     waits_for_first: bool = False  # Submit once the first sample has its first token.
     names_first_token: bool = False  # Its first chunk is sent in any case, with its token ids.
     # Tokens of the prompt that the prefill engine had in its cache. None: there is no prefill engine.
     num_cached_at_prefill: int | None = None
-    goes_on_elsewhere: bool = False  # Reaching the limit is not the answer's end.
+    continues_elsewhere: bool = False  # Reaching the limit does not end the answer.
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
     """How a sample ended."""
 
-    reason: str | None  # "stop" or "length". None: the answer goes on elsewhere.
+    reason: str | None  # "stop" or "length". None: the answer continues in another engine.
     stop_reason: int | str | None
     kv_transfer_params: dict[str, Any] | None
     num_cached_tokens: int
@@ -79,7 +80,7 @@ class Finish:
 
 @dataclass(slots=True)
 class Piece:
-    """What one engine output adds to one sample. `text` lags behind `token_ids` while text is held back."""
+    """The part that one engine output adds to one sample. `text` lags `token_ids` while text is held back."""
 
     sample: Sample
     text: str = ""
@@ -104,7 +105,8 @@ class RunningSamples:
         self._queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
         self._has_first_token = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._lent: dict[int, dict[str, Any]] = {}  # By sample: a ticket that the client has not been sent.
+        # By sample: params with a ticket that the client has not been sent.
+        self._lent: dict[int, dict[str, Any]] = {}
 
     async def __aenter__(self) -> Self:
         self._tasks = [asyncio.create_task(self._run(sample)) for sample in self._samples]
@@ -122,7 +124,7 @@ class RunningSamples:
             self._engine.take_back(params)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Until all samples have ended. Raises what the first failing one raised.
+        """Yield pieces until all samples have ended. Raises the error of the first sample that fails.
 
         A piece counts as delivered when the consumer asks for the next one.
         """
@@ -164,7 +166,11 @@ async def _pieces_of(sample: Sample, engine: Engine, metrics: ServerMetrics) -> 
                 _raise_if_failed(output)
                 observer.tokens(len(output.new_token_ids))
                 piece = _piece(sample, output)
-                if piece.finish is not None and sample.goes_on_elsewhere and piece.finish.reason is not None:
+                if (
+                    piece.finish is not None
+                    and sample.continues_elsewhere
+                    and piece.finish.reason is not None
+                ):
                     piece.finish = _end_here(piece.finish, engine)
                 if piece.finish is not None:
                     observer.finish(piece.finish.reason or "length")
@@ -176,7 +182,7 @@ async def _pieces_of(sample: Sample, engine: Engine, metrics: ServerMetrics) -> 
         observer.finish("abort")
         raise
     finally:
-        observer.finish("error")  # Unless it has ended by now.
+        observer.finish("error")  # No effect if it has ended.
 
 
 def _raise_if_failed(output: EngineOutput) -> None:
@@ -199,7 +205,7 @@ def _piece(sample: Sample, output: EngineOutput) -> Piece:
         num_transferred_tokens=output.num_transferred_tokens,
     )
     logprobs = output.new_logprobs or []
-    # Ended by EOS or by a stop token: that token is the last one, and is not shown.
+    # Ended by EOS or by a stop token: that token is the last one and is not shown.
     ended_by_token = output.finish_reason == "stop" and not sample.include_stop
     shown = len(output.new_token_ids) - (1 if ended_by_token else 0)
     for position, token_id in enumerate(output.new_token_ids):
@@ -209,15 +215,15 @@ def _piece(sample: Sample, output: EngineOutput) -> Piece:
             piece.text += sample.text.feed(token_id)
         if sample.text.stopped_by is not None:
             break
-    goes_on = sample.goes_on_elsewhere and output.finish_reason == "length"
-    if output.finish_reason is not None and sample.text.stopped_by is None and not goes_on:
+    continues = sample.continues_elsewhere and output.finish_reason == "length"
+    if output.finish_reason is not None and sample.text.stopped_by is None and not continues:
         piece.text += sample.text.finish()
     if sample.text.stopped_by is not None:
         piece.finish = _finish(sample, "stop", sample.text.stopped_by, output)
-    elif goes_on:
+    elif continues:
         piece.finish = _finish(sample, None, None, output)
     elif output.finish_reason is not None:
-        # The engine names the end-of-sequence token too; only a stop token that was asked for is a reason.
+        # The engine names the end-of-sequence token too; only a requested stop token is a reason.
         asked_for = output.stop_token_id in sample.request.sampling_params.stop_token_ids
         stop_reason = output.stop_token_id if asked_for else None
         piece.finish = _finish(sample, output.finish_reason, stop_reason, output)
@@ -225,7 +231,7 @@ def _piece(sample: Sample, output: EngineOutput) -> Piece:
 
 
 def _end_here(finish: Finish, engine: Engine) -> Finish:
-    """The first token has ended the answer: nobody goes on behind it, so nobody comes for its KV."""
+    """End an answer that its first token has ended: no engine continues it or fetches its KV."""
     if finish.kv_transfer_params is not None:
         engine.take_back(finish.kv_transfer_params)
     return replace(finish, kv_transfer_params=None)

@@ -188,7 +188,7 @@ class Service:
                         # One fetches the KV; the others then find it in the prefix cache.
                         waits_for_first=not is_first and _is_set(fields, "do_remote_prefill"),
                         names_first_token=names_first,
-                        goes_on_elsewhere=goes_on,
+                        continues_elsewhere=goes_on,
                         num_cached_at_prefill=num_cached_at_prefill,
                     )
                 )

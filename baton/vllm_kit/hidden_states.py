@@ -1,10 +1,9 @@
-"""The kit's vLLM for connectors that save hidden states: it speculates, and so its cache has one layer more.
-
+"""Kit's vLLM site for connectors that save hidden states: vLLM speculates, so its cache has one more layer.
     one group        model's layers + states' layer       one block table
-    several groups   model's groups, states' group        its table is that of the layers without a window
+    several groups   model's groups + states' group       block table of the layers without a window
 
-vLLM deals out other blocks to the states' group; to who reads them by their table they are as good. Nobody
-computes, so what the layer holds is always the same.
+vLLM allocates blocks of their own to the states' group; for a connector that reads them by block table this
+makes no difference. No model runs, so the layer always holds the same values.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from baton.testing.contract.case import ConnectorCase, find_class
 from baton.vllm_kit.site import VllmHMAScheduler, VllmSite
 from baton.vllm_plugin.hidden_states import METHOD, BatonHiddenStatesConnector
 
-LAYERS = (0, 2)  # Of a model that has at least two.
+LAYERS = (0, 2)  # Needs a model of at least two layers.
 STATES = "cache_only_layers.states"
 
 
 def make_vllm_site(case: ConnectorCase) -> VllmSite:
-    """The one that has what the connector needs."""
+    """Return a site that provides what the connector needs."""
     saves_states = issubclass(find_class(case.path), BatonHiddenStatesConnector)
     return (StatesSite if saves_states else VllmSite)(case)
 
 
 class StatesSite(VllmSite):
-    """Of connectors that know groups."""
+    """Site for connectors that save hidden states; they support several groups."""
 
     def make_scheduler_half(self, config: EngineConfig) -> Any:
         connector = self.make_connector(config, KVConnectorRole.SCHEDULER, 0)
@@ -75,7 +74,7 @@ class StatesSite(VllmSite):
         (group,) = groups
         specs = {**dict.fromkeys(group.layer_names, group.kv_cache_spec), STATES: spec}
         group.layer_names = list(specs)
-        if role is KVConnectorRole.WORKER:  # vLLM's scheduler is given the first layer's.
+        if role is KVConnectorRole.WORKER:  # vLLM gives its scheduler the spec of the first layer.
             group.kv_cache_spec = UniformTypeKVCacheSpecs(
                 block_size=config.cache_config.block_size, kv_cache_specs=specs
             )
@@ -84,7 +83,7 @@ class StatesSite(VllmSite):
 
 class _Scheduler(VllmHMAScheduler):
     def __init__(self, connector: Any, whole: int | None) -> None:
-        """`whole`: the group whose table the states' group has too; None: there is one group."""
+        """`whole`: the group whose block table the states' group shares; None if there is only one group."""
         super().__init__(connector)
         self._whole = whole
 
@@ -94,10 +93,10 @@ class _Scheduler(VllmHMAScheduler):
 
 
 class _Worker:
-    """The connector, which is shown the states' layer with the others."""
+    """The connector, to which the states' layer is registered with the others."""
 
     def __init__(self, connector: Any, pages: torch.Tensor) -> None:
-        """`pages`: of the states' layer, `[num_blocks, layers, block tokens, hidden size]`."""
+        """`pages`: the states' layer, `[num_blocks, layers, block tokens, hidden size]`."""
         self._connector = connector
         self._pages = pages
 

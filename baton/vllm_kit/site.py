@@ -1,11 +1,10 @@
-"""The conformance kit over connectors of vLLM's own base class: vLLM's objects in, vLLM's answers out.
-
+"""Kit site for connectors of vLLM's own base class: translates the kit's objects to vLLM's, and answers back.
     the kit's engine --Request, SchedulerOutput, KVConnectorOutput--> VllmScheduler --vLLM's--> connector
     the kit's ranks  --ConnectorContext, which has vLLM's shape---------------------------> connector
 
-Configuration, requests, steps and reports are vLLM's classes. Blocks are the kit's: they have what vLLM's
-have, and hold slots whatever vLLM's attention makes of a block, which is no lie to who moves whole ones. No
-engine of vLLM's runs, so hooks come in the order in which the kit calls them.
+Configuration, requests, steps and reports are vLLM's classes. Blocks are the kit's: they have the attributes
+of vLLM's, with slots in the kit's layout, which does not matter to connectors that move whole blocks. No vLLM
+engine runs, so hooks come in the order in which the kit calls them.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ _REPORTED = ("finished_sending", "finished_recving", "invalid_block_ids", "faile
 
 
 def vllms_case(case: ConnectorCase) -> ConnectorCase:
-    """A case of Baton's with the class that vLLM is given; other cases as they are.
+    """Return a Baton case with the class that vLLM loads; other cases unchanged.
 
-    In the place of Baton's Multi is vLLM's own, to which each child says what role it has.
+    Baton's Multi is replaced by vLLM's own, which needs the role of each child.
     """
     if case.path in CONNECTORS:
         return replace(case, path=f"baton.vllm_plugin:{case.path}")
@@ -60,15 +59,15 @@ def vllms_case(case: ConnectorCase) -> ConnectorCase:
 
 
 class VllmSite(ToySite):
-    """Halves are instances of the connector's class, as vLLM makes them: one by role."""
+    """Site whose halves are instances of the connector's class, one per role, as vLLM makes them."""
 
-    head_dim = 32  # The least that vLLM's attention takes on a CPU.
+    head_dim = 32  # The smallest that vLLM's attention supports on a CPU.
 
     def __init__(self, case: ConnectorCase) -> None:
         super().__init__(case)
         self.windows = WINDOWS if supports_hma(find_class(case.path)) else ((),)
         self._folder = tempfile.TemporaryDirectory(prefix="baton-kit-")
-        self._configs: dict[int, Any] = {}  # vLLM's, by the model's number of layers.
+        self._configs: dict[int, Any] = {}  # vLLM's configuration by the model's number of layers.
 
     def make_scheduler_half(self, config: EngineConfig) -> Any:
         connector = self.make_connector(config, KVConnectorRole.SCHEDULER, 0)
@@ -99,7 +98,7 @@ class VllmSite(ToySite):
         return find_class(self.case.path)(own, role, self.describe_cache(config, role))
 
     def describe_cache(self, config: EngineConfig, role: Any) -> Any:
-        """vLLM's KVCacheConfig, as the scheduler's or a worker's process has it."""
+        """Return vLLM's KVCacheConfig as the process of `role` has it."""
         return KVCacheConfig(
             num_blocks=config.cache_config.num_gpu_blocks,
             kv_cache_tensors=[],
@@ -107,7 +106,7 @@ class VllmSite(ToySite):
         )
 
     def describe_engine(self, folder: str) -> Any:
-        """vLLM's VllmConfig, of a checkpoint."""
+        """Return vLLM's VllmConfig for a checkpoint."""
         return _vllm_config(folder)
 
     def _config_of(self, num_layers: int) -> Any:
@@ -165,11 +164,13 @@ def _groups_of(config: EngineConfig) -> list[Any]:
 
 
 class VllmScheduler:
-    """A connector of the scheduler role; what is not translated goes through by name."""
+    """Scheduler-side connector that gets vLLM's objects; methods without a translation are forwarded by
+    name.
+    """
 
     def __init__(self, connector: Any) -> None:
         self.connector = connector
-        self._requests: dict[str, Any] = {}  # vLLM's, of those that have not ended.
+        self._requests: dict[str, Any] = {}  # vLLM's requests that have not ended.
 
     def __getattr__(self, name: str) -> Any:
         if name == "connector":  # While it is being copied or unpickled.
@@ -196,7 +197,7 @@ class VllmScheduler:
         theirs = SchedulerOutput.make_empty()
         theirs.num_scheduled_tokens = dict(ours.num_scheduled_tokens)
         theirs.total_num_scheduled_tokens = ours.total_num_scheduled_tokens
-        theirs.finished_req_ids = ours.finished_req_ids  # The host's own: who changes it is seen.
+        theirs.finished_req_ids = ours.finished_req_ids  # The host's own set, so that a change is noticed.
         theirs.preempted_req_ids = ours.preempted_req_ids
         theirs.has_sync_kv_loads = ours.has_sync_kv_loads
         theirs.scheduled_new_reqs = [self._new(data) for data in ours.scheduled_new_reqs]
@@ -227,7 +228,9 @@ class VllmScheduler:
             setattr(connector_output, name, getattr(theirs, name))
 
     def introduction(self) -> str | None:
-        """Of Baton's own; clients get it with an answer, which the kit does not wait for."""
+        """Return the introduction of Baton's own connectors. Clients get it in a response, which the kit
+        does not have.
+        """
         half: Any = getattr(self.connector, "scheduler_half", None)
         return half.introduction() if hasattr(half, "introduction") else None
 
@@ -253,7 +256,7 @@ class VllmScheduler:
 
 
 class VllmHMAScheduler(VllmScheduler):
-    """Of a connector that is told of block tables, one for each group."""
+    """Scheduler-side connector that gets one block table per group."""
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Any:
         return self.connector.request_finished_all_groups(self._ended(request), block_ids)

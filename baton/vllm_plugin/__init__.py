@@ -1,4 +1,4 @@
-"""Baton's connectors inside vLLM. The only package that imports vllm; nothing of Baton imports it.
+"""Baton's connectors as a vLLM plug-in. Imports vllm; the rest of Baton does not.
 
     pip install 'kv-baton[vllm]'
     vllm serve MODEL --kv-transfer-config \
@@ -7,7 +7,7 @@
 vLLM finds the names through the entry point `vllm.general_plugins`, which calls `register` in each of its
 processes. Without an installation, `"kv_connector_module_path": "baton.vllm_plugin"` does the same.
 
-    vLLM's hooks --> connector (contains what we raise) --> one of our halves, as in the embedded engine
+    vLLM's hooks --> connector (contains errors) --> a scheduler or worker half, as in the embedded engine
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """For `kv_connector_module_path`: the classes, without importing vllm before it is there."""
+    """Import a connector's class on first use, for `kv_connector_module_path`."""
     if name not in CONNECTORS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(CONNECTORS[name]), name)

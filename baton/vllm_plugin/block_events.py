@@ -1,10 +1,9 @@
-"""Our KV events of blocks in vLLM's own words, so that a consumer can join them with those of vLLM's cache.
-
-    hash, parent, extra keys, group     as vLLM's BlockPool says them of the same blocks (medium GPU)
+"""KV events for blocks in vLLM's terms, so that a consumer can join them with the events of vLLM's own cache.
+    hash, parent, extra keys, group     as vLLM's BlockPool reports them for the same blocks (medium GPU)
     kind and window of the group        as vLLM's own offloading adds them
     medium                              ours: CPU
 
-Source: `vllm/v1/core/block_pool.py`, `.../kv_connector/v1/offloading/events.py`. Loaded only where events are
+Source: `vllm/v1/core/block_pool.py`, `.../kv_connector/v1/offloading/events.py`. Imported only if events are
 published.
 """
 
@@ -26,7 +25,7 @@ from baton.connectors.offload.prompts import Prompt
 
 
 def store_events(kv_cache_config: Any, block_tokens: int) -> StoreEvents:
-    """For requests of vLLM's: it hashes the tokens of each wherever there is a connector."""
+    """Return the events of stored blocks. vLLM hashes every request's blocks if there is a connector."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return StoreEvents(
         block_tokens=block_tokens,
@@ -39,11 +38,11 @@ def store_events(kv_cache_config: Any, block_tokens: int) -> StoreEvents:
 
 
 def _names_in_vllm(hash_tokens: int, block_tokens: int, prompt: Prompt, blocks: range) -> BlockNames:
-    """`hash_tokens`: so many tokens each of the request's hashes adds, which may be less than a block."""
+    """`hash_tokens`: tokens per hash of the request, which may be less than a block."""
     request: Any = prompt.request
     hashes = resolve_block_hashes(request.block_hashes, hash_tokens, block_tokens)
     parent = maybe_convert_block_hash(hashes[blocks.start - 1]) if blocks.start else None
-    # Of the salt only: requests with adapters or media are left alone (`is_plain`).
+    # Only the salt: requests with adapters or media are not stored (`is_plain`).
     extra_keys = [
         generate_block_hash_extra_keys(request, block * block_tokens, (block + 1) * block_tokens, 0)[0]
         for block in blocks

@@ -1,4 +1,4 @@
-"""`BatonDecodeBenchConnector` for vLLM. See `forwarding` for what all of ours share."""
+"""`BatonDecodeBenchConnector` for vLLM. `forwarding` has what all our connectors share."""
 
 from __future__ import annotations
 

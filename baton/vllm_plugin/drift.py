@@ -1,10 +1,9 @@
-"""What we believe of vLLM's classes, and what a vLLM at hand says: the difference, name by name.
-
+"""Drift check: compares vLLM's classes with our records of them, member by member.
     python -m baton.vllm_plugin.drift FOLDER      compare the vllm package in FOLDER (or the installed one)
     python -m baton.vllm_plugin.drift FOLDER --record 0.34
 
-Reads sources without importing them, so that a version can be looked at before it is installed. The records
-lie in `record/`, one for each version that has been tried; `relied_on` says of what.
+Parses sources without importing them, so that a version can be checked before it is installed. `record/` has
+one record per version tried; `relied_on` lists what is recorded.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Final, TypeAlias
 from baton.vllm_plugin.relied_on import BASES, EXTENDED, USED
 
 Record: TypeAlias = dict[str, dict[str, str]]
-"""By "module:Class": by member, its kind and parameters."""
+"""{"module:Class": {member: its kind and parameters}}."""
 
 Scope: TypeAlias = ast.ClassDef | ast.Module
 MISSING: Final = "missing"
@@ -28,7 +27,7 @@ RECORDS: Final = Path(__file__).with_name("record")
 
 
 def describe(package: Path) -> Record:
-    """Of the vllm package in this folder. Raises FileNotFoundError, LookupError for what is not there."""
+    """Describe the vllm package in this folder. Raises FileNotFoundError or LookupError for missing parts."""
     described: Record = {}
     for name in (*EXTENDED, *USED):
         path, _, class_name = name.partition(":")
@@ -42,31 +41,31 @@ def describe(package: Path) -> Record:
 
 
 def load_record(release: str) -> Record:
-    """Raises FileNotFoundError for a version that was never recorded."""
+    """Load the record of a version. Raises FileNotFoundError if there is none."""
     record: Record = json.loads((RECORDS / f"{release}.json").read_text())
     return record
 
 
 def differences(believed: Record, found: Record) -> list[str]:
-    """One line for each member that is new, gone, or called differently."""
+    """Return one line for each member that is new, gone, or has other parameters."""
     lines: list[str] = []
     for name in sorted(believed.keys() | found.keys()):
         ours, theirs = believed.get(name, {}), found.get(name, {})
         for member in sorted(ours.keys() | theirs.keys()):
             before, now = ours.get(member, "not there"), theirs.get(member, "not there")
             if before != now:
-                lines.append(f"{name.rpartition(':')[2]}.{member}: believed {before}, is {now}")
+                lines.append(f"{name.rpartition(':')[2]}.{member}: recorded {before}, found {now}")
     return lines
 
 
 def installed_package() -> Path | None:
-    """The folder of the vllm that this interpreter would import; nothing of it is imported."""
+    """Return the folder of the vllm package that this interpreter would import, without importing it."""
     spec = importlib.util.find_spec("vllm")
     return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
 
 
 def _find(path: Path, class_name: str) -> Scope:
-    """The module itself if no class is named."""
+    """Return the class, or the module if no class is named."""
     module = ast.parse(path.read_text())
     if not class_name:
         return module
@@ -77,7 +76,7 @@ def _find(path: Path, class_name: str) -> Scope:
 
 
 def members_of(scope: Scope) -> dict[str, str]:
-    """What a class's or a module's own source defines, and how it is called."""
+    """Return the members that a class or module defines in its own source, with their parameters."""
     members: dict[str, str] = {}
     for node in scope.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -90,7 +89,7 @@ def members_of(scope: Scope) -> dict[str, str]:
 
 
 def _set_at_first(scope: Scope) -> dict[str, str]:
-    """What __init__ sets of itself."""
+    """Return the attributes that __init__ sets on self."""
     made = (node for node in scope.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
     return {
         target.attr: "attribute"
@@ -120,7 +119,7 @@ def _texts_and_bases(scope: Scope) -> dict[str, str]:
 
 
 def _called(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """ "classmethod (cls, vllm_config)": parameters by name, those with a default marked."""
+    """ "classmethod (cls, vllm_config)": parameters by name; those with a default are marked with "="."""
     arguments = node.args
     positional = [*arguments.posonlyargs, *arguments.args]
     num_required = len(positional) - len(arguments.defaults)
@@ -138,10 +137,10 @@ def _called(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 def main(arguments: list[str]) -> int:
     folder = Path(arguments[0]) if arguments else installed_package()
     if folder is None:
-        print("no vllm is installed; name its folder")
+        print("vllm is not installed; give the folder of the package vllm as an argument")
         return 2
     if not (folder / "__init__.py").is_file():
-        print(f"{folder} has no __init__.py: name the folder of the package vllm")
+        print(f"{folder} has no __init__.py; give the folder of the package vllm")
         return 2
     found = describe(folder)
     if arguments[1:2] == ["--record"]:

@@ -1,11 +1,10 @@
-"""What vLLM's model is, in the words that every engine of Baton uses: equal for equal checkpoints.
+"""Model fingerprint inside vLLM: equal to that of Baton's other engines for equal checkpoints.
+    config.json   of a family that the embedded engine knows: the digest of its meaning, the same as there
+                  of another family: the digest of the file, without fields that do not describe the model
+    weights       the digest of all their bytes, the same as in the embedded engine; or a name given to it
 
-    config.json   of a family that the embedded engine knows: the digest of what it means, the same as there
-                  of another family: the digest of the file, without what says nothing of the model
-    weights       the digest of all their bytes, the same as in the embedded engine; or a name for it
-
-What vLLM was told to change of the model (quantization, overrides, dummy weights) goes into the digest, so
-that two engines of one checkpoint that compute differently do not take each other's caches.
+Changes to the model that vLLM was configured for (quantization, overrides, dummy weights) are part of the
+digest, so that two engines of one checkpoint that compute differently do not use each other's caches.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ def fingerprint_of(
     revision: str | None,
     load_format: str = "auto",
 ) -> ModelFingerprint:
-    """`model`: vLLM's ModelConfig. `folder`: where its files are, if they are on this machine.
+    """`model`: vLLM's ModelConfig. `folder`: its files, if they are on this machine.
 
-    Raises ConfigError where nothing says which weights these are.
+    Raises ConfigError if neither `revision` nor a folder identifies the weights.
     """
     config = _config_of(model, folder)
     overrides = model.hf_overrides
@@ -69,12 +68,14 @@ def fingerprint_of(
 
 
 def kv_dtype(model: Any, cache_dtype: str) -> str:
-    """Torch's name of what the cache holds; vLLM's name of a cache with scales, which nobody converts."""
+    """Return the torch name of the cache's dtype; for a cache with scales, vLLM's name, which is never
+    converted.
+    """
     return str(model.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype
 
 
 def _config_of(model: Any, folder: Path | None) -> dict[str, Any]:
-    """As the checkpoint says it, rather than as transformers completes it."""
+    """Return the config as in the checkpoint, without the defaults that transformers adds."""
     if folder is not None and (folder / "config.json").exists():
         return read_json(folder / "config.json")
     return dict(model.hf_config.to_dict())
@@ -83,9 +84,11 @@ def _config_of(model: Any, folder: Path | None) -> dict[str, Any]:
 def _architecture_digest(config: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
     try:
         digest = parse_architecture(config).digest
-    except UserError:  # Not of ours: then it only has to be equal.
-        says = {key: value for key, value in config.items() if key not in _SAYS_NOTHING}
-        digest = hashlib.sha256(msgspec.json.encode(says, order="deterministic", enc_hook=str)).hexdigest()
+    except UserError:  # An unknown family only needs to be equal.
+        described = {key: value for key, value in config.items() if key not in _SAYS_NOTHING}
+        digest = hashlib.sha256(
+            msgspec.json.encode(described, order="deterministic", enc_hook=str)
+        ).hexdigest()
     if not changes:
         return digest
     changed = msgspec.json.encode([digest, changes], order="deterministic", enc_hook=str)
@@ -99,8 +102,8 @@ def _revision(model: Any, folder: Path | None, named: str | None, load_format: s
         return f"dummy weights of seed {model.seed}"
     if folder is None:
         raise ConfigError(
-            f"is needed: the files of {model.model!r} are not on this machine, so that nothing else says "
-            "which weights these are",
+            f"is needed: the files of {model.model!r} are not on this machine; set it to a name of "
+            "the weights, the same in all engines that load them",
             field=FIELD,
         )
     started_at = time.monotonic()
@@ -113,10 +116,13 @@ def _revision(model: Any, folder: Path | None, named: str | None, load_format: s
 
 
 def _digest_of_files(folder: Path) -> str:
-    """Of weights in another shape than the embedded engine reads."""
+    """Digest weight files in formats that the embedded engine does not read."""
     files = sorted({file for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern) if file.is_file()})
     if not files:
-        raise ConfigError(f"is needed: {folder} has no file of weights that we know", field=FIELD)
+        raise ConfigError(
+            f"is needed: {folder} has no weight files of a known type ({', '.join(_OTHER_WEIGHTS)})",
+            field=FIELD,
+        )
     digest = xxhash.xxh3_128()
     for file in files:
         digest.update(file.name.encode())

@@ -1,4 +1,4 @@
-"""Any two halves of ours as a connector of vLLM's: a real subclass of its base class.
+"""Base class of our vLLM connectors: forwards vLLM's hooks to one of our halves.
 
     class BatonOtherConnector(ForwardingConnector):
         _cache_hit_source = CacheHitSource.DISK
@@ -10,12 +10,12 @@
         @classmethod
         def make_worker_half(cls, vllm_config, kv_cache_config, settings): return OtherWorkerHalf(...)
 
-and its name in `baton.vllm_plugin.CONNECTORS`. vLLM makes one instance beside its scheduler and one in each
-worker. An instance holds one half, by `role`, and forwards to it each method of vLLM's that the contract's
-table has (`baton.contract.surface`); a method that vLLM adds is missing there, which the drift test says.
-Requests, scheduler outputs and blocks go through as they are.
+Its name goes into `baton.vllm_plugin.CONNECTORS`. vLLM makes one instance for its scheduler and one in each
+worker. An instance holds one half, by `role`, and forwards to it each of vLLM's methods in the contract's
+table (`baton.contract.surface`). The drift test finds methods that vLLM adds. Requests, scheduler outputs and
+blocks are passed on unchanged.
 
-What our half raises is contained here (`containment`); only start-up may raise.
+Errors of our half are contained here (`containment`); only start-up may raise.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from baton.vllm_plugin.versions import check_version
 
 logger = logging.getLogger(__name__)
 
-# Otherwise Python shows warnings only, and without saying which process they are of.
+# Otherwise Python shows only warnings, without the name of the process.
 share_log()
 
-# MultiConnector finds the statistics of its children by their names, registered ones.
+# MultiConnector finds the statistics of its children by their registered names.
 register()
 
 
@@ -74,14 +74,14 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
     _cache_hit_source: (
         Any  # vLLM's CacheHitSource, an attribute of its base class: where loaded tokens are from.
     )
-    _empty_metadata: ClassVar[KVConnectorMetadata]  # Of a step in which the scheduler half failed.
+    _empty_metadata: ClassVar[KVConnectorMetadata]  # Used for a step in which the scheduler half failed.
     _stats_kind: ClassVar[type[BatonStats]]  # Its data has "failures": {reason: count}.
     _prom_kind: ClassVar[type[BatonPromMetrics]]
-    _stands_alone: ClassVar[bool] = False  # Its KV is not what another connector may take it for.
+    _stands_alone: ClassVar[bool] = False  # Must not be a child of MultiConnector.
 
     @classmethod
     def find_group(cls, kv_cache_config: Any) -> int | None:
-        """The only group of caches whose blocks our halves hear of; None: all. Raises ConfigError."""
+        """Return the only cache group whose blocks our halves are told of; None: all. Raises ConfigError."""
         return None
 
     @classmethod
@@ -89,7 +89,7 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
     def make_scheduler_half(
         cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
     ) -> KVConnectorSchedulerHalf:
-        """`settings`: `kv_connector_extra_config` without the plug-in's own. May raise ConfigError."""
+        """`settings`: `kv_connector_extra_config` without the plug-in's own keys. May raise ConfigError."""
 
     @classmethod
     @abstractmethod
@@ -99,12 +99,12 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
         """The rank is `vllm_config.parallel_config.rank`."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Raises ConfigError for a version, or a configuration, in which nothing could work."""
+        """Raises ConfigError for a vLLM version or a configuration that cannot work."""
         super().__init__(vllm_config, role, kv_cache_config)
         ours, settings = PluginSettings.split(self._kv_transfer_config.kv_connector_extra_config)
         if warning := check_version(vllm.__version__, allow_untested=ours.allow_untested_vllm):
             logger.warning(warning)
-        self._refuse_company()
+        self._refuse_multi_connector()
         self._group = self.find_group(kv_cache_config)
         self._contained = Containment()
         self._num_contained_counted = 0
@@ -115,19 +115,19 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
                 keep_one_token_more(kv_cache_config)
             self._scheduler_half = self.make_scheduler_half(vllm_config, kv_cache_config, settings)
 
-    def _refuse_company(self) -> None:
-        """Raises ConfigError if this is a child, of a MultiConnector, that has to stand alone.
+    def _refuse_multi_connector(self) -> None:
+        """Raise ConfigError if this is a child of a MultiConnector and must be the only connector.
 
-        A child is given a configuration of its own. The engine's is known where vLLM makes a worker's
-        instance, which is enough for the engine not to start.
+        A child gets its own configuration. The engine's is known only where vLLM makes a worker's
+        instance, which is enough to stop the start.
         """
         main = get_current_vllm_config_or_none()
         if not self._stands_alone or main is None:
             return
         if main.kv_transfer_config.kv_connector != self._kv_transfer_config.kv_connector:
             raise ConfigError(
-                f"{type(self).__name__} stands alone: its KV, or what it says of it, is not what other "
-                "connectors may take it for; name it as the engine's only kv_connector",
+                f"{type(self).__name__} cannot be combined with other connectors, because its KV is not what "
+                "they expect; make it the engine's only kv_connector",
                 field="kv_transfer_config.kv_connector_extra_config.connectors",
             )
 
@@ -193,7 +193,7 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
 
     def _finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         half = self.scheduler_half
-        assert isinstance(half, KnowsGroups), "all of ours do"
+        assert isinstance(half, KnowsGroups), "every scheduler half of Baton's supports groups"
         tables = block_ids if self._group is None else (block_ids[self._group],)
         return half.request_finished_all_groups(request, tables)
 
@@ -208,7 +208,7 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending or None, results.finished_recving or None
 
-    # --- Both ----------------------------------------------------------------------------------
+    # --- Both halves ---------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> BatonStats | None:
         half = self.either_half

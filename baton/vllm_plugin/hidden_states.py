@@ -1,17 +1,17 @@
-"""`BatonHiddenStatesConnector` for vLLM. See `forwarding` for what all of ours share.
+"""`BatonHiddenStatesConnector` for vLLM. `forwarding` has what all our connectors share.
 
     vllm serve MODEL --speculative-config '{"method": "extract_hidden_states", "num_speculative_tokens": 1,
         "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [2, 14]}}}'
       --kv-transfer-config '{"kv_connector": "BatonHiddenStatesConnector", "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": "/data/states"}}'
 
-vLLM has one way only to show hidden states: that speculative method, which drafts nothing. Its "draft model"
-is one more layer of the KV cache, to which go the named layers' states:
+vLLM gives access to hidden states only by that speculative method, which drafts nothing. Its "draft model" is
+one more layer of the KV cache, which stores the states of the named layers:
 
     forward --> layer's pages [block, named layer, slot, hidden size] --> a request's rows, when it has ended
 
-A prefix hit hits in that layer as well, so what was found there has its states. vLLM names layers as
-transformers does, but takes the last one's states before the final norm.
+A prefix-cache hit includes that layer, so cached tokens have their states. vLLM numbers layers as
+transformers does, but takes the last layer's states before the final norm.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class HiddenStatesVllmPromMetrics(BatonPromMetrics):
 
 class VllmHiddenStatesSchedulerHalf(HiddenStatesSchedulerHalf):
     def on_new_request(self, request: host.Request) -> None:
-        """vLLM asks nobody before it takes a request in: what is wrong with its wishes costs its file."""
+        """Log bad params instead of raising: vLLM cannot refuse the request here, so only its file is
+        lost.
+        """
         try:
             super().on_new_request(request)
         except BadTransferParams as error:
@@ -67,7 +69,7 @@ class VllmHiddenStatesSchedulerHalf(HiddenStatesSchedulerHalf):
 
 
 class VllmHiddenStatesWorkerHalf(HiddenStatesWorkerHalf):
-    """The states lie in a layer of vLLM's cache: nothing is kept beside it."""
+    """Reads the states from a layer of vLLM's cache, without a copy of its own."""
 
     def __init__(
         self,
@@ -87,13 +89,13 @@ class VllmHiddenStatesWorkerHalf(HiddenStatesWorkerHalf):
         return "not applied"
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Raises ConfigError for a cache that is not of the layers that were named."""
+        """Raises ConfigError if the cache does not have the shape of the configured layers."""
         pages = kv_caches[self._layer_name]
         wanted = (len(self._layers), self._block_tokens)
         if pages.dim() != 4 or tuple(pages.shape[1:3]) != wanted:
             raise ConfigError(
                 f"has the shape {tuple(pages.shape)}, where {wanted[0]} layers and blocks of {wanted[1]} "
-                "tokens were expected; this vLLM is not one that Baton knows",
+                "tokens were expected; Baton does not support this version of vLLM",
                 field=f"kv_caches.{self._layer_name}",
             )
         self._pages = pages
@@ -119,10 +121,10 @@ class BatonHiddenStatesConnector(ForwardingConnector):
 
     @classmethod
     def find_group(cls, kv_cache_config: Any) -> int:
-        """The others are the model's own, of whatever kinds: nothing of them is moved. Raises ConfigError."""
+        """Return the group of the states' layer; the model's own groups are not used. Raises ConfigError."""
         groups = kv_cache_config.kv_cache_groups
         if len(groups) == 1:
-            return 0  # To the scheduler, a group of layers of several kinds looks like one of the first kind.
+            return 0  # For the scheduler, a mixed group has the spec of its first layer.
         return states_layer_of(kv_cache_config).group
 
     @classmethod
@@ -159,41 +161,41 @@ class StatesLayer:
 
 
 def states_layer_of(kv_cache_config: Any) -> StatesLayer:
-    """Raises ConfigError if there is none: vLLM was not told to show hidden states."""
+    """Return the states' layer. Raises ConfigError if vLLM is not configured to extract hidden states."""
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
-        # Beside layers that all keep whole prompts it shares their group; each has a spec of its own there.
+        # With layers that all keep whole prompts it shares a group, where each layer has its own spec.
         of_layers = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec)
         for name, of_layer in of_layers.items():
             if "HiddenStateCacheSpec" in {kind.__name__ for kind in type(of_layer).__mro__}:
                 return StatesLayer(index, name, int(of_layer.block_size))
-    raise _nothing_shown()
+    raise _not_configured()
 
 
-def _nothing_shown() -> ConfigError:
+def _not_configured() -> ConfigError:
     return ConfigError(
-        f"is needed, for vLLM shows hidden states by it only: --speculative-config '{EXAMPLE}'",
+        f"is needed to extract hidden states: start vLLM with --speculative-config '{EXAMPLE}'",
         field=SPECULATIVE,
     )
 
 
 def layers_of(vllm_config: Any, settings: HiddenStatesSettings) -> tuple[int, ...]:
-    """Those that vLLM was told to show, in its order. Raises ConfigError."""
+    """Return the layers that vLLM is configured to extract, sorted. Raises ConfigError."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method != METHOD:
-        raise _nothing_shown()
+        raise _not_configured()
     name = "eagle_aux_hidden_state_layer_ids"
     config = speculative.draft_model_config.hf_config
     named = [int(layer) for layer in getattr(config, name, None) or ()]
     num_layers = int(vllm_config.model_config.get_total_num_hidden_layers())
     if not named or len(set(named)) < len(named) or not all(0 <= layer <= num_layers for layer in named):
         raise ConfigError(
-            f"must be different numbers in [0, {num_layers}], are {named}",
+            f"must be different layer numbers in [0, {num_layers}]; are {named}",
             field=f"{SPECULATIVE}.draft_model_config.hf_config.{name}",
         )
     if settings.layer_ids is not None and sorted(settings.layer_ids) != sorted(named):
         raise ConfigError(
-            f"is for {SPECULATIVE} to say in vLLM, whose {name} are {named}; leave it out",
+            f"is set by {SPECULATIVE} in vLLM, where {name} is {named}; remove it here",
             field=f"{FIELD}.layer_ids",
         )
     return tuple(sorted(named))  # As vLLM sorts them.

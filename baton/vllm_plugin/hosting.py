@@ -1,7 +1,7 @@
-"""Connectors of vLLM's base class in Baton's embedded engine.
+"""Hosts connectors of vLLM's base class in Baton's embedded engine.
 
-The engine calls vLLM's hooks with objects of vLLM's shape, so such a class runs as it is. Here it gets
-Baton's base class after its own, for the hooks that vLLM has not.
+The engine calls vLLM's hooks with objects of vLLM's shape, so such a class runs unchanged. It gets Baton's
+base class after its own, for the hooks that vLLM does not have.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _ACCEPTED: tuple[tuple[ABCMeta, type], ...] = (
 
 
 def hosted(connector: type[Any]) -> type[contract.KVConnectorBase_V1]:
-    """A subclass of `connector`, which has vLLM's base class, that Baton's engine can make.
+    """Return a subclass of `connector` (which has vLLM's base class) that Baton's engine can construct.
 
-    Raises ConfigError in a process that has registered Baton's classes with vLLM: each direction makes the
-    other impossible.
+    Raises ConfigError in a process that has registered Baton's classes with vLLM: the two registrations
+    exclude each other.
     """
     for ours, theirs in _ACCEPTED:
         try:

@@ -1,10 +1,9 @@
-"""How an engine waits for a producer that has nothing to say yet.
+"""Back-off of an engine that waits for a producer without news.
 
-While a request waits for a remote prefill, vLLM steps about a thousand times a second, since it cannot know
-when that ends, and between its empty steps two processes spin. On a machine where the producer shares their
-cores, that is time taken from the very prefill they wait for. So an empty step of which nothing can come
-rests here, until a peer or a timer has something to say, or for `REST_S`: a request that arrives meanwhile is
-seen that much later at most.
+While a request waits for a remote prefill, vLLM steps about a thousand times a second, because it cannot
+know when that ends, and two processes spin between its empty steps. On a machine that the producer shares,
+this takes CPU time from the prefill. So an empty step without work waits here until a peer or a timer has
+news, or for `REST_S`: a new request is delayed by that at most.
 """
 
 import threading
@@ -17,7 +16,7 @@ class IdleBackoff:
         self._has_news = threading.Event()
 
     def end(self) -> None:
-        """From any thread: there may be something to do. Counts also for a rest that has not begun."""
+        """End the wait, from any thread: there may be work. Also ends a wait that has not begun."""
         self._has_news.set()
 
     def take(self) -> None:

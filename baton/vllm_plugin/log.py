@@ -1,4 +1,4 @@
-"""Baton's log goes where vLLM's goes, unless the operator has given it a place of its own."""
+"""Log handlers: Baton's log uses vLLM's handlers, unless the operator has configured its own."""
 
 from __future__ import annotations
 

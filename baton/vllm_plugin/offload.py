@@ -1,7 +1,7 @@
-"""`BatonOffloadConnector` for vLLM. See `forwarding` for what all of ours share.
+"""`BatonOffloadConnector` for vLLM. `forwarding` has what all our connectors share.
 
-vLLM's own aggregator gathers the ranks' reports, since they are of its kind of worker metadata; the scheduler
-half combines them as it does in the embedded engine.
+vLLM's own aggregator collects the ranks' reports, because they derive from its worker metadata class; the
+scheduler half combines them as in the embedded engine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class OffloadVllmPromMetrics(BatonPromMetrics):
 
 
 class VllmOffloadSchedulerHalf(OffloadSchedulerHalf):
-    """Whose failing loads vLLM hears of."""
+    """Scheduler half that reports loads which fail to start to vLLM."""
 
     def update_state_after_alloc(
         self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
@@ -49,7 +49,7 @@ class BatonOffloadConnector(ForwardingConnector):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # A store that is dropped is a miss, one day.
+        return False  # A store that is dropped is only a later miss.
 
     @classmethod
     def make_scheduler_half(
@@ -91,16 +91,16 @@ def identity_of(
 
 
 def block_bytes_of(kv_cache_config: Any) -> int:
-    """Of one block on one rank, all layers of its group together; of the group that has most.
+    """Return the bytes of one block on one rank, over all layers of its group; the maximum over groups.
 
-    Raises ConfigError for groups whose layers do not lie at the same places of a block.
+    Raises ConfigError for groups whose layers have different page sizes.
     """
     groups = kv_cache_config.kv_cache_groups
     pages = {int(spec.page_size_bytes) for group in groups for spec in specs_of(group)}
     if len(groups) > 1 and len(pages) > 1:
         raise ConfigError(
-            f"has groups of KV caches whose layers take {sorted(pages)} bytes of a block, which offload does "
-            f"not tell apart; {WAY_OUT}",
+            f"has KV-cache groups whose layers have pages of {sorted(pages)} bytes; offload supports one "
+            f"size; {WAY_OUT}",
             field=FIELD,
         )
     return max(_group_bytes(group) for group in groups)

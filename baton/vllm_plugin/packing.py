@@ -1,10 +1,9 @@
-"""How vLLM's attention packs a block: found out, not believed.
-
+"""Detection of the packing of a block by vLLM's attention backend.
     GPU, backends whose source we have read   K beside V for each token: slots
-    CPU                                       what vLLM's own operation writes into a scratch cache, looked at
+    CPU                                       probed: vLLM's own operation writes into a scratch cache
     anything else                             a name of its own: whole blocks, between engines of that name
 
-A packing that is named wrongly gives wrong tokens, one that is merely unknown costs a recompute at worst.
+A wrong packing gives wrong tokens; an unknown one costs a recompute at most.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLOT_BACKENDS: Final = frozenset({"FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION"})
-"""These split a cache's last dimension into K and V (0.32 and 0.33)."""
+"""Backends that split a cache's last dimension into K and V (0.32 and 0.33)."""
 
 
 def find_packing(vllm_config: Any, kv_caches: dict[str, torch.Tensor]) -> str:
-    """Of an engine whose attention has been set up."""
+    """Return the packing of an engine whose attention has been set up."""
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backend
     from vllm.platforms import current_platform
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if model.use_mla:
-        return SLOT  # One latent vector of a token, whoever computes with it.
+        return SLOT  # One latent vector per token, for every backend.
     if current_platform.is_cpu():
         first = next(iter(kv_caches.values()))
         return packing_on_cpu(first, model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
@@ -51,14 +50,14 @@ def packing_on_cpu(
 
 
 def _has_planes(like: torch.Tensor, isa: str) -> bool:
-    """Every number where PLANES says it is?"""
+    """Whether every number is where PLANES puts it."""
     import torch
     from vllm import _custom_ops as ops
 
     _, num_heads, num_tokens, content = like.shape
     scratch = torch.zeros(2, num_heads, num_tokens, content, dtype=like.dtype)
     keys, values = scratch.view(2, num_heads, num_tokens * 2, content // 2).chunk(2, dim=2)
-    # Positions in two passes, each of numbers small enough for any dtype to tell apart.
+    # Positions in two passes, each with numbers that any dtype can represent.
     shape = (num_tokens, num_heads, content // 2)
     for written in (
         torch.arange(num_tokens).reshape(-1, 1, 1).expand(shape) % 127,

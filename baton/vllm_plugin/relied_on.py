@@ -1,8 +1,7 @@
-"""What of vLLM's we rely on, for `drift` to record: by "path:Class", or by "path:" of a module itself.
-
-name       a method, a function, a field, or what __init__ sets
-"name"     in quotes: this very text is somewhere in it, as a value that configurations have
-BASES      what the class derives from: kinds of caches are told apart by it
+"""Members of vLLM that we rely on, for `drift` to record; keys are "path:Class", or "path:" for a module.
+name       a method, a function, a field, or an attribute that __init__ sets
+"name"     in quotes: this text occurs in the source, as a value that configurations use
+BASES      the base classes, by which kinds of caches are told apart
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ EXTENDED: Final = (
     f"{_V1}/metrics.py:KVConnectorStats",
     f"{_V1}/metrics.py:KVConnectorPromMetrics",
 )
-"""Classes that we extend. All of each is recorded: a method that vLLM adds is one that we do not forward."""
+"""Classes that we extend. All members are recorded, because a method that vLLM adds is not forwarded yet."""
 
 _STEPS: Final[Mapping[str, tuple[str, ...]]] = {
     "v1/core/sched/output.py:NewRequestData": (
@@ -190,4 +189,4 @@ USED: Final[Mapping[str, tuple[str, ...]]] = {
     **_HIDDEN_STATES,
     **_CONFIGURATION,
 }
-"""What we only use: of each, that."""
+"""Classes and modules that we only use, with the members used."""

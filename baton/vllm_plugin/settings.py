@@ -1,10 +1,10 @@
-"""What `kv_connector_extra_config` may say in vLLM: the connector's own settings, and a few of the plug-in.
+"""Plug-in settings in vLLM's `kv_connector_extra_config`, beside the connector's own settings.
 
 {"allow_untested_vllm": true, "secret_file": "/run/baton/secret", "revision": "2026-11-20", "port": 14600}
 
-The cluster secret is no setting: vLLM logs its configuration, and a command line is seen by everybody on the
-machine. It comes from the file that `secret_file` names, from BATON_SECRET in the environment, or from a file
-of the user that the first engine makes (`baton.core.secret_source`).
+The cluster secret is no setting, because vLLM logs its configuration and every user of the machine can read a
+command line. It comes from the file that `secret_file` names, from BATON_SECRET in the environment, or from a
+file of the user that the first engine creates (`baton.core.secret_source`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True):
     allow_untested_vllm: bool = False
     secret_file: str | None = None
     insecure_no_secret: bool = False  # Move KV on this host without a secret; for tests.
-    # Names the weights instead of a digest of all their bytes, which costs seconds per ten gigabytes at
-    # start. Whoever sets it answers for engines with equal revisions having equal weights.
+    # Names the weights instead of a digest of all their bytes, which takes seconds per ten gigabytes at
+    # start. The operator must make sure that engines with equal revisions have equal weights.
     revision: str | None = None
 
     def __post_init__(self) -> None:
@@ -38,7 +38,9 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def split(cls, extra: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
-        """(ours, the connector's). Raises ConfigError naming what is wrong with ours."""
+        """Return (plug-in settings, the connector's settings). Raises ConfigError that names a wrong
+        plug-in setting.
+        """
         names = cls.__struct_fields__
         try:
             ours = msgspec.convert({key: extra[key] for key in names if key in extra}, cls)
@@ -48,7 +50,9 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True):
         return ours, {key: value for key, value in extra.items() if key not in names}
 
     def find_secret(self, environment: Mapping[str, str]) -> ClusterSecret | None:
-        """Raises ConfigError for a file that cannot be read, and for a key that is too short."""
+        """Find the cluster secret. Raises ConfigError for a file that cannot be read or a key that is too
+        short.
+        """
         found = find_secret(
             environment,
             file=self.secret_file,

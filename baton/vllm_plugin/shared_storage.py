@@ -1,7 +1,7 @@
-"""`BatonSharedStorageConnector` for vLLM. See `forwarding` for what all of ours share.
+"""`BatonSharedStorageConnector` for vLLM. `forwarding` has what all our connectors share.
 
-A folder may serve vLLM and Baton's own engines at once. They read each other's files where a block looks the
-same in both, which on CPUs it does not: then each has a namespace of its own in it.
+One folder may serve vLLM and Baton's own engines. They read each other's files if their block layouts are
+equal, which they are not on CPUs: then each has its own namespace in the folder.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StorageVllmPromMetrics(BatonPromMetrics):
 
 
 class VllmStorageSchedulerHalf(StorageSchedulerHalf):
-    """Whose failing loads vLLM hears of."""
+    """Scheduler half that reports loads which fail to start to vLLM."""
 
     def update_state_after_alloc(
         self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
@@ -73,7 +73,7 @@ class BatonSharedStorageConnector(ForwardingConnector):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # A copy that is not written is a miss, one day.
+        return False  # A copy that is not written is only a later miss.
 
     @classmethod
     def make_scheduler_half(
@@ -92,7 +92,7 @@ class BatonSharedStorageConnector(ForwardingConnector):
 def _identity_of(
     vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any], *, is_worker: bool
 ) -> StorageIdentity:
-    """Raises ConfigError. A worker names no weights: digesting them once an engine is enough."""
+    """Raises ConfigError. A worker's identity has no digest of the weights: one per engine is enough."""
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     refuse_split_blocks(parallel, "shared storage")
     ours, _ = PluginSettings.split(transfer.kv_connector_extra_config)

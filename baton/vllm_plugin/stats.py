@@ -1,4 +1,6 @@
-"""What Baton counts, in the classes that vLLM logs and publishes. Their names and meanings: see `_ours`."""
+"""Baton's statistics in the classes that vLLM logs and publishes. `_ours` defines their names and
+meanings.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from baton.connectors.pull.stats import PullPromMetrics, PullStats
 
 @dataclass
 class BatonStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installed where types are checked.
-    """`data` is that of one of `_ours`; it crosses to the process that logs as msgpack."""
+    """`data` has the format of `_ours`; it is sent to the logging process as msgpack."""
 
     _ours: ClassVar[type[contract.KVConnectorStats]]
 

@@ -1,4 +1,4 @@
-"""What the connectors that keep blocks, in memory or in files, have in common inside vLLM."""
+"""Functions shared by the vLLM connectors that store blocks, in memory or in files."""
 
 from __future__ import annotations
 
@@ -19,24 +19,27 @@ def begin_load(
     blocks: host.KVCacheBlocks,
     num_external_tokens: int,
 ) -> None:
-    """`begin`, a scheduler half's `update_state_after_alloc`; what it raises ends the load as failed.
+    """Call `begin`, a half's `update_state_after_alloc`, and fail the load if it raises.
 
-    vLLM has parked the request by now: it waits until a rank reports the end of the load.
+    vLLM has parked the request already: it waits until a rank reports the end of the load.
     """
     try:
         begin(request, blocks, num_external_tokens)
-    except Exception:  # The border of one request's load.
-        logger.exception("could not begin to load request %s; it is computed", request.request_id)
+    except Exception:  # Contained: the load of one request.
+        logger.exception(
+            "the load of request %s could not start; its prompt is computed instead", request.request_id
+        )
         if num_external_tokens:
             held = tuple(block_id for table in blocks.get_block_ids() for block_id in table)
             fail_load(request.request_id, held)
 
 
 def refuse_split_blocks(parallel_config: Any, connector: str) -> None:
-    """Ranks have to hold like parts of each block. Raises ConfigError."""
+    """Raise ConfigError if ranks would hold different parts of a block."""
     for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         if int(getattr(parallel_config, name, 1)) > 1:
             raise ConfigError(
-                f"above 1 gives ranks different parts of a block, which {connector} does not know",
+                f"above 1 gives ranks different parts of a block, which {connector} does not support; "
+                "set it to 1",
                 field=f"parallel_config.{name}",
             )

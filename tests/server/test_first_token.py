@@ -97,7 +97,7 @@ def test_a_first_token_that_ends_the_answer_ends_it_at_p(
     assert engine.taken_back == [LENT], "nobody goes on behind it, so nobody comes for its KV"
 
 
-def test_what_goes_on_elsewhere_stays_lent(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_what_continues_elsewhere_stays_lent(http: httpx.Client, engine: ScriptedEngine) -> None:
     engine.transfer_params = LENT
     chunks(http, max_tokens=9, kv_transfer_params=P_LEG)
     engine.answer = "\0"  # A proxy that asks for no first token sends the second leg in any case.

@@ -16,7 +16,7 @@ from tests.vllm.prompts import Single, ask_single
 
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
-# Last: each ends the engines that the others share.
+# Last, because each ends the engines that the other modules share.
 OTHER_CASTS = frozenset(
     {
         "test_foreign_connectors",
@@ -38,14 +38,14 @@ ENVIRONMENT = {
 }
 
 
-@pytest.hookimpl(trylast=True)  # Behind the grouping by parameters, which it leaves as it is.
+@pytest.hookimpl(trylast=True)  # After the grouping by parameters, which it keeps.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem in OTHER_CASTS)
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 4,096 positions, made by the command that users have."""
+    """A checkpoint of 4,096 positions, made by `baton model new`."""
     return new_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
@@ -60,12 +60,12 @@ def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site
     with Fleet(tmp_path_factory.mktemp("logs"), env={**os.environ, **ENVIRONMENT}) as fleet:
         site = Site(fleet, model)
         yield site
-        site.dismiss()  # Their clients too: an open socket at the end is an error.
+        site.dismiss()  # Closes their clients too: an open socket at the end is an error.
 
 
 @pytest.fixture(scope="module")
 def site_of(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Site]]:
-    """Engines of another model, by the options of `baton model new`; those of the others have ended."""
+    """Engines of another model, by the options of `baton model new`; earlier engines have been ended."""
     site.dismiss()
     made: list[Site] = []
 
@@ -80,7 +80,9 @@ def site_of(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ca
 
 @pytest.fixture(scope="session")
 def single(site: Site) -> Single:
-    """Asked before anything else, and ended: three engines at once would need ten gigabytes all the time."""
+    """Run before the other tests and ended, because three engines at once would need ten gigabytes all the
+    time.
+    """
     servers = site.cast(PLAIN, SINGLE, P, D)
     answers = ask_single(servers["single"])
     site.dismiss("single")

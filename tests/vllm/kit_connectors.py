@@ -1,4 +1,4 @@
-"""A small connector of vLLM's own base class, and what may be wrong with it. Blocks are kept in memory."""
+"""Small connector of vLLM's own base class, in variants with faults. Keeps blocks in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Orders(KVConnectorMetadata):
 
 
 class Sound(KVConnectorBase_V1):
-    """Saves the whole blocks of prompts that a step computes at once, and loads them in the step."""
+    """Saves the whole blocks of prompts that one step computes, and loads them in the step."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

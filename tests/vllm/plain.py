@@ -1,4 +1,4 @@
-"""The cast that most tests share: a prefill and a decode engine, and once a single one to compare with."""
+"""Engines that most tests share: one for prefill, one for decode, and once a single one for comparison."""
 
 import os
 
@@ -7,11 +7,11 @@ from tests.vllm.engines import VllmPlan, transfer
 
 PLAIN = "plain"
 SINGLE = VllmPlan("single", None, cores="1")
-# D may be sent there by a client: for stock proxies, which name P. P has to get it again after its death, so
-# it is none of the ports that systems give out by themselves, to D's own attempts to reach P for example.
+# Clients may send D to this port, for stock proxies that name P. P must get it again after a restart, so it
+# is no ephemeral port, which the system might give to D when it tries to reach P.
 _FIRST_PORT = 15_000 + os.getpid() % 15_000
 P_CONTROL_PORT = next(port for port in range(_FIRST_PORT, 32_000) if is_port_free("127.0.0.1", port))
-# One by its entry point, the other by its module: vLLM's two ways to find a connector.
+# vLLM finds one connector by its entry point and the other by its module.
 P = VllmPlan(
     "p", transfer("BatonPushConnector", "kv_producer", "p", extra={"port": P_CONTROL_PORT}), cores="0"
 )

@@ -1,4 +1,4 @@
-"""Prompts in token ids, and what one vLLM engine by itself says to them."""
+"""Prompts in token ids, and the answers of a single vLLM engine to them."""
 
 import random
 from collections.abc import Sequence
@@ -7,16 +7,16 @@ from typing import Any
 
 from tests.vllm.engines import Server, completion
 
-NUM_TOKENS = 64  # Of each answer; a test that wants fewer compares the beginning.
+NUM_TOKENS = 64  # Per answer; a test with fewer tokens compares the beginning.
 _LENGTHS = (8, 9, 15, 16, 17, 31, 64, 127, 128, 129, 200, 255, 257, 300, 384, 500, 513, 640, 777, 1000, 1500)
 _LONG = (2000, 3000, 3900)
-_VOCAB = (3, 2000)  # Behind the special tokens.
+_VOCAB = (3, 2000)  # After the special tokens.
 
 Prompt = tuple[int, ...]
 
 
 def prompts() -> list[Prompt]:
-    """30: of 8 to 3,900 tokens, some beginning as another does, one twice."""
+    """Return 30 prompts of 8 to 3,900 tokens; some share a beginning, one occurs twice."""
     rng = random.Random(20261120)
     fresh = [tuple(rng.randrange(*_VOCAB) for _ in range(length)) for length in (*_LENGTHS, *_LONG)]
     by_length = {len(prompt): prompt for prompt in fresh}
@@ -35,7 +35,7 @@ CHAT = [{"role": "user", "content": "Tell me what a key-value cache is good for,
 
 @dataclass(frozen=True)
 class Single:
-    """What a single engine has said, by prompt."""
+    """The answers of a single engine, by prompt."""
 
     answers: dict[Prompt, list[int]]
     texts: dict[Prompt, str]

@@ -1,4 +1,4 @@
-"""Events of offloaded blocks, against what vLLM's own block pool says of the same blocks."""
+"""Events of offloaded blocks agree with those of vLLM's own block pool for the same blocks."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ def said_by_vllm(of: Request, num_blocks: int, group: int = 0) -> BlockStored:
 
 
 class Host:
-    """vLLM's scheduler, as far as the half sees it, with a rank that stores whatever it is told to."""
+    """vLLM's scheduler as far as the half sees it, with a rank that stores what it is asked to."""
 
     def __init__(self, *specs: Any, blocks_per_chunk: int = 1, num_slots: int = 64) -> None:
         groups = tuple(KVCacheGroup((), getattr(spec, "sliding_window", None)) for spec in specs)
@@ -80,7 +80,7 @@ class Host:
         self.half = OffloadSchedulerHalf(identity, store_events(cache, BLOCK))
 
     def compute(self, of: Request) -> None:
-        """All of the prompt in one step, whose report then comes."""
+        """Compute all of the prompt in one step and deliver the report."""
         table = list(range(1, 1 + -(-of.num_tokens // BLOCK)))
         output = SchedulerOutput.make_empty()
         output.scheduled_new_reqs = [NewRequestData.from_request(of, tuple([table] * self.num_groups))]
@@ -90,12 +90,12 @@ class Host:
         metadata = self.half.build_connector_meta(output)
         assert isinstance(metadata, OffloadMetadata)
         report = OffloadReport(rank=0, stored={store.job for store in metadata.stores})
-        # vLLM's own, which has the fields that the half reads.
+        # vLLM's own class, which has the fields that the half reads.
         told: Any = KVConnectorOutput(kv_connector_worker_meta=report)  # type: ignore[arg-type]
         self.half.update_connector_output(told)
 
     def said(self) -> list[Any]:
-        """As a subscriber reads it."""
+        """Return events as a subscriber decodes them."""
         batch = KVEventBatch(ts=0.0, events=list(self.half.take_events()))
         events: list[Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch).events
         return events
@@ -110,7 +110,7 @@ def as_read(event: BlockStored) -> BlockStored:
 @pytest.mark.parametrize("salt", [None, "tenant"])
 @pytest.mark.parametrize("hashes", ["bytes", "integers"])
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2])
-def test_a_stored_block_is_called_as_in_vllms_cache(
+def test_a_stored_block_has_the_name_of_vllms_cache(
     monkeypatch: pytest.MonkeyPatch, salt: str | None, hashes: str, blocks_per_chunk: int
 ) -> None:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1" if hashes == "integers" else "0")
@@ -130,7 +130,7 @@ def test_a_stored_block_is_called_as_in_vllms_cache(
     assert [h for event in removed for h in event.block_hashes] == expected.block_hashes
 
 
-def test_what_lies_behind_known_blocks_names_its_parent() -> None:
+def test_blocks_after_known_ones_name_their_parent() -> None:
     host, first = Host(FULL), request()
     host.compute(first)
     host.said()

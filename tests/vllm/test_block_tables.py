@@ -1,6 +1,6 @@
-"""What vLLM's own block tables hold of a prompt, once `groups` has told it to keep one token more.
+"""vLLM's own block tables after `groups` has configured it to keep one more token.
 
-vLLM's objects without a model: no engine is started.
+Uses vLLM's objects without a model; no engine is started.
 """
 
 from typing import Any
@@ -12,12 +12,12 @@ from baton.vllm_plugin.groups import groups_of, keep_one_token_more
 
 BLOCK, WINDOW, CHUNK = 16, 40, 64
 LENGTHS = (1, 39, 40, 41, 55, 56, 57, 100, 103, 104, 128, 200, 247, 248)
-"""`n - WINDOW + 1` is a multiple of BLOCK where vLLM by itself keeps a block less than a reload needs."""
+"""Where `n - WINDOW + 1` is a multiple of BLOCK, an unmodified vLLM keeps one block too few for a reload."""
 
 
 @pytest.fixture
 def manager() -> tuple[Any, Any]:
-    """vLLM's KVCacheManager of a model with windows, and its configuration."""
+    """vLLM's KVCacheManager for a model with windows, and its configuration."""
     import torch
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -80,7 +80,7 @@ def test_what_was_computed_and_what_is_loaded_have_the_blocks_that_a_ticket_name
         step = min(CHUNK, num_tokens - computed.num_computed_tokens)
         assert pool.allocate_slots(computed, step) is not None
         computed.num_computed_tokens += step
-    pool.remove_skipped_blocks(computed.request_id, num_tokens)  # As before a connector is asked.
+    pool.remove_skipped_blocks(computed.request_id, num_tokens)  # As vLLM does before it asks a connector.
     tables = pool.get_block_ids(computed.request_id)
     assert [holes(table, num_tokens) for table in tables] == expected
 

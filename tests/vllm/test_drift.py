@@ -1,4 +1,4 @@
-"""Does the installed vLLM still call us as we believe? What differs is named."""
+"""The installed vLLM agrees with the records; differences are named."""
 
 from pathlib import Path
 
@@ -34,4 +34,4 @@ def test_each_method_of_vllms_has_a_row_and_is_forwarded(package: Path) -> None:
         if not name.startswith("__") and (callable(value) or isinstance(value, property | classmethod))
     }
     assert theirs - SURFACE.keys() == set(), "methods without a row in baton/contract/surface.py"
-    assert theirs - vars(ForwardingConnector).keys() - {"role"} == set(), "methods that no half is asked"
+    assert theirs - vars(ForwardingConnector).keys() - {"role"} == set(), "methods that are not forwarded"

@@ -1,4 +1,4 @@
-"""One engine is vLLM, the other Baton's own, over one checkpoint: layouts differ, tokens do not."""
+"""A vLLM engine and Baton's own hand over with one checkpoint: layouts differ, tokens do not."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +50,8 @@ def test_tokens_are_a_single_vllms(
         assert router.tokens(prompt, cache_salt=router.name) == single.tokens(prompt), len(prompt)
     assert router.metric("baton:router_prefills_total", where="local") == 0
     assert router.metric("baton:router_prefills_total", where="remote") == len(ASKED)
-    d.wait_metric(TRANSFERS, lambda num: num >= num_before + len(ASKED) - 1)  # All but a whole prefix hit.
+    # All but the one that is a whole prefix hit.
+    d.wait_metric(TRANSFERS, lambda num: num >= num_before + len(ASKED) - 1)
 
 
 def test_streams_at_once_are_a_single_vllms(router: Server, single: Single) -> None:
@@ -64,7 +65,7 @@ def test_streams_at_once_are_a_single_vllms(router: Server, single: Single) -> N
     assert router.metric("baton:router_first_tokens_total", agreed="no") == 0
 
 
-def test_batons_engine_goes_on_behind_a_vllms_first_token(
+def test_batons_engine_continues_after_a_vllms_first_token(
     router: Server, names: tuple[str, str], mode: str, single: Single
 ) -> None:
     if (names, mode) != (("p", "baton-d"), "pull"):
@@ -76,7 +77,7 @@ def test_batons_engine_goes_on_behind_a_vllms_first_token(
         got = router.stream(completion(prompt, max_tokens=NUM_TOKENS, cache_salt=salt))
         assert (got.is_done, got.text) == (True, single.texts[prompt])
         assert got.token_ids == single.tokens(prompt, NUM_TOKENS)
-    # Not behind a token that has no text of its own, or half a character.
+    # Except after a token without text of its own, or with half a character.
     assert router.metric("baton:router_first_tokens_total", agreed="unasked") >= before + len(asked) // 2
 
 

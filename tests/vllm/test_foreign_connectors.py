@@ -1,4 +1,4 @@
-"""One connector class in both hosts, whichever base class it has."""
+"""A connector class runs in both hosts, with either base class."""
 
 import json
 import os
@@ -95,7 +95,7 @@ class TokensFirst(ExampleConnector):
 def test_vllms_example_connector_runs_in_the_embedded_engine(
     site: Site, tmp_path: Path, connector: str, module: str
 ) -> None:
-    """In a process of its own: this one has registered Baton's classes with vLLM."""
+    """Run in another process: this one has registered Baton's classes with vLLM."""
     (tmp_path / "store").mkdir()
     (tmp_path / "tokens_first.py").write_text(TOKENS_FIRST)
     arguments = [str(site.model), str(tmp_path / "store"), connector, module]

@@ -1,6 +1,6 @@
 """A small GPT-OSS in a real vLLM: attention sinks, experts, and every other layer with a window.
 
-Of hidden states too, whose layer has a group of KV caches of its own here, with blocks of another size.
+Includes hidden states, whose layer has its own KV-cache group here, with blocks of another size.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ ASKED = [prompt for prompt in prompts() if len(prompt) in (8, 129, 300, 777)]
 @pytest.fixture(scope="module")
 def sinks(site_of: Callable[..., Site]) -> Site:
     shape = ("--layers", str(LAYERS[-1]), "--sliding-window", str(WINDOW))
-    return site_of("--family", "gpt_oss", *shape, "--rope-scaling", "yarn")  # vLLM knows no other GPT-OSS.
+    return site_of("--family", "gpt_oss", *shape, "--rope-scaling", "yarn")  # vLLM supports no other GPT-OSS.
 
 
 @pytest.fixture(scope="module")
 def alone(sinks: Site, tmp_path_factory: pytest.TempPathFactory) -> dict[Prompt, tuple[Any, list[int]]]:
-    """What one vLLM has saved of each prompt, and answered; it is gone by now."""
+    """Hidden states and answers of one vLLM, which has ended."""
     plan = VllmPlan(
         "states",
         saving(tmp_path_factory.mktemp("states")),
@@ -46,11 +46,12 @@ def pair(sinks: Site, alone: object) -> tuple[Server, Server]:
     return servers["p"], servers["d"]
 
 
-def test_hidden_states_of_a_group_of_their_own_are_where_they_belong(
+def test_hidden_states_in_a_group_of_their_own_are_saved(
     sinks: Site, alone: dict[Prompt, tuple[Any, list[int]]]
 ) -> None:
-    """Embeddings tell tokens apart. Behind them vLLM 0.32 on a CPU parts from transformers with the length
-    of a prompt, so that of a short one only all can be compared.
+    """Compare all layers only for a short prompt; otherwise only the embeddings, which tell tokens apart.
+
+    In later layers vLLM 0.32 on a CPU deviates from transformers, more with the length of the prompt.
     """
     expected = States(sinks.model, LAYERS)
     for prompt, (saved, _) in alone.items():
@@ -59,7 +60,7 @@ def test_hidden_states_of_a_group_of_their_own_are_where_they_belong(
         assert states.shape == right.shape
         torch.testing.assert_close(states[:, 0], right[:, 0])
         if len(prompt) == 8:
-            torch.testing.assert_close(states, right, atol=0.05, rtol=0.0)  # They are about 10.
+            torch.testing.assert_close(states, right, atol=0.05, rtol=0.0)  # The values are about 10.
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])

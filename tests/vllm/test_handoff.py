@@ -1,4 +1,4 @@
-"""One prefills, the other decodes, `baton route` is in front: the tokens are those of one vLLM engine."""
+"""vLLM prefills and vLLM decodes, with `baton route` in front: the tokens are those of one vLLM engine."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,16 +21,16 @@ def router(request: pytest.FixtureRequest, site: Site, plain_pair: tuple[Server,
 def test_every_prompt_is_answered_as_by_one_engine(
     router: Server, plain_pair: tuple[Server, Server], single: Single
 ) -> None:
-    """Whole answers; prefix hits and prompts that are sent again among them."""
+    """Whole answers, including prefix hits and repeated prompts."""
     asked = prompts()
     _, d = plain_pair
     num_transfers = d.metric("baton:kv_transfer_seconds_count")
     for prompt in asked:
-        salt = {"cache_salt": router.name}  # The caches are full of what another mode has asked for.
+        salt = {"cache_salt": router.name}  # The caches hold the prompts of the other modes.
         assert router.tokens(prompt, **salt) == single.tokens(prompt), f"a prompt of {len(prompt)} tokens"
     assert router.metric("baton:router_prefills_total", where="remote") == len(asked)
     assert router.metric("baton:router_prefills_total", where="local") == 0
-    # Nor has D computed them in silence; but of some it had all there is.
+    # D has not computed them itself; but it had some prompts in its cache.
     d.wait_metric("baton:kv_transfer_seconds_count", lambda num: num >= num_transfers + 0.8 * len(asked))
 
 
@@ -48,7 +48,7 @@ def test_streams_begin_with_the_first_token_of_p_and_are_one_engines(router: Ser
         assert got.token_ids == single.tokens(prompt, NUM_TOKENS)
         assert got.text == single.texts[prompt]
         assert got.usage == single.usage[prompt]
-    # Not in push when D was quicker than P's answer; nobody disagrees.
+    # In push, D can be faster than P's answer; the answers agree.
     said = {label: router.metric("baton:router_first_tokens_total", agreed=label) for label in AGREED}
     assert said["no"] == 0
     if router.client.get(f"{router.url}/fleet").json()["mode"] == "pull":
@@ -61,7 +61,7 @@ AGREED = ("yes", "no", "unasked")
 def test_a_push_whose_decode_leg_is_held_back_is_one_engines(
     site: Site, plain_pair: tuple[Server, Server], single: Single
 ) -> None:
-    """Short prompts become pulls; of the second long one the router knows when to ask D."""
+    """Short prompts become pulls; for the second long one the router knows when to ask D."""
     asked = [prompt for prompt in prompts() if len(prompt) in (8, 129, 513, 1000, 3900)]
 
     def ask(prompt: Prompt, turn: str) -> list[int]:
@@ -104,8 +104,8 @@ def test_a_chat_is_one_engines(router: Server, single: Single) -> None:
         assert roles == ["assistant"]
 
 
-def test_requests_that_need_one_engines_eye_are_left_to_d(router: Server, single: Single) -> None:
-    """Stop strings, seeds, logprobs: exact, without a first token from P."""
+def test_requests_that_cannot_be_split_are_left_to_d(router: Server, single: Single) -> None:
+    """Stop strings, seeds and logprobs are exact, without a first token from P."""
     prompt = prompts()[11]
     text = single.texts[prompt]
     stop = text[len(text) // 2 :][:5]
@@ -119,8 +119,8 @@ def test_requests_that_need_one_engines_eye_are_left_to_d(router: Server, single
     assert before == [router.metric("baton:router_first_tokens_total", agreed=label) for label in AGREED]
 
 
-def test_what_clients_may_not_send_is_refused_by_the_router(router: Server) -> None:
-    """vLLM's connectors cannot refuse with a 4xx; the router in front of them does."""
+def test_params_that_clients_may_not_send_are_refused_by_the_router(router: Server) -> None:
+    """vLLM's connectors cannot refuse with a 4xx, so the router does."""
     for params in ({"do_remote_prefill": True}, {"baton_ticket": "x"}, [], "x"):
         answer = router.complete(prompts()[0], params)
         assert answer.status_code == 400

@@ -1,4 +1,4 @@
-"""Hidden states that vLLM showed, in files, beside those that transformers computes for the same tokens."""
+"""Hidden states saved by vLLM equal those that transformers computes for the same tokens."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from tests.vllm.prompts import prompts
 
 LENGTHS = (8, 129, 300, 513, 777, 2000, 3900)  # The last two take more than one step.
 ASKED = [next(prompt for prompt in prompts() if len(prompt) == length) for length in LENGTHS]
-TOLERANCE = 2e-4  # Of states of about 1; both compute in float32, in other orders.
+TOLERANCE = 2e-4  # For values of about 1; both compute in float32, in different orders.
 
 
 def saving(folder: Path) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def saving(folder: Path) -> dict[str, Any]:
 
 
 def speculating(layers: Sequence[int]) -> tuple[str, str]:
-    """The option by which vLLM shows these layers' states."""
+    """The option with which vLLM extracts these layers' states."""
     config = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
@@ -37,7 +37,7 @@ def speculating(layers: Sequence[int]) -> tuple[str, str]:
 
 
 class States:
-    """Those that transformers computes of a checkpoint; the last layer's before the final norm."""
+    """States that transformers computes from a checkpoint; the last layer's before the final norm."""
 
     def __init__(self, model: Path, layers: Sequence[int]) -> None:
         from transformers import AutoModelForCausalLM
@@ -58,7 +58,7 @@ class States:
         return torch.stack([*(states[layer][0] for layer in self._layers[:-1]), before_norm[0]], dim=1)
 
 
-LAYERS = (0, 2, 4)  # The embeddings, one from within, and the end.
+LAYERS = (0, 2, 4)  # The embeddings, one in the middle, and the last.
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def engine(site: Site, folder: Path) -> Server:
 
 
 def states_of(engine: Server, prompt: Sequence[int], params: Any = None) -> tuple[dict[str, Any], list[int]]:
-    """What was saved, and the tokens of the answer."""
+    """Return the saved states and the tokens of the answer."""
     answer = engine.complete(prompt, params).raise_for_status().json()
     saved = load_hidden_states(answer["kv_transfer_params"]["hidden_states_path"], ANSWER_S)
     return saved, answer["choices"][0]["token_ids"]
@@ -89,14 +89,14 @@ def assert_equal(saved: dict[str, Any], token_ids: Sequence[int], expected: torc
     torch.testing.assert_close(saved["hidden_states"], expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_they_are_transformers_states_of_prompts_asked_at_once(engine: Server, expected: States) -> None:
+def test_states_of_concurrent_prompts_equal_transformers(engine: Server, expected: States) -> None:
     with ThreadPoolExecutor(len(ASKED)) as asking:
         saved = list(asking.map(lambda prompt: states_of(engine, prompt)[0], ASKED))
     for prompt, states in zip(ASKED, saved, strict=True):
         assert_equal(states, prompt, expected(prompt))
 
 
-def test_what_the_prefix_cache_had_has_its_states(engine: Server, expected: States) -> None:
+def test_a_prefix_cache_hit_has_its_states(engine: Server, expected: States) -> None:
     longer = [*ASKED[-2], *ASKED[0]]
     states_of(engine, ASKED[-2])
     before = engine.metric("vllm:prefix_cache_hits_total")
@@ -105,13 +105,13 @@ def test_what_the_prefix_cache_had_has_its_states(engine: Server, expected: Stat
     assert_equal(saved, longer, expected(longer))
 
 
-def test_output_tokens_too_if_asked_for(engine: Server, expected: States) -> None:
+def test_output_tokens_are_saved_on_request(engine: Server, expected: States) -> None:
     saved, answered = states_of(engine, ASKED[2], {"include_output_tokens": True})
     tokens = [*ASKED[2], *answered[:-1]]
     assert_equal(saved, tokens, expected(tokens))
 
 
-def test_a_bad_wish_costs_the_file_only(engine: Server, folder: Path) -> None:
+def test_bad_params_cost_only_the_file(engine: Server, folder: Path) -> None:
     for params in ({"hidden_states_path": str(folder / "mine.safetensors")}, {"include_output_tokens": 7}):
         answer = engine.complete(ASKED[0], params)
         assert answer.status_code == 200
@@ -120,8 +120,8 @@ def test_a_bad_wish_costs_the_file_only(engine: Server, folder: Path) -> None:
     assert engine.is_healthy()
 
 
-def test_what_is_saved_is_counted(engine: Server, folder: Path) -> None:
+def test_saved_files_are_counted(engine: Server, folder: Path) -> None:
     states_of(engine, ASKED[0])
-    engine.tokens(ASKED[0])  # Counts come with a later step.
+    engine.tokens(ASKED[0])  # Counts arrive with a later step.
     engine.wait_metric("baton:hidden_states_files_total", lambda count: count >= 1)
     assert engine.metric("baton:hidden_states_lost_files_total") == 0

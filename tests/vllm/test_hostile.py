@@ -1,5 +1,5 @@
-"""Whoever reaches vLLM's own HTTP may put anything into `kv_transfer_params`: the engine lives, and answers
-with a 4xx or with the right tokens, which it then computes by itself.
+"""Clients of vLLM's own HTTP may send any `kv_transfer_params`: the engine keeps running, and answers with
+a 4xx or with the right tokens, computed by itself.
 """
 
 import base64
@@ -31,7 +31,7 @@ OURS = key_of(SECRET)
 
 @pytest.fixture(scope="module")
 def ticket(plain_pair: tuple[Server, Server]) -> dict[str, Any]:
-    """Of P, for MINE; nobody has used it."""
+    """An unused ticket of P for MINE."""
     return plain_pair[0].prefill(MINE)
 
 
@@ -89,7 +89,9 @@ def test_a_dict_of_a_client_cannot_end_an_engine(
 
 
 @pytest.mark.parametrize("params", [[], "x", 5, True, [{"do_remote_prefill": True}]])
-def test_what_is_no_dict_is_a_400(plain_pair: tuple[Server, Server], single: Single, params: Any) -> None:
+def test_params_that_are_no_dict_are_a_400(
+    plain_pair: tuple[Server, Server], single: Single, params: Any
+) -> None:
     for engine in plain_pair:
         assert engine.complete(MINE, params).status_code == 400
         check_alive(engine, single)
@@ -134,10 +136,10 @@ def test_an_altered_answer_of_p_moves_nothing_wrong(
     check_alive(d, single)
 
 
-def test_a_forged_ticket_is_believed_by_nobody(
+def test_a_forged_ticket_is_refused(
     plain_pair: tuple[Server, Server], single: Single, ticket: dict[str, Any]
 ) -> None:
-    """Well-formed, for the right prompt, but signed with another secret, or with none."""
+    """Well-formed and for the right prompt, but signed with another secret or with none."""
     _, d = plain_pair
     signed = open_ticket(ticket["baton_ticket"], OURS)
     for key in (None, key_of("a secret of somebody else, as long")):
@@ -149,7 +151,7 @@ def test_a_forged_ticket_is_believed_by_nobody(
 def test_a_dead_peers_address_costs_a_computation(
     plain_pair: tuple[Server, Server], single: Single, ticket: dict[str, Any]
 ) -> None:
-    """Signed by our secret, but nobody is there: a ticket of an engine that has died."""
+    """A ticket signed with our secret, of an engine that has died."""
     _, d = plain_pair
     (port,) = free_ports(1)
     key = ProcessKey()

@@ -1,6 +1,6 @@
 """A model with sliding windows in a real vLLM: a block table for each group of layers (hybrid KV cache).
 
-A small Gemma 3 of six layers: vLLM deals them out as 0 3 | 1 4 | 2 5, Baton's engine as 2 5 | 0 1 | 3 4.
+A small Gemma 3 of six layers: vLLM groups them as 0 3 | 1 4 | 2 5, Baton's engine as 2 5 | 0 1 | 3 4.
 """
 
 import os
@@ -17,7 +17,7 @@ BLOCK, WINDOW = 32, 100
 GROUPS = "hybrid"
 SIZES = ("--block-size", str(BLOCK))
 SINGLE = VllmPlan("single", None, cores="1", extra=SIZES)
-# The longer prompts in several steps, so that a push has something to announce between them.
+# Longer prompts take several steps, so that a push announces progress between them.
 IN_STEPS = (*SIZES, "--max-num-batched-tokens", "256")
 P = VllmPlan("p", transfer("BatonPushConnector", "kv_producer", "p"), cores="0", extra=IN_STEPS)
 D = VllmPlan("d", transfer("BatonPushConnector", "kv_consumer", "d"), cores="1", extra=SIZES)
@@ -33,8 +33,8 @@ EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
 PAIRS = [("p", "d"), ("p", "baton-d"), ("baton-p", "d")]
 
 _LONG = next(prompt for prompt in prompts() if len(prompt) == 1500)
-# What the last token of 131 and of 1,027 sees begins with the last token of a block, which whoever looks at
-# the next token only has given away.
+# For 131 and 1,027 tokens the window of the last token begins with the last token of a block; an engine that
+# keeps only the next token's window has freed it.
 ASKED = [_LONG[:length] for length in (8, 32, 100, 131, 132, 300, 513, 1027, 1500)]
 _LONGEST = next(prompt for prompt in prompts() if len(prompt) == 3900)  # Sixteen steps of P.
 
@@ -46,7 +46,7 @@ def windows(site_of: Callable[..., Site]) -> Site:
 
 @pytest.fixture(scope="module")
 def expected(windows: Site) -> dict[Prompt, list[int]]:
-    """What a single vLLM says, which keeps no more than its groups need."""
+    """The answers of a single vLLM, which keeps only what its groups need."""
     engine = windows.cast("single", SINGLE)["single"]
     answers = {prompt: engine.tokens(prompt) for prompt in (*ASKED, _LONGEST)}
     windows.dismiss()
@@ -73,7 +73,7 @@ def test_tokens_are_a_single_vllms(
         for prompt in ASKED:
             assert router.tokens(prompt, cache_salt=router.name) == expected[prompt], len(prompt)
         assert router.metric("baton:router_prefills_total", where="remote") == len(ASKED)
-    # Each prompt begins as the one before it, so D has the beginning already, and never all of it.
+    # Each prompt extends the one before it, so D has its beginning, and never all of it.
     d.wait_metric(TRANSFERS, lambda num: num >= num_before + len(ASKED))
 
 
@@ -81,7 +81,9 @@ def test_tokens_are_a_single_vllms(
 def test_a_push_is_read_while_its_prompt_is_computed(
     windows: Site, engines: dict[str, Server], expected: dict[Prompt, list[int]], names: tuple[str, str]
 ) -> None:
-    """Before there is a ticket. On a busy machine D may come too late for one prompt, not for all of them."""
+    """Reads begin before there is a ticket. On a busy machine D may be too late for some prompts, not for
+    all.
+    """
     p, d = (engines[name] for name in names)
     before = d.metric("baton:kv_early_tokens_total")
     deadline_s = time.monotonic() + ANSWER_S
@@ -93,7 +95,7 @@ def test_a_push_is_read_while_its_prompt_is_computed(
         assert router.metric("baton:router_prefills_total", where="local") == 0
 
 
-def test_only_what_windows_see_is_moved(
+def test_only_the_blocks_in_windows_are_transferred(
     engines: dict[str, Server], expected: dict[Prompt, list[int]]
 ) -> None:
     p, d = engines["p"], engines["d"]
@@ -102,9 +104,9 @@ def test_only_what_windows_see_is_moved(
     num_blocks = -(-len(_LONG) // BLOCK)
     num_seen = num_blocks - (len(_LONG) - WINDOW) // BLOCK
     assert sorted(map(len, params["remote_block_ids"])) == [num_seen, num_seen, num_blocks]
-    assert not any(0 in table for table in params["remote_block_ids"]), "the null block is nobody's to lend"
+    assert not any(0 in table for table in params["remote_block_ids"]), "the null block must not be lent"
     assert d.tokens(_LONG, params, cache_salt="bytes") == expected[_LONG]
-    bytes_of_block = BLOCK * 4 * 2 * 32 * 4  # Of one layer: tokens, heads, K and V, elements, float32.
+    bytes_of_block = BLOCK * 4 * 2 * 32 * 4  # Per layer: tokens, heads, K and V, elements, float32.
     moved = d.wait_metric("baton:kv_transfer_bytes_total", lambda count: count > before) - before
     assert moved == (2 * num_blocks + 4 * num_seen) * bytes_of_block
 
@@ -125,7 +127,7 @@ def test_a_producer_that_keeps_everything_serves_one_that_does_not(
 def test_a_load_that_fails_is_computed_and_the_engine_lives(
     windows: Site, engines: dict[str, Server], expected: dict[Prompt, list[int]]
 ) -> None:
-    """vLLM refuses to hear of bad blocks where it has groups; it is told of the request."""
+    """With several groups vLLM does not accept bad blocks; the request is reported instead."""
     d, p = engines["d"], engines["baton-p"]
     params = p.prefill(_LONG, cache_salt="gone")
     os.killpg(p.child.pid, signal.SIGKILL)
@@ -142,7 +144,7 @@ def company(
 ) -> tuple[Server, Server]:
     """A producer of two ranks that keeps KV in memory, a consumer of one that keeps it in files.
 
-    Without a prefix cache of their own, so that whatever returns is loaded, from the first token on.
+    They have no prefix cache, so that every repeated prompt is loaded from its first token.
     """
     offload = {"kv_connector": "BatonOffloadConnector", "kv_connector_extra_config": {"cpu_gib": 0.25}}
     files = {
@@ -175,7 +177,7 @@ def test_two_ranks_hand_over_to_one_beside_stores(
 @pytest.mark.parametrize(
     ("index", "failures"), [(0, "baton:kv_offload_failures_total"), (1, "baton:storage_unusable_files_total")]
 )
-def test_what_a_store_keeps_is_loaded_by_groups(
+def test_stored_blocks_are_loaded_by_groups(
     company: tuple[Server, Server], expected: dict[Prompt, list[int]], index: int, failures: str
 ) -> None:
     engine = company[index]
@@ -187,8 +189,8 @@ def test_what_a_store_keeps_is_loaded_by_groups(
     assert engine.metric(failures) == 0
 
 
-def test_made_up_kv_fills_what_every_group_sees(windows: Site) -> None:
-    """All of it is one number, so both engines answer alike, whatever their blocks look like."""
+def test_synthetic_kv_fills_every_group(windows: Site) -> None:
+    """All KV is one number, so both engines answer alike with any layout."""
     made_up = {"kv_connector": "BatonDecodeBenchConnector", "kv_role": "kv_both", "engine_id": "bench"}
     plans = VllmPlan("bench", made_up, extra=SIZES), BatonPlan("baton-bench", made_up, SIZES)
     servers = windows.cast("bench", *plans)
@@ -196,7 +198,7 @@ def test_made_up_kv_fills_what_every_group_sees(windows: Site) -> None:
     for prompt in ASKED:
         salt = f"prompt {len(prompt)}"
         assert bench.tokens(prompt, cache_salt=salt) == baton.tokens(prompt, cache_salt=salt), len(prompt)
-    bench.tokens(ASKED[0][:1])  # Counts come with a later step.
+    bench.tokens(ASKED[0][:1])  # Counts arrive with a later step.
     num_tokens = sum(len(prompt) - 1 for prompt in ASKED)
     bench.wait_metric("baton:synthetic_tokens_total", lambda count: count == num_tokens)
     assert "SYNTHETIC" in bench.log()

@@ -1,4 +1,6 @@
-"""The kit over vLLM's own base class: ours and the sound pass, the broken are caught by their rule's name."""
+"""The kit in vLLM's classes: Baton's and correct connectors pass, faulty ones are caught under the right
+rule.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ LOADS = {
     "BatonPushConnector": "loads in the background",
     "BatonOffloadConnector": "loads in the background",
     "BatonSharedStorageConnector": "loads in the background",
-    "BatonMultiConnector": "loads in the background",  # vLLM's, with our pull and offload as children.
+    "BatonMultiConnector": "loads in the background",  # vLLM's Multi with our pull and offload as children.
     "BatonDecodeBenchConnector": "loads in a step",
 }
 
@@ -49,7 +51,7 @@ def test_a_fault_is_reported_by_its_name(kind: Any) -> None:
     assert check(kind, 200).broken_rule == kind.rule
 
 
-def test_the_command_checks_ours_in_vllms_words() -> None:
+def test_the_command_checks_our_connectors_in_vllm() -> None:
     offload = {"kv_connector": "BatonOffloadConnector", "kv_connector_extra_config": {"cpu_gib": 3e-5}}
     config = json.dumps({"connectors": [offload]})
     arguments = ["BatonMultiConnector", "--executor", "vllm", "--config", config, "--examples", "2"]
@@ -58,7 +60,7 @@ def test_the_command_checks_ours_in_vllms_words() -> None:
     assert "BROKEN" not in result.output
 
 
-def test_the_command_finds_what_vllms_example_answers_to_a_prompt_of_one_token(tmp_path: Path) -> None:
+def test_the_command_finds_the_fault_of_vllms_example_connector(tmp_path: Path) -> None:
     config = json.dumps({"shared_storage_path": str(tmp_path)})
     arguments = [VLLMS_EXAMPLE, "--config", config, "--examples", "20"]
     result = CliRunner().invoke(app, ["check", *arguments])
@@ -72,7 +74,7 @@ def contain_nothing(self: Containment, hook: str, ask: Callable[[], T], otherwis
 
 @pytest.fixture
 def uncontained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the kit hears what is raised."""
+    """Containment off, so that the kit sees the exceptions."""
     monkeypatch.setattr(Containment, "contain", contain_nothing)
 
 

@@ -1,4 +1,4 @@
-"""vLLM's own classes read what we publish, and we read what they do: the same bytes."""
+"""vLLM's own classes decode the events that we publish, and the reverse: the bytes are the same."""
 
 import msgspec
 import zmq
@@ -48,7 +48,7 @@ def test_vllm_decodes_what_we_publish_and_replay() -> None:
         with context.socket(zmq.DEALER) as replay:
             replay.connect(publisher.replay_endpoint)
             payload = b""
-            while not payload:  # A question may overtake the batch.
+            while not payload:  # A replay request may overtake the batch.
                 replay.send_multipart((b"", bytes(8)))
                 while True:
                     assert replay.poll(WAIT_MS)

@@ -1,4 +1,4 @@
-"""vLLM's own /metrics and log lines show what our connectors count."""
+"""vLLM's own /metrics and log lines show the counts of our connectors."""
 
 from tests.vllm.engines import Server
 from tests.vllm.prompts import prompts
@@ -23,7 +23,7 @@ def test_both_sides_of_a_handoff_are_counted(plain_pair: tuple[Server, Server]) 
 
 def test_nothing_failed_in_a_healthy_handoff(plain_pair: tuple[Server, Server]) -> None:
     p, d = plain_pair
-    p.wait_all_returned(prompts()[0])  # What other tests have left with P would expire meanwhile.
+    p.wait_all_returned(prompts()[0])  # Otherwise loans of other tests would expire meanwhile.
     before = d.metric("baton:kv_transfer_failures_total"), p.metric("baton:kv_loans_expired_total")
     salt = {"cache_salt": "healthy"}
     d.tokens(PROMPT, p.prefill(PROMPT, **salt), **salt)
@@ -31,8 +31,8 @@ def test_nothing_failed_in_a_healthy_handoff(plain_pair: tuple[Server, Server]) 
     assert after == before
 
 
-def test_the_log_names_them(plain_pair: tuple[Server, Server]) -> None:
-    """vLLM writes a line every ten seconds in which there was something to say."""
+def test_the_log_has_the_counts(plain_pair: tuple[Server, Server]) -> None:
+    """vLLM writes a line every ten seconds if there is something to report."""
     p, d = plain_pair
     salt = {"cache_salt": "log"}
     d.tokens(PROMPT, p.prefill(PROMPT, **salt), **salt)
@@ -40,7 +40,7 @@ def test_the_log_names_them(plain_pair: tuple[Server, Server]) -> None:
     p.wait_log(r"KV Transfer metrics: .*loans=[1-9]")
 
 
-def test_tokens_of_a_peer_are_not_taken_for_a_local_prefix_hit(plain_pair: tuple[Server, Server]) -> None:
+def test_tokens_of_a_peer_are_not_counted_as_local_prefix_hits(plain_pair: tuple[Server, Server]) -> None:
     p, d = plain_pair
     hits = d.metric("vllm:external_prefix_cache_hits_total")
     salt = {"cache_salt": "hits"}

@@ -1,4 +1,4 @@
-"""Ours beside another connector in vLLM's MultiConnector: vLLM's own store on disk, on both sides."""
+"""Our connector beside vLLM's own disk store in vLLM's MultiConnector, on P and D."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +13,9 @@ ASKED = [prompt for prompt in prompts() if len(prompt) in (64, 129, 300, 513, 15
 
 
 def multi(role: str, engine_id: str, folder: Path) -> dict[str, Any]:
-    """Ours is asked first: it has what only a peer has."""
+    """Ours is asked first, because it has what only a peer has."""
     ours = transfer("BatonPullConnector", role, engine_id)
-    del ours["engine_id"]  # vLLM gives each of them the outer one.
+    del ours["engine_id"]  # vLLM gives each child the outer one.
     disk = {"shared_storage_path": str(folder / engine_id)}
     store = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": disk}
     return {

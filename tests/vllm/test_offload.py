@@ -1,4 +1,4 @@
-"""Offload inside a real vLLM of two ranks, whose pool is too small for what it is asked."""
+"""Offload in a real vLLM of two ranks, whose pool is too small for the test's prompts."""
 
 import json
 from typing import Any
@@ -27,7 +27,7 @@ def replay_endpoint() -> str:
 def engine(site: Site, single: Single, replay_endpoint: str) -> Server:
     config = transfer("BatonOffloadConnector", "kv_both", "o")
     config["kv_connector_extra_config"] = {"cpu_gib": 0.25, "eviction": "arc"}
-    # 40 blocks of 128 tokens: one of these prompts drives out the others.
+    # 40 blocks of 128 tokens: one of these prompts evicts the others.
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
@@ -46,14 +46,14 @@ def test_a_prompt_that_returns_is_loaded_from_host_memory_with_equal_tokens(
         for prompt in ASKED:
             assert engine.tokens(prompt) == single.tokens(prompt), len(prompt)
     hits = engine.wait_metric("baton:kv_offload_hit_tokens_total", lambda count: count > 0)
-    # All that the second round had to ask for, but what the pool still had, and the last block of each.
+    # All tokens of the second round except those still in the pool and each prompt's last block.
     assert hits > sum(len(prompt) for prompt in ASKED) / 2
     assert engine.metric("vllm:external_prefix_cache_hits_total") == hits
     assert engine.metric("baton:kv_offload_bytes_total", direction="load") > 0
     assert engine.metric("baton:kv_offload_failures_total") == 0
 
 
-def test_a_consumer_can_join_what_lies_in_host_memory_with_what_lies_in_the_cache(
+def test_a_consumer_can_join_events_of_host_memory_and_of_the_cache(
     engine: Server, single: Single, replay_endpoint: str
 ) -> None:
     for prompt in ASKED:
@@ -73,7 +73,7 @@ def test_a_consumer_can_join_what_lies_in_host_memory_with_what_lies_in_the_cach
 
 
 def replayed(endpoint: str) -> list[Any]:
-    """Every event that the engine has published."""
+    """Return every event that the engine has published."""
     events: list[Any] = []
     with zmq.Context() as context, context.socket(zmq.DEALER) as replay:
         replay.connect(endpoint)
@@ -86,7 +86,7 @@ def replayed(endpoint: str) -> list[Any]:
             events += msgspec.msgpack.decode(batch, type=KVEventBatch).events
 
 
-def test_a_request_can_opt_out_and_a_wrong_word_harms_nobody(engine: Server, single: Single) -> None:
+def test_a_request_can_opt_out_and_bad_params_do_no_harm(engine: Server, single: Single) -> None:
     for choice in ("off", "sometimes"):
         before = engine.metric("baton:kv_offload_hit_tokens_total")
         assert engine.tokens(ASKED[0], {"baton_offload": choice}) == single.tokens(ASKED[0])

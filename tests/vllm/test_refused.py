@@ -1,4 +1,4 @@
-"""With which configurations a whole vLLM ends at start, and says why in its log."""
+"""Configurations with which vLLM does not start, with the reason in its log."""
 
 import select
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""kill -9 of either engine amid handoffs: nobody waits for ever, no token is wrong, the other lives."""
+"""kill -9 of either engine during handoffs: no request waits for ever, no token is wrong, the other lives."""
 
 import os
 import signal
@@ -14,16 +14,16 @@ from tests.vllm.prompts import NUM_TOKENS, Prompt, Single, prompts
 
 ASKED = [prompt for prompt in prompts() if 500 <= len(prompt) <= 3000]
 CONCURRENCY = 8
-ENDS_S = 120.0  # Every request has ended by then: twice the longest deadline, and the computing.
+ENDS_S = 120.0  # Every request has ended by then: twice the longest deadline, plus computing.
 
 
 def kill(server: Server) -> None:
-    """The whole engine at once, as the kernel does when a machine goes."""
+    """Kill all processes of the engine at once, as when a machine fails."""
     os.killpg(server.child.pid, signal.SIGKILL)
 
 
 def ask_all(router: Server, salt: str, on_first: Callable[[], None]) -> dict[Prompt, Streamed]:
-    """All of ASKED; `on_first` runs once, when the second answer has said its first token."""
+    """Ask all of ASKED; `on_first` runs once, at the first token of the second answer."""
     begun = threading.Semaphore(0)
 
     def ask(prompt: Prompt) -> Streamed:
@@ -62,8 +62,10 @@ def test_a_killed_prefill_engine_costs_no_answer(site: Site, single: Single, mod
     site.dismiss(P.name)
 
 
-def test_a_prefill_engine_that_is_back_is_read_from_again(site: Site, single: Single) -> None:
-    """Under its name; D has known its predecessor. And tickets of that are good for nothing."""
+def test_a_restarted_prefill_engine_is_read_from_again(site: Site, single: Single) -> None:
+    """It has the same name, which D knows from its predecessor. The predecessor's tickets are not valid
+    any more.
+    """
     servers = site.cast(PLAIN, P, D)
     p, d = servers[P.name], servers[D.name]
     before = d.metric("baton:kv_transfer_seconds_count")
@@ -83,7 +85,7 @@ def test_a_killed_decode_engine_ends_its_answers_clearly_and_p_lives(site: Site,
         num_failed = 0
         for prompt, got in answers.items():
             expected = single.tokens(prompt, NUM_TOKENS)
-            assert got.token_ids == expected[: len(got.token_ids)], "what was said before is right"
+            assert got.token_ids == expected[: len(got.token_ids)], "the tokens before the end must be right"
             assert got.broke is None
             if got.error is None:
                 assert got.token_ids == expected

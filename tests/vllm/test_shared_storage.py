@@ -1,4 +1,4 @@
-"""vLLM engines that share a folder share prompts; damage to it costs time and no token."""
+"""vLLM engines that share a folder share prompts; damaged files cost time and no token."""
 
 import time
 from pathlib import Path
@@ -40,7 +40,7 @@ def files_in(folder: Path) -> set[Path]:
 
 
 def wait_files(engine: Server, folder: Path, num_files: int) -> set[Path]:
-    """They come a step and a write after the answer; what is counted of them comes with a later step."""
+    """Wait for the files: they appear a step and a write after the answer, their counts with a later step."""
     deadline_s = time.monotonic() + ANSWER_S
     while len(found := files_in(folder)) < num_files:
         assert time.monotonic() < deadline_s, f"{len(found)} of {num_files}"
@@ -48,7 +48,9 @@ def wait_files(engine: Server, folder: Path, num_files: int) -> set[Path]:
     return found
 
 
-def test_one_computes_and_the_other_reads(pair: tuple[Server, Server], single: Single, folder: Path) -> None:
+def test_one_engine_computes_and_the_other_reads(
+    pair: tuple[Server, Server], single: Single, folder: Path
+) -> None:
     a, b = pair
     for prompt in ASKED:
         assert a.tokens(prompt) == single.tokens(prompt), len(prompt)
@@ -60,7 +62,7 @@ def test_one_computes_and_the_other_reads(pair: tuple[Server, Server], single: S
     assert b.metric("baton:storage_unusable_files_total") == 0
 
 
-def test_damage_is_computed(pair: tuple[Server, Server], single: Single, folder: Path) -> None:
+def test_damaged_files_are_recomputed(pair: tuple[Server, Server], single: Single, folder: Path) -> None:
     a, b = pair
     (prompt,) = (prompt for prompt in prompts() if len(prompt) == 777)
     before = files_in(folder)

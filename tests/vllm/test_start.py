@@ -1,10 +1,10 @@
-"""What start-up refuses. Each needs no more of vLLM than its configuration, so no engine is started."""
+"""Refusals at start that need only vLLM's configuration, so no engine is started."""
 
 import json
 import subprocess
 import sys
 
-# As a worker of vLLM makes it; the version is what an installation says of itself.
+# As a worker of vLLM makes the connector, with the version of an installation.
 SCRIPT = """
 import json, sys
 import vllm
@@ -26,7 +26,7 @@ kind(Config(), KVConnectorRole.SCHEDULER, None)
 
 
 def start(version: str, **fields: object) -> str:
-    """What the attempt says; it cannot end well, since there is no engine."""
+    """Return the output of the attempt, which cannot succeed because there is no engine."""
     config = {"kv_connector": "BatonPullConnector", "kv_role": "kv_both", **fields}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(config), version],
@@ -39,10 +39,10 @@ def start(version: str, **fields: object) -> str:
     return done.stdout + done.stderr
 
 
-def test_an_untested_version_is_refused_unless_the_operator_insists() -> None:
+def test_an_untested_version_is_refused_unless_allowed() -> None:
     said = start("0.99.0")
     assert "this is vLLM 0.99.0" in said
     assert "allow_untested_vllm" in said
     allowed = start("0.99.0", kv_connector_extra_config={"allow_untested_vllm": True})
-    assert "have been tried with" not in allowed
+    assert "are tested with" not in allowed
     assert "vLLM 0.99.0 is untested" in allowed

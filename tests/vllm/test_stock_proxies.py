@@ -1,6 +1,6 @@
-"""vLLM's own proxies, unmodified, before vLLM with our connectors: as tests/proxies before Baton's server.
+"""vLLM's own proxies, unmodified, in front of vLLM with our connectors (tests/proxies: Baton's server).
 
-And before a vLLM that prefills and a Baton that decodes.
+Also in front of a vLLM that prefills and a Baton engine that decodes.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def baton_d(site: Site, single: Single) -> Iterator[Server]:
 def pair(
     request: pytest.FixtureRequest, plain_pair: tuple[Server, Server], stock: StockProxies
 ) -> tuple[Server, Server]:
-    """By who decodes."""
+    """Return the proxy by the engine that decodes."""
     p, d = plain_pair
     return (p, d) if request.param == "vllm" else (p, request.getfixturevalue("baton_d"))
 
@@ -66,11 +66,13 @@ def test_the_tokens_are_those_of_a_single_vllm(
     asked = [prompt for prompt in prompts() if len(prompt) in (8, 128, 129, 513, 1000, 2000)]
     _, d = pair
     before = d.metric(TRANSFERS)
-    check_tokens(proxy, asked, single.tokens, cache_salt=_salt(proxy))  # Nothing of it is in D's cache.
+    check_tokens(
+        proxy, asked, single.tokens, cache_salt=_salt(proxy)
+    )  # With this salt nothing is in D's cache.
     d.wait_metric(TRANSFERS, lambda count: count >= before + len(asked))
 
 
-def test_so_they_are_when_many_ask_at_once(proxy: Proxy, single: Single) -> None:
+def test_concurrent_requests_get_the_same_tokens(proxy: Proxy, single: Single) -> None:
     asked = [prompt for prompt in prompts() if len(prompt) <= 513][:8]
     check_tokens_of_many(proxy, asked, single.tokens, cache_salt=f"{_salt(proxy)} at once")
 
@@ -80,5 +82,5 @@ def _port(server: Server) -> int:
 
 
 def _salt(proxy: Proxy) -> str:
-    """vLLM refuses one that looks like a path."""
+    """vLLM refuses a model name that looks like a path."""
     return f"proxy-{proxy.url.rpartition(':')[2]}"

@@ -1,4 +1,4 @@
-"""The class that vLLM makes: forwards each method, and lets nothing that is raised reach vLLM."""
+"""The connector class that vLLM instantiates: forwards each method, and lets no exception reach vLLM."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["folder"]  # A fixture.
 
 FAKE = Path(__file__).with_name("fake_vllm")
 OURS = frozenset({*CONNECTORS.values(), "baton.vllm_plugin.forwarding", "baton.vllm_plugin.stats"})
-"""Modules that import vllm, and are loaded anew with the one of names."""
+"""Modules that import vllm, and are reloaded with the stub."""
 
 
 def _is_loaded_here(name: str) -> bool:
@@ -34,7 +34,7 @@ def _is_loaded_here(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def plugin() -> Iterator[Any]:
-    """`baton.vllm_plugin`, for as long as these tests run over a vLLM of names only."""
+    """`baton.vllm_plugin`, imported with the stub of vLLM while these tests run."""
     import baton.vllm_plugin
 
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_loaded_here(name)}
@@ -70,10 +70,10 @@ def worker(plugin: Any, folder: Path) -> Iterator[Any]:
     connector.shutdown()
 
 
-# --- Being found -------------------------------------------------------------------------------------
+# --- Registration ------------------------------------------------------------------------------------
 
 
-def test_all_names_are_registered_once_however_often_the_plugin_is_loaded(plugin: Any) -> None:
+def test_all_names_are_registered_once_if_the_plugin_is_loaded_twice(plugin: Any) -> None:
     plugin.register()
     plugin.register()
     factory = sys.modules["vllm.distributed.kv_transfer.kv_connector.factory"].KVConnectorFactory  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ def test_all_names_are_registered_once_however_often_the_plugin_is_loaded(plugin
         plugin.BatonOtherConnector  # noqa: B018
 
 
-def test_an_untested_vllm_is_refused_unless_told(
+def test_an_untested_vllm_is_refused_unless_allowed(
     plugin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = plugin.BatonPullConnector
@@ -95,7 +95,7 @@ def test_an_untested_vllm_is_refused_unless_told(
     kind(allowed, roles().SCHEDULER, GROUPS).shutdown()
 
 
-def test_what_passes_between_processes_is_of_vllms_kinds(scheduler: Any) -> None:
+def test_objects_sent_between_processes_have_vllms_base_classes(scheduler: Any) -> None:
     base: Any = sys.modules["vllm.distributed.kv_transfer.kv_connector.v1.base"]
     assert issubclass(PullMetadata, base.KVConnectorMetadata)
     assert issubclass(PullHandshake, base.KVConnectorHandshakeMetadata)
@@ -121,7 +121,7 @@ def test_layouts_and_graphs_that_a_connector_asks_for(plugin: Any, folder: Path)
 
 
 class Broken:
-    """A half of which every method raises."""
+    """A half whose every method raises."""
 
     def __getattr__(self, name: str) -> Any:
         def raise_(*arguments: Any, **keywords: Any) -> Any:
@@ -134,7 +134,7 @@ REQUEST = FakeRequest("r", [1, 2, 3], {"do_remote_prefill": True})
 
 
 WITHOUT_THE_HALF = {"get_loaded_kv_cache_group_ids", "get_external_cache_hit_sources"}
-ANSWERS = {"build_connector_meta": PullMetadata()}  # Others than the table's.
+ANSWERS = {"build_connector_meta": PullMetadata()}  # Safe answers other than the table's.
 CONTAINED = [
     row
     for row in ROWS
@@ -144,7 +144,7 @@ CONTAINED = [
 
 
 @pytest.mark.parametrize("row", CONTAINED, ids=lambda row: row.name)
-def test_a_broken_half_is_answered_for_and_counted(
+def test_errors_of_a_half_are_contained_and_counted(
     row: Row, scheduler: Any, worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_workers = row.half is Half.WORKER
@@ -158,8 +158,8 @@ def test_a_broken_half_is_answered_for_and_counted(
 
 
 @pytest.mark.parametrize("name", sorted(CONNECTORS))
-def test_each_kind_of_statistics_has_a_place_for_contained_errors(plugin: Any, name: str) -> None:
-    """Where there is none, counting the first one ends the engine."""
+def test_each_statistics_class_can_count_contained_errors(plugin: Any, name: str) -> None:
+    """Without such a field, counting the first error would end the engine."""
     assert getattr(plugin, name).build_kv_connector_stats().data["failures"] == {}
 
 
@@ -183,18 +183,18 @@ def test_each_method_of_vllms_is_forwarded(plugin: Any) -> None:
     assert theirs - vars(baton.vllm_plugin.forwarding.ForwardingConnector).keys() == set()
 
 
-def test_a_bare_wish_is_computed_here(scheduler: Any) -> None:
+def test_a_request_without_a_peer_is_computed_here(scheduler: Any) -> None:
     scheduler.on_new_request(REQUEST)
     assert scheduler.get_num_new_matched_tokens(REQUEST, 0) == (0, False)
     assert scheduler.get_kv_connector_stats().data["refused"] == {"params": 1}
 
 
-def test_the_handshake_of_another_connector_is_refused_with_the_way_out(scheduler: Any) -> None:
+def test_the_handshake_of_another_connector_is_refused_with_advice(scheduler: Any) -> None:
     with pytest.raises(ConfigError, match="has to stand first"):
         scheduler.set_xfer_handshake_metadata({0: object()})
 
 
-def test_groups_and_sources_are_what_vllm_counts(scheduler: Any) -> None:
+def test_groups_and_cache_hit_sources(scheduler: Any) -> None:
     assert scheduler.get_loaded_kv_cache_group_ids(REQUEST) == (0,)
     [(source, count)] = scheduler.get_external_cache_hit_sources(REQUEST, 7).items()
     assert (source.value, count) == ("p2p", 7)

@@ -1,4 +1,4 @@
-"""vLLM's groups of KV caches in our words, with fakes of its shapes. tests/vllm has its own objects."""
+"""vLLM's KV-cache groups in our types, with fakes of vLLM's classes. tests/vllm uses the real ones."""
 
 from __future__ import annotations
 
@@ -63,33 +63,33 @@ def test_windows_are_read_in_vllms_order() -> None:
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        (MambaSpec(), "neither a prompt nor a window"),
-        (RSWASpec(), "neither a prompt nor a window"),
-        (SlidingWindowMLASpec(300), "neither a prompt nor a window"),
-        (of_layers(a=FullAttentionSpec(), b=MambaSpec()), "neither a prompt nor a window"),
-        (of_layers(a=SlidingWindowSpec(300), b=SlidingWindowSpec(200)), "several windows"),
-        (SlidingWindowSpec(300, block_size=64), r"blocks of \[64\] tokens, .* is 128"),
+        (MambaSpec(), "neither the prompt nor a window"),
+        (RSWASpec(), "neither the prompt nor a window"),
+        (SlidingWindowMLASpec(300), "neither the prompt nor a window"),
+        (of_layers(a=FullAttentionSpec(), b=MambaSpec()), "neither the prompt nor a window"),
+        (of_layers(a=SlidingWindowSpec(300), b=SlidingWindowSpec(200)), "different windows"),
+        (SlidingWindowSpec(300, block_size=64), r"blocks of \[64\] tokens; .* = 128"),
     ],
 )
-def test_what_is_no_cache_of_tokens_is_refused_with_the_way_out(spec: Any, reason: str) -> None:
+def test_layers_without_a_cache_of_tokens_are_refused_with_advice(spec: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"{reason}.*--disable-hybrid-kv-cache-manager"):
         groups_of(groups(FullAttentionSpec(), spec), BLOCK)
 
 
 @pytest.mark.parametrize("mark", [{"enable_kv_transfer": False}, {"host_resident": True}])
-def test_what_vllm_keeps_to_itself_is_refused(mark: dict[str, bool]) -> None:
+def test_groups_without_transfer_are_refused(mark: dict[str, bool]) -> None:
     config = groups(FullAttentionSpec(), MLAAttentionSpec())
     vars(config.kv_cache_groups[1]).update(mark)
-    with pytest.raises(ConfigError, match="not to be moved"):
+    with pytest.raises(ConfigError, match="must not be transferred"):
         groups_of(config, BLOCK)
 
 
 def test_a_model_that_caches_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no layer that caches"):
+    with pytest.raises(ConfigError, match="no layer with a KV cache"):
         groups_of(groups(), BLOCK)
 
 
-def test_layers_are_counted_as_they_are_computed() -> None:
+def test_layers_are_ordered_as_the_model_computes_them() -> None:
     config = groups(SlidingWindowSpec(300), FullAttentionSpec())
     config.kv_cache_groups[0].layer_names = ["layers.10.attn", "layers.1.attn"]
     config.kv_cache_groups[1].layer_names = ["layers.2.attn", "layers.11.attn"]
@@ -97,24 +97,24 @@ def test_layers_are_counted_as_they_are_computed() -> None:
     caches = {f"layers.{layer}.attn": layer for layer in (10, 1, 11, 2)}
     assert [*in_order(caches, config).values()] == [1, 2, 10, 11]
     for different in (caches | {"layers.12.attn": 12}, {"layers.1.attn": 1}):
-        with pytest.raises(ConfigError, match="not in vLLM's groups"):
+        with pytest.raises(ConfigError, match="or in vLLM's KV-cache groups"):
             in_order(different, config)
     shared = {"b": 1, "a": 1, "shares the cache of a": 1}
-    assert [*in_order(shared, groups(FullAttentionSpec()))] == [*shared], "one group has whatever there is"
+    assert [*in_order(shared, groups(FullAttentionSpec()))] == [*shared], "one group has every cache"
 
 
-def test_the_last_token_of_a_loaded_prompt_finds_what_it_sees() -> None:
+def test_a_window_keeps_one_more_token_for_the_last_token_of_a_prompt() -> None:
     config = groups(SlidingWindowSpec(300), FullAttentionSpec(), SlidingWindowSpec(300, 4))
     whole = config.kv_cache_groups[1].kv_cache_spec
-    for _ in range(2):  # A connector and one beside it.
+    for _ in range(2):  # Two connectors may both ask for it.
         keep_one_token_more(config)
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]
         assert specs == [SlidingWindowSpec(300, 1), whole, SlidingWindowSpec(300, 4)]
 
 
-def test_a_vllm_that_cannot_keep_it_is_refused() -> None:
+def test_a_vllm_without_the_option_is_refused() -> None:
     older = type("SlidingWindowSpec", (), {"sliding_window": 300})()
-    with pytest.raises(ConfigError, match="cannot keep a token behind its window"):
+    with pytest.raises(ConfigError, match="has no extra_retained_tokens"):
         keep_one_token_more(groups(older))
 
 
@@ -124,14 +124,14 @@ HYBRID = [["l0", "l3"], ["l1", "l4"], ["l2", "l5"]]
 
 
 def hybrid() -> Any:
-    """As vLLM deals out the layers of a small Gemma 3: the third and the sixth see everything."""
+    """As vLLM groups the layers of a small Gemma 3: the third and the sixth have full attention."""
     config = groups(SlidingWindowSpec(300), SlidingWindowSpec(300), FullAttentionSpec())
     for group, names in zip(config.kv_cache_groups, HYBRID, strict=True):
         group.layer_names = names
     return config
 
 
-def test_the_scheduler_alone_is_told_to_keep_more(plugin: Any, folder: Path) -> None:
+def test_only_the_scheduler_keeps_one_more_token(plugin: Any, folder: Path) -> None:
     for role, kept in (("WORKER", 0), ("SCHEDULER", 1)):
         config = hybrid()
         connector = plugin.BatonPullConnector(vllm_config(folder, parallel=PARALLEL), roles()[role], config)
@@ -140,7 +140,7 @@ def test_the_scheduler_alone_is_told_to_keep_more(plugin: Any, folder: Path) -> 
 
 
 class Pool:
-    """vLLM's, as far as a loan needs it."""
+    """vLLM's request, as far as a loan needs it."""
 
     num_gpu_blocks = 16
 
@@ -156,10 +156,10 @@ class Pool:
         return 0
 
 
-def test_layers_are_told_by_group_and_no_null_block_is_lent(
+def test_layers_are_grouped_and_no_null_block_is_lent(
     plugin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every place of the memory is shared by three layers, one of each group."""
+    """Three layers, one of each group, share each place in memory."""
     kind, config = plugin.BatonPushConnector, vllm_config(folder, parallel=PARALLEL)
     worker = kind(config, roles().WORKER, hybrid())
     monkeypatch.setattr(worker.worker_half, "_find_packing", lambda caches: "slot")
@@ -176,20 +176,20 @@ def test_layers_are_told_by_group_and_no_null_block_is_lent(
     request = FakeRequest("r", list(range(700)), {"do_remote_decode": True}, num_computed_tokens=700)
     scheduler.on_new_request(request)
     request.status = Status.FINISHED_LENGTH_CAPPED
-    # 700 tokens are six blocks; what sees 300 of them needs those from token 400 on, in the fourth.
+    # 700 tokens are six blocks; a window of 300 needs the blocks from token 400 on, in the fourth.
     tables = ([0, 0, 0, 4, 5, 6], [0, 0, 0, 7, 8, 9], [10, 11, 12, 13, 14, 15])
     delay_free, params = scheduler.request_finished_all_groups(request, tables)
     assert not delay_free
     assert params["remote_block_ids"] == [[4, 5, 6], [7, 8, 9], [10, 11, 12, 13, 14, 15]]
     assert [block.ref_cnt for block in pool.blocks] == [1, 1, 1, 1, *[2] * 12]
-    # A window that has moved on: nothing is lent, and nobody is misled.
+    # The window has moved on: nothing is lent.
     assert scheduler.request_finished_all_groups(request, ([0] * 4 + [5, 6], *tables[1:])) == (False, None)
     for connector in (scheduler, worker):
         connector.shutdown()
 
 
 def test_a_failed_load_of_several_tables_is_reported_as_the_requests(plugin: Any, folder: Path) -> None:
-    """vLLM ends when it hears of bad blocks and has several groups."""
+    """vLLM ends if bad blocks are reported and there are several groups."""
     from baton.connectors.pull.metadata import FailedLoad, PullMetadata
 
     for config, failed, invalid in ((hybrid(), {"r"}, set()), (groups(FullAttentionSpec()), set(), {3, 4})):
@@ -212,7 +212,7 @@ def test_rows_of_offload_hold_a_block_of_each_group(plugin: Any, folder: Path) -
     connector = plugin.BatonOffloadConnector(vllm, roles().SCHEDULER, config)
     assert connector.scheduler_half._index.num_slots == 256 // (2 * 3)
     config.kv_cache_groups[0].kv_cache_spec = SlidingWindowSpec(300, page_size_bytes=1 << 19)
-    with pytest.raises(ConfigError, match="does not tell apart"):
+    with pytest.raises(ConfigError, match="offload supports one"):
         plugin.BatonOffloadConnector(vllm, roles().SCHEDULER, config)
 
 

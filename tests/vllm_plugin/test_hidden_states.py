@@ -1,4 +1,4 @@
-"""Hidden states as vLLM has them: a layer of its cache, found whichever group it lies in."""
+"""Hidden states in vLLM: a layer of its cache, found in any group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SlidingWindowSpec:
 
 
 def _together(role: str) -> list[Any]:
-    """Of a model of whole prompts: one group, its scheduler is told the first spec only."""
+    """A model without windows: one group, and its scheduler gets only the first spec."""
     specs = {"model.layers.0": FullAttentionSpec(), LAYER: HiddenStateCacheSpec()}
     spec = FullAttentionSpec() if role == "SCHEDULER" else SimpleNamespace(kv_cache_specs=specs)
     return [SimpleNamespace(layer_names=list(specs), kv_cache_spec=spec)]
@@ -71,14 +71,14 @@ def test_the_rows_of_a_request_that_has_ended_are_saved(
     request = FakeRequest("r", list(range(7)), {}, num_computed_tokens=9)
     scheduler.on_new_request(request)
     request.status = Status.FINISHED_LENGTH_CAPPED
-    tables = ([9, 9], [5, 2])[-len(groups("WORKER")) :]  # Of each group; a foreign one's first.
+    tables = ([9, 9], [5, 2])[-len(groups("WORKER")) :]  # Per group; a foreign group's first.
     delay_free, params = scheduler.request_finished_all_groups(request, tuple(tables))
     assert not delay_free
-    assert scheduler.has_pending_push_work(), "or nobody would come to save them"
+    assert scheduler.has_pending_push_work(), "otherwise the engine would not step to save them"
     metadata = scheduler.build_connector_meta(None)
     worker.handle_preemptions(metadata)
     expected = torch.cat([pages[5], pages[2]], dim=1).transpose(0, 1)[:7].clone()
-    pages.zero_()  # As the step does that takes the blocks.
+    pages.zero_()  # As the step does that gets the blocks.
     saved = load_hidden_states(params["hidden_states_path"])
     assert torch.equal(saved["hidden_states"], expected)
     assert saved["token_ids"].tolist() == list(range(7))
@@ -87,17 +87,19 @@ def test_the_rows_of_a_request_that_has_ended_are_saved(
 
 
 @pytest.mark.parametrize("wish", [{"include_output_tokens": 7}, {"hidden_states_path": "mine.safetensors"}])
-def test_a_bad_wish_costs_the_file_only(plugin: Any, folder: Path, tmp_path: Path, wish: Any) -> None:
+def test_bad_params_cost_only_the_file(plugin: Any, folder: Path, tmp_path: Path, wish: Any) -> None:
     scheduler = make(plugin, config_of(folder, tmp_path), "SCHEDULER", _together("SCHEDULER"))
     request = FakeRequest("r", [1, 2], wish, num_computed_tokens=3)
     scheduler.on_new_request(request)
     request.status = Status.FINISHED_LENGTH_CAPPED
     assert scheduler.request_finished_all_groups(request, ([1],)) == (False, None)
-    assert scheduler.get_kv_connector_stats() is None, "nothing of ours has failed"
+    assert scheduler.get_kv_connector_stats() is None, "no failure may be counted"
     scheduler.shutdown()
 
 
-def test_a_vllm_that_shows_none_does_not_start(plugin: Any, folder: Path, tmp_path: Path) -> None:
+def test_a_vllm_without_the_speculative_method_does_not_start(
+    plugin: Any, folder: Path, tmp_path: Path
+) -> None:
     group = SimpleNamespace(layer_names=["model.layers.0"], kv_cache_spec=FullAttentionSpec())
     config = config_of(folder, tmp_path)
     for speculative in (None, SimpleNamespace(method="ngram")):
@@ -110,13 +112,13 @@ def test_a_vllm_that_shows_none_does_not_start(plugin: Any, folder: Path, tmp_pa
 @pytest.mark.parametrize(
     ("named", "extra", "message"),
     [
-        ((), {}, r"must be different numbers in \[0, 2\]"),
-        ((1, 1), {}, r"must be different numbers in \[0, 2\]"),
-        ((3,), {}, r"must be different numbers in \[0, 2\]"),
-        ((0, 2), {"layer_ids": [1]}, r"layer_ids: is for speculative_config to say"),
+        ((), {}, r"must be different layer numbers in \[0, 2\]"),
+        ((1, 1), {}, r"must be different layer numbers in \[0, 2\]"),
+        ((3,), {}, r"must be different layer numbers in \[0, 2\]"),
+        ((0, 2), {"layer_ids": [1]}, r"layer_ids: is set by speculative_config in vLLM"),
     ],
 )
-def test_layers_that_nobody_could_show_are_refused(
+def test_wrong_layers_are_refused(
     plugin: Any, folder: Path, tmp_path: Path, named: Any, extra: dict[str, Any], message: str
 ) -> None:
     for role in ("SCHEDULER", "WORKER"):
@@ -124,7 +126,7 @@ def test_layers_that_nobody_could_show_are_refused(
             make(plugin, config_of(folder, tmp_path, named, **extra), role, _together(role))
 
 
-def test_layers_that_are_named_twice_alike_start(plugin: Any, folder: Path, tmp_path: Path) -> None:
+def test_equal_layers_in_both_settings_start(plugin: Any, folder: Path, tmp_path: Path) -> None:
     make(
         plugin, config_of(folder, tmp_path, layer_ids=[0, 2]), "SCHEDULER", _together("SCHEDULER")
     ).shutdown()
@@ -138,7 +140,7 @@ def test_a_cache_of_another_shape_is_refused(plugin: Any, folder: Path, tmp_path
 
 
 @pytest.mark.parametrize("name", ["BatonDecodeBenchConnector", "BatonHiddenStatesConnector"])
-def test_what_stands_alone_is_refused_as_a_child(
+def test_a_connector_that_must_be_alone_is_refused_as_a_child(
     plugin: Any, folder: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import vllm.config
@@ -150,7 +152,7 @@ def test_what_stands_alone_is_refused_as_a_child(
     main = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="MultiConnector"))
     groups = SimpleNamespace(kv_cache_groups=_together("WORKER"))
     monkeypatch.setattr(vllm.config, "_current_vllm_config", main)
-    with pytest.raises(ConfigError, match=rf"{name} stands alone"):
+    with pytest.raises(ConfigError, match=rf"{name} cannot be combined"):
         getattr(plugin, name)(config, roles().WORKER, groups)
 
 

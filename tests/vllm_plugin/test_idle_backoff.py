@@ -1,4 +1,4 @@
-"""An empty step rests while a producer computes, and only then."""
+"""An empty step waits only while a producer computes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = list(range(10, 21))
 
 
 class Rested(IdleBackoff):
-    """Counts the rests instead of taking them."""
+    """Counts the waits instead of waiting."""
 
     count = 0
 
@@ -74,16 +74,16 @@ def d(world: VllmPushWorld) -> VllmPushEngine:
     assert isinstance(engine, VllmPushEngine)
     assert isinstance(engine.half, VllmPushSchedulerHalf)
     engine.half._rest = engine.rest
-    engine.half._hears_of_peers = True  # As with a control thread of its own.
+    engine.half._hears_of_peers = True  # As with a control thread.
     return engine
 
 
-def test_an_engine_that_waits_for_nobody_does_not_rest(d: VllmPushEngine) -> None:
+def test_an_engine_without_remote_prefills_does_not_wait(d: VllmPushEngine) -> None:
     d.half.build_connector_meta(SchedulerOutput())
     assert d.rest.count == 0
 
 
-def test_an_engine_that_waits_for_a_prefill_rests_in_empty_steps_only(
+def test_an_engine_that_waits_for_a_prefill_waits_in_empty_steps_only(
     world: VllmPushWorld, d: VllmPushEngine
 ) -> None:
     p = world.engine("p")
@@ -99,7 +99,7 @@ def test_an_engine_that_waits_for_a_prefill_rests_in_empty_steps_only(
     assert d.rest.count == rested + 1
 
 
-def test_an_engine_whose_reads_run_does_not_rest(world: VllmPushWorld, d: VllmPushEngine) -> None:
+def test_an_engine_with_running_reads_does_not_wait(world: VllmPushWorld, d: VllmPushEngine) -> None:
     p = world.engine("p")
     request = d.follow("r", TOKENS, p)
     d.admit(request)
@@ -117,7 +117,7 @@ def test_an_engine_whose_reads_run_does_not_rest(world: VllmPushWorld, d: VllmPu
     d.read_out(request)
 
 
-def test_what_is_heard_ends_a_rest_also_before_it_has_begun() -> None:
+def test_news_end_a_wait_even_before_it_has_begun() -> None:
     rest = IdleBackoff()
     rest.end()
     assert rest._has_news.is_set()

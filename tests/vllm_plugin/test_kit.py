@@ -1,4 +1,4 @@
-"""The classes that vLLM makes keep the contract too: the kit drives them, over a vLLM of names."""
+"""The kit on the connector classes for vLLM, with the stub of vLLM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["folder", "plugin"]  # Fixtures.
 
 
 class VllmSite(ToySite):
-    """Halves as vLLM makes them: from its configuration, with its roles and its groups of caches."""
+    """Halves made as vLLM makes them: from its configuration, roles and cache groups."""
 
     def __init__(self, case: ConnectorCase, plugin: Any, folder: Path) -> None:
         super().__init__(case)
@@ -31,7 +31,7 @@ class VllmSite(ToySite):
 
     def make_scheduler_half(self, config: EngineConfig) -> Any:
         connector = self._make(config, "SCHEDULER", 0)
-        if self.case.pairing == "push":  # Clients get it with an answer, which the kit does not wait for.
+        if self.case.pairing == "push":  # Clients get it in a response, which the kit does not have.
             connector.introduction = connector.scheduler_half.introduction
         return connector
 
@@ -55,7 +55,7 @@ class VllmSite(ToySite):
 
 
 def _cache_of(config: EngineConfig) -> Any:
-    """vLLM's `KVCacheConfig` of the kit's model, with as many groups as that has."""
+    """vLLM's `KVCacheConfig` for the kit's model, with the same groups."""
     model, block_tokens = config.model_config, config.cache_config.block_size
     heads = model.num_kv_heads // config.parallel_config.tensor_parallel_size
     page_bytes = heads * block_tokens * 2 * model.head_dim * 4
@@ -111,7 +111,7 @@ def test_it_keeps_the_contract(
     import baton.vllm_plugin.connector as handoff
     import baton.vllm_plugin.shared_storage as storage
 
-    # Nothing of vLLM's attention is here to be looked at; the kit's blocks hold slots.
+    # There is no attention backend to probe; the kit's blocks hold slots.
     for module in (handoff, storage):
         monkeypatch.setattr(module, "find_packing", lambda config, caches: SLOT)
     check_enough(

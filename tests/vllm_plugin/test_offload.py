@@ -1,4 +1,4 @@
-"""Offload as vLLM makes it: what it reads of vLLM's configuration, and that no request waits for ever."""
+"""Offload in vLLM: what it reads from vLLM's configuration, and that no request waits for ever."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_blocks_are_counted_from_what_vllm_allocates(plugin: Any, folder: Path) 
     assert make(plugin, folder, cache=unlike).scheduler_half._index.num_slots == 256 // 3
 
 
-def test_what_cannot_be_offloaded_is_refused_at_start(plugin: Any, folder: Path) -> None:
+def test_unsupported_configurations_are_refused_at_start(plugin: Any, folder: Path) -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel_size"):
         make(plugin, folder, parallel={"pipeline_parallel_size": 2})
     with pytest.raises(ConfigError, match=r"cpu_gib: is required"):
@@ -56,7 +56,7 @@ def test_what_cannot_be_offloaded_is_refused_at_start(plugin: Any, folder: Path)
     make(plugin, folder, extra={"cpu_gib": 1, "allow_untested_vllm": True})
 
 
-def test_what_passes_between_processes_is_of_vllms_kinds(plugin: Any, folder: Path) -> None:
+def test_objects_sent_between_processes_have_vllms_base_classes(plugin: Any, folder: Path) -> None:
     import vllm.distributed.kv_transfer.kv_connector.v1.base as base
 
     connector = make(plugin, folder)
@@ -68,10 +68,10 @@ def test_what_passes_between_processes_is_of_vllms_kinds(plugin: Any, folder: Pa
     assert connector.get_kv_connector_stats() is None
 
 
-def test_a_load_that_cannot_be_begun_is_reported_as_failed(plugin: Any, folder: Path) -> None:
+def test_a_load_that_cannot_start_is_reported_as_failed(plugin: Any, folder: Path) -> None:
     connector = make(plugin, folder)
     request = FakeRequest("r", list(range(300)), None)
-    # vLLM believes that there is something; nothing is.
+    # vLLM expects a hit that is not there.
     connector.update_state_after_alloc(request, FakeBlocks([4, 5]), 128)
     empty = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
     metadata = connector.build_connector_meta(

@@ -1,4 +1,4 @@
-"""All that pull promises, with the halves that run in vLLM: the same tests over another world."""
+"""The tests of pull with the halves that run in vLLM."""
 
 from collections.abc import Iterator
 

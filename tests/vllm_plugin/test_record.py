@@ -1,4 +1,4 @@
-"""The connector forwards every method that a recorded vLLM has, with its parameters. Without vLLM."""
+"""The connector forwards every method of a recorded vLLM, with its parameters. Runs without vLLM."""
 
 import ast
 from pathlib import Path
@@ -13,14 +13,14 @@ from baton.vllm_plugin.versions import TESTED
 
 BASE = EXTENDED[0]
 HMA = EXTENDED[1]
-MODULES = {"_custom_ops"}  # Imported whole; what is used of it is recorded.
+MODULES = {"_custom_ops"}  # Imported whole; the parts used are recorded.
 AN_INSTANCE_OF = {"current_platform": "Platform"}
-OURS_ALONE = {"role"}  # Of the base class, which knows it as well as we do.
+OURS_ALONE = {"role"}  # Answered by the base class.
 
 
 @pytest.fixture(scope="module")
 def forwarded() -> dict[str, str]:
-    """How each is called: as the connector itself defines it, or as the contract that the table forwards."""
+    """Signatures as the connector defines them, or as the contract does for those forwarded by the table."""
     package = Path(baton.vllm_plugin.__file__).parent
     classes = {
         node.name: members_of(node)
@@ -33,7 +33,7 @@ def forwarded() -> dict[str, str]:
     return by_table | classes["ForwardingConnector"]
 
 
-def test_every_version_that_is_let_start_is_recorded() -> None:
+def test_every_tested_version_is_recorded() -> None:
     assert {record.stem for record in RECORDS.glob("*.json")} == set(TESTED)
 
 
@@ -66,7 +66,7 @@ def test_what_is_imported_from_vllm_is_recorded(release: str) -> None:
 
 
 @pytest.mark.parametrize("release", TESTED)
-def test_what_we_rely_on_was_there_in_every_version_that_was_tried(release: str) -> None:
+def test_every_recorded_version_has_what_we_rely_on(release: str) -> None:
     missing = [name for name, members in load_record(release).items() if MISSING in members.values()]
     assert missing == []
 
@@ -106,13 +106,13 @@ def test_fields_functions_texts_and_bases_are_found(tmp_path: Path, monkeypatch:
     }
 
 
-def test_what_differs_is_named() -> None:
+def test_differences_are_named() -> None:
     before = {"base.py:Base": {"gone": "(self)", "kept": "(self)", "changed": "(self, a)"}}
     now = {"base.py:Base": {"kept": "(self)", "changed": "(self, a, b=)", "new": "property (self)"}}
     assert differences(before, now) == [
-        "Base.changed: believed (self, a), is (self, a, b=)",
-        "Base.gone: believed (self), is not there",
-        "Base.new: believed not there, is property (self)",
+        "Base.changed: recorded (self, a), found (self, a, b=)",
+        "Base.gone: recorded (self), found not there",
+        "Base.new: recorded not there, found property (self)",
     ]
 
 

@@ -1,4 +1,4 @@
-"""What vLLM's own ways ask of the scheduler half, beyond what every host does."""
+"""Scheduler half in vLLM: behaviour beyond that in every host."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_lent_request_ends_at_once_and_its_blocks_stay(world: VllmWorld) -> No
     [held] = p.lent.values()
     assert [p.pool.blocks[block_id].ref_cnt for block_id in held] == [1] * len(held)
     assert not set(held) & set(p.free_blocks)
-    assert not p.half.has_pending_push_work(), "an engine that only lends has nothing to step for"
+    assert not p.half.has_pending_push_work(), "an engine that only lends needs no steps"
 
 
 def test_two_requests_of_one_name_are_lent_apart(world: VllmWorld) -> None:
@@ -65,24 +65,24 @@ def test_an_allocation_that_fails_finds_the_blocks_of_loans_that_have_ended(worl
     num_free = len(p.free_blocks)
     assert p.half.has_pending_block_frees()
     assert len(p.free_blocks) > num_free
-    assert not p.half.has_pending_block_frees(), "or vLLM would wait for ever instead of preempting"
+    assert not p.half.has_pending_block_frees(), "otherwise vLLM waits for ever instead of preempting"
 
 
-def test_blocks_that_were_never_held_are_not_given_back() -> None:
+def test_blocks_that_were_never_held_are_not_freed() -> None:
     lent = LentBlocks()
     lent.release(LoanId(Epoch(1), 1))
     assert len(lent) == 0
 
 
-def test_a_pool_that_we_do_not_know_is_refused_at_start() -> None:
+def test_an_unknown_block_pool_is_refused_at_start() -> None:
     with pytest.raises(ConfigError, match="has no blocks, touch, free_blocks, get_num_free"):
         LentBlocks().bind(object())  # type: ignore[arg-type]
 
 
 def keep(d: VllmEngine, name: str, tokens: list[int]) -> None:
-    """What was decoded here, for a next turn that may never come."""
+    """Keep the KV of an answer decoded here, for a next turn that may never come."""
     request = FakeRequest(name, tokens, {"do_remote_prefill": True})
-    d.half.on_new_request(request)  # Refused, so computed here; what is kept is the answer's all the same.
+    d.half.on_new_request(request)  # Refused, so computed here; the answer's KV is still kept.
     request.kv_transfer_params = None
     with d.half._lock:
         loan_id = d.half._agent.keep(d.world.now, 480.0)
@@ -94,7 +94,7 @@ def keep(d: VllmEngine, name: str, tokens: list[int]) -> None:
     d.give_back(block_ids)
 
 
-def test_what_is_kept_for_a_next_turn_gives_way_to_a_prompt_that_is_here(world: VllmWorld) -> None:
+def test_kv_kept_for_a_next_turn_is_freed_for_a_waiting_prompt(world: VllmWorld) -> None:
     d = engine(world, "d")
     num_blocks = len(d.free_blocks)
     for name in ("oldest", "newer", "newest"):
@@ -130,7 +130,7 @@ def test_only_loads_that_vllm_waits_for_are_reported(
 def test_without_its_control_thread_everything_is_computed_here(world: VllmWorld) -> None:
     p, d = engine(world, "p"), engine(world, "d")
     params, lent_here = p.prefill("r", TOKENS), d.prefill("lent by d", TOKENS)
-    world.wire.drop = [object]  # Nothing arrives any more, so the load hangs.
+    world.wire.drop = [object]  # All messages are lost, so the load hangs.
     request = d.fetch("r", TOKENS, params)
 
     def raise_if_dead() -> None:
@@ -139,11 +139,11 @@ def test_without_its_control_thread_everything_is_computed_here(world: VllmWorld
     d.half._control.raise_if_dead = raise_if_dead  # type: ignore[method-assign]
     world.settle()
     assert d.read_out(request).valid_tokens == 0
-    assert not d.admit(d.submit("next", TOKENS, params)), "no promises any more"
+    assert not d.admit(d.submit("next", TOKENS, params)), "no new loans may be made"
     assert d.finish_prefill("not lent", TOKENS) is None
     assert lent_here is not None
     world.pass_time(200)
-    assert d.half.num_open_loans == 0, "loans end by time, which the engine's thread tells"
+    assert d.half.num_open_loans == 0, "loans must end by time, in the engine's thread"
     assert not d.lent
 
 
@@ -161,7 +161,7 @@ def finish(half: Any, params: dict[str, Any]) -> dict[str, Any] | None:
 
 
 @pytest.mark.parametrize("wish", [False, "yes", 1, None])
-def test_nobody_is_introduced_who_is_not_asked_to(world: VllmWorld, wish: Any) -> None:
+def test_there_is_no_introduction_without_the_request_for_one(world: VllmWorld, wish: Any) -> None:
     assert finish(engine(world, "p").half, {INTRODUCE: wish}) is None
 
 

@@ -1,4 +1,4 @@
-"""What vLLM's configuration means to a handoff, and which ones do not start. With fakes of its shapes."""
+"""Start-up in vLLM: the identity made from vLLM's configuration, and the configurations that are refused."""
 
 from __future__ import annotations
 
@@ -88,20 +88,20 @@ def identify(config: Any, *, is_worker: bool = False, environment: dict[str, str
 # --- Identity ----------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_is_to_vllm_what_it_is_to_the_embedded_engine(folder: Path) -> None:
+def test_the_fingerprint_equals_that_of_the_embedded_engine(folder: Path) -> None:
     config = load_model_config(folder, dtype="float32")
     ours = config.fingerprint("baton-1")
     assert identify(vllm_config(folder)).fingerprint == ours
 
 
-def test_who_an_engine_is(folder: Path) -> None:
+def test_the_identity_of_an_engine(folder: Path) -> None:
     identity = identify(vllm_config(folder, {"port": 14600, "data_port": 14700, "stream": "layer"}))
     assert (identity.engine_id, identity.tp_size, identity.pp_size) == ("e", 2, 2)
     assert (identity.block_tokens, identity.settings.port, identity.settings.data_port) == (128, 14601, 14704)
     assert identity.is_producer
     assert not identity.is_consumer
     assert identity.recomputes_failed_loads
-    assert not identity.raises_user_errors, "vLLM ends with what a hook raises"
+    assert not identity.raises_user_errors, "an exception of a hook would end vLLM"
     assert identity.schedules_ahead
 
 
@@ -120,12 +120,12 @@ def test_a_worker_is_one_rank_and_digests_no_weights(folder: Path) -> None:
         {"dtype": "torch.bfloat16"},
     ],
 )
-def test_what_vllm_changes_of_a_model_makes_it_another(folder: Path, changes: dict[str, Any]) -> None:
+def test_changes_of_the_model_change_the_fingerprint(folder: Path, changes: dict[str, Any]) -> None:
     plain = fingerprint_of(model_config(folder), "auto", folder, revision=None)
     assert fingerprint_of(model_config(folder, **changes), "auto", folder, revision=None) != plain
 
 
-def test_a_family_that_we_do_not_know_only_has_to_be_equal(folder: Path, tmp_path: Path) -> None:
+def test_an_unknown_family_only_has_to_be_equal(folder: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text()) | {"architectures": ["Strange"]}
     digests = []
     for noise in ({"transformers_version": "1"}, {"transformers_version": "2"}, {"hidden_size": 33}):
@@ -146,7 +146,7 @@ def test_weights_are_named_or_digested_or_refused(folder: Path, tmp_path: Path) 
     assert revision(tmp_path).startswith("files ")
     with pytest.raises(ConfigError, match="not on this machine"):
         revision(None)
-    with pytest.raises(ConfigError, match="no file of weights"):
+    with pytest.raises(ConfigError, match="no weight files"):
         revision(tmp_path.parent / "nothing")
 
 
@@ -154,7 +154,7 @@ def test_scales_beside_a_cache_are_part_of_its_dtype(folder: Path) -> None:
     assert fingerprint_of(model_config(folder), "fp8", folder, revision="r").dtype == "fp8"
 
 
-def test_a_model_that_is_nowhere_has_no_folder(folder: Path) -> None:
+def test_a_missing_model_has_no_folder(folder: Path) -> None:
     load = SimpleNamespace(download_dir=None)
     assert find_folder(SimpleNamespace(model=str(folder), revision=None), load) == folder
 
@@ -174,7 +174,7 @@ def test_a_model_that_is_nowhere_has_no_folder(folder: Path) -> None:
         ({}, {"secret_file": "/nowhere/at/all"}, "secret_file"),
     ],
 )
-def test_what_cannot_work_does_not_start(
+def test_configurations_that_cannot_work_are_refused(
     folder: Path, parallel: dict[str, Any], extra: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(ConfigError, match=field):
@@ -182,7 +182,7 @@ def test_what_cannot_work_does_not_start(
 
 
 class FullAttentionSpec:
-    """Of the same name as vLLM's, by which it is known."""
+    """Has the name of vLLM's class, by which it is recognised."""
 
 
 def groups(*specs: Any) -> Any:
@@ -194,12 +194,12 @@ def groups(*specs: Any) -> Any:
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.33.1"])
-def test_versions_that_were_tried_start_silently(version: str) -> None:
+def test_tested_versions_start_without_a_warning(version: str) -> None:
     assert check_version(version, allow_untested=False) is None
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0", "dev"])
-def test_others_start_only_when_told_to(version: str) -> None:
+def test_untested_versions_start_only_if_allowed(version: str) -> None:
     with pytest.raises(ConfigError, match="allow_untested_vllm"):
         check_version(version, allow_untested=False)
     warning = check_version(version, allow_untested=True)
@@ -235,7 +235,7 @@ def test_a_secret_file_is_checked(tmp_path: Path, content: str) -> None:
         PluginSettings(secret_file=str(file)).find_secret({})
 
 
-def test_what_is_not_ours_goes_to_the_connector() -> None:
+def test_other_settings_are_passed_to_the_connector() -> None:
     ours, theirs = PluginSettings.split({"port": 5, "revision": "r", "transports": ["tcp"]})
     assert ours == PluginSettings(revision="r")
     assert PullSettings.parse(theirs, None).port == 5

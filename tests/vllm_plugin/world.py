@@ -1,4 +1,4 @@
-"""`tests.connectors.pull_world` with the halves that run in vLLM, over a pool that counts references."""
+"""`tests.connectors.pull_world` with the halves for vLLM, on a pool that counts references."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Block:
 
 
 class Pool:
-    """A block that nobody refers to is free."""
+    """A block without references is free."""
 
     def __init__(self, engine: VllmEngine, num_blocks: int) -> None:
         self.num_gpu_blocks = num_blocks
@@ -36,7 +36,7 @@ class Pool:
 
     def free_blocks(self, ordered_blocks: Iterable[Block]) -> None:
         for block in ordered_blocks:
-            assert block.ref_cnt > 0, "given back twice"
+            assert block.ref_cnt > 0, "freed twice"
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 self._engine.free_blocks.append(block.block_id)
@@ -55,7 +55,7 @@ class VllmEngine(pull_world.Engine):
 
     @property
     def lent(self) -> dict[str, list[int]]:
-        """By request id: what the half holds. The host keeps nothing."""
+        """Return the blocks that the half holds, by request id. The host keeps none."""
         names, held = self.half._lender._lent, self.half._lent_blocks._held
         return {names[loan_id]: [block.block_id for block in blocks] for loan_id, blocks in held.items()}
 

@@ -1,3 +1,3 @@
-"""As much of vLLM as importing Baton's connector takes: names and shapes, no behaviour."""
+"""Stub of the parts of vLLM that Baton's connector imports: names and signatures without behaviour."""
 
 __version__ = "0.32.0"
