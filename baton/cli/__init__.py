@@ -1,6 +1,6 @@
-"""The `baton` command. Reads the environment and the configuration file; nothing below it does.
+"""The `baton` command. Only this package reads the environment and the configuration file.
 
-`main` imports what it needs when it is called, so that `import baton.cli` costs nothing.
+`main` imports what it needs when it is called, so that `import baton.cli` is cheap.
 """
 
 

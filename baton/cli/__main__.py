@@ -1,4 +1,4 @@
-"""`python -m baton.cli`: the `baton` command without its script."""
+"""Runs the `baton` command as `python -m baton.cli`."""
 
 from baton.cli import main
 

@@ -1,11 +1,10 @@
-"""`baton check`: does a KV connector keep the contract?
-
+"""`baton check`: checks whether a KV connector keeps the contract.
 baton check my.module:MyConnector --config '{"path": "/tmp/kv"}'
-baton check my.module:MyConnector --pair pull        two engines; what the first answers goes to the second
+baton check my.module:MyConnector --pair pull        two engines; P's params go to D
 baton check BatonOffloadConnector --executor multiprocess --examples 3
-baton check my.module:MyVllmConnector                of vLLM's own base class, where vllm is installed
+baton check my.module:MyVllmConnector                of vLLM's own base class, if vllm is installed
 baton check BatonOffloadConnector --executor vllm    Baton's classes for vLLM
-baton check --all                                    Baton's own, over executors
+baton check --all                                    Baton's own connectors on all executors
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ if TYPE_CHECKING:
 
     from baton.testing.contract import ConnectorCase, Verdict
 
-app = typer.Typer(help="Put a KV connector to the contract's test.")
+app = typer.Typer(help="Check whether a KV connector keeps the contract.")
 
 EXECUTORS = ("toy", "vllm", "inprocess", "multiprocess", "ray")
-OPTIONAL = ("vllm", "ray")  # The executors that need packages of these names.
+OPTIONAL = ("vllm", "ray")  # Executors that need packages of these names.
 TELL_EVERY_S = 30.0
-ENGINE_EXAMPLES = 2  # Of --all, where each example starts real engines; besides the tour.
+ENGINE_EXAMPLES = 2  # With --all, besides the tour: each example starts real engines.
 
 
 def _find_modules_here() -> None:
-    """As pytest and uvicorn do: an author's module lies where he works. For the ranks' processes, too."""
+    """Find modules in the working directory, as pytest and uvicorn do, also in the ranks' processes."""
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -50,38 +49,43 @@ def _find_modules_here() -> None:
 def check(
     connector: Annotated[
         str | None,
-        typer.Argument(help="'package.module:Class', or one of Baton's names.", show_default=False),
+        typer.Argument(
+            help="'package.module:Class', or the name of a built-in connector.", show_default=False
+        ),
     ] = None,
-    config: Annotated[str, typer.Option(help="Its kv_connector_extra_config, as JSON.")] = "{}",
+    config: Annotated[str, typer.Option(help="The connector's kv_connector_extra_config, as JSON.")] = "{}",
     pair: Annotated[
-        str, typer.Option(help="How two engines meet: none, pull (params of the first's answer), push.")
+        str,
+        typer.Option(help="How two engines hand over: none (one engine), pull (P's params go to D), push."),
     ] = "none",
-    examples: Annotated[int, typer.Option(help="How many worlds to try.", min=0)] = 50,
-    seed: Annotated[int, typer.Option(help="Other worlds.")] = 0,
+    examples: Annotated[int, typer.Option(help="Number of examples.", min=0)] = 50,
+    seed: Annotated[int, typer.Option(help="Seed of the examples.")] = 0,
     executor: Annotated[
         str,
         typer.Option(
-            help=f"Who runs the ranks: {', '.join(EXECUTORS)}. toy: the kit, in this process. "
-            "vllm: the kit, and the connector is vLLM's, told of vLLM's objects."
+            help=f"Executor of the ranks: {', '.join(EXECUTORS)}. toy: the kit, in this process. "
+            "vllm: the kit, with vLLM's connector classes and objects."
         ),
     ] = "toy",
     patience_s: Annotated[
-        float, typer.Option(help="For work in the background, when no step moves anything.", min=0.0)
+        float, typer.Option(help="How long to wait for background work when steps make no progress.", min=0.0)
     ] = 5.0,
     break_files: Annotated[
         Path | None,
         typer.Option(
-            help="A folder in which it alone keeps KV. Files in there are cut short and removed, and no "
-            "token may be wrong for it.",
+            help="Folder in which only the connector keeps KV. Its files are cut and removed, and no token "
+            "may be wrong because of that.",
             exists=True,
             file_okay=False,
         ),
     ] = None,
-    all_of_ours: Annotated[bool, typer.Option("--all", help="All of Baton's, over executors.")] = False,
+    all_of_ours: Annotated[
+        bool, typer.Option("--all", help="Check all of Baton's connectors on all executors.")
+    ] = False,
 ) -> None:
-    """Try worlds of requests, steps, aborts, preemptions and faults until one breaks a rule.
+    """Run examples of requests, steps, aborts, preemptions and faults until one breaks a rule.
 
-    Prints the rules, and of the first that is broken the shortest story that was found. Exit status 1 then.
+    Prints a table of the rules. If a rule is broken, prints the shortest story found and exits with status 1.
     Needs hypothesis.
     """
     from rich.console import Console
@@ -91,14 +95,14 @@ def check(
     console = Console()
     _find_modules_here()
     if importlib.util.find_spec("hypothesis") is None:
-        raise typer.BadParameter("hypothesis is not installed: pip install hypothesis")
+        raise typer.BadParameter("hypothesis is not installed; run: pip install hypothesis")
     if executor not in EXECUTORS:
         raise typer.BadParameter(f"must be one of {', '.join(EXECUTORS)}", param_hint="--executor")
     try:
         if all_of_ours:
             is_sound = check_all(console, examples=examples, seed=seed)
         elif connector is None:
-            raise typer.BadParameter("name a connector, or give --all")
+            raise typer.BadParameter("give a connector or --all")
         else:
             case = case_of(connector, config, pair, patience_s, break_files)
             with _progress(console, case.name) as show:
@@ -114,7 +118,7 @@ def check(
 def case_of(
     connector: str, config: str, pair: str, patience_s: float, break_files: Path | None = None
 ) -> ConnectorCase:
-    """Raises UserError, and BadParameter for what typer can point at."""
+    """Make the case. Raises UserError, or BadParameter with the option's name."""
     from baton.connectors.registry import connector_class
     from baton.testing import cut_files
     from baton.testing.contract import ConnectorCase
@@ -125,7 +129,7 @@ def case_of(
     try:
         extra = json.loads(config)
     except ValueError as error:
-        raise typer.BadParameter(f"is no JSON: {error}", param_hint="--config") from error
+        raise typer.BadParameter(f"is not JSON: {error}", param_hint="--config") from error
     if not isinstance(extra, dict):
         raise typer.BadParameter("must be a JSON object", param_hint="--config")
     case = ConnectorCase(
@@ -141,25 +145,25 @@ def case_of(
 
 
 def is_vllms(path: str) -> bool:
-    """Whether the connector is written against vLLM's own base class."""
+    """Whether the connector has vLLM's own base class."""
     from baton.testing.contract.case import find_class
 
     return any(base.__module__.startswith("vllm.") for base in find_class(path).__mro__)
 
 
 def vllms_case(case: ConnectorCase, executor: str) -> ConnectorCase:
-    """The case with the class that vLLM is given. Raises BadParameter if there is none, or no vLLM."""
+    """Return the case with the class for vLLM. Raises BadParameter if there is none, or without vLLM."""
     if executor not in ("toy", "vllm"):
-        raise typer.BadParameter(
-            "runs over the kit's ranks (vllm) for vLLM's classes", param_hint="--executor"
-        )
+        raise typer.BadParameter("must be vllm for connectors of vLLM's base class", param_hint="--executor")
     if importlib.util.find_spec("vllm") is None:
-        raise typer.BadParameter("vllm is not installed", param_hint="--executor")
+        raise typer.BadParameter("needs the package vllm, which is not installed", param_hint="--executor")
     from baton.vllm_kit import site as kit_site
 
     case = kit_site.vllms_case(case)
     if not is_vllms(case.path):
-        raise typer.BadParameter(f"{case.path} is no class of vLLM's base", param_hint="--executor")
+        raise typer.BadParameter(
+            f"{case.path} does not derive from vLLM's base class", param_hint="--executor"
+        )
     return case
 
 
@@ -186,7 +190,7 @@ def run_case(
 
         tp = 1 if executor == "inprocess" else 2
         case = replace(case, tensor_parallel_sizes=(tp,))
-        tries = 20 if executor == "inprocess" else 0  # Each starts processes.
+        tries = 20 if executor == "inprocess" else 0  # Each try starts processes.
 
         def make_site(case: ConnectorCase) -> Site:
             return EngineSite(case, executor)  # type: ignore[arg-type]  # Checked by the caller.
@@ -214,7 +218,7 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
 
 
 def check_all(console: Console, *, examples: int, seed: int) -> bool:
-    """Baton's connectors over the executors that this installation has. True if all keep the contract."""
+    """Check Baton's connectors on the executors of this installation. True if all keep the contract."""
     from rich.table import Table
 
     executors = [
@@ -247,12 +251,12 @@ def check_all(console: Console, *, examples: int, seed: int) -> bool:
 def _try_case(
     case: ConnectorCase, executor: str, console: Console, where: str, *, examples: int, seed: int
 ) -> tuple[str, str | None]:
-    """(cell of the table, what to tell if it is not sound). One that cannot be run costs no other."""
+    """Return (cell of the table, report if the case failed). An error of one case does not end the others."""
     started_s = time.monotonic()
     with _progress(console, where) as show:
         try:
             verdict = run_case(case, executor, examples=examples, seed=seed, on_example=show)
-        except Exception as error:  # Of the kit or of an executor: the others' results are not lost with it.
+        except Exception as error:  # An error of the kit or of an executor.
             return f"ERROR {type(error).__name__}", "".join(traceback.format_exception(error))
     took = f"{_cell(verdict)} {time.monotonic() - started_s:.0f} s"
     return took, str(verdict.broken) if verdict.broken is not None else None
@@ -260,7 +264,7 @@ def _try_case(
 
 @contextmanager
 def _progress(console: Console, where: str) -> Iterator[Callable[[int], None]]:
-    """To be called after each example. Where nobody sees a line change, it is told now and then."""
+    """Yield a function to call after each example. Without a terminal, prints a line now and then."""
     started_s = told_s = time.monotonic()
     with console.status(f"{where}: starts") as status:
 

@@ -1,9 +1,9 @@
-"""`baton demo`: shows that the tokens of a handoff are those of a single engine.
+"""`baton demo`: shows that a handoff gives the same tokens as a single engine.
 
     a small model --> prefill + decode + router, and a single engine --> 20 prompts to both --> table
 
-With `--connector` of a store, or of several connectors in one, every prompt is asked twice (`demo_rounds`).
-Exits with 1 if any token differs, or if a prompt was not moved that should have been.
+With `--connector` of a store or of several connectors, every prompt is sent twice (`demo_rounds`). Exits with
+1 if a token differs, or if a prompt was not moved as expected.
 """
 
 import json
@@ -32,9 +32,9 @@ app = typer.Typer(help="Hand prompts over between two engines and compare with a
 
 Device = Literal["auto", "cpu", "cuda"]
 
-BLOCK_SIZE = 32  # So that the shortest prompt is below one block.
+BLOCK_SIZE = 32  # The shortest prompt is below one block.
 NUM_BLOCKS = 1024
-START_TIMEOUT_S = 180.0  # A loaded machine takes its time to import torch.
+START_TIMEOUT_S = 180.0  # Importing torch is slow on a loaded machine.
 MODEL_TIMEOUT_S = 120.0
 MODEL_ARGUMENTS = ("--family", "qwen3", "--hidden", "256", "--layers", "4")
 
@@ -42,13 +42,13 @@ MODEL_ARGUMENTS = ("--family", "qwen3", "--hidden", "256", "--layers", "4")
 @app.command()
 def demo(
     model: Annotated[
-        Path | None, typer.Option(help="Folder of a checkpoint; a small one is made without it.")
+        Path | None, typer.Option(help="Folder of a checkpoint; by default a small model is made.")
     ] = None,
     connector: Annotated[
         str | None,
         typer.Option(
-            help="pull or push, like --mode; offload, shared-storage or multi (pull beside offload): each "
-            "prompt twice, the second time out of store.",
+            help="pull or push, like --mode; offload, shared-storage or multi (pull with offload): each "
+            "prompt is sent twice, the second time loaded from the store.",
             show_default=False,
         ),
     ] = None,
@@ -60,26 +60,28 @@ def demo(
         ),
     ] = None,
     stream: Annotated[
-        str | None, typer.Option(help="With push, when KV moves: off, chunk or layer.", show_default=False)
+        str | None, typer.Option(help="When KV moves in push: off, chunk or layer.", show_default=False)
     ] = None,
     tp: Annotated[int, typer.Option(help="Tensor-parallel size of each engine.", min=1)] = 1,
     prefill_tp: Annotated[
-        int | None, typer.Option(help="Of the prefill engine, if it is another.", min=1)
+        int | None, typer.Option(help="Tensor-parallel size of the prefill engine, if different.", min=1)
     ] = None,
     decode_tp: Annotated[
-        int | None, typer.Option(help="Of the decode engine, if it is another.", min=1)
+        int | None, typer.Option(help="Tensor-parallel size of the decode engine, if different.", min=1)
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens in a KV block.", min=1)] = BLOCK_SIZE,
     prefill_block_size: Annotated[
         int | None, typer.Option(help="Of the prefill engine, if it is another.", min=1)
     ] = None,
-    prompts: Annotated[int, typer.Option(help="How many of the 20 prompts.", min=1, max=20)] = 20,
+    prompts: Annotated[int, typer.Option(help="Number of prompts, of 20.", min=1, max=20)] = 20,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1, max=512)] = 24,
-    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
     num_blocks: Annotated[int, typer.Option(help="KV blocks of each engine.", min=128)] = NUM_BLOCKS,
-    device: Annotated[Device, typer.Option(help="Of all engines. On cuda, all of them share a GPU.")] = "cpu",
+    device: Annotated[
+        Device, typer.Option(help="Device of all engines. With cuda, they share one GPU.")
+    ] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    cache_dir: Annotated[Path | None, typer.Option(help="Where the small model is kept.")] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="Folder in which the small model is kept.")] = None,
     log_dir: Annotated[Path, typer.Option(help="Folder for the logs.")] = Path(".baton/logs"),
     keep: Annotated[bool, typer.Option("--keep", help="Leave the system running until Ctrl-C.")] = False,
 ) -> None:
@@ -93,10 +95,10 @@ def demo(
     from baton.core.errors import ConfigError
 
     if model is not None and not (model / "config.json").is_file():
-        raise typer.BadParameter(f"{model} has no config.json; leave --model out for a small model")
+        raise typer.BadParameter(f"{model} has no config.json; omit --model to use a small model")
     of_a_pair = (prefill_tp, decode_tp, prefill_block_size)
     try:
-        keeping, handoff = _choose(connector, mode, stream, is_uneven=any(n is not None for n in of_a_pair))
+        store, handoff = _choose(connector, mode, stream, is_uneven=any(n is not None for n in of_a_pair))
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
     console = Console(highlight=False)
@@ -117,9 +119,9 @@ def demo(
                 dtype=dtype,
                 device=device,
             )
-            if keeping is not None:
+            if store is not None:
                 kv_folder = Path(stack.enter_context(TemporaryDirectory(prefix="baton-kv-")))
-                rounds = plan_rounds(keeping, arguments, folder=kv_folder, handoff=handoff)
+                rounds = plan_rounds(store, arguments, folder=kv_folder, handoff=handoff)
                 url = rounds.second_url
                 is_good = _show_rounds(
                     fleet,
@@ -163,7 +165,7 @@ def demo(
 def _choose(
     connector: str | None, mode: str | None, stream: str | None, *, is_uneven: bool
 ) -> tuple[str | None, "HandoffArguments"]:
-    """(the connector that keeps KV, if it is one; how KV is handed over). Raises ConfigError."""
+    """Return (the storing connector, if any; the handoff arguments). Raises ConfigError."""
     from baton.cli.demo_rounds import KEEPING
     from baton.cli.system import CONNECTORS, HandoffArguments
     from baton.core.errors import ConfigError
@@ -177,11 +179,9 @@ def _choose(
     if connector not in KEEPING:
         raise ConfigError(f"must be one of {', '.join((*CONNECTORS, *KEEPING))}", field="connector")
     if connector != "multi" and (mode is not None or stream is not None):
-        raise ConfigError("hands nothing over; leave --mode and --stream out", field="connector")
+        raise ConfigError("transfers no KV between engines; omit --mode and --stream", field="connector")
     if is_uneven:
-        raise ConfigError(
-            "is shown with engines that are alike; use --tp and --block-size", field="connector"
-        )
+        raise ConfigError("needs equal engines; use --tp and --block-size", field="connector")
     return connector, HandoffArguments(mode or "pull", stream)
 
 
@@ -204,7 +204,7 @@ def _show_rounds(
     max_tokens: int,
     seed: int,
 ) -> bool:
-    """Whether all was well."""
+    """Run both rounds and print the result. True if every outcome is good."""
     from baton.cli.demo_report import make_rounds_table, print_rounds_summary
     from baton.cli.demo_rounds import run_rounds
     from baton.cli.processes import ChildDied
@@ -264,7 +264,9 @@ def _report(
 
 
 def _small_model(fleet: "Fleet", cache: Path, console: "Console") -> Path:
-    """Made once, by a process of its own: it needs torch, and this one shall stay light."""
+    """Return the small model's folder. A child process makes it once, because this one must not import
+    torch.
+    """
     from baton import __version__
     from baton.cli.processes import ChildDied, StartTimeout
 
@@ -277,17 +279,17 @@ def _small_model(fleet: "Fleet", cache: Path, console: "Console") -> Path:
         "model", [sys.executable, "-m", "baton.cli", "model", "new", str(unfinished), *MODEL_ARGUMENTS]
     )
     if fleet.wait_exit(MODEL_TIMEOUT_S) is None:
-        raise StartTimeout(f"no model after {MODEL_TIMEOUT_S:.0f} s, see {child.log_path}")
+        raise StartTimeout(f"the model was not made within {MODEL_TIMEOUT_S:.0f} s; see {child.log_path}")
     if child.exit_status() != 0:
         raise ChildDied(child)
     fleet.forget(child)
-    if not folder.exists():  # Somebody else may have been faster; theirs has the same bytes.
+    if not folder.exists():  # Another demo may have been faster; its model has the same bytes.
         unfinished.rename(folder)
     return folder
 
 
 def _cache_folder() -> Path:
-    """The user's cache, or the working directory where there is none that we can write to."""
+    """Return the user's cache folder, or one in the working directory if that is not writable."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -297,12 +299,12 @@ def _cache_folder() -> Path:
 
 
 def _own_environment() -> dict[str, str]:
-    """Ours without the settings of `baton serve`: the demonstration says itself what it wants."""
+    """Return our environment without the settings of `baton serve`, which the demo sets by options."""
     return {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
 
 
 def _baton_command() -> str:
-    """What to type for `baton`: `make demo` leaves it in an environment that is on nobody's path."""
+    """Return the command for `baton`: `make demo` installs it in an environment that is not on the PATH."""
     if shutil.which("baton") is not None:
         return "baton"
     script = Path(sys.executable).with_name("baton")

@@ -1,6 +1,6 @@
-"""Asks the whole system and a single engine the same, and measures the handoff between the two answers.
+"""Asks the whole system and a single engine the same prompt, and measures the handoff.
 
-What was moved is read from the decode engine's own counters, before and after: one request at a time.
+The amount moved is the difference of the decode engine's counters, with one request at a time.
 """
 
 import json
@@ -25,18 +25,18 @@ class DemoError(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Of one engine, since it started."""
+    """Counters of one engine since it started."""
 
     moved_bytes: float
     transfer_s: float  # From the admission of a request to the delivery of its blocks.
-    wire_s: float  # Of it, the copy itself.
+    wire_s: float  # The part of it that is the copy.
     cached_tokens: float
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     prompt: DemoPrompt
-    must_move: bool  # It has blocks that the decode engine cannot have had.
+    must_move: bool  # It has blocks that the decode engine cannot have.
     expected: tuple[int, ...]
     got: tuple[int, ...]
     first_token_s: float
@@ -111,12 +111,12 @@ class Checker:
 
 
 def ask(client: httpx.Client, url: str, prompt: DemoPrompt, max_tokens: int) -> tuple[tuple[int, ...], float]:
-    """The tokens, and the time to the first of them. Raises DemoError."""
+    """Send the prompt; return the tokens and the time to the first one. Raises DemoError."""
     body = {
         "prompt": list(prompt.token_ids),
         "max_tokens": max_tokens,
         "temperature": 0,
-        "ignore_eos": True,  # Random prompts may end anywhere; all answers shall be as long.
+        "ignore_eos": True,  # Answers to random prompts may end anywhere; all must have one length.
         "stream": True,
         "return_token_ids": True,
     }
@@ -140,7 +140,7 @@ def ask(client: httpx.Client, url: str, prompt: DemoPrompt, max_tokens: int) -> 
 
 
 def samples(client: httpx.Client, url: str) -> Iterator[Sample]:
-    """All that an engine's `/metrics` has."""
+    """Yield all samples of an engine's `/metrics`."""
     text = client.get(f"{url}/metrics").raise_for_status().text
     for family in text_string_to_metric_families(text):
         yield from family.samples

@@ -1,6 +1,6 @@
-"""The demonstration's prompts: token ids from a seed, chosen to meet every case that a handoff has.
+"""Prompts of the demo: token ids from a seed that cover every case of a handoff.
 
-Written so that any first few of them are worth a run: the cases come first, the sizes after.
+Ordered so that the first few are enough for a short run: the cases come first, the sizes later.
 """
 
 import random
@@ -19,7 +19,7 @@ class DemoPrompt:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """`num_tokens` in all, of which the first `shared` are those of prompt number `like`."""
+    """A prompt of `num_tokens` tokens, of which the first `shared` are those of prompt number `like`."""
 
     kind: str
     num_tokens: int
@@ -53,9 +53,9 @@ assert len(_RECIPES) == NUM_PROMPTS
 
 
 def make_prompts(count: int, *, seed: int, vocab_size: int, longest: int) -> list[DemoPrompt]:
-    """`longest`: what the model can take; the longer recipes are cut to it."""
+    """Make the first `count` prompts. `longest`: the model's limit, to which longer recipes are cut."""
     draw = random.Random(seed)
-    # The first ids are a tokenizer's special ones; a prompt of random ids has no business with those.
+    # The first ids are a tokenizer's special tokens, which random prompts must not contain.
     lowest = min(256, vocab_size // 2)
     prompts: list[DemoPrompt] = []
     for recipe in _RECIPES[:count]:
@@ -66,7 +66,7 @@ def make_prompts(count: int, *, seed: int, vocab_size: int, longest: int) -> lis
 
 
 def num_new_blocks(prompts: Sequence[DemoPrompt], index: int, *, block_size: int) -> int:
-    """Full blocks of a prompt that no earlier prompt begins with: at least these have to be moved."""
+    """Return the full blocks of a prompt that no earlier prompt begins with: at least these must be moved."""
     wanted = prompts[index].token_ids
     known = max((_num_equal(wanted, earlier.token_ids) for earlier in prompts[:index]), default=0)
     return len(wanted) // block_size - known // block_size

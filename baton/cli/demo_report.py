@@ -1,4 +1,4 @@
-"""What the demonstration prints: a row per prompt, then the sum and the verdict."""
+"""Output of the demo: a row per prompt, then the sum and the verdict."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from baton.cli.demo_rounds import RoundsOutcome
 
 
 def make_table(outcomes: Sequence[Outcome], *, mode: str = "pull") -> Table:
-    """In push a handoff begins with the prefill, so its time holds the prefill's."""
+    """Make the table. In push a handoff begins with the prefill, so its time includes the prefill."""
     table = Table(
         title=f"Prefill on one engine (P), decode on another (D), {mode}",
         box=box.SIMPLE_HEAD,
@@ -79,10 +79,10 @@ def print_rounds_summary(
         1e3 * median(getattr(outcome, round_).first_token_s for outcome in outcomes)
         for round_ in ("first", "second")
     )
-    in_the_first = f"{_size(moved)} were moved in the first one; " if moved else ""
+    in_the_first = f"{_size(moved)} were moved in the first; " if moved else ""
     console.print(
         f"{num_equal} of {len(outcomes)} answers equal a single engine's, token by token, in both rounds. "
-        f"{in_the_first}{len(loaded)} prompts came back out of store with {_size(sum(loaded))}; "
+        f"{in_the_first}{len(loaded)} prompts were loaded from the store with {_size(sum(loaded))}; "
         f"median TTFT {first_ms:.0f} ms, then {second_ms:.0f} ms; {took_s:.0f} s in all.",
         soft_wrap=True,
     )
@@ -125,10 +125,10 @@ def print_summary(
         if not outcome.is_equal:
             console.print(f"[red]#{number} differs[/] at {_first_difference(outcome)}", soft_wrap=True)
         elif outcome.was_not_moved:
-            console.print(f"[red]#{number} was not handed over[/]: the decode engine computed it by itself")
+            console.print(f"[red]#{number} was not handed over[/]: the decode engine computed its prompt")
     if all(outcome.is_good for outcome in outcomes):
         console.print(
-            f"Next: [bold]{command} up {model}[/] and talk to it with any OpenAI client.", soft_wrap=True
+            f"Next: [bold]{command} up {model}[/] and use it with any OpenAI client.", soft_wrap=True
         )
     else:
         console.print(f"Something is wrong; the engines' logs are in {log_folder}.", soft_wrap=True)

@@ -1,12 +1,12 @@
-"""`baton demo --connector ...` for connectors that keep KV: each prompt twice, the second time out of store.
+"""`baton demo --connector ...` for connectors that store KV: sends each prompt twice.
 
                     first round                           second round
     offload         one engine computes and stores        the same one loads from host memory
     shared-storage  one engine computes and writes files  another one loads them
-    multi           P and D behind the router: pull       the same two, each out of its own host memory
+    multi           P and D with a router: pull           the same two, each from its own host memory
                     hands over, offload stores
 
-The engines' own prefix caches are off, so that whatever the second round did not compute came from the
+The engines' own prefix caches are off, so that tokens not computed in the second round are from the
 connector. Both answers are compared with a single engine's.
 """
 
@@ -25,7 +25,7 @@ from baton.cli.system import EngineArguments, EnginePlan, HandoffArguments, Syst
 
 KEEPING: Final = ("offload", "shared-storage", "multi")
 HOST_MEMORY_GIB = 1.0
-STORE_TIMEOUT_S = 30.0  # What is computed in the first round is stored in the background.
+STORE_TIMEOUT_S = 30.0  # The KV of the first round is stored in the background.
 LOOK_EVERY_S = 0.05
 
 NO_PREFIX_CACHE = "--no-enable-prefix-caching"
@@ -35,7 +35,7 @@ _TITLES: Final = {
     "shared-storage": "One engine computes and writes files, another one loads them",
     "multi": "P hands over to D and both store, then load from host memory",
 }
-_LOADED: Final = {  # By (metric, its label): what the table calls it.
+_LOADED: Final = {  # (metric, label) -> name in the table.
     ("baton:kv_transfer_bytes_total", None): "pull",
     ("baton:kv_offload_bytes_total", "load"): "offload",
     ("baton:storage_loaded_bytes_total", None): "files",
@@ -45,7 +45,7 @@ _STORED: Final = "baton:kv_offload_stored_chunks_total"
 
 @dataclass(frozen=True, slots=True)
 class RoundsPlan:
-    """Whom to start, and whom to ask in each round."""
+    """Processes to start, and URLs to ask in each round."""
 
     connector: str
     system: SystemPlan | None  # With its router; None: only engines.
@@ -53,8 +53,8 @@ class RoundsPlan:
     single_url: str
     first_url: str
     second_url: str
-    storing: tuple[EnginePlan, ...]  # Have to have stored all prompts before the second round.
-    folder: Path | None = None  # Of files.
+    storing: tuple[EnginePlan, ...]  # Must have stored all prompts before the second round.
+    folder: Path | None = None  # Folder of the files.
 
     @property
     def title(self) -> str:
@@ -65,17 +65,17 @@ class RoundsPlan:
 class Answer:
     tokens: tuple[int, ...]
     first_token_s: float
-    moved_bytes: dict[str, int]  # By what moved them.
+    moved_bytes: dict[str, int]  # By name in the table.
 
 
 @dataclass(frozen=True, slots=True)
 class RoundsOutcome:
     prompt: DemoPrompt
-    must_load: bool  # It has blocks that a store keeps.
+    must_load: bool  # It has blocks that the store keeps.
     expected: tuple[int, ...]
     first: Answer
     second: Answer
-    store: str  # What the second round has to come from.
+    store: str  # The source that the second round must load from.
 
     @property
     def is_equal(self) -> bool:
@@ -93,7 +93,7 @@ class RoundsOutcome:
 def plan_rounds(
     connector: str, arguments: EngineArguments, *, folder: Path, handoff: HandoffArguments
 ) -> RoundsPlan:
-    """`folder`: of the shared files. `handoff`: of multi."""
+    """Plan the rounds. `folder`: for the shared files. `handoff`: for multi."""
     assert connector in KEEPING
     uncached = replace(arguments, extra=(*arguments.extra, NO_PREFIX_CACHE))
     if connector == "multi":
@@ -126,7 +126,7 @@ def _plan_multi(
     )
 
     def with_store(engine: EnginePlan) -> EnginePlan:
-        """First, since its own memory is nearer than another engine's. It both stores and loads."""
+        """Put the store first, because its memory is nearer than another engine's. It stores and loads."""
         handing_over = dict(engine.transfer_config or {})
         shared = {"kv_role": "kv_both", "engine_id": handing_over.pop("engine_id")}
         children = [_offload(), handing_over]
@@ -164,7 +164,7 @@ def _offload() -> dict[str, Any]:
 
 
 def _storage(folder: Path, block_size: int | None) -> dict[str, Any]:
-    # What is shown is that it comes out of the files, also on a machine that is slow to look them up.
+    # The demo must load from files even on a machine with slow lookups.
     extra = {
         "path": str(folder.absolute()),
         "chunk_tokens": block_size,
@@ -174,7 +174,7 @@ def _storage(folder: Path, block_size: int | None) -> dict[str, Any]:
 
 
 def run_rounds(plan: RoundsPlan, prompts: Sequence[DemoPrompt], *, max_tokens: int) -> list[RoundsOutcome]:
-    """Raises DemoError."""
+    """Run both rounds. Raises DemoError."""
     block_size = plan.storing[0].arguments.block_size
     assert block_size is not None
     store = "files" if plan.connector == "shared-storage" else "offload"
@@ -199,7 +199,7 @@ def run_rounds(plan: RoundsPlan, prompts: Sequence[DemoPrompt], *, max_tokens: i
 
 
 def _loaded_bytes(client: httpx.Client, plan: RoundsPlan) -> dict[str, int]:
-    """Of all engines, since they started."""
+    """Return the bytes loaded by all engines since they started, by name in the table."""
     loaded = dict.fromkeys(_LOADED.values(), 0.0)
     for engine in plan.engines:
         for sample in samples(client, engine.url):
@@ -210,15 +210,15 @@ def _loaded_bytes(client: httpx.Client, plan: RoundsPlan) -> dict[str, int]:
 
 
 def _wait_stored(client: httpx.Client, plan: RoundsPlan, num_chunks: int) -> None:
-    """Raises DemoError if not everything is stored in time."""
+    """Wait until everything is stored. Raises DemoError after the timeout."""
     deadline_s = time.monotonic() + STORE_TIMEOUT_S
     while any((stored := _num_stored(client, plan, engine)) < num_chunks for engine in plan.storing):
         if time.monotonic() > deadline_s:
-            raise DemoError(f"{stored} of {num_chunks} blocks were stored in {STORE_TIMEOUT_S:.0f} s")
+            raise DemoError(f"{stored} of {num_chunks} blocks were stored within {STORE_TIMEOUT_S:.0f} s")
         time.sleep(LOOK_EVERY_S)
 
 
 def _num_stored(client: httpx.Client, plan: RoundsPlan, engine: EnginePlan) -> int:
-    if plan.folder is not None:  # An idle engine takes no step in which it could tell.
+    if plan.folder is not None:  # An idle engine runs no step that could update its metrics.
         return len(list(plan.folder.rglob("*.safetensors"))) // engine.arguments.tp
     return round(sum(s.value for s in samples(client, engine.url) if s.name == _STORED))

@@ -1,4 +1,4 @@
-"""`baton doctor`: what works on this machine, how fast, and what to change where something does not."""
+"""`baton doctor`: reports what works on this machine, how fast, and how to fix what does not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from baton.core.config import ClusterSecret
     from baton.transport.self_test import Outcome
 
-app = typer.Typer(help="Say what works on this machine, and what to change.")
+app = typer.Typer(help="Report what works on this machine, and what to change.")
 
 PEER_TIMEOUT_S = 5.0  # For each answer of another engine.
 PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -30,36 +30,36 @@ PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line. `is_good` None: neither good nor bad, but worth knowing."""
+    """One line of the report. `is_good` None: information only."""
 
     subject: str
     is_good: bool | None
     found: str
-    mend: str = ""
+    mend: str = ""  # What to change. A key of the JSON output.
 
 
 @app.command()
 def doctor(
     peer_pid: Annotated[
         int | None,
-        typer.Option(help="Also: may the memory of this process, an engine's, be read?"),
+        typer.Option(help="Also check that the memory of this process (an engine's) can be read."),
     ] = None,
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            help="Also: does the engine at this URL answer, share our secret, and let us reach its control "
-            "port, and has it lost links to others? Repeat for more.",
+            help="Also check the engine at this URL: that it answers, has our secret and a reachable control "
+            "port, and has lost no links to others. Repeat for more.",
             show_default=False,
         ),
     ] = None,
     secret_file: Annotated[
-        str | None, typer.Option(help="File with the cluster secret, as of baton serve.", show_default=False)
+        str | None, typer.Option(help="File with the cluster secret, as for baton serve.", show_default=False)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Look at the machine and read 32 MiB over each transport, between two processes. Takes a few seconds.
+    """Check the machine and read 32 MiB over each transport, between two processes. Takes a few seconds.
 
-    The exit status is 1 if any line says no.
+    The exit status is 1 if any line has "no".
     """
     from rich.console import Console
 
@@ -91,7 +91,7 @@ def look_at_machine(secret: str) -> Iterator[Finding]:
         "cores",
         cores > 1,
         str(cores),
-        "" if cores > 1 else "engine and transport share it; give each engine two cores or more",
+        "" if cores > 1 else "the engine and its transport share one core; give each engine two or more",
     )
     yield Finding(
         "cluster secret",
@@ -137,13 +137,13 @@ def _look_at_cuda() -> Finding:
     import torch
 
     if not torch.cuda.is_available():
-        return Finding("CUDA", None, "none that torch can use", "KV caches lie in host memory")
+        return Finding("CUDA", None, "none that torch can use", "KV caches are in host memory")
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     return Finding("CUDA", True, f"{torch.cuda.device_count()} devices: {', '.join(sorted(names))}")
 
 
 def look_at_peer(pid: int) -> Finding:
-    """Reads one mapped byte, as `local` would."""
+    """Check by reading one mapped byte, as `local` does."""
     import numpy as np
 
     from baton.transport.identity_page import explain
@@ -153,8 +153,8 @@ def look_at_peer(pid: int) -> Finding:
     try:
         address = int(Path(f"/proc/{pid}/maps").read_text().partition("-")[0], 16)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it has no memory"
-        return Finding(subject, False, "cannot be looked at", f"{reason}: is it yours, and alive?")
+        reason = error.strerror if isinstance(error, OSError) else "it has no mapped memory"
+        return Finding(subject, False, "cannot be inspected", f"{reason}; check that it runs and is yours")
     byte = Scratch.of(1)
     one = np.array([1], dtype=np.int64)
     try:
@@ -169,7 +169,7 @@ def look_at_peer(pid: int) -> Finding:
 
 
 def our_secret(file: str | None) -> ClusterSecret | None:
-    """As `baton serve` finds it on this machine. Raises BadParameter."""
+    """Return the secret as `baton serve` finds it on this machine. Raises BadParameter."""
     from baton.core.secret_source import find_secret
 
     try:
@@ -181,7 +181,7 @@ def our_secret(file: str | None) -> ClusterSecret | None:
 
 
 def look_at_engine(url: str, secret: ClusterSecret | None) -> Iterator[Finding]:
-    """The engine at `url`, as another engine of its cluster would meet it."""
+    """Check the engine at `url` as another engine of its cluster would see it."""
     import httpx
     import msgspec
 
@@ -195,7 +195,7 @@ def look_at_engine(url: str, secret: ClusterSecret | None) -> Iterator[Finding]:
             yield Finding(url, False, "does not answer", f"{type(error).__name__}: {error}")
             return
     if health.status_code != 200:
-        yield Finding(url, False, f"/health says {health.status_code}", health.text[:200])
+        yield Finding(url, False, f"/health returns {health.status_code}", health.text[:200])
     try:
         engine = msgspec.json.decode(page.content, type=Introduction)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -203,18 +203,18 @@ def look_at_engine(url: str, secret: ClusterSecret | None) -> Iterator[Finding]:
             url,
             None if page.status_code == 404 else False,
             f"no introduction (status {page.status_code})",
-            "a vLLM, an engine without a KV connector, or one whose admin port is another",
+            "it is a vLLM, has no KV connector, or has another admin port",
         )
         return
     yield Finding(url, True, f"{engine.engine_id}, {engine.kv_role}, serves {engine.served_model_name}")
     for name, count in sorted(engine.lost_links.items()):
         found = f"{count} lost since its start; the next read replaces a lost link"
-        yield Finding(f"{url} links to {name}", None, found, "look at the network between the two")
+        yield Finding(f"{url} links to {name}", None, found, "check the network between the two")
     shared = not set(engine.secret_ids).isdisjoint(secret_ids(secret))
     yield Finding(
         f"{url} secret",
         shared,
-        "the one of this machine" if shared else "another one" if engine.secret_ids else "none",
+        "equal to this machine's" if shared else "another one" if engine.secret_ids else "none",
         "" if shared else f"give both the same {SECRET_ENV}",
     )
     if shared and secret is not None and engine.introduction is not None:
@@ -222,7 +222,7 @@ def look_at_engine(url: str, secret: ClusterSecret | None) -> Iterator[Finding]:
 
 
 def _look_at_control_port(url: str, text: str, secret: ClusterSecret) -> Finding:
-    """Whether the address that the engine signed can be reached from here."""
+    """Check that the address that the engine signed can be reached from here."""
     from baton.connectors.pull.identity import TICKET_KEY_PURPOSE
     from baton.core.errors import BadTransferParams
     from baton.protocol.introduction import open_introduction
@@ -232,7 +232,7 @@ def _look_at_control_port(url: str, text: str, secret: ClusterSecret) -> Finding
     try:
         control = open_introduction(text, keys[0], keys[1] if len(keys) > 1 else None).control_url
     except BadTransferParams as error:
-        return Finding(subject, False, "its introduction is not believed", str(error))
+        return Finding(subject, False, "its introduction is not valid", str(error))
     host, _, port = control.removeprefix("tcp://").rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), PEER_TIMEOUT_S).close()
@@ -251,7 +251,7 @@ def print_findings(findings: list[Finding], console: Console) -> None:
         table.add_column(heading, overflow="fold")
     marks = {True: "[green]ok[/]", False: "[red]no[/]", None: ""}
     for finding in findings:
-        # Findings are text, not markup: `kv-baton[nixl]` has brackets of its own.
+        # Findings are text, not markup: `kv-baton[nixl]` contains brackets.
         table.add_row(marks[finding.is_good], *map(Text, (finding.subject, finding.found, finding.mend)))
     console.print(table)
 

@@ -1,4 +1,6 @@
-"""From settings to `EngineConfig`: reads the checkpoint's description, picks the device, sizes the cache."""
+"""Converts settings to `EngineConfig`: reads the checkpoint's configuration, selects the device, sizes the
+cache.
+"""
 
 from pathlib import Path
 from typing import Literal
@@ -25,7 +27,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def engine_config(resolved: Resolved) -> EngineConfig:
-    """Raises UserError naming the setting."""
+    """Make the configuration. Raises UserError that names the setting."""
     settings = resolved.settings
     if settings.model is None:
         raise ConfigError("name the checkpoint's folder: baton serve MODEL", field="model")
@@ -71,7 +73,7 @@ def engine_config(resolved: Resolved) -> EngineConfig:
 
 
 def block_bytes(model: ModelConfig, *, block_size: int, tp: int, num_layers: int) -> int:
-    """One block of the pool on one rank: KV of all layers, or of one group of them."""
+    """Return the bytes of one block of the pool on one rank: KV of all layers, or of one group of them."""
     heads = max(1, model.num_kv_heads // tp)
     return num_layers * heads * block_size * 2 * model.head_dim * _ITEM_BYTES[model.dtype]
 
@@ -100,7 +102,7 @@ def _device(settings: ServeSettings) -> Literal["cpu", "cuda"]:
     if settings.device != "auto":
         return settings.device
     if not _NVIDIA_DRIVER.exists():
-        return "cpu"  # Without a driver there is no need to import torch to know.
+        return "cpu"  # Without a driver, importing torch is not necessary.
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,8 +1,8 @@
-"""`baton COMMAND`: a table of commands, each imported only when it is asked for.
+"""Root of the `baton` command: a table of commands, each imported only when it is used.
 
-A command is a module of this package with an attribute `app`, a `typer.Typer`. The module itself stays light:
-what takes long to import (torch, the server, ...) is imported inside its functions, so that `--help` and the
-commands that need none of it answer at once. A test holds us to it.
+A command is a module of this package with an attribute `app`, a `typer.Typer`. The module imports slow
+packages (torch, the server, ...) inside its functions, so that `--help` and light commands are fast. A test
+checks this.
 """
 
 import importlib
@@ -23,14 +23,14 @@ COMMANDS = {
     "model": "baton.cli.model",
     "sim": "baton.cli.sim",
     "check": "baton.cli.check",
-    "bench": "baton.bench.command",  # By name only: benchmarks are above the commands.
+    "bench": "baton.bench.command",  # By name only: baton.bench may not be imported here.
 }
 
 _COMPLETION_OPTIONS = ("install_completion", "show_completion")
 
 
 class LazyGroup(TyperGroup):
-    """Finds commands in COMMANDS. `Any` for the context: its type moved between releases of typer."""
+    """Finds commands in COMMANDS. The context is `Any` because its type moved between releases of typer."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [name for name, module in COMMANDS.items() if importlib.util.find_spec(module) is not None]
@@ -40,7 +40,7 @@ class LazyGroup(TyperGroup):
             return None
         command: Any = typer.main.get_command(importlib.import_module(COMMANDS[cmd_name]).app)
         command.name = cmd_name
-        # Each `app` is a root of its own to typer, with a root's options for shell completion.
+        # For typer each `app` is a root, with a root's options for shell completion.
         command.params = [p for p in command.params if p.name not in _COMPLETION_OPTIONS]
         return command
 

@@ -1,4 +1,4 @@
-"""`baton model`: small checkpoints to try, test and demonstrate with."""
+"""`baton model`: makes small checkpoints for tests and demos."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,7 @@ def _group() -> None:
 
 @app.command()
 def new(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; made if it is missing.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; created if missing.")],
     family: Annotated[str, typer.Option(help="llama, mistral, qwen2, qwen3, gemma3 or gpt_oss.")] = "qwen3",
     hidden: Annotated[int, typer.Option(help="Hidden size.")] = 256,
     layers: Annotated[int, typer.Option(help="Decoder layers.")] = 4,
@@ -30,12 +30,14 @@ def new(
         int | None, typer.Option(help="Size of the MLP; 3 * hidden by default.", show_default=False)
     ] = None,
     vocab: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 2048,
-    max_position: Annotated[int, typer.Option(help="Most tokens of a sequence.")] = 4096,
+    max_position: Annotated[int, typer.Option(help="Largest number of tokens of a sequence.")] = 4096,
     sliding_window: Annotated[
         int | None, typer.Option(help="Attention window of families that have one.", show_default=False)
     ] = None,
     rope_scaling: Annotated[str, typer.Option(help="none, linear, llama3 or yarn.")] = "none",
-    tie_word_embeddings: Annotated[bool, typer.Option(help="One matrix for both ends of the model.")] = False,
+    tie_word_embeddings: Annotated[
+        bool, typer.Option(help="Use one matrix for input and output embeddings.")
+    ] = False,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     seed: Annotated[int, typer.Option(help="Equal arguments make equal bytes.")] = 0,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Child processes that are watched, logged and never left behind.
+"""Child processes that are watched, logged and always ended.
 
     with Fleet(log_folder) as fleet:
         child = fleet.start("decode-0", [sys.executable, ...])
@@ -6,10 +6,10 @@
         fleet.wait_exit(None)           # the first child that ends
                                         # leaving the block ends all of them, and their children
 
-Three nets, each for what the one before lets through: leaving the block sends SIGTERM, then SIGKILL to each
-child's whole process group; a parent killed with -9 takes its children along (`with_parent.py`); and what the
-children start themselves follows them by its own means (`baton.engine.process.child`). The thread that starts
-a child has to live as long as the child: Linux takes a thread's end for the parent's.
+Children end in three ways: leaving the block sends SIGTERM, then SIGKILL to each child's whole process group;
+the kernel ends children whose parent was killed with -9 (`with_parent.py`); processes that children start end
+by their own means (`baton.engine.process.child`). The thread that starts a child must live as long as the
+child, because Linux treats the end of that thread as the end of the parent.
 """
 
 import os
@@ -40,12 +40,12 @@ _WITH_PARENT = Path(__file__).with_name("with_parent.py")
 
 
 class ChildDied(BatonError):
-    """A child ended that should not have. Says which, how, and what it said last."""
+    """A child ended unexpectedly. The message has its name, exit status and the end of its log."""
 
     def __init__(self, child: "Child") -> None:
         tail = child.log_tail()
-        said = f"; the end of {child.log_path}:\n{tail}" if tail else f"; {child.log_path} is empty"
-        super().__init__(f"{child.name} {child.describe_exit()}{said}")
+        details = f"; the end of {child.log_path}:\n{tail}" if tail else f"; {child.log_path} is empty"
+        super().__init__(f"{child.name} {child.describe_exit()}{details}")
         self.child = child
 
 
@@ -54,11 +54,11 @@ class StartTimeout(BatonError):
 
 
 class Stopped(BatonError):
-    """Somebody asked this program to end (SIGTERM, SIGHUP)."""
+    """This program got a signal to end (SIGTERM, SIGHUP)."""
 
 
 class Child:
-    """One process, leader of its own process group, its output in a file."""
+    """One process, leader of its own process group, with its output in a file."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Child:
         log_path: Path,
         keeps_log: bool = False,
     ) -> None:
-        """`keeps_log`: what is in the file stays there."""
+        """`keeps_log`: append to the file."""
         self.name = name
         self.command = command
         self.env = env
@@ -81,25 +81,25 @@ class Child:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=dict(env),
-                process_group=0,  # Ctrl-C in a terminal reaches us only; we stop them in order.
+                process_group=0,  # Ctrl-C in a terminal reaches only us; we stop the children in order.
             )
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)
         self._is_reaped = False
 
     def fileno(self) -> int:
-        """Readable once the process has ended."""
+        """Return a descriptor that is readable once the process has ended."""
         return self._pidfd
 
     def has_ended(self) -> bool:
         return self._is_reaped or bool(select.select([self._pidfd], [], [], 0)[0])
 
     def exit_status(self) -> int:
-        """As `subprocess` has it: minus the signal's number for a process that was ended by one."""
+        """Return the status as `subprocess` does: minus the signal's number if a signal ended the process."""
         assert self.has_ended()
         if self._is_reaped:
             return self._process.returncode
-        # Left as a zombie: as long as it is one, nobody else can get its process group's number.
+        # Left as a zombie, so that its process group's number is not reused.
         result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         assert result is not None
         return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
@@ -116,13 +116,13 @@ class Child:
             return "\n".join(log.read().decode(errors="replace").splitlines()[-num_lines:])
 
     def send_signal(self, number: signal.Signals) -> None:
-        """To the process, unless it has ended."""
+        """Send a signal to the process, unless it has ended."""
         if not self._is_reaped:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 
     def reap(self) -> None:
-        """End what is left of it and of its group, and forget it. Idempotent."""
+        """End the rest of the process group and release it. Idempotent."""
         if self._is_reaped:
             return
         with suppress(ProcessLookupError):
@@ -133,7 +133,7 @@ class Child:
 
 
 class Fleet:
-    """Children that live and end together. `env` is that of all of them; ours without it."""
+    """Children that start and end together. `env`: their environment; ours by default."""
 
     def __init__(
         self, log_folder: Path, *, env: Mapping[str, str] | None = None, stop_grace_s: float = STOP_GRACE_S
@@ -156,27 +156,29 @@ class Fleet:
         self.stop()
 
     def start(self, name: str, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Child:
-        """`env` is added to the fleet's."""
+        """Start a child. `env` is added to the fleet's."""
         log_path = self.log_folder / f"{name}.log"
         child = Child(name, command, env={**self._env, **(env or {})}, log_path=log_path)
         self.children.append(child)
         return child
 
     def start_again(self, ended: Child) -> Child:
-        """One that was forgotten, with the same command. Its log goes on in the same file."""
+        """Start an ended and forgotten child again with the same command. Its log continues in the same
+        file.
+        """
         assert ended not in self.children
         child = Child(ended.name, ended.command, env=ended.env, log_path=ended.log_path, keeps_log=True)
         self.children.append(child)
         return child
 
     def forget(self, child: Child) -> None:
-        """A child whose end was no accident."""
+        """Remove a child whose end was expected or handled."""
         assert child.has_ended()
         self.children.remove(child)
         child.reap()
 
     def wait_exit(self, timeout_s: float | None) -> Child | None:
-        """The first child that has ended; None when the time is up."""
+        """Return the first child that has ended; None after the timeout."""
         ended, _, _ = select.select(self.children, [], [], timeout_s)
         return ended[0] if ended else None
 
@@ -187,7 +189,9 @@ class Fleet:
         timeout_s: float,
         on_ready: Callable[[Child], None] = lambda child: None,
     ) -> None:
-        """Until every URL answers 200. Raises ChildDied at once if any child ends, StartTimeout in time."""
+        """Wait until every URL answers 200. Raises ChildDied at once if any child ends, StartTimeout after
+        the timeout.
+        """
         deadline_s = time.monotonic() + timeout_s
         waiting = dict(health_urls)
         with httpx.Client(timeout=HEALTH_TIMEOUT_S, trust_env=False) as client:
@@ -220,7 +224,7 @@ class Fleet:
                 select.select(running, [], [], left_s)
                 running = [child for child in running if not child.has_ended()]
         finally:
-            for child in children:  # Also when a second Ctrl-C interrupts the grace.
+            for child in children:  # Also if a second Ctrl-C interrupts the grace period.
                 child.reap()
 
 
@@ -232,24 +236,24 @@ def _is_healthy(client: httpx.Client, url: str) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Loopback TCP ports that nobody listens on, all different, and for a minute not given to anybody else.
+    """Return different free loopback TCP ports that the kernel gives to no other program for a minute.
 
-    While a connection at a port is in TIME_WAIT (RFC 9293), the kernel chooses that port neither for who
-    asks for any one nor for who dials; who names it and allows its reuse, as servers do, gets it. After
-    that another program may take it before a child of ours does; the child then ends, saying so.
+    While a connection at a port is in TIME_WAIT (RFC 9293), the kernel does not choose that port for a
+    bind to port 0 or for an outgoing connection; a server that binds it by number with SO_REUSEADDR gets
+    it. Later another program may take it before our child does; the child then ends with an error.
     """
     with ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server((_LOOPBACK, 0))) for _ in range(count)]
         for listener in listeners:
             with socket.create_connection(listener.getsockname()) as caller:
                 listener.accept()[0].close()
-                caller.recv(1)  # Its end: who closes first is left waiting.
+                caller.recv(1)  # The end of the stream: the side that closes first is in TIME_WAIT.
         return [listener.getsockname()[1] for listener in listeners]
 
 
 def is_port_free(host: str, port: int) -> bool:
     with closing(socket.socket()) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As the server itself will.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As the server does.
         try:
             probe.bind((host, port))
         except OSError:
@@ -259,7 +263,7 @@ def is_port_free(host: str, port: int) -> bool:
 
 @contextmanager
 def raising_on_stop_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block with `Stopped`, as Ctrl-C does with KeyboardInterrupt."""
+    """Make SIGTERM and SIGHUP raise `Stopped` in the block, as Ctrl-C raises KeyboardInterrupt."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Stopped(signal.Signals(number).name)

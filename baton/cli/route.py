@@ -1,11 +1,11 @@
-"""`baton route`: the P/D router in front of engines that run already."""
+"""`baton route`: the P/D router in front of running engines."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from baton.cli.doors import (
+from baton.cli.http_options import (
     ALLOWED_HOSTS_HELP,
     API_KEY_ENV,
     API_KEY_HELP,
@@ -21,7 +21,7 @@ ENV_PREFIX = "BATON_ROUTE"
 
 
 def _use_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Before the other options are looked at: the file's values become their defaults."""
+    """Make the file's values the defaults, before the other options are parsed."""
     if path is not None:
         from baton.cli.route_config import OWN_OPTIONS, read_route_config
         from baton.core.errors import UserError
@@ -47,38 +47,40 @@ def route(
     decode_leg: Annotated[
         str,
         typer.Option(
-            help="In push: at_once; late, when the prompt is computed or shortly before; "
+            help="When push starts the decode leg. at_once; late: about when the prompt is computed; "
             "auto: late for a vLLM on its prefill engine's host."
         ),
     ] = "auto",
     first_token: Annotated[
         bool,
         typer.Option(
-            "--first-token/--no-first-token", help="Stream the prefill engine's first token at once."
+            "--first-token/--no-first-token", help="Stream the prefill engine's first token immediately."
         ),
     ] = True,
     policy: Annotated[
         str, typer.Option(help="least_in_flight, round_robin or prefix_affinity.")
     ] = "least_in_flight",
     on_prefill_failure: Annotated[
-        str, typer.Option(help="local: the decode engine prefills by itself; fail: the request fails.")
+        str, typer.Option(help="local: the decode engine computes the prompt; fail: the request fails.")
     ] = "local",
     min_prefill_tokens: Annotated[
-        int, typer.Option(help="Shorter prompts (estimated) go straight to a decode engine.", min=0)
+        int, typer.Option(help="Shorter prompts (by estimate) go directly to a decode engine.", min=0)
     ] = 0,
-    connect_timeout_s: Annotated[float, typer.Option(help="To connect to an engine.")] = 2.0,
-    prefill_timeout_s: Annotated[float, typer.Option(help="For the whole prefill leg.")] = 120.0,
-    first_byte_timeout_s: Annotated[float, typer.Option(help="For a stream's first piece.")] = 120.0,
-    answer_timeout_s: Annotated[float, typer.Option(help="For an answer that is not streamed.")] = 600.0,
-    idle_timeout_s: Annotated[float, typer.Option(help="Between two pieces of a stream.")] = 60.0,
-    total_timeout_s: Annotated[float, typer.Option(help="For one request, all attempts together.")] = 3600.0,
+    connect_timeout_s: Annotated[float, typer.Option(help="Limit for connecting to an engine.")] = 2.0,
+    prefill_timeout_s: Annotated[float, typer.Option(help="Limit for the whole prefill leg.")] = 120.0,
+    first_byte_timeout_s: Annotated[float, typer.Option(help="Limit for a stream's first piece.")] = 120.0,
+    answer_timeout_s: Annotated[
+        float, typer.Option(help="Limit for an answer that is not streamed.")
+    ] = 600.0,
+    idle_timeout_s: Annotated[float, typer.Option(help="Limit between two pieces of a stream.")] = 60.0,
+    total_timeout_s: Annotated[float, typer.Option(help="Limit for one request with all attempts.")] = 3600.0,
     drain_timeout_s: Annotated[
-        float, typer.Option(help="For running requests to end after SIGTERM, before they are cut.", min=0)
+        float, typer.Option(help="Time for running requests to end after SIGTERM.", min=0)
     ] = 30.0,
     admin_port: Annotated[
         int | None,
         typer.Option(
-            help="Port for /metrics, /fleet and the dashboard; else they are on the main port.",
+            help="Port for /metrics, /fleet and the dashboard (default: the main port).",
             min=0,
             max=65535,
         ),
@@ -87,8 +89,8 @@ def route(
     engine_api_key_file: Annotated[
         str | None,
         typer.Option(
-            help=f"File with the API key that the engines ask for; or set {ENGINE_API_KEY_ENV}. "
-            "Default: the first of the router's own keys; without any, the client's is passed on.",
+            help=f"File with the API key of the engines; or set {ENGINE_API_KEY_ENV}. "
+            "Default: the first of the router's own keys; without any, the client's key is passed on.",
             metavar="FILE",
         ),
     ] = None,
@@ -98,13 +100,13 @@ def route(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="TOML file with a table [route]; flags and BATON_ROUTE_* go over it.",
+            help="TOML file with a table [route]; flags and BATON_ROUTE_* override it.",
             callback=_use_config,
             is_eager=True,
         ),
     ] = None,
     show_config: Annotated[
-        bool, typer.Option("--show-config", help="Print what holds and why, and exit.")
+        bool, typer.Option("--show-config", help="Print the settings with their origins, and exit.")
     ] = False,
 ) -> None:
     """Serve an OpenAI-compatible endpoint; the dashboard is at /, the fleet's state at /fleet.
@@ -118,7 +120,7 @@ def route(
     from baton.core.errors import UserError
     from baton.core.validation import explain
     from baton.http.gate import hosts_to_check, is_loopback
-    from baton.http.settings import DoorLimits, DoorSettings
+    from baton.http.settings import HttpLimits, HttpSettings
     from baton.router.run import serve
     from baton.router.settings import RouterSettings
 
@@ -147,13 +149,13 @@ def route(
         engine_keys = read_api_keys(
             engine_api_key_file, os.environ, variable=ENGINE_API_KEY_ENV, field="engine_api_key_file"
         )
-        doors = DoorSettings.of(
-            DoorLimits.from_json(limits or "{}"), api_keys=keys, allowed_hosts=allowed_hosts
+        http = HttpSettings.of(
+            HttpLimits.from_json(limits or "{}"), api_keys=keys, allowed_hosts=allowed_hosts
         )
-        hosts = hosts_to_check(host, doors.allowed_hosts)
+        hosts = hosts_to_check(host, http.allowed_hosts)
         settings = msgspec.structs.replace(
             settings,
-            doors=doors,
+            doors=http,
             checked_hosts=None if hosts is None else tuple(hosts),
             # One key for a whole fleet is the usual case.
             engine_api_key=next(iter((*engine_keys, *keys)), None),
@@ -174,7 +176,7 @@ def route(
 
 
 def _log_config(level: str) -> dict[str, Any]:
-    """One plain line per event on standard error, uvicorn's and ours alike."""
+    """Return a configuration with one plain line per event on standard error, for uvicorn and Baton."""
     loggers = {
         name: {"handlers": ["stderr"], "level": level.upper(), "propagate": False} for name in _LOGGERS
     }

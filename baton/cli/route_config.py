@@ -1,11 +1,11 @@
-"""`baton route --config FILE`: a TOML file with one table, [route], whose keys are the options' names.
+"""Configuration file of `baton route`: TOML with one table, [route], whose keys are the options' names.
 
     [route]
     prefill = ["http://10.0.0.7:8100"]
     decode = ["http://10.0.0.8:8200"]
     mode = "push"
 
-Flags go over the environment (BATON_ROUTE_MODE=push), the environment over the file, the file over defaults.
+Flags override the environment (BATON_ROUTE_MODE=push), which overrides the file, which overrides defaults.
 """
 
 import tomllib
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     import typer
 
 TABLE = "route"
-OWN_OPTIONS = ("config", "show_config", "help")  # No keys of the table.
+OWN_OPTIONS = ("config", "show_config", "help")  # Not keys of the table.
 
 
 def read_route_config(path: Path, known: Collection[str]) -> dict[str, Any]:
-    """Raises ConfigError naming file and key."""
+    """Read the table. Raises ConfigError that names file and key."""
     text = read_limited(path, MAX_CONFIG_BYTES, field="config")
     try:
         document = tomllib.loads(text.decode())
@@ -47,7 +47,7 @@ _ORIGINS = {"COMMANDLINE": "command line", "ENVIRONMENT": "environment", "DEFAUL
 
 
 def show_route_config(context: "typer.Context") -> str:
-    """The options of `baton route` as the table that `--config` reads, each with its origin."""
+    """Return the options of `baton route` in the format of `--config`, each with its origin."""
     lines = [f"[{TABLE}]"]
     for name, value in context.params.items():
         if name not in OWN_OPTIONS and value is not None:

@@ -1,6 +1,7 @@
-"""`baton serve MODEL`: one engine behind an OpenAI-compatible API.
+"""`baton serve MODEL`: serves one engine with an OpenAI-compatible API.
 
-Here are only the flags; `settings.py` merges them with environment and file, `baton.server.run` serves.
+This module has only the flags; `settings.py` merges them with environment and file, and `baton.server.run`
+serves.
 """
 
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli.doors import ALLOWED_HOSTS_HELP, API_KEY_HELP, LIMITS_HELP, warn_if_open
+from baton.cli.http_options import ALLOWED_HOSTS_HELP, API_KEY_HELP, LIMITS_HELP, warn_if_open
 
 if TYPE_CHECKING:
     from baton.cli.settings import Resolved
@@ -23,7 +24,9 @@ _PARALLEL, _CLUSTER, _CONFIG = "Parallelism and device", "Cluster", "Configurati
 
 
 def _option(name: str, help: str, panel: str, metavar: str | None = None) -> typer.models.OptionInfo:
-    """Every default is None: a flag that was not typed must not hide the environment's or the file's."""
+    """Make an option with default None: a flag that was not given must not hide the environment or the
+    file.
+    """
     option: typer.models.OptionInfo = typer.Option(
         *name.split(), help=help, rich_help_panel=panel, show_default=False, metavar=metavar
     )
@@ -37,21 +40,20 @@ def serve(
         str | None, typer.Argument(metavar="MODEL", help="Folder of the checkpoint.", show_default=False)
     ] = None,
     served_model_name: Annotated[
-        str | None, _option("--served-model-name", "Its name in the API; the folder's by default.", _MODEL)
+        str | None,
+        _option("--served-model-name", "Model name in the API (default: the folder's name).", _MODEL),
     ] = None,
     dtype: Annotated[
         str | None, _option("--dtype", "auto, float32, bfloat16 or float16 (default auto).", _MODEL)
     ] = None,
     max_model_len: Annotated[
         int | None,
-        _option("--max-model-len", "Most tokens of prompt plus answer (default: the model's).", _MODEL),
+        _option("--max-model-len", "Limit for prompt plus answer, in tokens (default: the model's).", _MODEL),
     ] = None,
-    seed: Annotated[
-        int | None, _option("--seed", "For requests without a seed of their own.", _MODEL)
-    ] = None,
+    seed: Annotated[int | None, _option("--seed", "Seed of requests that have none.", _MODEL)] = None,
     host: Annotated[str | None, _option("--host", "Address to bind (default 127.0.0.1).", _SERVER)] = None,
     port: Annotated[
-        int | None, _option("--port", "Port; 0 takes a free one (default 8000).", _SERVER)
+        int | None, _option("--port", "Port; 0 selects a free one (default 8000).", _SERVER)
     ] = None,
     log_level: Annotated[
         str | None, _option("--log-level", "debug, info, warning or error (default info).", _SERVER)
@@ -67,13 +69,16 @@ def serve(
     limits: Annotated[str | None, _option("--limits", LIMITS_HELP, _SERVER, "JSON")] = None,
     shutdown_timeout_s: Annotated[
         float | None,
-        _option("--shutdown-timeout-s", "For requests in flight when told to stop (default 5).", _SERVER),
+        _option(
+            "--shutdown-timeout-s", "Time for running requests after a stop signal (default 5).", _SERVER
+        ),
     ] = None,
     drain_timeout_s: Annotated[
         float | None,
         _option(
             "--drain-timeout-s",
-            "Before that: answer 503, finish what runs, get lent KV back (default 30 for producers, else 0).",
+            "Time to drain before that: new requests get 503, running ones finish, lent KV is returned "
+            "(default 30 for producers, else 0).",
             _SERVER,
         ),
     ] = None,
@@ -81,7 +86,7 @@ def serve(
         float | None,
         _option(
             "--step-timeout-s",
-            "Longer than any step takes: an engine that has not moved for so long is ended (default 300).",
+            "Time limit of a step: an engine without progress for so long is ended (default 300).",
             _SERVER,
         ),
     ] = None,
@@ -92,19 +97,26 @@ def serve(
         int | None, _option("--num-blocks", "Blocks of the cache (default 2048).", _CACHE)
     ] = None,
     kv_cache_memory: Annotated[
-        str | None, _option("--kv-cache-memory", "Instead: its size on each rank, such as 512MiB.", _CACHE)
+        str | None,
+        _option(
+            "--kv-cache-memory",
+            "Size of the cache on each rank, such as 512MiB, instead of --num-blocks.",
+            _CACHE,
+        ),
     ] = None,
     enable_prefix_caching: Annotated[
         bool | None,
         _option(
-            "--enable-prefix-caching/--no-enable-prefix-caching", "Reuse equal prefixes (default on).", _CACHE
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            "Reuse the KV of equal prefixes (default on).",
+            _CACHE,
         ),
     ] = None,
     hybrid_kv_cache: Annotated[
         str | None,
         _option(
             "--hybrid-kv-cache",
-            "auto: layers with a sliding window keep no block behind it; off (default auto).",
+            "auto: layers with a sliding window free the blocks before it; off (default auto).",
             _CACHE,
         ),
     ] = None,
@@ -112,7 +124,7 @@ def serve(
         int | None, _option("--max-num-batched-tokens", "Token budget of a step (default 2048).", _SCHEDULER)
     ] = None,
     max_num_seqs: Annotated[
-        int | None, _option("--max-num-seqs", "Requests running at once (default 256).", _SCHEDULER)
+        int | None, _option("--max-num-seqs", "Largest number of running requests (default 256).", _SCHEDULER)
     ] = None,
     scheduling_policy: Annotated[
         str | None, _option("--scheduling-policy", "fcfs or priority (default fcfs).", _SCHEDULER)
@@ -133,7 +145,7 @@ def serve(
         str | None,
         _option(
             "--executor",
-            "Who runs the ranks: inprocess, multiprocess or ray (default: multiprocess for several).",
+            "Executor of the ranks: inprocess, multiprocess or ray (default: multiprocess for several).",
             _PARALLEL,
         ),
     ] = None,
@@ -145,7 +157,7 @@ def serve(
         str | None,
         _option(
             "--on-rank-death",
-            "exit, or restart the ranks; requests that were open fail either way (default exit).",
+            "exit, or restart the ranks; open requests fail in both cases (default exit).",
             _PARALLEL,
         ),
     ] = None,
@@ -159,11 +171,11 @@ def serve(
     ] = None,
     kv_transfer_config: Annotated[
         str | None,
-        _option("--kv-transfer-config", "The KV connector, as vLLM's JSON.", _CLUSTER, "JSON"),
+        _option("--kv-transfer-config", "KV connector, in vLLM's JSON.", _CLUSTER, "JSON"),
     ] = None,
     kv_events_config: Annotated[
         str | None,
-        _option("--kv-events-config", "Publish KV events, as vLLM's JSON.", _CLUSTER, "JSON"),
+        _option("--kv-events-config", "Publication of KV events, in vLLM's JSON.", _CLUSTER, "JSON"),
     ] = None,
     secret_file: Annotated[
         str | None,
@@ -173,19 +185,21 @@ def serve(
         bool | None,
         _option(
             "--insecure-no-secret",
-            "Move KV without a secret: every process of this host is trusted. For tests.",
+            "Transfer KV without a secret: trusts every process of this host. For tests.",
             _CLUSTER,
         ),
     ] = None,
     config: Annotated[
-        Path | None, _option("--config", "TOML file; flags and BATON_* go over it.", _CONFIG, "FILE")
+        Path | None, _option("--config", "TOML file; flags and BATON_* override it.", _CONFIG, "FILE")
     ] = None,
     show_config: Annotated[
         bool,
-        typer.Option("--show-config", help="Print what holds and why, and exit.", rich_help_panel=_CONFIG),
+        typer.Option(
+            "--show-config", help="Print the settings with their origins, and exit.", rich_help_panel=_CONFIG
+        ),
     ] = False,
 ) -> None:
-    """Serve one engine: an OpenAI-compatible API over a checkpoint.
+    """Serve one engine with an OpenAI-compatible API.
 
     Every setting can also come from the environment (BATON_MAX_NUM_SEQS) or from a TOML file (--config).
     """
@@ -214,7 +228,7 @@ def serve(
 
 
 def _serve(resolved: "Resolved") -> int:
-    """The exit status."""
+    """Serve and return the exit status."""
     import asyncio
     import logging
 
@@ -233,13 +247,13 @@ def _serve(resolved: "Resolved") -> int:
     if resolved.secret_warning:
         logging.getLogger("baton.cli.serve").warning(resolved.secret_warning)
     config = engine_config(resolved)
-    warn_if_open(settings.host, resolved.doors.api_keys, is_loopback=is_loopback(settings.host))
+    warn_if_open(settings.host, resolved.http.api_keys, is_loopback=is_loopback(settings.host))
     options = ServeOptions(
         settings.host,
         settings.port,
         settings.shutdown_timeout_s,
         settings.drains_for_s,
-        resolved.doors,
+        resolved.http,
         settings.admin_port,
     )
     factory = CONNECTOR_FACTORY if settings.moves_kv else None
@@ -247,7 +261,7 @@ def _serve(resolved: "Resolved") -> int:
     parts = Parts(
         start_engine=lambda: EngineClient.start(config, connector_factory=factory),
         load_tokenizer=lambda: Tokenizer.from_folder(config.model_config.model),
-        door=make_door(config),
+        check_params=make_door(config),
         build_connector_metrics=make_connector_metrics(config),
         connector_log=ConnectorLog(build_stats) if build_stats is not None else None,
     )
@@ -259,7 +273,7 @@ def _serve(resolved: "Resolved") -> int:
 
 
 def _announce(config: "EngineConfig", url: str) -> None:
-    """The line that supervisors and people wait for."""
+    """Print the ready line, which supervisors wait for."""
     role = config.kv_transfer_config.kv_role if config.kv_transfer_config else None
     what = (
         f"{config.model_config.served_model_name} ({role})" if role else config.model_config.served_model_name

@@ -1,6 +1,6 @@
 """Settings of `baton serve`: command line over environment over one TOML file over defaults.
 
-Typed, checked, and each with its origin, so that `--show-config` can say what holds and why.
+They are typed and checked, and each keeps its origin for `--show-config`.
 
     command line   --block-size 32
     environment    BATON_BLOCK_SIZE=32
@@ -8,8 +8,7 @@ Typed, checked, and each with its origin, so that `--show-config` can say what h
                    block_size = 32
 
 The cluster secret is no setting: it comes from BATON_SECRET, from the file that `secret_file` names, or from
-a file of the user (`baton.core.secret_source`), goes nowhere else, and is never shown. What is in the
-environment is read here and nowhere below.
+a file of the user (`baton.core.secret_source`), and is never shown. Only this package reads the environment.
 """
 
 import difflib
@@ -22,7 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from baton.cli.doors import API_KEY_ENV, ENGINE_API_KEY_ENV, read_api_keys
+from baton.cli.http_options import API_KEY_ENV, ENGINE_API_KEY_ENV, read_api_keys
 from baton.core.config import ClusterSecret, KVEventsConfig, KVTransferConfig
 from baton.core.errors import ConfigError
 from baton.core.limited_file import read_limited
@@ -30,14 +29,14 @@ from baton.core.secret_source import PREVIOUS_SECRET_ENV, SECRET_ENV, find_secre
 from baton.core.timers import Timers
 from baton.core.validation import explain
 from baton.http.gate import is_loopback
-from baton.http.settings import DoorLimits, DoorSettings
+from baton.http.settings import HttpLimits, HttpSettings
 
 ENV_PREFIX = "BATON_"
 CONFIG_ENV = "BATON_CONFIG"
 OTHER_VARIABLES = frozenset({SECRET_ENV, PREVIOUS_SECRET_ENV, CONFIG_ENV, API_KEY_ENV, ENGINE_API_KEY_ENV})
-OTHER_PREFIXES = ("BATON_ROUTE_", "BATON_BENCH_")  # Of other commands; one environment may serve several.
+OTHER_PREFIXES = ("BATON_ROUTE_", "BATON_BENCH_")  # Of other commands, which may share an environment.
 MAX_CONFIG_BYTES = 1 << 20
-DEFAULT_DOORS = DoorSettings()
+DEFAULT_HTTP = HttpSettings()
 DRAIN_S = Timers().ttl_s  # Loans are returned or have expired after one lease.
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -51,7 +50,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that `baton serve` can be told. Raises ConfigError naming the field."""
+    """All settings of `baton serve`. Raises ConfigError that names the field."""
 
     model: str | None = None
     served_model_name: str | None = None
@@ -65,11 +64,11 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     admin_port: int | None = None  # For metrics and /baton/*; None: the main port.
     api_key_file: str | None = None
     allowed_hosts: str = ""
-    limits: DoorLimits = DoorLimits()
-    shutdown_timeout_s: float = 5.0  # For requests in flight, once told to stop.
+    limits: HttpLimits = HttpLimits()
+    shutdown_timeout_s: float = 5.0  # For running requests after a stop signal.
     drain_timeout_s: float | None = None  # Before that. None: DRAIN_S for a producer, else 0.
 
-    step_timeout_s: float = 300.0  # Of the longest step; an engine that moves no more is ended after it.
+    step_timeout_s: float = 300.0  # Limit of a step; an engine without progress for so long is ended.
 
     block_size: int = 16
     num_blocks: int | None = None
@@ -97,9 +96,9 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
-            raise ConfigError("must be in [0, 65535]; 0 takes a free one", field="port")
+            raise ConfigError("must be in [0, 65535]; 0 selects a free one", field="port")
         if self.admin_port is not None and not 0 <= self.admin_port <= 65535:
-            raise ConfigError("must be in [0, 65535]; 0 takes a free one", field="admin_port")
+            raise ConfigError("must be in [0, 65535]; 0 selects a free one", field="admin_port")
         for name in ("max_model_len", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -112,14 +111,14 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError("must be in [0, 3600]", field="drain_timeout_s")
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ConfigError(
-                "cannot go with num_blocks: both say how large the cache is", field="kv_cache_memory"
+                "cannot be combined with num_blocks: both set the size of the cache", field="kv_cache_memory"
             )
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, field="kv_cache_memory")
 
     @property
     def drains_for_s(self) -> float:
-        """How long it may take, once told to stop, until requests are finished and loans are returned."""
+        """Return how long a drain may take until requests are finished and loans are returned, in seconds."""
         if self.drain_timeout_s is not None:
             return self.drain_timeout_s
         transfer = self.kv_transfer_config
@@ -161,32 +160,34 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "cluster": ("kv_transfer_config", "kv_events_config", "secret_file", "insecure_no_secret"),
 }
-"""Of the TOML file, and of what `--show-config` prints."""
+"""Sections of the TOML file and of the output of `--show-config`."""
 
 
 _FROM_JSON: dict[str, Callable[[str], Any]] = {
     "kv_transfer_config": KVTransferConfig.from_json,
     "kv_events_config": KVEventsConfig.from_json,
-    "limits": DoorLimits.from_json,
+    "limits": HttpLimits.from_json,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What holds, and where each value came from."""
+    """Settings with the origin of each value."""
 
     settings: ServeSettings
-    origins: Mapping[str, str]  # By setting; those with their default are absent.
+    origins: Mapping[str, str]  # By setting; those with defaults are absent.
     secret: ClusterSecret | None
     secret_origin: str | None
     secret_warning: str | None
-    doors: DoorSettings = DEFAULT_DOORS
+    http: HttpSettings = DEFAULT_HTTP
 
 
 def resolve(
     given: Mapping[str, Any], *, environment: Mapping[str, str], config_file: str | None = None
 ) -> Resolved:
-    """`given` is the command line's: only what was typed. Raises ConfigError naming setting and origin."""
+    """Merge all origins. `given`: the flags on the command line. Raises ConfigError naming setting and
+    origin.
+    """
     file = config_file or environment.get(CONFIG_ENV) or None
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -205,15 +206,15 @@ def resolve(
         environment,
         file=settings.secret_file,
         field="secret_file",
-        # BATON_SECRET stands with the environment: below --secret-file, above the configuration file.
+        # BATON_SECRET ranks with the environment: below --secret-file, above the configuration file.
         is_file_first=origins.get("secret_file", "").startswith("command line"),
         moves_kv=settings.moves_kv,
         is_insecure=settings.insecure_no_secret,
     )
     _check_exposure(settings, found.secret)
     keys = read_api_keys(settings.api_key_file, environment, variable=API_KEY_ENV, field="api_key_file")
-    doors = DoorSettings.of(settings.limits, api_keys=keys, allowed_hosts=settings.allowed_hosts)
-    return Resolved(settings, origins, *found, doors)
+    http = HttpSettings.of(settings.limits, api_keys=keys, allowed_hosts=settings.allowed_hosts)
+    return Resolved(settings, origins, *found, http)
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -222,7 +223,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
-    """A misspelt variable would leave a default in force without a word. Raises ConfigError naming it."""
+    """Raise ConfigError for a misspelt variable, which would silently leave a default in force."""
     settings = {ENV_PREFIX + name.upper() for name in ServeSettings.__struct_fields__}
     for name in environment:
         if (
@@ -231,8 +232,8 @@ def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
             and not name.startswith(OTHER_PREFIXES)
         ):
             close = difflib.get_close_matches(name, sorted(settings | OTHER_VARIABLES), n=1, cutoff=0.8)
-            mend = f"; did you mean {close[0]}?" if close else "; unset it"
-            raise ConfigError(f"is set in the environment and is no setting{mend}", field=name)
+            advice = f"; did you mean {close[0]}?" if close else "; unset it"
+            raise ConfigError(f"is set in the environment but is not a setting{advice}", field=name)
 
 
 def _from_file(path: Path) -> dict[str, Any]:
@@ -255,7 +256,7 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 def _typed(values: Mapping[str, Any], origins: Mapping[str, str]) -> ServeSettings:
-    """Each by itself first, so that an error names the setting and its origin."""
+    """Convert each value by itself first, so that an error names the setting and its origin."""
     typed: dict[str, Any] = {}
     kinds = {field.name: field.type for field in msgspec.structs.fields(ServeSettings)}
     for name, value in values.items():
@@ -263,7 +264,7 @@ def _typed(values: Mapping[str, Any], origins: Mapping[str, str]) -> ServeSettin
             if name in _FROM_JSON and isinstance(value, str):
                 typed[name] = _FROM_JSON[name](value)
             else:
-                # Not strict: the environment knows text only, so "16" is a number and "true" a flag.
+                # Not strict: environment values are text, so "16" is a number and "true" a flag.
                 typed[name] = msgspec.convert(value, kinds[name], strict=False)
         except ConfigError as error:
             raise ConfigError(f"{error} ({origins[name]})") from error
@@ -278,12 +279,12 @@ def _typed(values: Mapping[str, Any], origins: Mapping[str, str]) -> ServeSettin
 
 
 def _check_exposure(settings: ServeSettings, secret: ClusterSecret | None) -> None:
-    """An engine that moves KV stays on its host, unless it has a secret that other hosts can have."""
+    """Refuse to bind beyond loopback if KV moves and other hosts cannot have the secret."""
     if settings.moves_kv and (secret is None or secret.is_generated) and not is_loopback(settings.host):
         raise ConfigError(
-            f"{settings.host} is beyond the loopback, and this engine moves KV without a secret that other "
-            f"hosts have: set {SECRET_ENV} (or --secret-file) to the same value on all engines, or bind to "
-            "127.0.0.1",
+            f"{settings.host} is not a loopback address, and this engine moves KV without a secret that "
+            f"other hosts can have; set {SECRET_ENV} (or --secret-file) to the same value on all engines, "
+            "or bind to 127.0.0.1",
             field="host",
         )
 
@@ -295,7 +296,7 @@ def parse_bytes(text: str, *, field: str) -> int:
     """ "512MiB", "1.5 GiB", "2GB", "1000000". KiB is 1024 bytes, kB 1000."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise ConfigError(f"is a size such as 512MiB or 2GB, not {text!r}", field=field)
+        raise ConfigError(f"must be a size such as 512MiB or 2GB, is {text!r}", field=field)
     unit = (found["unit"] or "b").lower()
     base = 1024 if "i" in unit else 1000
     exponent = "bkmgt".index(unit[0])

@@ -1,4 +1,6 @@
-"""`baton serve --show-config`: what holds and where it came from, as a TOML file that would say the same."""
+"""`baton serve --show-config`: prints all settings with their origins, as a TOML file with the same
+effect.
+"""
 
 import json
 from typing import Any
@@ -10,7 +12,7 @@ from baton.core.config import CacheConfig
 
 
 def show_config(resolved: Resolved) -> str:
-    """Never contains the secret."""
+    """Return the settings as TOML. Never contains the secret."""
     lines: list[str] = []
     for section, names in SECTIONS.items():
         lines += [f"[{section}]", *(_line(name, resolved) for name in names), ""]
@@ -26,7 +28,7 @@ def _line(name: str, resolved: Resolved) -> str:
 
 
 def _unset(name: str, settings: ServeSettings) -> str:
-    """What holds for a setting that has no value of its own."""
+    """Describe the value that applies to an unset setting."""
     match name:
         case "num_blocks" if settings.kv_cache_memory is None:
             return f"{CacheConfig().num_gpu_blocks} (default)"
@@ -39,7 +41,7 @@ def _unset(name: str, settings: ServeSettings) -> str:
         case "served_model_name":
             return "the name of the model's folder"
         case "max_model_len":
-            return "what the model's config.json says"
+            return "the value in the model's config.json"
         case _:
             return "not set"
 

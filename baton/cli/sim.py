@@ -1,8 +1,7 @@
-"""`baton sim`: the handoff protocol in simulated worlds, seed by seed.
-
-baton sim pull --seeds 10000           many worlds; any violation prints the command that replays it
+"""`baton sim`: runs the handoff protocol in simulated worlds, seed by seed.
+baton sim pull --seeds 10000           many worlds; a violation prints the command that replays it
 baton sim pull --seed 42               one world, line by line
-baton sim mutants                      is every guard that we take away noticed?
+baton sim mutants                      removes each guard and checks that the removal is noticed
 """
 
 from typing import Annotated

@@ -1,8 +1,7 @@
-"""Starts processes of a running system again when they end, with a growing delay and up to a limit.
-
+"""Restarts ended processes of a running system, with a growing delay and up to a limit.
 ended --delay--> started again      1, 2, 4, 8, 16 s
 ended too often ------------------> left out, while another process does the same work
-                ------------------> ChildDied, when none does
+                ------------------> ChildDied, if no other does
 """
 
 import time
@@ -13,19 +12,21 @@ from typing import NoReturn
 
 from baton.cli.processes import Child, ChildDied, Fleet
 
-FIRST_DELAY_S = 1.0  # A port and a GPU's memory are free by then; a mistake is not repeated in a busy loop.
-RESTARTS_MAX = 5  # Within RESTARTS_WITHIN_S. A process that ends more often has a cause that a start repeats.
+FIRST_DELAY_S = 1.0  # By then the port and GPU memory are free; also prevents a busy loop.
+RESTARTS_MAX = 5  # Within RESTARTS_WITHIN_S. A process that ends more often will end again.
 RESTARTS_WITHIN_S = 600.0
 
 
 @dataclass(slots=True)
 class Restarts:
-    """Of one process. Reads no clock."""
+    """Restart times of one process. Reads no clock."""
 
     _times: deque[float] = field(default_factory=deque)
 
     def delay(self, now: float) -> float | None:
-        """Seconds until the process that has just ended is to be started again; None: no more."""
+        """Return the seconds until the process that has just ended is started again; None: no more
+        restarts.
+        """
         while self._times and now - self._times[0] >= RESTARTS_WITHIN_S:
             self._times.popleft()
         if len(self._times) == RESTARTS_MAX:
@@ -40,12 +41,12 @@ def supervise(
     report: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> NoReturn:
-    """Raises ChildDied when a group has no process left that may be started again.
+    """Restart children until a group has no process left that may be restarted; then raise ChildDied.
 
     `groups`: names of processes that do the same work; each process of the fleet is in one.
     """
     restarts: defaultdict[str, Restarts] = defaultdict(Restarts)
-    due: dict[Child, float] = {}  # When to start it again.
+    due: dict[Child, float] = {}  # Time of the restart.
     left_out: set[str] = set()
     while True:
         ended = fleet.wait_exit(max(0.0, min(due.values()) - clock()) if due else None)
@@ -54,12 +55,12 @@ def supervise(
             delay_s = restarts[ended.name].delay(clock())
             if delay_s is not None:
                 due[ended] = clock() + delay_s
-                report(f"{ended.name} {ended.describe_exit()}: starting it again in {delay_s:g} s")
+                report(f"{ended.name} {ended.describe_exit()}: restarting it in {delay_s:g} s")
             else:
                 left_out.add(ended.name)
                 if any(ended.name in group and left_out.issuperset(group) for group in groups):
                     raise ChildDied(ended)
-                report(f"{ended.name} {ended.describe_exit()} once too often: going on without it")
+                report(f"{ended.name} {ended.describe_exit()} too often: continuing without it")
         for child in [child for child, at in due.items() if at <= clock()]:
             del due[child]
             fleet.start_again(child)

@@ -1,9 +1,8 @@
-"""A whole P/D system as child processes: which ones, with what arguments, and their start in the right order.
-
+"""P/D system of child processes: their commands, and their start in the right order.
     engines (all at once) --all healthy--> router --healthy--> ready
 
-The router comes last, so that its first look at the fleet finds everybody. All of them share BATON_SECRET, or
-without it a secret made for this one life of the system, which travels by environment and is written nowhere.
+The router starts last, so that its first check finds every engine. All processes share BATON_SECRET, or a
+secret made for this run, which is passed in the environment and written nowhere.
 """
 
 import json
@@ -28,17 +27,17 @@ CONNECTORS = {"pull": "BatonPullConnector", "push": "BatonPushConnector"}
 STREAMS = ("off", "chunk", "layer")
 LOOPBACK = "127.0.0.1"
 ROUTER = "router"
-# Shorter than the router's: it can send the error events of its engines on when all end.
+# Shorter than the router's, so that it can forward its engines' error events when all end.
 ENGINE_SHUTDOWN_S = 2.0
-ROUTER_DRAIN_S = 5.0  # Below the time after which `baton up` kills what it has told to stop.
-ROUTER_START_S = 120.0  # It takes a second; on a machine that is busy with engines, many.
+ROUTER_DRAIN_S = 5.0  # Below the time after which `baton up` kills stopped processes.
+ROUTER_START_S = 120.0  # It takes a second, or many on a busy machine.
 
 KVRole = Literal["kv_producer", "kv_consumer"]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineArguments:
-    """The same for all engines of the system. None: the engine's own default."""
+    """Arguments common to all engines of the system. None: the engine's own default."""
 
     model: Path
     tp: int = 1
@@ -48,7 +47,7 @@ class EngineArguments:
     dtype: str | None = None
     served_model_name: str | None = None
     device: str | None = None
-    extra: tuple[str, ...] = ()  # For `baton serve`, as they are.
+    extra: tuple[str, ...] = ()  # Passed on to `baton serve`.
 
     def command(self, port: int, transfer_config: dict[str, Any] | None) -> list[str]:
         options: dict[str, object | None] = {
@@ -62,7 +61,9 @@ class EngineArguments:
             "--device": self.device,
             "--served-model-name": self.served_model_name,
             "--kv-transfer-config": json.dumps(transfer_config) if transfer_config else None,
-            "--drain-timeout-s": 0 if transfer_config else None,  # All end together: nobody comes for a loan.
+            "--drain-timeout-s": 0
+            if transfer_config
+            else None,  # All end together: no engine will fetch a loan.
             "--shutdown-timeout-s": ENGINE_SHUTDOWN_S if transfer_config else None,
         }
         given = [text for key, value in options.items() if value is not None for text in (key, str(value))]
@@ -71,10 +72,10 @@ class EngineArguments:
 
 @dataclass(frozen=True, slots=True)
 class HandoffArguments:
-    """How KV gets from the prefill engines to the decode engines. Raises ConfigError."""
+    """How KV is transferred from prefill to decode engines. Raises ConfigError."""
 
     mode: str = "pull"
-    stream: str | None = None  # Of push; None: the connector's default.
+    stream: str | None = None  # For push; None: the connector's default.
 
     def __post_init__(self) -> None:
         if self.mode not in CONNECTORS:
@@ -82,7 +83,7 @@ class HandoffArguments:
         if self.stream is not None and self.stream not in STREAMS:
             raise ConfigError(f"must be one of {', '.join(STREAMS)}, is {self.stream!r}", field="stream")
         if self.stream is not None and self.mode != "push":
-            raise ConfigError("is a setting of --mode push", field="stream")
+            raise ConfigError("is only for --mode push", field="stream")
 
     def transfer_config(self, engine_id: str, role: KVRole) -> dict[str, Any]:
         extra = {"kv_connector_extra_config": {"stream": self.stream}} if self.stream else {}
@@ -94,7 +95,7 @@ class EnginePlan:
     name: str
     port: int
     arguments: EngineArguments
-    transfer_config: dict[str, Any] | None  # None: an engine by itself.
+    transfer_config: dict[str, Any] | None  # None: an engine without a connector.
 
     @property
     def url(self) -> str:
@@ -106,7 +107,7 @@ class EnginePlan:
 
 @dataclass(frozen=True, slots=True)
 class SystemPlan:
-    """Everything that will run, before any of it does."""
+    """All processes of a system, before any is started."""
 
     handoff: HandoffArguments
     prefill: tuple[EnginePlan, ...]
@@ -121,7 +122,7 @@ class SystemPlan:
 
     @property
     def roles(self) -> tuple[tuple[str, ...], ...]:
-        """Names of processes, by the work that they do."""
+        """Names of processes, grouped by the work that they do."""
         engines = (self.prefill, self.decode, self.single)
         return (*(tuple(engine.name for engine in role) for role in engines if role), (ROUTER,))
 
@@ -151,9 +152,9 @@ def plan_system(
     handoff: HandoffArguments | None = None,
     prefill_arguments: EngineArguments | None = None,
 ) -> SystemPlan:
-    """Ports are free ones of the loopback; so is the router's unless it is given.
+    """Plan a system on free loopback ports; `router_port` may be given.
 
-    `prefill_arguments`: of the prefill engines, if they differ from `arguments`.
+    `prefill_arguments`: for the prefill engines, if they differ from `arguments`.
     """
     handoff = handoff if handoff is not None else HandoffArguments()
     roles: list[tuple[str, KVRole | None, int, EngineArguments]] = [
@@ -183,7 +184,9 @@ def plan_system(
 
 
 def start_system(fleet: Fleet, plan: SystemPlan, *, timeout_s: float, console: Console) -> None:
-    """Returns when all of it answers. Raises ChildDied or StartTimeout; the fleet's owner stops the rest."""
+    """Start everything and wait until it answers. Raises ChildDied or StartTimeout; the fleet's owner
+    stops the rest.
+    """
     with _showing_start(console) as show:
         _start_engines(fleet, plan.engines, timeout_s, show)
         began_s = time.monotonic()
@@ -194,7 +197,7 @@ def start_system(fleet: Fleet, plan: SystemPlan, *, timeout_s: float, console: C
 
 
 def start_engines(fleet: Fleet, engines: Sequence[EnginePlan], *, timeout_s: float, console: Console) -> None:
-    """As `start_system`, where nobody routes between them."""
+    """Start engines as `start_system` does, without a router."""
     with _showing_start(console) as show:
         _start_engines(fleet, engines, timeout_s, show)
 
@@ -216,7 +219,7 @@ def _start_engines(
 
 @contextmanager
 def _showing_start(console: Console) -> Iterator[Callable[[str, float | None], None]]:
-    """Spinners on a terminal, one line per event elsewhere. Called with None when something starts."""
+    """Show spinners on a terminal, else one line per event. The function is called with None at a start."""
     if not console.is_terminal:
 
         def show_line(name: str, took_s: float | None) -> None:

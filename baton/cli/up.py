@@ -1,4 +1,4 @@
-"""`baton up MODEL`: engines and a router from one command, ended together."""
+"""`baton up MODEL`: starts engines and a router, and ends them together."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-app = typer.Typer(help="Bring a whole prefill/decode system up on this machine.")
+app = typer.Typer(help="Start a whole prefill/decode system on this machine.")
 
 START_TIMEOUT_S = 180.0
 
@@ -21,14 +21,14 @@ def up(
         str, typer.Option(help="pull: one leg after the other; push: both at once, KV moves early.")
     ] = "pull",
     stream: Annotated[
-        str | None, typer.Option(help="With push, when KV moves: off, chunk or layer.", show_default=False)
+        str | None, typer.Option(help="When KV moves in push: off, chunk or layer.", show_default=False)
     ] = None,
     tp: Annotated[int, typer.Option(help="Tensor-parallel size of each engine.", min=1)] = 1,
     prefill_tp: Annotated[
-        int | None, typer.Option(help="Of the prefill engines, if it is another.", min=1)
+        int | None, typer.Option(help="Tensor-parallel size of prefill engines, if different.", min=1)
     ] = None,
     decode_tp: Annotated[
-        int | None, typer.Option(help="Of the decode engines, if it is another.", min=1)
+        int | None, typer.Option(help="Tensor-parallel size of decode engines, if different.", min=1)
     ] = None,
     host: Annotated[
         str, typer.Option(help="Address of the router; engines stay on the loopback.")
@@ -39,24 +39,27 @@ def up(
         int | None, typer.Option(help="Of the prefill engines, if it is another.", min=1)
     ] = None,
     num_blocks: Annotated[int | None, typer.Option(help="KV blocks of each engine.", min=2)] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt plus answer.", min=1)] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Limit for prompt plus answer, in tokens.", min=1)
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name in the API.")] = None,
     on_death: Annotated[
         Literal["restart", "exit"],
         typer.Option(
-            help="When a process dies: start it again, with a growing delay and up to 5 times in 10 minutes; "
-            "or stop all.",
+            help="When a process dies: restart it, with a growing delay and up to 5 times in 10 minutes, "
+            "or exit and stop all.",
         ),
     ] = "restart",
     log_dir: Annotated[Path, typer.Option(help="Folder for the logs.")] = Path(".baton/logs"),
     start_timeout_s: Annotated[
-        float, typer.Option(help="For everything to be ready.", min=1)
+        float, typer.Option(help="Time for all processes to be ready.", min=1)
     ] = START_TIMEOUT_S,
 ) -> None:
-    """Start engines and a router, start again what dies, and stop all of it on Ctrl-C.
+    """Start engines and a router, restart processes that die, and stop all of them on Ctrl-C.
 
-    What follows `--` goes to each engine's `baton serve`, for example: baton up MODEL -- --max-num-seqs 64
+    Arguments after `--` are passed to each engine's `baton serve`, for example: baton up MODEL --
+    --max-num-seqs 64
     """
     from rich.console import Console
 
@@ -75,7 +78,7 @@ def up(
     if not (model / "config.json").is_file():
         raise typer.BadParameter(f"{model} has no config.json; `baton model new DIR` makes a small model")
     if not is_port_free(host, port):
-        raise typer.BadParameter(f"{host}:{port} is taken; choose another --port")
+        raise typer.BadParameter(f"{host}:{port} is in use; choose another --port")
     arguments = EngineArguments(
         model,
         decode_tp or tp,

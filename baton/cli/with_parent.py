@@ -1,7 +1,7 @@
-"""`python with_parent.py PARENT_PID COMMAND...`: become COMMAND, a process that does not outlive its parent.
+"""Becomes COMMAND in a process that ends with its parent: `python with_parent.py PARENT_PID COMMAND...`.
 
-The kernel sends SIGKILL when the parent ends in whatever way, and the wish survives the exec. A script of its
-own instead of a hook between fork and exec: such hooks may deadlock in a program that has threads.
+The kernel sends SIGKILL when the parent ends in any way, and this setting survives the exec. It is a
+script instead of a hook between fork and exec, because such hooks may deadlock in a program with threads.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
-PARENT_IS_GONE = 70  # EX_SOFTWARE; nobody is left to read it.
+PARENT_IS_GONE = 70  # EX_SOFTWARE; no process reads it.
 
 
 def main() -> None:
@@ -20,7 +20,7 @@ def main() -> None:
         if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:
-        sys.exit(PARENT_IS_GONE)  # It ended before the kernel knew of our wish.
+        sys.exit(PARENT_IS_GONE)  # It ended before prctl took effect.
     os.execvp(command[0], command)
 
 

@@ -9,11 +9,11 @@ from starlette.types import Receive
 from baton.core.errors import BatonError, UserError
 from baton.http import json_body
 from baton.http.errors import RETRY_AFTER_S, ApiError
-from baton.http.settings import DoorSettings
+from baton.http.settings import HttpSettings
 from baton.http.workers import Job, WorkerOutOfMemory, WorkerPool, WorkerTimeout
 
-# Between two turns of the event loop that take tens of milliseconds for one request. A stream's next token is
-# on its way through several turns, which one turn in between would not let through.
+# Between two iterations of the event loop that take tens of milliseconds for one request. A stream's next
+# token needs several iterations, so a single one between would delay it.
 PAUSE_S = 0.01
 CHECKED_INLINE_BYTES = 256 << 10  # The costliest JSON of this size takes 10 ms to check and to decode.
 
@@ -25,7 +25,7 @@ class ClientGone(BatonError):
 class Bodies:
     """All bodies of one process. Used from one event loop."""
 
-    def __init__(self, settings: DoorSettings, workers: WorkerPool) -> None:
+    def __init__(self, settings: HttpSettings, workers: WorkerPool) -> None:
         self._settings = settings
         self._workers = workers
         self._check = Job("baton.http.json_body:compact", settings.admission_s)
@@ -33,10 +33,10 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, headers: Mapping[str, str], receive: Receive) -> AsyncIterator[bytes]:
-        """The body, as JSON whose decoding is cheap. It counts against the total until the context ends.
+        """Read the body and yield it as JSON that is cheap to decode.
 
-        Raises ApiError 413, 408 or 503 as soon as a limit is passed, without reading the rest; ClientGone;
-        UserError for JSON that costs too much.
+        It counts against the total until the context ends. Raises ApiError 413, 408 or 503 as soon as a
+        limit is exceeded, without reading the rest; ClientGone; UserError for JSON that costs too much.
         """
         body = bytearray()
         self._check_declared_length(headers)
@@ -52,7 +52,7 @@ class Bodies:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise ClientGone("left before its request was whole")
+                        raise ClientGone("disconnected before its request was complete")
                     chunk = message.get("body", b"")
                     body += chunk
                     self.held_bytes += len(chunk)

@@ -1,8 +1,8 @@
-"""uvicorn with limits and deadlines for connections.
+"""uvicorn server with limits and deadlines for connections.
 
-uvicorn ends a connection that is idle after an answer, and nothing else. Here a connection must also send its
-headers within `header_s`, from its first moment on. When there are too many connections, the one that has
-waited longest for a request is closed; if all of them run a request, the new one is.
+uvicorn alone only ends a connection that is idle after an answer. Here a connection must also send its
+headers within `header_s` after it was opened or became idle. When there are too many connections, the one
+that has waited longest for a request is closed; if all of them run a request, the new one is.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from baton.http.log_limit import limit_logs
-from baton.http.settings import DoorSettings
+from baton.http.settings import HttpSettings
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ WANTED_DESCRIPTORS = 65536
 class _LimitedProtocol(H11Protocol):
     """One connection. `protocol_class` sets what the connections of one server share."""
 
-    limits: DoorSettings
+    limits: HttpSettings
     max_connections: int
     # In the order in which they began to wait; the value is unused.
     waiting: dict["_LimitedProtocol", None]  # For a request's headers.
@@ -91,8 +91,8 @@ class _LimitedProtocol(H11Protocol):
         connection.transport.abort()
 
 
-def protocol_class(settings: DoorSettings) -> type[H11Protocol]:
-    """The protocol of one server."""
+def protocol_class(settings: HttpSettings) -> type[H11Protocol]:
+    """Return the protocol class of one server."""
     shared = {
         "limits": settings,
         "max_connections": max_connections(settings),
@@ -102,14 +102,14 @@ def protocol_class(settings: DoorSettings) -> type[H11Protocol]:
     return type("LimitedProtocol", (_LimitedProtocol,), shared)
 
 
-def max_connections(settings: DoorSettings) -> int:
-    """The setting, or what the file descriptors of this process allow."""
+def max_connections(settings: HttpSettings) -> int:
+    """Return the setting, or less if the file descriptors of this process do not suffice."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(FEWEST_CONNECTIONS, min(settings.max_connections, soft // DESCRIPTORS_PER_CONNECTION))
 
 
 def raise_descriptor_limit() -> None:
-    """The usual soft limit of 1,024 is for programs that use `select`; the hard limit is the operator's."""
+    """Raise the soft limit of file descriptors: the usual 1,024 is for programs that use `select`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, WANTED_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -117,8 +117,8 @@ def raise_descriptor_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def server_config(app: Any, settings: DoorSettings, **options: Any) -> uvicorn.Config:
-    """What both servers have in common."""
+def server_config(app: Any, settings: HttpSettings, **options: Any) -> uvicorn.Config:
+    """Return the configuration common to both servers."""
     limit_logs("uvicorn.error", "asyncio", __name__)
     return uvicorn.Config(
         app,

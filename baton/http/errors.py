@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` and a status."""
+"""HTTP errors in OpenAI's format: `{"error": {"message", "type", "param", "code"}}` and a status."""
 
 from typing import Any
 
@@ -19,11 +19,11 @@ TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-RETRY_AFTER_S = 1  # A body budget frees itself as fast as other clients send.
+RETRY_AFTER_S = 1  # The body budget is freed as fast as other clients send.
 
 
 class ApiError(Exception):
-    """An answer other than 200, decided by the server."""
+    """An answer other than 200, chosen by the server."""
 
     def __init__(
         self,
@@ -46,16 +46,16 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        """The `type` in OpenAI's form."""
+        """The `type` in OpenAI's format."""
         return TYPES.get(self.status, "server_error")
 
     def body(self) -> dict[str, Any]:
-        """The whole answer, to be encoded as JSON."""
+        """Return the whole answer, to be encoded as JSON."""
         error = ErrorBody(message=str(self), type=self.kind, param=self.param, code=self.code or self.status)
         return {"error": error}
 
     def headers(self) -> dict[str, str]:
-        """Those that belong to the status."""
+        """Return the headers that belong to the status."""
         headers: dict[str, str] = {}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(self.retry_after_s)

@@ -71,7 +71,7 @@ class Gate:
     def _check_key(self, authorization: str) -> None:
         scheme, _, given = authorization.partition(" ")
         key = given.strip().encode()
-        # Compares with every key, in constant time: the time must not tell which one is near.
+        # Compares with every key in constant time, so that the time does not reveal a partial match.
         matches = [hmac.compare_digest(key, valid) for valid in self._keys]
         if scheme.lower() != "bearer" or not any(matches):
             raise ApiError(

@@ -1,16 +1,16 @@
-"""Limits how often one message is logged: a client that causes an error must not fill the disk."""
+"""Rate limit for log messages: a client that causes an error must not fill the disk."""
 
 import logging
 import time
 from collections.abc import Callable
 
-BURST = 5  # Records of one message ...
-INTERVAL_S = 10.0  # ... in such an interval.
+BURST = 5  # Records of one message in each interval.
+INTERVAL_S = 10.0
 _MAX_MESSAGES = 1024  # Messages whose count is kept.
 
 
 class RateLimit(logging.Filter):
-    """Lets `BURST` records of one message pass in each interval, and counts the others.
+    """Passes `BURST` records of one message in each interval and counts the others.
 
     Messages are told apart by their template and the class of their exception.
     """
@@ -38,7 +38,7 @@ class RateLimit(logging.Filter):
 
 
 def limit_logs(*names: str) -> None:
-    """Idempotent."""
+    """Add the rate limit to these loggers. Idempotent."""
     for name in names:
         logger = logging.getLogger(name)
         if not any(isinstance(existing, RateLimit) for existing in logger.filters):

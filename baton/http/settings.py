@@ -1,4 +1,4 @@
-"""Limits and deadlines of the HTTP doors: one budget for each request, and one for the whole process."""
+"""Settings of the HTTP layer: limits and deadlines per request and per process."""
 
 import msgspec
 
@@ -7,7 +7,7 @@ from baton.core.errors import ConfigError
 MIN_KEY_CHARS = 8  # A shorter key is guessed over the network.
 
 
-class DoorLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HttpLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The option `--limits` of `baton serve` and `baton route`. Raises ConfigError that names the field."""
 
     max_connections: int = 4096  # Also at most a quarter of the process's file descriptors.
@@ -23,12 +23,12 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     admission_s: float = 10.0  # For all work on a request before the engine has it.
 
     def __post_init__(self) -> None:
-        for name in DoorLimits.__struct_fields__:
+        for name in HttpLimits.__struct_fields__:
             if not getattr(self, name) > 0:
                 raise ConfigError("must be positive", field=f"limits.{name}")
 
     @classmethod
-    def from_json(cls, text: str) -> "DoorLimits":
+    def from_json(cls, text: str) -> "HttpLimits":
         """Raises ConfigError, or msgspec.ValidationError that names the key."""
         try:
             return msgspec.json.decode(text, type=cls)
@@ -38,14 +38,14 @@ class DoorLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError(f"is not JSON: {error}", field="limits") from error
 
 
-class DoorSettings(DoorLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that an operator configures of an HTTP door."""
+class HttpSettings(HttpLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings of the HTTP layer of one server."""
 
-    api_keys: tuple[str, ...] = ()  # Empty: the door asks for no key.
+    api_keys: tuple[str, ...] = ()  # Empty: no key is needed.
     allowed_hosts: tuple[str, ...] = ()  # Names in the Host header besides those of loopback; "*": any.
 
     @classmethod
-    def of(cls, limits: DoorLimits, *, api_keys: tuple[str, ...], allowed_hosts: str) -> "DoorSettings":
+    def of(cls, limits: HttpLimits, *, api_keys: tuple[str, ...], allowed_hosts: str) -> "HttpSettings":
         """`allowed_hosts` is separated by commas."""
         hosts = tuple(name.strip() for name in allowed_hosts.split(",") if name.strip())
         return cls(**msgspec.structs.asdict(limits), api_keys=api_keys, allowed_hosts=hosts)

@@ -1,8 +1,8 @@
-"""One worker process: takes jobs from its socket, one at a time, and answers each.
+"""Worker process: takes jobs from its socket, one at a time, and answers each.
 
-A job is a function's name and arguments in msgpack. Its memory is bounded by RLIMIT_AS. Its processor time is
-bounded by a timer of the kernel, whose signal ends the process also inside of C code. The process ends with
-its parent: at the end of its stream, and by a signal of the kernel while it is stopped or busy.
+A job is a function's name and arguments in msgpack. Its memory is bounded by RLIMIT_AS. Its processor time
+is bounded by a timer of the kernel, whose signal ends the process even inside C code. The process ends
+with its parent: at the end of its stream, and by a signal of the kernel while it is stopped or busy.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
-"""A pool of worker processes for input whose cost has no bound: killed at a deadline, then replaced.
+"""Pool of worker processes for input whose cost has no bound: killed at a deadline, then replaced.
 
-A thread does not help there: the JSON decoder and a template's loop hold the interpreter's lock. Processes
-are started when they are first needed, kept, and end with the pool. A cancelled call costs its process.
+Threads do not help, because the JSON decoder and a template's loop hold the interpreter's lock. Processes
+are started when they are first needed, kept, and end with the pool. A cancelled call kills its process.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from baton.core.errors import BatonError, UserError
 
 HEADER_BYTES = 8
 NUM_WORKERS = 2  # A slow job leaves one for the others.
-START_S = 60.0  # Of a Python process on a machine that is busy.
+START_S = 60.0  # To start a Python process on a busy machine.
 GRACE_S = 10.0  # Beyond a job's processor time: the machine may be busy, or the worker stopped.
 EXIT_S = 5.0  # From a worker's end of stream to its exit status.
 

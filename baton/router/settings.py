@@ -6,7 +6,7 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 
 from baton.core.errors import ConfigError
-from baton.http.settings import DoorSettings
+from baton.http.settings import HttpSettings
 
 Role = Literal["prefill", "decode"]
 Mode = Literal["pull", "push"]  # push: both legs start at once, and KV moves while it is computed.
@@ -60,7 +60,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_answer_bytes: int = 32 << 20  # Of an answer that is not streamed: it is held whole.
     drain_timeout_s: float = 30.0  # For running requests to end, once the router is told to stop.
     max_requests: int = 4096  # In flight at once; more get 503.
-    doors: DoorSettings = DoorSettings()
+    doors: HttpSettings = HttpSettings()
     checked_hosts: tuple[str, ...] | None = None  # None: any Host header is served; see `baton.http.gate`.
     engine_api_key: str | None = None  # For requests to engines; None: the client's own key is passed on.
     timeouts: LegTimeouts = LegTimeouts()

@@ -5,7 +5,7 @@ from the exposition format.
 
     gauges      num_requests_running, num_requests_waiting, kv_cache_usage_perc,
                 num_requests_waiting_for_remote_kvs, num_requests_delayed_free,
-                kv_connector_retired (1: the KV connector failed for good, and the engine continues without it)
+                kv_connector_retired (1: the KV connector failed permanently, the engine runs without it)
     counters    prompt_tokens, generation_tokens, num_preemptions, prefix_cache_queries, prefix_cache_hits,
                 external_prefix_cache_queries, external_prefix_cache_hits (tokens),
                 request_success{finished_reason}, kv_load_failures (requests),

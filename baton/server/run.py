@@ -31,14 +31,14 @@ from baton.http.bodies import Bodies
 from baton.http.connections import raise_descriptor_limit, server_config
 from baton.http.gate import hosts_to_check
 from baton.http.log_limit import limit_logs
-from baton.http.settings import DoorSettings
+from baton.http.settings import HttpSettings
 from baton.http.workers import WorkerPool
 from baton.server.app import build_admin_app, build_app
 from baton.server.connector_log import ConnectorLog
 from baton.server.introduction import introduce
 from baton.server.metrics import BuildConnectorMetrics, ServerMetrics
 from baton.server.samples import Engine
-from baton.server.service import Door, Service
+from baton.server.service import CheckParams, Service
 from baton.server.tokens import PromptEncoder, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class ServeOptions(NamedTuple):
     port: int  # 0: any free port.
     shutdown_timeout_s: float
     drain_timeout_s: float = 0.0  # 0: no drain.
-    doors: DoorSettings = DoorSettings()
+    http: HttpSettings = HttpSettings()
     admin_port: int | None = None  # For metrics and /baton/*, on the same host; None: the main port.
 
 
@@ -63,7 +63,7 @@ class Parts(NamedTuple):
 
     start_engine: Callable[[], Awaitable[Engine]]
     load_tokenizer: Callable[[], Tokenizer]
-    door: Door
+    check_params: CheckParams
     build_connector_metrics: BuildConnectorMetrics | None = None
     connector_log: ConnectorLog | None = None
 
@@ -97,14 +97,14 @@ async def run(
             )
         stack.enter_context(_signals(on_signal))
         tokenizer = parts.load_tokenizer()
-        encoder = PromptEncoder(tokenizer, config.model_config, workers, options.doors)
+        encoder = PromptEncoder(tokenizer, config.model_config, workers, options.http)
         stack.callback(encoder.close)
         await encoder.check_template()
         async with _running_engine(parts.start_engine, stop) as engine:
             if engine is None:
                 return EXIT_STOPPED
-            service = await _make_service(config, engine, tokenizer, encoder, workers, options.doors, parts)
-            hosts = hosts_to_check(options.host, options.doors.allowed_hosts)
+            service = await _make_service(config, engine, tokenizer, encoder, workers, options.http, parts)
+            hosts = hosts_to_check(options.host, options.http.allowed_hosts)
             if admin_listener is not None:
                 service.admin_port = admin_listener.getsockname()[1]
             app = build_app(service, checked_hosts=hosts)
@@ -210,7 +210,7 @@ class _Server(uvicorn.Server):
         super().__init__(
             server_config(
                 app,
-                options.doors,
+                options.http,
                 log_config=None,  # Logging is configured already.
                 lifespan="off",
                 # A last resort: answers end by themselves once the engine has stopped.
@@ -238,7 +238,7 @@ async def _make_service(
     tokenizer: Tokenizer,
     encoder: PromptEncoder,
     workers: WorkerPool,
-    limits: DoorSettings,
+    limits: HttpSettings,
     parts: Parts,
 ) -> Service:
     model = config.model_config
@@ -254,7 +254,7 @@ async def _make_service(
             build_connector_metrics=parts.build_connector_metrics,
             connector_log=parts.connector_log,
         ),
-        door=parts.door,
+        check_params=parts.check_params,
         introduction=await introduce(config, engine),
     )
 

@@ -1,6 +1,6 @@
-"""One engine as the endpoints see it: what it serves, who may come in, and requests made from request bodies.
+"""Engine service behind the endpoints: availability, and conversion of request bodies to engine requests.
 
-Everything that a client can get wrong is found here, before the engine hears of the request.
+All client errors are found here, before the engine gets the request.
 """
 
 import secrets
@@ -18,7 +18,7 @@ from baton.core.transfer_params import parse_cached_tokens, parse_transfer_param
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.http.bodies import Bodies
 from baton.http.errors import ApiError
-from baton.http.settings import DoorSettings
+from baton.http.settings import HttpSettings
 from baton.server import first_token
 from baton.server.introduction import Introduction
 from baton.server.metrics import ServerMetrics
@@ -28,17 +28,17 @@ from baton.server.stop_strings import StopStringFinder
 from baton.server.text import SampleText
 from baton.server.tokens import PromptEncoder, Tokenizer, check_length
 
-Door: TypeAlias = Callable[[Mapping[str, Any] | None], None]
+CheckParams: TypeAlias = Callable[[Mapping[str, Any] | None], None]
 """Raises UserError for `kv_transfer_params` that this engine's connector cannot honour."""
 
-DEFAULT_LIMITS = DoorSettings()
+DEFAULT_LIMITS = HttpSettings()
 MAX_CHOICES = 1024  # Prompts times samples of one HTTP request.
 MAX_REQUEST_ID_CHARS = 256
-RETRY_AFTER_S = 1  # A server that drains does not come back; whoever retries reaches another one.
+RETRY_AFTER_S = 1  # A draining server does not come back; a retry reaches another one.
 
 
-def core_door(raw: Mapping[str, Any] | None) -> None:
-    """What can be checked without knowing the connector."""
+def check_common_params(raw: Mapping[str, Any] | None) -> None:
+    """Check what does not depend on the connector."""
     parse_transfer_params(raw)
 
 
@@ -50,9 +50,9 @@ class Service:
     encoder: PromptEncoder
     bodies: Bodies
     metrics: ServerMetrics
-    limits: DoorSettings = DEFAULT_LIMITS
+    limits: HttpSettings = DEFAULT_LIMITS
     admin_port: int | None = None  # Where metrics and /baton/* are; None: on the main port.
-    door: Door = core_door
+    check_params: CheckParams = check_common_params
     introduction: Introduction | None = None
     is_draining: bool = False
     started_at: int = field(default_factory=lambda: int(time.time()))
@@ -62,27 +62,27 @@ class Service:
         return self.model_config.served_model_name
 
     def check_open(self) -> None:
-        """Raises ApiError 503 when no new request can be taken."""
+        """Raise ApiError 503 if no new request can be accepted."""
         if self.engine.is_dead:
             raise ApiError(503, "the engine has stopped", code="engine_dead")
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="draining", retry_after_s=RETRY_AFTER_S)
 
     def check_healthy(self) -> None:
-        """Raises ApiError 503 when this engine should be restarted, or replaced by another one."""
+        """Raise ApiError 503 if this engine should be restarted or replaced."""
         self.check_open()
         if (reason := self.engine.unready_reason) is not None:
             raise ApiError(503, reason, code="not_ready", retry_after_s=RETRY_AFTER_S)
         if self.metrics.is_connector_retired:
             raise ApiError(
                 503,
-                "the KV connector failed for good (see the log): this engine computes every prompt itself "
-                "and hands nothing over; restart it",
+                "the KV connector has failed permanently (see the log): this engine computes every prompt "
+                "itself and transfers no KV; restart it",
                 code="connector_retired",
             )
 
     def check_model(self, name: str | None) -> None:
-        """None means the one model that there is."""
+        """Raise ApiError 404 for another model. None means the served model."""
         if name is not None and name != self.model_name:
             raise ApiError(
                 404,
@@ -104,9 +104,9 @@ class Service:
         prompt_logprobs: int | None = None,
         bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> list[Sample]:
-        """Choice `p * n + i` is sample i of prompt p. Raises UserError.
+        """Make the samples; choice `p * n + i` is sample i of prompt p. Raises UserError.
 
-        `prompts` are truncated already; `bad_words` are in tokens.
+        `prompts` are truncated already; `bad_words` are token ids.
         """
         fields.check_stream_options()
         n = fields.num_samples
@@ -115,10 +115,12 @@ class Service:
         self._check_transfer(fields, num_prompts=len(prompts))
         names_first = first_token.is_asked(fields.kv_transfer_params)
         is_prefill_leg = names_first and _is_set(fields, "do_remote_decode")
-        is_behind = first_token.goes_on(fields.kv_transfer_params)
-        if (names_first or is_behind) and len(prompts) * n > 1:
+        is_continuation = first_token.goes_on(fields.kv_transfer_params)
+        if (names_first or is_continuation) and len(prompts) * n > 1:
             key = first_token.KEY if names_first else first_token.GOES_ON
-            raise UserError("stands for one answer", field=f"{TRANSFER_FIELD}.{key}")
+            raise UserError(
+                "needs a request for one answer (one prompt, n=1)", field=f"{TRANSFER_FIELD}.{key}"
+            )
         allowed_token_ids = fields.checked_allowed_ids(self.model_config.vocab_size, len(prompts) * n)
         num_shown = sum(map(len, prompts)) * n * (1 + (prompt_logprobs or 0))
         if prompt_logprobs is not None and num_shown > MAX_PROMPT_LOGPROBS:
@@ -143,7 +145,7 @@ class Service:
                 max_field=max_tokens_field,
                 is_truncated=fields.truncate_prompt_tokens is not None,
             )
-            if whole is None:  # The same for all prompts but for the room: its lists are checked once.
+            if whole is None:  # The same for all prompts except max_tokens; its lists are checked once.
                 whole = fields.sampling_params(
                     max_tokens=room,
                     logprobs=logprobs,
@@ -156,16 +158,16 @@ class Service:
             params = whole
             if room != whole.max_tokens:
                 params = msgspec.structs.replace(whole, max_tokens=room)
-            goes_on = is_prefill_leg and room > 1
-            if goes_on:
+            continues = is_prefill_leg and room > 1
+            if continues:
                 params = first_token.first_of(params)
-            # An answer of one token is whole here: nobody needs its KV elsewhere.
-            hands_over = goes_on or not is_prefill_leg
+            # An answer of one token ends here, so no other engine needs its KV.
+            hands_over = continues or not is_prefill_leg
             for sample_index in range(n):
                 index = prompt_index * n + sample_index
                 is_first = sample_index == 0
                 text = self._text(fields)
-                if is_behind:
+                if is_continuation:
                     text.skip(token_ids[-1])
                 seed = None if params.seed is None else params.seed + sample_index
                 request = EngineRequest(
@@ -185,22 +187,22 @@ class Service:
                         request=request,
                         text=text,
                         include_stop=bool(fields.include_stop_str_in_output),
-                        # One fetches the KV; the others then find it in the prefix cache.
+                        # The first fetches the KV; the others find it in the prefix cache.
                         waits_for_first=not is_first and _is_set(fields, "do_remote_prefill"),
                         names_first_token=names_first,
-                        continues_elsewhere=goes_on,
+                        continues_elsewhere=continues,
                         num_cached_at_prefill=num_cached_at_prefill,
                     )
                 )
         return samples
 
     def _check_transfer(self, fields: SamplingFields, *, num_prompts: int) -> None:
-        self.door(fields.kv_transfer_params)
+        self.check_params(fields.kv_transfer_params)
         fetches, lends = _is_set(fields, "do_remote_prefill"), _is_set(fields, "do_remote_decode")
         if (fetches or lends) and num_prompts > 1:
-            raise UserError("stands for one prompt; send each in a request of its own", field=TRANSFER_FIELD)
+            raise UserError("is for one prompt; send each prompt in its own request", field=TRANSFER_FIELD)
         if lends and fields.num_samples > 1:
-            raise UserError("must be 1 with do_remote_decode: one prefill, one loan", field="n")
+            raise UserError("must be 1 with do_remote_decode: one prefill lends once", field="n")
 
     def _text(self, fields: SamplingFields) -> SampleText:
         return SampleText(
@@ -211,5 +213,5 @@ class Service:
 
 
 def _is_set(fields: SamplingFields, flag: str) -> bool:
-    """After the door, a flag is a bool or absent."""
+    """Return the flag, which validation has reduced to a bool or absence."""
     return bool((fields.kv_transfer_params or {}).get(flag))

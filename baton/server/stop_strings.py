@@ -1,17 +1,17 @@
-"""Stop strings in a stream of text: nothing is let out that may yet turn out to belong to one.
+"""Stop strings in a stream of text: holds back text that may still become a stop string.
 
     fed      "the answer is 4"  "2\\nO"           "bs"            "erver"
-    let out  "the answer is 4"  "2"  (held "\\nO") ""  (held "\\nObs")  found "\\nObserver": end
+    shown    "the answer is 4"  "2"  (held "\\nO") ""  (held "\\nObs")  found "\\nObserver": end
 
-The text ends with the stop string that is complete first; of two that end together, with the longer. So the
-result does not depend on how the text was cut into pieces.
+The text ends with the stop string that is complete first, or with the longer of two that end together. So the
+result does not depend on how the text is cut into pieces.
 """
 
 from collections.abc import Sequence
 
 
 class StopStringFinder:
-    """Feed it text as it comes; it returns what may be shown. After a match feed it no more."""
+    """Takes pieces of text and returns what may be shown. No more text may be fed after a match."""
 
     def __init__(self, strings: Sequence[str], *, include_in_output: bool = False) -> None:
         self._strings = tuple(strings)
@@ -33,18 +33,18 @@ class StopStringFinder:
         return text[:held_from]
 
     def flush(self) -> str:
-        """The text has ended for another reason: what was held back was no stop string."""
+        """Return the text held back, after the text has ended without a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, text: str) -> tuple[int, int] | None:
-        """(start, end) of the occurrence that ends first."""
+        """Return (start, end) of the occurrence that ends first."""
         found = ((text.find(string), len(string)) for string in self._strings)
         end, start = min(((start + length, start) for start, length in found if start >= 0), default=(0, -1))
         return (start, end) if start >= 0 else None
 
     def _num_undecided(self, text: str) -> int:
-        """Length of the longest end of `text` that is the beginning of a stop string."""
+        """Return the length of the longest end of `text` that begins a stop string."""
         longest = 0
         for string in self._strings:
             start = text.find(string[0], max(0, len(text) - len(string) + 1))

@@ -1,4 +1,4 @@
-"""One sample's tokens as text: decoded as they come, stop strings found, the stop token left out."""
+"""Text of one sample: decodes tokens as they come, finds stop strings, and leaves out the stop token."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,14 +7,16 @@ from baton.server.stop_strings import StopStringFinder
 
 
 class Detokenizer(Protocol):
-    """`baton.engine.text.tokenizer.IncrementalDetokenizer`: holds back incomplete characters."""
+    """Implemented by `baton.engine.text.tokenizer.IncrementalDetokenizer`: holds back incomplete
+    characters.
+    """
 
     def push(self, token_ids: Sequence[int]) -> str: ...
     def flush(self) -> str: ...
 
 
 class SampleText:
-    """Feed it tokens in order; `stopped_by` tells the stop string that ended it."""
+    """Decodes tokens fed in order; `stopped_by` is the stop string that ended the text."""
 
     def __init__(self, detokenizer: Detokenizer, stops: StopStringFinder, *, min_tokens: int = 0) -> None:
         self._detokenizer = detokenizer
@@ -27,19 +29,21 @@ class SampleText:
         return self._stops.found
 
     def skip(self, token_id: int) -> None:
-        """A token that somebody else has said and shown: it decides only how the next one is written."""
+        """Take a token that another engine generated and showed; it affects only how the next one is
+        decoded.
+        """
         self._detokenizer.push([token_id])
 
     def feed(self, token_id: int) -> str:
-        """The text that may be shown now."""
+        """Return the text that may be shown now."""
         self._num_tokens += 1
         text = self._detokenizer.push([token_id])
         if self._num_tokens < self._min_tokens:
-            return text  # Too early to end, so not looked at.
+            return text  # Before min_tokens no stop string is looked for.
         return self._stops.feed(text)
 
     def finish(self) -> str:
-        """What was held back, once the tokens have ended for another reason than a stop string.
+        """Return the text held back, after the tokens have ended without a stop string.
 
         The rest of an incomplete character can still complete a stop string.
         """

@@ -1,7 +1,7 @@
-"""What the server needs of a tokenizer, and prompts as token ids.
+"""Encoding of prompts to token ids, off the event loop.
 
-The event loop does neither: text is encoded on threads (the tokenizers library releases the interpreter's
-lock), and chat templates are rendered in worker processes, because a template's loop holds that lock.
+Text is encoded in threads, because the tokenizers library releases the interpreter's lock. Chat templates
+are rendered in worker processes, because a template's loop holds that lock.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from baton.core.config import ModelConfig
 from baton.core.errors import UserError
 from baton.http.bodies import PAUSE_S
-from baton.http.settings import DoorSettings
+from baton.http.settings import HttpSettings
 from baton.http.workers import Job, WorkerOutOfMemory, WorkerPool, WorkerTimeout
 from baton.server.protocol.completion import Prompt
 from baton.server.protocol.sampling import check_token_ids
@@ -22,22 +22,22 @@ T = TypeVar("T")
 
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "self"})
 MAX_CHARS_PER_TOKEN = 128  # The longest tokens of today's vocabularies; prompts have about four.
-MAX_BAD_WORDS_TOKENS = 1024  # Of all forms together; vLLM's.
-SHORT_CHARS = 4096  # Encoded at once, below a millisecond: cheaper than a change of threads.
-SHORT_TOKENS = 1024  # Decoded at once.
-LONG_TOKENS = 1 << 16  # Checked between two turns of the event loop: 2^20 take 24 ms.
+MAX_BAD_WORDS_TOKENS = 1024  # Of all forms together; vLLM's limit.
+SHORT_CHARS = 4096  # Encoded on the event loop in less than a millisecond, cheaper than in a thread.
+SHORT_TOKENS = 1024  # Decoded on the event loop.
+LONG_TOKENS = 1 << 16  # With a pause before and after the check: 2^20 ids take 24 ms.
 NUM_THREADS = 2  # A long text leaves one for the others.
 
 
 class Template(Protocol):
-    """`baton.engine.text.chat_template.ChatTemplate`."""
+    """Implemented by `baton.engine.text.chat_template.ChatTemplate`."""
 
     source: str
     special_tokens: dict[str, str]
 
 
 class Tokenizer(Protocol):
-    """`baton.engine.text.tokenizer.Tokenizer`, or a test's own."""
+    """Implemented by `baton.engine.text.tokenizer.Tokenizer` and by fakes in tests."""
 
     @property
     def chat_template(self) -> Template | None: ...
@@ -45,18 +45,18 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer: ...
     def token_text(self, token_id: int) -> str:
-        """One token for people, special ones included."""
+        """Return one token as readable text, including special tokens."""
 
 
 class PromptEncoder:
-    """Owns the encoding threads; `close` ends them. The worker processes are the caller's."""
+    """Encodes prompts. Owns the encoding threads, which `close` ends; the worker pool is the caller's."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         model: ModelConfig,
         workers: WorkerPool,
-        limits: DoorSettings = DoorSettings(),  # noqa: B008  It is frozen.
+        limits: HttpSettings = HttpSettings(),  # noqa: B008  It is frozen.
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = model.vocab_size
@@ -66,7 +66,7 @@ class PromptEncoder:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="encode")
 
     async def check_template(self) -> None:
-        """Compiles the model's chat template. Raises UserError for one that fails or costs too much."""
+        """Compile the model's chat template. Raises UserError if it fails or costs too much."""
         template = self._tokenizer.chat_template
         if template is None:
             return
@@ -79,7 +79,7 @@ class PromptEncoder:
     async def encode(
         self, prompt: Prompt, *, add_special_tokens: bool = True, field: str = "prompt"
     ) -> list[int]:
-        """Raises UserError."""
+        """Return the prompt as token ids. Raises UserError."""
         if not isinstance(prompt, str):
             await self._check_ids(prompt, field)
             return prompt
@@ -89,7 +89,7 @@ class PromptEncoder:
         )
 
     async def decode(self, token_ids: list[int], field: str, *, skip_special_tokens: bool = False) -> str:
-        """Raises UserError."""
+        """Return the text of token ids. Raises UserError."""
         await self._check_ids(token_ids, field)
         return await self._run(
             len(token_ids) * SHORT_CHARS // SHORT_TOKENS,
@@ -104,13 +104,16 @@ class PromptEncoder:
         variables: Mapping[str, Any] | None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """`variables` are the client's own for the template. Raises UserError.
+        """Render a chat with the model's template and encode it. Raises UserError.
 
-        The template writes the special tokens itself, so none are added.
+        `variables` are the client's own for the template. The template writes the special tokens, so none
+        are added.
         """
         variables = variables or {}
         for name in _RESERVED_VARIABLES & variables.keys():
-            raise UserError("has a meaning of its own in templates", field=f"chat_template_kwargs.{name}")
+            raise UserError(
+                "is reserved in templates; choose another name", field=f"chat_template_kwargs.{name}"
+            )
         template = self._tokenizer.chat_template
         if template is None:
             raise UserError("the model has no chat template; use /v1/completions", field="messages")
@@ -145,11 +148,11 @@ class PromptEncoder:
             await asyncio.sleep(PAUSE_S)
 
     async def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Each word as it stands at the beginning of a text, and within one. Raises UserError."""
+        """Encode each word, as at the beginning of a text and within one. Raises UserError."""
         return await self._run(sum(map(len, words)), lambda: bad_words_in_tokens(words, self._tokenizer))
 
     def _check_chars(self, num_chars: int, field: str) -> None:
-        """Refuses a text that is far too long before it is encoded: all requests share the threads."""
+        """Refuse a text that is far too long before it is encoded: all requests share the threads."""
         if num_chars > self._max_chars:
             raise UserError(
                 f"has {num_chars} characters; the model and this server take at most {self._max_chars}",
@@ -166,7 +169,10 @@ class PromptEncoder:
 
 
 def bad_words_in_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """As vLLM: a form with a space before counts if it begins with another token and is as long in tokens."""
+    """Encode bad words as vLLM does.
+
+    The form with a space before counts if it begins with another token and has as many tokens.
+    """
     forms: list[tuple[int, ...]] = []
     for index, word in enumerate(words):
         bare = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
@@ -182,7 +188,7 @@ def bad_words_in_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tup
 
 
 def check_room(token_ids: list[int], max_model_len: int, *, field: str) -> int:
-    """How many tokens fit after a prompt. Raises UserError when there is no room for one."""
+    """Return how many tokens fit after a prompt. Raises UserError if there is no room for one."""
     room = max_model_len - len(token_ids)
     if not token_ids:
         raise UserError("must have at least one token", field=field)
@@ -203,9 +209,10 @@ def check_length(
     max_field: str,
     is_truncated: bool = False,
 ) -> int:
-    """How many tokens may be generated. Raises UserError when the prompt leaves too little room.
+    """Return how many tokens may be generated. Raises UserError if the prompt leaves too little room.
 
-    A client that has its prompt truncated does not know its length: `max_tokens` is then cut to the room.
+    A client that has its prompt truncated does not know its length: `max_tokens` is then reduced to the
+    room.
     """
     room = check_room(token_ids, max_model_len, field=field)
     if max_tokens is None:

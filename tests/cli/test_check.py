@@ -1,4 +1,4 @@
-"""`baton check`: the table, the story, and an exit status that says which."""
+"""`baton check`: the table, the story, and the exit status."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_sound_connector_gets_a_table_of_all_rules(tmp_path: Path) -> None:
     assert "BROKEN" not in output
 
 
-def test_a_broken_one_gets_its_story_and_status_1() -> None:
+def test_a_broken_connector_gets_its_story_and_status_1() -> None:
     status, output = check("tests.testing.broken.answers:AsyncNothing", "--examples", "5")
     assert status == 1
     assert "BROKEN" in output
@@ -47,7 +47,7 @@ def test_a_broken_one_gets_its_story_and_status_1() -> None:
         (EXAMPLE, "--break-files", "/no/such/folder"),
     ],
 )
-def test_what_cannot_be_checked_is_said(arguments: tuple[str, ...]) -> None:
+def test_a_class_that_cannot_be_checked_is_reported(arguments: tuple[str, ...]) -> None:
     status, output = check(*arguments)
     assert status == 2
     assert "Invalid value" in output or "must" in output
@@ -71,7 +71,7 @@ def test_what_cannot_be_checked_is_said(arguments: tuple[str, ...]) -> None:
         ),
     ],
 )
-def test_a_module_without_a_connector_is_said_and_no_rule_is_blamed(
+def test_a_module_without_a_connector_is_reported_and_breaks_no_rule(
     source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.py").write_text(source)
@@ -83,22 +83,20 @@ def test_a_module_without_a_connector_is_said_and_no_rule_is_blamed(
 
 
 @pytest.mark.parametrize("path", [":", "mine:", ":Mine", "Mine"])
-def test_a_name_that_is_none_is_told_the_known_ones(path: str) -> None:
+def test_the_error_for_an_unknown_name_lists_the_known_ones(path: str) -> None:
     status, output = check(path)
     assert status == 2
     assert "package.module:Class" in output
     assert "BatonOffloadConnector" in output
 
 
-def test_a_constructor_that_needs_configuration_says_where_it_looked_for_it() -> None:
+def test_an_error_of_a_constructor_names_its_place() -> None:
     status, output = check(EXAMPLE, "--examples", "1")
     assert status == 1
     assert "starting raised KeyError: 'path' (prefix_store.py:" in output
 
 
-def test_a_connector_that_needs_a_gpu_is_not_called_broken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connector_that_needs_a_gpu_breaks_no_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "on_gpu.py").write_text(
         "import torch\n"
         "from baton.contract import NullSchedulerHalf, NullWorkerHalf, TwoHalves\n"
@@ -114,20 +112,20 @@ def test_a_connector_that_needs_a_gpu_is_not_called_broken(
     status, output = check("on_gpu:OnGpu", "--examples", "1")
     sys.modules.pop("on_gpu", None)
     assert status == 2
-    assert "cannot run here: it needs CUDA" in " ".join(output.replace("│", " ").split())
+    assert "needs CUDA, and torch finds no CUDA device" in " ".join(output.replace("│", " ").split())
 
 
-def test_files_that_break_are_a_store_that_breaks(tmp_path: Path) -> None:
+def test_cut_files_are_a_broken_store(tmp_path: Path) -> None:
     options = ("--config", f'{{"path": "{tmp_path}"}}', "--break-files", str(tmp_path), "--examples", "30")
     status, output = check(EXAMPLE, *options)
     assert status == 0, output
     assert re.search(r"failed-load-unreported +│ kept", output)
     status, output = check("tests.testing.folder_stores:SaysNothingOfBadFiles", *options)
     assert status == 1
-    assert "failed-load-unreported: What could not" in output
+    assert "failed-load-unreported: A failed load" in output
 
 
-def test_a_long_check_says_now_and_then_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_check_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.cli.check.TELL_EVERY_S", 0.0)
     status, output = check(EXAMPLE, "--config", f'{{"path": "{tmp_path}"}}', "--examples", "2")
     assert status == 0, output

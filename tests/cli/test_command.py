@@ -1,4 +1,4 @@
-"""The `baton` command: what it answers, and that its help costs nothing."""
+"""The `baton` command: output and exit status, and that help imports nothing heavy."""
 
 import subprocess
 import sys
@@ -46,7 +46,7 @@ def test_help_and_show_config_import_nothing_heavy() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_show_config_says_what_holds_and_why_and_starts_nothing() -> None:
+def test_show_config_prints_values_with_origins_and_starts_nothing() -> None:
     status, output = run("serve", "/nowhere", "--show-config", BATON_PORT="9", BATON_SECRET="x" * 20)
     assert status == 0
     assert 'model = "/nowhere"  # command line --model' in output
@@ -65,7 +65,7 @@ def test_show_config_says_what_holds_and_why_and_starts_nothing() -> None:
         (["model", "new", "{folder}", "--family", "gpt9"], ["family", "gpt9"]),
     ],
 )
-def test_what_cannot_work_exits_2_and_says_what_to_change(
+def test_wrong_settings_exit_with_2_and_advice(
     arguments: list[str], words: list[str], tmp_path: Path
 ) -> None:
     status, output = run(*(argument.replace("{folder}", str(tmp_path)) for argument in arguments))

@@ -1,4 +1,4 @@
-"""The demonstration of connectors that keep KV: what it starts, whom it asks, and what it calls good."""
+"""Demo of connectors that store KV: the processes it starts, the requests it sends, and its verdict."""
 
 import io
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ def test_one_engine_stores_for_itself() -> None:
     engine, single = planned.engines
     assert names(engine.transfer_config) == ["BatonOffloadConnector"]
     assert NO_PREFIX_CACHE in engine.command()
-    assert NO_PREFIX_CACHE not in single.command(), "it answers as an engine does that nobody has changed"
+    assert NO_PREFIX_CACHE not in single.command(), "the reference engine keeps its prefix cache"
     assert single.transfer_config is None
     assert planned.first_url == planned.second_url == engine.url
 
@@ -77,9 +77,9 @@ def test_both_engines_of_a_pair_store_and_hand_over(mode: str, handoff: str) -> 
     [
         (["--connector", "nonsense"], "must be one of pull, push, offload, shared-storage, multi"),
         (["--connector", "push", "--mode", "pull"], "is 'push', and --mode is 'pull'"),
-        (["--connector", "offload", "--mode", "pull"], "hands nothing over"),
-        (["--connector", "multi", "--prefill-tp", "2"], "engines that are alike"),
-        (["--connector", "pull", "--stream", "layer"], "is a setting of --mode push"),
+        (["--connector", "offload", "--mode", "pull"], "transfers no KV between engines"),
+        (["--connector", "multi", "--prefill-tp", "2"], "needs equal engines"),
+        (["--connector", "pull", "--stream", "layer"], "is only for --mode push"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: list[str], complaint: str) -> None:
@@ -102,7 +102,7 @@ def test_a_row_fits_into_eighty_columns_uncut() -> None:
     row = ["20", "below", "one", "block", "2,600", "123.5", "MB", "1234", "123.5", "MB", "123", "yes"]
     assert row in [line.split() for line in text.splitlines()]
     assert "20 of 20 answers equal" in text
-    assert "20 prompts came back out of store" in text
+    assert "20 prompts were loaded from the store" in text
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_row_fits_into_eighty_columns_uncut() -> None:
         (replace(GOOD, second=Answer((1, 2, 3), 1.0, {"pull": 5})), "#1 was not loaded"),
     ],
 )
-def test_what_is_not_good_is_named(outcome: RoundsOutcome, complaint: str) -> None:
+def test_a_bad_outcome_is_named(outcome: RoundsOutcome, complaint: str) -> None:
     assert not outcome.is_good
     text = " ".join(shown(outcome).split())
     assert complaint in text

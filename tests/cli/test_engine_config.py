@@ -1,4 +1,4 @@
-"""From settings and a checkpoint to what the engine is told."""
+"""Conversion of settings and a checkpoint to the engine's configuration."""
 
 from pathlib import Path
 from typing import Any

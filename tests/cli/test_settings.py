@@ -1,4 +1,4 @@
-"""Settings: which origin wins, what is refused, and that the secret stays one."""
+"""Settings: precedence of origins, refusals, and protection of the secret."""
 
 import os
 from contextlib import suppress
@@ -111,12 +111,12 @@ def test_a_bad_value_names_setting_and_origin(
         ('[server]\nport = "x"\n', ["port", "file"]),
     ],
 )
-def test_a_typing_error_in_the_file_is_no_silent_default(tmp_path: Path, text: str, words: list[str]) -> None:
+def test_a_typing_error_in_the_file_is_refused(tmp_path: Path, text: str, words: list[str]) -> None:
     message = refusal(config_file=write(tmp_path, text))
     assert all(word in message for word in words), message
 
 
-def test_text_from_the_environment_becomes_what_the_setting_is() -> None:
+def test_text_from_the_environment_gets_the_type_of_the_setting() -> None:
     environment = {
         "BATON_ENABLE_PREFIX_CACHING": "false",
         "BATON_SHUTDOWN_TIMEOUT_S": "1.5",
@@ -134,7 +134,7 @@ def test_text_from_the_environment_becomes_what_the_setting_is() -> None:
         ("BATON_FROBNICATE", "unset it"),
     ],
 )
-def test_a_misspelt_variable_is_refused_with_the_name_that_was_meant(name: str, hint: str) -> None:
+def test_a_misspelt_variable_is_refused_with_a_suggestion(name: str, hint: str) -> None:
     message = refusal(environment={name: "1"})
     assert name in message
     assert hint in message
@@ -154,15 +154,15 @@ def test_variables_of_other_commands_are_left_alone() -> None:
         ({"tensor_parallel_size": 2}, "# executor: multiprocess (default for 2 ranks)"),
     ],
 )
-def test_what_holds_without_a_value_is_shown(given: dict[str, Any], line: str) -> None:
+def test_defaults_are_shown(given: dict[str, Any], line: str) -> None:
     assert line in show_config(resolve(given, environment=STATE)).splitlines()
 
 
-def test_an_empty_variable_is_as_good_as_none() -> None:
+def test_an_empty_variable_counts_as_unset() -> None:
     assert resolve({}, environment={"BATON_PORT": ""}).settings.port == 8000
 
 
-def test_the_secret_comes_from_the_environment_or_a_file_and_a_typed_file_goes_first(tmp_path: Path) -> None:
+def test_a_secret_file_on_the_command_line_precedes_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text(f"{SECRET} of the file\n")
     environment = {"BATON_SECRET": SECRET}
@@ -184,7 +184,7 @@ def test_the_secret_is_never_shown(tmp_path: Path) -> None:
         assert "***" in shown
 
 
-def test_what_is_shown_is_a_file_that_says_the_same(tmp_path: Path) -> None:
+def test_the_output_of_show_config_is_a_file_with_the_same_settings(tmp_path: Path) -> None:
     given = {
         "model": 'a "b" é',
         "port": 1,

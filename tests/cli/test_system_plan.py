@@ -1,4 +1,4 @@
-"""What `baton up` and `baton demo` will start, before they do."""
+"""Plans of `baton up` and `baton demo`: the processes they will start."""
 
 import json
 from pathlib import Path

@@ -16,7 +16,7 @@ from baton.core.errors import UserError
 from baton.engine.checkpoints.architecture import parse_architecture
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.text.tokenizer import MAX_GROWTH, Tokenizer
-from baton.http.settings import DoorSettings
+from baton.http.settings import HttpSettings
 from baton.http.workers import WorkerPool
 from baton.server.tokens import PromptEncoder
 from tests.server.fakes import model_config
@@ -106,7 +106,7 @@ def test_a_template_that_never_ends_is_refused_at_start(folder: Path, template: 
     change(folder / "tokenizer_config.json", chat_template=template)
     workers = WorkerPool(1)
     encoder = PromptEncoder(
-        Tokenizer.from_folder(folder), model_config(), workers, DoorSettings(admission_s=0.3)
+        Tokenizer.from_folder(folder), model_config(), workers, HttpSettings(admission_s=0.3)
     )
     try:
         with pytest.raises(UserError, match=r"chat_template: cannot be compiled and rendered"):

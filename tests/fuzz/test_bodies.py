@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import UserError
-from baton.http.settings import DoorSettings
+from baton.http.settings import HttpSettings
 from baton.router import legs
 from baton.server.protocol.chat import ChatRequest
 from baton.server.protocol.completion import CompletionRequest
@@ -58,7 +58,7 @@ bodies = st.fixed_dictionaries(
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LiveServer]:
     with (
-        service_around(ScriptedEngine(answer="b"), limits=DoorSettings()) as service,
+        service_around(ScriptedEngine(answer="b"), limits=HttpSettings()) as service,
         LiveServer(service) as server,
     ):
         yield server

@@ -15,7 +15,7 @@ from baton.connectors.offload.settings import OffloadSettings
 from baton.connectors.pull.settings import PullSettings
 from baton.connectors.push.settings import PushSettings
 from baton.connectors.shared_storage.settings import CHUNK_TOKENS, StorageSettings
-from baton.http.settings import DoorLimits
+from baton.http.settings import HttpLimits
 from baton.router.settings import RouterSettings
 from baton.vllm_plugin.settings import PluginSettings
 from tests.golden.golden import check
@@ -23,7 +23,7 @@ from tests.golden.shapes import fields
 
 KINDS: dict[str, type[msgspec.Struct]] = {
     "baton serve": ServeSettings,
-    "baton serve --limits, baton route --limits": DoorLimits,
+    "baton serve --limits, baton route --limits": HttpLimits,
     "the router": RouterSettings,
     "BatonPullConnector": PullSettings,
     "BatonPushConnector": PushSettings,

@@ -13,18 +13,18 @@ from baton.http.bodies import Bodies, ClientGone
 from baton.http.connections import server_config
 from baton.http.errors import ApiError
 from baton.http.gate import send_error
-from baton.http.settings import DoorSettings
+from baton.http.settings import HttpSettings
 from baton.http.workers import WorkerPool
 
 DEADLINE_S = 60.0
-SOON_S = 0.05  # A deadline that is to pass.
+SOON_S = 0.05  # A deadline that must pass.
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
 class Server(uvicorn.Server):
     """Answers each body with its length."""
 
-    def __init__(self, settings: DoorSettings) -> None:
+    def __init__(self, settings: HttpSettings) -> None:
         self.workers = WorkerPool()
         self.bodies = Bodies(settings, self.workers)
         self.is_up = asyncio.Event()
@@ -68,7 +68,7 @@ class Server(uvicorn.Server):
 
 @asynccontextmanager
 async def serving(**settings: Any) -> AsyncIterator[Server]:
-    server = Server(DoorSettings(**settings))
+    server = Server(HttpSettings(**settings))
     task = asyncio.create_task(server.serve())
     await server.is_up.wait()
     try:
@@ -98,7 +98,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def ended(reader: asyncio.StreamReader) -> bytes:
-    """What came before the server closed the connection."""
+    """Return what came before the server closed the connection."""
     received = bytearray()
     try:
         while chunk := await reader.read(1 << 16):

@@ -19,7 +19,7 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, {DESCRIPTORS}))
 import logging, socket, uvicorn
 from baton.http.connections import server_config
-from baton.http.settings import DoorSettings
+from baton.http.settings import HttpSettings
 
 logging.basicConfig(level="INFO")
 
@@ -31,7 +31,7 @@ listener = socket.socket()
 listener.bind(("127.0.0.1", 0))
 listener.listen()
 print(listener.getsockname()[1], flush=True)
-config = server_config(app, DoorSettings(header_s=600), log_config=None, lifespan="off")
+config = server_config(app, HttpSettings(header_s=600), log_config=None, lifespan="off")
 uvicorn.Server(config).run(sockets=[listener])
 """
 

@@ -1,4 +1,4 @@
-"""Nothing that one client sends stops the streams of others: attacks, and the longest turn of the event loop.
+"""Attacks by one client do not stop the streams of others: measures the longest iteration of the event loop.
 
 Each attack stopped the loop for 0.3 s to 170 s before bodies and templates had budgets.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from baton.http.settings import DoorSettings
+from baton.http.settings import HttpSettings
 from benchmarks.stalls import ATTACKS, JSON, Attack
 from tests.server.fakes import LiveApp, LiveServer, ScriptedEngine, router_before, service_around
 
@@ -20,7 +20,7 @@ LIMIT_S = 0.2  # The goal is 0.05 on a quiet machine; processor time doubles whe
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LiveServer]:
-    limits = DoorSettings(render_s=0.3)
+    limits = HttpSettings(render_s=0.3)
     with service_around(ScriptedEngine(answer="b"), limits=limits) as service, LiveServer(service) as server:
         yield server
 
@@ -59,7 +59,7 @@ def test_an_attack_leaves_the_engines_loop_free(engine: LiveServer, name: str) -
     assert longest_s < LIMIT_S
 
 
-ON_ROUTER = (  # Those that its own code meets; it only passes the others on.
+ON_ROUTER = (  # Attacks that its own code handles; it only passes on the others.
     "2^20 token ids",
     "400,000 keys",
     "400,000 keys at the top",

@@ -54,7 +54,7 @@ def test_memory_is_bounded(pool: WorkerPool) -> None:
         answer(pool, Job("builtins:eval", 5.0), "len('a' * 10**10)")
 
 
-def test_a_job_that_fails_says_how(pool: WorkerPool) -> None:
+def test_a_failed_job_reports_its_error(pool: WorkerPool) -> None:
     with pytest.raises(WorkerFailed, match="ZeroDivisionError"):
         answer(pool, Job("builtins:eval", 5.0), "1/0")
 

@@ -8,7 +8,7 @@ import pytest
 from starlette.responses import JSONResponse
 
 from baton.core.errors import ConfigError
-from baton.http.settings import DoorSettings
+from baton.http.settings import HttpSettings
 from baton.router.errors import LegFailure
 from baton.router.fleet import Engine, Fleet, Prober
 from baton.router.policies import RoutedRequest
@@ -215,8 +215,8 @@ def test_the_admin_port_replaces_the_port(address: str, admin: str) -> None:
 def test_engines_get_their_own_key_and_never_the_routers() -> None:
     async def main() -> None:
         decode = FakeEngine(answers)
-        doors = DoorSettings(api_keys=("key-of-router",))
-        async with system([FakeEngine(lends)], [decode], doors=doors, engine_api_key="key-of-engine") as s:
+        http = HttpSettings(api_keys=("key-of-router",))
+        async with system([FakeEngine(lends)], [decode], doors=http, engine_api_key="key-of-engine") as s:
             s.client.headers["Authorization"] = "Bearer wrong"
             assert (await s.complete()).status_code == 401
             s.client.headers["Authorization"] = "Bearer key-of-router"

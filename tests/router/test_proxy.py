@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 import baton
-from baton.http.settings import DoorSettings
+from baton.http.settings import HttpSettings
 from baton.router.settings import LegTimeouts
 from tests.router.fakes import (
     JSON,
@@ -241,7 +241,7 @@ def test_a_null_ticket_is_no_ticket() -> None:
 def test_a_body_over_the_limit_gets_413() -> None:
     async def main() -> None:
         async with system(
-            [FakeEngine(lends)], [FakeEngine(answers)], doors=DoorSettings(max_body_bytes=100)
+            [FakeEngine(lends)], [FakeEngine(answers)], doors=HttpSettings(max_body_bytes=100)
         ) as s:
             answer = await s.complete(prompt="x" * 100)
         assert answer.status_code == 413
@@ -252,7 +252,7 @@ def test_a_body_over_the_limit_gets_413() -> None:
 
 def test_a_body_that_never_comes_gets_408() -> None:
     async def main() -> None:
-        async with system([FakeEngine(lends)], [FakeEngine(answers)], doors=DoorSettings(body_s=SOON)) as s:
+        async with system([FakeEngine(lends)], [FakeEngine(answers)], doors=HttpSettings(body_s=SOON)) as s:
             reader, writer = await asyncio.open_connection(s.client.base_url.host, s.client.base_url.port)
             writer.write(
                 b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n"

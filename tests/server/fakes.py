@@ -26,13 +26,13 @@ from baton.engine.core.client import EngineDeadError
 from baton.engine.text.chat_template import ChatTemplate
 from baton.http.bodies import Bodies
 from baton.http.connections import server_config
-from baton.http.settings import DoorSettings
+from baton.http.settings import HttpSettings
 from baton.http.workers import WorkerPool
 from baton.router.app import Router
 from baton.router.settings import RouterSettings
 from baton.server.app import build_app
 from baton.server.metrics import ServerMetrics
-from baton.server.service import Service, core_door
+from baton.server.service import Service, check_common_params
 from baton.server.tokens import PromptEncoder
 
 EOS = 0
@@ -40,13 +40,13 @@ SPECIAL = {EOS: "<eos>", 1: "<user>", 2: "<assistant>"}
 VOCAB_SIZE = 0x3000
 MAX_MODEL_LEN = 200
 JSON = {"Content-Type": "application/json"}
-TURN_S = 0.001  # Between two looks at the loop.
+LOOK_EVERY_S = 0.001  # Between two looks at the loop.
 WAIT_S = 60.0  # Far more than anything here takes; a test that needs it has failed.
 
 
 TEMPLATE = (
     "{% if spin %}{% for i in range(spin) %}{% for j in range(spin) %}{% endfor %}{% endfor %}{% endif %}"
-    # Refuses with all that it was given, for tests to see.
+    # Refuses with all its input in the text, for tests to read.
     "{% if shows_input %}{{ raise_exception({'messages': messages, 'tools': tools, 'documents': documents, "
     "'reasoning_effort': reasoning_effort|default(none), 'enable_thinking': enable_thinking|default(none)}"
     "|tojson) }}{% endif %}"
@@ -80,7 +80,7 @@ class CharacterTokenizer:
 
 
 class CharacterText:
-    """Tokens above 0x2000 are halves of characters: nothing until the second one is there."""
+    """Tokens above 0x2000 are halves of characters: no text until the second half."""
 
     def __init__(self, tokenizer: CharacterTokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -113,7 +113,7 @@ class ScriptedEngine:
     answer: str | Callable[[EngineRequest], str] = "Hello, world!"
     end_with_eos: bool = True
     gate: asyncio.Event | None = None
-    loans: asyncio.Event | None = None  # Set once they are returned; a drain waits for it.
+    loans: asyncio.Event | None = None  # Set when the loans are returned; a drain waits for it.
     failure: EngineOutput | None = None  # Its fields replace those of output number `fail_at`.
     fail_at: int = 0
     transfer_params: dict[str, Any] | None = None
@@ -123,9 +123,9 @@ class ScriptedEngine:
     num_transferred_tokens: int = 0
     on_stats: Callable[[SchedulerStats], None] | None = None
     requests: list[EngineRequest] = field(default_factory=list)
-    events: list[str] = field(default_factory=list)  # What happened, in order.
+    events: list[str] = field(default_factory=list)  # Events in order.
     taken_back: list[dict[str, Any]] = field(default_factory=list)
-    was_asked: asyncio.Event = field(default_factory=asyncio.Event)  # The first request is here.
+    was_asked: asyncio.Event = field(default_factory=asyncio.Event)  # Set when the first request arrives.
     _dead: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -259,7 +259,7 @@ def model_config(**changes: Any) -> ModelConfig:
 def service_around(engine: ScriptedEngine, **changes: Any) -> Iterator[Service]:
     tokenizer = CharacterTokenizer()
     workers = WorkerPool()
-    limits = changes.get("limits", DoorSettings())
+    limits = changes.get("limits", HttpSettings())
     encoder = PromptEncoder(tokenizer, model_config(), workers, limits)
     fields: dict[str, Any] = {
         "engine": engine,
@@ -277,7 +277,7 @@ def service_around(engine: ScriptedEngine, **changes: Any) -> Iterator[Service]:
 
 
 class QuietServer(uvicorn.Server):
-    """Says when it is up; leaves the test's signals alone."""
+    """Reports when it is up; leaves the test's signals alone."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -299,7 +299,7 @@ class QuietServer(uvicorn.Server):
 class LiveApp:
     """An application at a real server on a loopback port, in a thread with a loop of its own."""
 
-    def __init__(self, app: Any, limits: DoorSettings, *, lifespan: Literal["on", "off"] = "off") -> None:
+    def __init__(self, app: Any, limits: HttpSettings, *, lifespan: Literal["on", "off"] = "off") -> None:
         config = server_config(
             app, limits, port=0, log_config=None, lifespan=lifespan, timeout_graceful_shutdown=5
         )
@@ -326,7 +326,7 @@ class LiveApp:
         return self._server.url
 
     def call(self, function: Callable[[], Any]) -> None:
-        """In the server's loop, where the engine's events live."""
+        """Run in the server's loop, where the engine's events are."""
         self._loop.call_soon_threadsafe(function)
 
     def client(self) -> httpx.Client:
@@ -334,7 +334,7 @@ class LiveApp:
 
     @contextmanager
     def longest_turn(self) -> Iterator[list[float]]:
-        """Afterwards the list holds the most processor seconds that the loop spent between two turns.
+        """Measure the most processor seconds between two looks at the loop; the list holds them at the end.
 
         A stream of tokens stands still for as long. Processor time, not wall-clock time: a machine that is
         busy with other work does not count.
@@ -344,7 +344,7 @@ class LiveApp:
         async def tick() -> None:
             last_s = time.thread_time()
             while True:
-                await asyncio.sleep(TURN_S)
+                await asyncio.sleep(LOOK_EVERY_S)
                 now_s = time.thread_time()
                 longest[0] = max(longest[0], now_s - last_s)
                 last_s = now_s
@@ -364,9 +364,9 @@ class LiveServer(LiveApp):
         self.service = service
 
     def reset(self, engine: ScriptedEngine) -> None:
-        """Between tests, when nothing runs."""
+        """Reset between tests, when no request runs."""
         self.service.engine = engine
-        self.service.door = core_door
+        self.service.check_params = check_common_params
         self.service.is_draining = False
         self.service.metrics = ServerMetrics("toy")
         engine.on_stats = self.service.metrics.observe_stats

@@ -47,7 +47,7 @@ def test_without_a_limit_the_answer_may_fill_the_context(http: httpx.Client, eng
     assert engine.requests[0].sampling_params.max_tokens == 200 - 4
 
 
-def test_the_new_name_of_max_tokens_goes_first(http: httpx.Client) -> None:
+def test_the_new_name_of_max_tokens_takes_precedence(http: httpx.Client) -> None:
     assert post(http, max_tokens=5, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
     assert post(http, max_tokens=5)["usage"]["completion_tokens"] == 5
     assert refusal(http, max_completion_tokens=500) == (400, "max_completion_tokens")
@@ -98,7 +98,7 @@ def test_top_logprobs_need_logprobs(http: httpx.Client) -> None:
     assert refusal(http, logprobs=True, top_logprobs=21) == (400, "top_logprobs")
 
 
-def test_what_would_change_the_answer_and_is_not_supported_is_refused(http: httpx.Client) -> None:
+def test_unsupported_fields_that_change_the_answer_are_refused(http: httpx.Client) -> None:
     assert refusal(http, tools=[{"type": "function"}]) == (400, "tools[0].function")
     assert refusal(http, response_format={"type": "json_object"}) == (400, "response_format")
     assert refusal(http, chat_template="{{ x }}") == (400, "chat_template")

@@ -20,7 +20,7 @@ def post(http: httpx.Client, **body: Any) -> dict[str, Any]:
 
 
 def stream(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
-    """The events, without [DONE]."""
+    """Return the events without [DONE]."""
     body = {"model": "toy", "prompt": "Say", "stream": True, **body}
     with http.stream("POST", "/v1/completions", json=body) as answer:
         lines = [line for line in answer.iter_lines() if line]
@@ -60,7 +60,7 @@ def test_sixteen_tokens_unless_told_otherwise(http: httpx.Client, engine: Script
 def test_a_stream_shows_the_same_text_in_pieces(http: httpx.Client) -> None:
     events = stream(http, max_tokens=50)
     assert text_of(events) == "Hello, world!"
-    assert len(events) == 14  # The end-of-sequence token shows no text but says how it ended.
+    assert len(events) == 14  # The end-of-sequence token has no text but a finish reason.
     assert [event["choices"][0]["finish_reason"] for event in events] == [None] * 13 + ["stop"]
     assert all("usage" not in event for event in events)
 
@@ -110,12 +110,12 @@ def test_a_stop_string_ends_the_text_and_the_engine_request(
 
 
 def test_text_that_may_become_a_stop_string_is_held_back_in_a_stream(http: httpx.Client) -> None:
-    events = stream(http, stop=["lo, W"], max_tokens=50)  # Nearly.
+    events = stream(http, stop=["lo, W"], max_tokens=50)  # Almost a stop string.
     assert [event["choices"][0]["text"] for event in events][:4] == ["H", "e", "l", "lo, w"]
     assert text_of(events) == "Hello, world!"
 
 
-def test_min_tokens_is_heeded_by_stop_strings(http: httpx.Client) -> None:
+def test_stop_strings_respect_min_tokens(http: httpx.Client) -> None:
     assert post(http, stop="l", min_tokens=6, max_tokens=50)["choices"][0]["text"] == "Hello, wor"
 
 
@@ -159,7 +159,7 @@ def test_logprobs_are_parallel_lists(http: httpx.Client) -> None:
     assert chosen_only["top_logprobs"] == [{"H": -0.5}]
 
 
-def test_offsets_go_on_from_chunk_to_chunk(http: httpx.Client) -> None:
+def test_offsets_continue_from_chunk_to_chunk(http: httpx.Client) -> None:
     events = stream(http, max_tokens=3, logprobs=1)
     assert [event["choices"][0]["logprobs"]["text_offset"] for event in events] == [[0], [1], [2]]
 
@@ -209,7 +209,7 @@ def test_bans_reach_the_engine_as_tokens(http: httpx.Client, engine: ScriptedEng
     post(http, allowed_token_ids=[72, 5, 72], bad_words=["ab", " c", "ab"])
     params = engine.requests[0].sampling_params
     assert params.allowed_token_ids == (5, 72)
-    # One token a character: a form with a space before is longer, so it is not another form.
+    # One token per character: the form with a space before is longer, so it is not added.
     assert params.bad_words_token_ids == ((97, 98), (99,))
 
 
@@ -230,7 +230,7 @@ def test_a_prompt_is_truncated(
 ) -> None:
     answer = post(http, echo=True, max_tokens=2, **fields)
     assert engine.requests[0].prompt_token_ids == [ord(c) for c in kept]
-    assert answer["choices"][0]["text"] == kept + "He", "the echo is what the model has seen"
+    assert answer["choices"][0]["text"] == kept + "He", "the echo must be the truncated prompt"
     assert answer["usage"]["prompt_tokens"] == len(kept)
 
 

@@ -1,4 +1,4 @@
-"""One line an interval says what the connector did; a silent one says nothing."""
+"""One log line per interval with the connector's statistics; no line without counts."""
 
 import logging
 from collections.abc import Callable
@@ -49,13 +49,13 @@ def test_an_interval_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     (line,) = caplog.messages
     assert line.startswith("KV connector: 0 transfers")
     assert "7 loans" in line
-    assert not timers.due, "nothing new, nothing to say"
+    assert not timers.due, "no line without new counts"
     log.observe(loans(1))
     timers.run()
     assert "1 loans" in caplog.messages[-1]
 
 
-def test_what_is_left_at_the_end_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_remaining_counts_are_logged_once_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     timers = Timers()
     log = ConnectorLog(PullStats, later=timers)
     log.observe(loans(3))
@@ -64,7 +64,7 @@ def test_what_is_left_at_the_end_is_said_once(caplog: pytest.LogCaptureFixture) 
     assert len(caplog.messages) == 1
 
 
-def test_what_a_connector_raises_costs_it_its_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_the_connector_costs_only_its_line(caplog: pytest.LogCaptureFixture) -> None:
     def build(raw: dict[str, Any]) -> KVConnectorStats:
         raise KeyError("not mine")
 

@@ -1,4 +1,4 @@
-"""A client that goes away ends its engine requests, whatever they are doing."""
+"""A client that disconnects ends its engine requests in any state."""
 
 import asyncio
 import logging
@@ -125,7 +125,7 @@ LENDING = {"prompt": "a", "max_tokens": 1, "kv_transfer_params": {"do_remote_dec
 
 
 def when(is_so: Callable[[], bool], event: asyncio.Event) -> None:
-    """Sets the event in the turn of the loop in which the condition holds."""
+    """Set the event in the loop iteration in which the condition holds."""
     if is_so():
         event.set()
     else:
@@ -135,7 +135,7 @@ def when(is_so: Callable[[], bool], event: asyncio.Event) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("num_turns", range(12))
 def test_a_client_that_leaves_around_the_last_output_leaves_no_loan(stream: bool, num_turns: int) -> None:
-    """Whatever the turn of the loop: the loan is taken back, or the answer with its ticket has been sent."""
+    """In any iteration of the loop: the loan is taken back, or the answer with its ticket has been sent."""
 
     async def main() -> None:
         engine = ScriptedEngine(transfer_params=LENT)

@@ -1,4 +1,4 @@
-"""Whatever goes wrong is told in OpenAI's shape, with the right status, and costs only its own request."""
+"""Every error has OpenAI's format and the right status, and affects only its own request."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from baton.engine.api import EngineOutput, RequestError, SchedulerStats
-from baton.http.settings import DoorSettings
+from baton.http.settings import HttpSettings
 from baton.server.app import build_app
 from baton.server.tokens import MAX_CHARS_PER_TOKEN
 from tests.server.fakes import JSON, MAX_MODEL_LEN, VOCAB_SIZE, LiveServer, ScriptedEngine, service_around
@@ -73,7 +73,7 @@ def test_an_unknown_path_and_method_have_the_same_shape(http: httpx.Client) -> N
         ({"top_k": 10**4000}, "top_k"),
     ],
 )
-def test_what_cannot_run_is_refused_at_the_door(
+def test_requests_that_cannot_run_are_refused_before_the_engine(
     http: httpx.Client, engine: ScriptedEngine, body: dict[str, Any], field: str
 ) -> None:
     assert error(complete(http, **body), 400)["param"] == field
@@ -97,7 +97,7 @@ def test_a_body_beyond_the_limit_is_413_and_not_read_to_its_end(engine: Scripted
         assert error(answer, 413)["code"] == "body_too_large"
 
     asyncio.run(main())
-    assert num_read == DoorSettings().max_body_bytes // (1 << 20) + 1
+    assert num_read == HttpSettings().max_body_bytes // (1 << 20) + 1
 
 
 def test_the_engines_refusal_is_400_and_its_failure_500(http: httpx.Client, engine: ScriptedEngine) -> None:
@@ -167,11 +167,11 @@ def test_an_engine_without_its_connector_is_unhealthy_and_still_answers(
     live.call(lambda: live.service.metrics.observe_stats(SchedulerStats(kv_connector_retired=True)))
     unhealthy = error(http.get("/health"), 503)
     assert unhealthy["code"] == "connector_retired"
-    assert "KV connector failed for good" in unhealthy["message"]
+    assert "KV connector has failed permanently" in unhealthy["message"]
     assert complete(http).status_code == 200
 
 
-def test_an_engine_that_is_not_ready_says_why_and_its_requests_wait(
+def test_an_engine_that_is_not_ready_reports_why_and_its_requests_wait(
     live: LiveServer, http: httpx.Client, engine: ScriptedEngine
 ) -> None:
     engine.unready_reason = "the engine starts its ranks anew: rank 1 is gone"

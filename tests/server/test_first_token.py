@@ -1,4 +1,4 @@
-"""One answer from two engines: what P sends, what D sends, and how their streams fit together."""
+"""One answer from two engines: the streams of P and D, and how they fit together."""
 
 import json
 from typing import Any
@@ -32,7 +32,7 @@ def text_of(found: list[dict[str, Any]]) -> str:
     return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
 
 
-def test_p_ends_behind_the_first_token_and_says_that_the_answer_goes_on(
+def test_p_ends_after_the_first_token_and_marks_the_answer_as_unfinished(
     http: httpx.Client, engine: ScriptedEngine
 ) -> None:
     engine.transfer_params = LENT
@@ -64,7 +64,7 @@ def test_whole_answers_go_the_same_way(http: httpx.Client, engine: ScriptedEngin
     assert answer.json()["kv_transfer_params"] == LENT
 
 
-def test_an_answer_of_one_token_is_whole_and_nothing_is_lent_for_it(
+def test_an_answer_of_one_token_is_complete_and_lends_nothing(
     http: httpx.Client, engine: ScriptedEngine
 ) -> None:
     (chunk,) = chunks(http, max_tokens=1, kv_transfer_params=P_LEG)
@@ -74,7 +74,7 @@ def test_an_answer_of_one_token_is_whole_and_nothing_is_lent_for_it(
         "/v1/chat/completions",
         messages=[{"role": "user", "content": "a" * (MAX_MODEL_LEN - 3)}],
         kv_transfer_params=P_LEG,
-    )  # As many tokens as the model takes.
+    )  # As many tokens as the model supports.
     assert [request.kv_transfer_params for request in engine.requests] == [None, None]
 
 
@@ -94,13 +94,13 @@ def test_a_first_token_that_ends_the_answer_ends_it_at_p(
     assert choice["stop_reason"] == stop_reason
     assert choice["text"] == ""
     assert "kv_transfer_params" not in chunk
-    assert engine.taken_back == [LENT], "nobody goes on behind it, so nobody comes for its KV"
+    assert engine.taken_back == [LENT], "no engine continues it, so its KV must be taken back"
 
 
 def test_what_continues_elsewhere_stays_lent(http: httpx.Client, engine: ScriptedEngine) -> None:
     engine.transfer_params = LENT
     chunks(http, max_tokens=9, kv_transfer_params=P_LEG)
-    engine.answer = "\0"  # A proxy that asks for no first token sends the second leg in any case.
+    engine.answer = "\0"  # A proxy that asks for no first token always sends the second leg.
     leg = {"do_remote_decode": True}
     assert chunks(http, max_tokens=1, kv_transfer_params=leg)[-1]["kv_transfer_params"] == LENT
     assert engine.taken_back == []
@@ -135,9 +135,7 @@ def test_ps_first_chunk_and_ds_later_ones_are_the_text_of_one_engine(
     assert joined[-1]["choices"][0]["finish_reason"] == whole[-1]["choices"][0]["finish_reason"]
 
 
-def test_the_wish_must_be_a_flag_and_stands_for_one_answer(
-    http: httpx.Client, engine: ScriptedEngine
-) -> None:
+def test_the_flag_must_be_a_bool_and_is_for_one_answer(http: httpx.Client, engine: ScriptedEngine) -> None:
     def refused(**body: Any) -> str:
         answer = http.post("/v1/completions", json={"prompt": "a", **body})
         assert answer.status_code == 400
@@ -149,14 +147,14 @@ def test_the_wish_must_be_a_flag_and_stands_for_one_answer(
     assert not engine.requests
 
 
-def test_without_a_transfer_the_wish_only_names_the_first_token(http: httpx.Client) -> None:
+def test_without_a_transfer_the_flag_only_names_the_first_token(http: httpx.Client) -> None:
     found = chunks(http, max_tokens=3, kv_transfer_params={"baton_first_token": True})
     assert [chunk["choices"][0].get("token_ids") for chunk in found] == [[ord("H")], None, None]
     assert found[-1]["choices"][0]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_d_writes_on_behind_a_token_that_was_said_elsewhere(
+def test_d_continues_after_a_token_of_another_engine(
     http: httpx.Client, engine: ScriptedEngine, is_stream: bool
 ) -> None:
     """As in the middle of an answer: here, the second half of a character."""
@@ -167,7 +165,7 @@ def test_d_writes_on_behind_a_token_that_was_said_elsewhere(
     else:
         assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "€!"
     (request,) = engine.requests
-    assert request.prompt_token_ids == [72, 0x2001], "to the engine it is prompt"
+    assert request.prompt_token_ids == [72, 0x2001], "for the engine it is part of the prompt"
     assert text_of(chunks(http, prompt=body["prompt"], max_tokens=9)) != "€!"
 
 
@@ -179,7 +177,7 @@ def test_d_writes_on_behind_a_token_that_was_said_elsewhere(
         {"kv_transfer_params": {"baton_goes_on": True, "baton_first_token": True}},
     ],
 )
-def test_what_goes_on_is_one_answer_that_has_begun(
+def test_a_continuation_is_one_answer_with_a_first_token(
     http: httpx.Client, engine: ScriptedEngine, body: dict[str, Any]
 ) -> None:
     answer = http.post("/v1/completions", json={"prompt": "a", **body})

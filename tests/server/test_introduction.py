@@ -1,4 +1,4 @@
-"""`GET /baton/introduction`: who this engine is to the others of its cluster."""
+"""`GET /baton/introduction`: the identity of this engine for its cluster."""
 
 import asyncio
 import re
@@ -41,11 +41,11 @@ def test_an_engine_with_a_connector_is_introduced(text: str | None) -> None:
     )
 
 
-def test_one_without_is_not() -> None:
+def test_an_engine_without_a_connector_is_not_introduced() -> None:
     assert asyncio.run(introduce(config(None), ScriptedEngine(introduces_as="signed"))) is None
 
 
-def test_a_router_reads_it_over_http_as_it_is_now_or_hears_404(
+def test_a_router_reads_the_current_introduction_or_gets_404(
     http: httpx.Client, live: LiveServer, engine: ScriptedEngine
 ) -> None:
     assert http.get("/baton/introduction").status_code == 404
@@ -77,7 +77,7 @@ def test_engines_see_that_they_share_a_secret_and_nothing_of_it() -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, None),
     ],
 )
-def test_every_answer_tells_a_router_what_was_loaded(
+def test_every_answer_has_the_header_with_loaded_tokens(
     http: httpx.Client,
     engine: ScriptedEngine,
     path: str,

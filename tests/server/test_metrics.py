@@ -1,4 +1,4 @@
-"""What `/metrics` shows, by the names that dashboards for vLLM know."""
+"""`/metrics` has the names that dashboards for vLLM use."""
 
 import logging
 from typing import Any
@@ -20,7 +20,7 @@ from tests.server.fakes import LiveServer, ScriptedEngine
 
 
 def values(exposition: str) -> dict[str, float]:
-    """By name and the label that is not model or engine."""
+    """Samples by name and by the label that is not model or engine."""
     found = {}
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
@@ -107,7 +107,7 @@ def test_peers_are_only_so_many_series_however_often_engines_were_started_anew()
     for name, total in (("kv_peer_bytes_total", 3 * num_peers), ("kv_peer_failures_total", num_peers)):
         of_peers = [value for key, value in found.items() if key.startswith(f"baton:{name}/")]
         assert len(of_peers) == FewLabels.MOST + 1
-        assert sum(of_peers) == total, "nothing goes uncounted"
+        assert sum(of_peers) == total, "every connection must be counted"
 
 
 def test_lost_links_are_read_by_peer() -> None:
@@ -121,7 +121,7 @@ def test_lost_links_are_read_by_peer() -> None:
     assert ServerMetrics("toy").lost_links() == {}
 
 
-def test_what_the_connector_counts_is_logged_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_connectors_counts_are_logged_too(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "baton.server.connector_log")
     log = ConnectorLog(PullStats, later=lambda delay_s, call: None)
     metrics = ServerMetrics("toy", connector_log=log)
@@ -135,7 +135,7 @@ def test_what_the_connector_counts_is_logged_too(caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize(
     "odd", [{}, {"transfers": [{"bytes": "many"}]}, {"transfers": 3}, {"failures": ["x"]}, {"num_loans": -1}]
 )
-def test_a_strange_connectors_numbers_cost_nothing_but_themselves(odd: dict[str, Any]) -> None:
+def test_bad_statistics_of_a_connector_cost_only_themselves(odd: dict[str, Any]) -> None:
     metrics = with_connector()
     metrics.observe_stats(SchedulerStats(num_running=7, kv_connector_stats={"odd": 1, **odd}))
     found = values(metrics.exposition().decode())
@@ -219,5 +219,5 @@ def test_models_version_and_health(http: httpx.Client) -> None:
 
 
 def _record(producer: str, **figures: float) -> dict[str, Any]:
-    """Of one delivered transfer."""
+    """Statistics of one delivered transfer."""
     return {"producer": producer, **figures}

@@ -1,4 +1,4 @@
-"""The official client, sync and async, finds what it knows."""
+"""The official client, sync and async, works with the server."""
 
 import asyncio
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ def test_it_passes_vllms_extensions_through(client: openai.OpenAI, engine: Scrip
     assert answer.model_dump()["kv_transfer_params"] == {"baton_ticket": "t"}
 
 
-def test_it_understands_our_errors(client: openai.OpenAI) -> None:
+def test_it_parses_our_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model="toy", prompt="a", temperature=1000)
     assert refused.value.param == "temperature"

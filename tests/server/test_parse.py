@@ -1,4 +1,4 @@
-"""The door of the server: bodies become typed requests, or a UserError that names the field."""
+"""Parsing of bodies to typed requests, with a UserError that names the field."""
 
 import json
 from contextlib import suppress
@@ -21,7 +21,7 @@ Request = CompletionRequest | ChatRequest
 
 
 def admit(body: bytes, kind: type[Request]) -> None:
-    """All that is checked of a body without an engine."""
+    """Check all of a body that needs no engine."""
     request: Request = parse_body(body, kind)
     if isinstance(request, CompletionRequest):
         request.prompts()
@@ -42,7 +42,7 @@ def admit(body: bytes, kind: type[Request]) -> None:
 
 
 def field_of(body: dict[str, Any] | bytes, kind: type[Request] = CompletionRequest) -> str | None:
-    """The field that is refused."""
+    """Return the field that is refused."""
     with pytest.raises(UserError) as refused:
         admit(body if isinstance(body, bytes) else json.dumps(body).encode(), kind)
     return refused.value.field
@@ -259,7 +259,7 @@ def test_keys_of_messages_and_tools_that_vllm_gives_to_templates_are_kept() -> N
     assert plain_tools(request.tools) == [{"type": "function", "function": function, "defer_loading": False}]
 
 
-def test_what_a_request_leaves_open_comes_from_the_checkpoint_then_from_the_api() -> None:
+def test_missing_values_are_from_the_checkpoint_or_the_api() -> None:
     fields = SamplingFields(temperature=0.25)
     defaults = {"temperature": 0.9, "top_k": 20, "top_p": "nonsense"}
     params = fields.sampling_params(max_tokens=8, logprobs=None, vocab_size=10, defaults=defaults)

@@ -1,4 +1,4 @@
-"""The server's life: it starts and stops in order, and its supervisor hears of the engine's death."""
+"""Lifecycle of the server: ordered start and stop, and the exit status if the engine dies."""
 
 import asyncio
 import os
@@ -12,17 +12,17 @@ import pytest
 from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
 from baton.engine.core.client import EngineDeadError
-from baton.http.settings import DoorSettings
+from baton.http.settings import HttpSettings
 from baton.server.run import EXIT_ENGINE_DIED, EXIT_STOPPED, Parts, ServeOptions, run
 from baton.server.samples import Engine
-from baton.server.service import core_door
+from baton.server.service import check_common_params
 from tests.server.fakes import WAIT_S, CharacterTokenizer, ScriptedEngine, model_config
 
 CONFIG = EngineConfig(model_config=model_config())
 
 
 class Process:
-    """`run` as a task, and what it said."""
+    """`run` as a task, with its output."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Process:
         start: Callable[[], Awaitable[Engine]] | None = None,
         port: int = 0,
         admin_port: int | None = None,
-        doors: DoorSettings = DoorSettings(),  # noqa: B008  It is frozen.
+        http: HttpSettings = HttpSettings(),  # noqa: B008  It is frozen.
     ) -> None:
         async def start_engine() -> Engine:
             return engine
@@ -42,8 +42,8 @@ class Process:
         self.exit: asyncio.Task[int] = asyncio.create_task(
             run(
                 CONFIG,
-                ServeOptions("127.0.0.1", port, shutdown_timeout_s, drain_timeout_s, doors, admin_port),
-                Parts(start or start_engine, CharacterTokenizer, core_door),
+                ServeOptions("127.0.0.1", port, shutdown_timeout_s, drain_timeout_s, http, admin_port),
+                Parts(start or start_engine, CharacterTokenizer, check_common_params),
                 self.url.set_result,
             )
         )
@@ -76,7 +76,7 @@ def stop_this_process() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_it_serves_until_it_is_told_to_stop_and_stops_the_engine() -> None:
+def test_it_serves_until_a_signal_and_stops_the_engine() -> None:
     async def main() -> None:
         engine = ScriptedEngine()
         process = Process(engine)
@@ -107,7 +107,7 @@ def test_an_admin_port_takes_metrics_and_batons_own_paths() -> None:
 
 def test_keys_and_host_names_are_checked_on_loopback() -> None:
     async def main() -> None:
-        process = Process(ScriptedEngine(), doors=DoorSettings(api_keys=("key-of-mine",)))
+        process = Process(ScriptedEngine(), http=HttpSettings(api_keys=("key-of-mine",)))
         async with process.client(await process.url) as client:
             key = {"Authorization": "Bearer key-of-mine"}
             assert (await client.get("/v1/models")).status_code == 401
@@ -134,7 +134,7 @@ def test_a_request_in_flight_may_finish_while_it_drains() -> None:
     bounded(main)
 
 
-def test_a_request_that_does_not_end_in_time_is_told_so() -> None:
+def test_a_request_that_does_not_end_in_time_gets_an_error() -> None:
     async def main() -> None:
         engine = ScriptedEngine(gate=asyncio.Event())
         process = Process(engine, shutdown_timeout_s=0)
@@ -147,7 +147,7 @@ def test_a_request_that_does_not_end_in_time_is_told_so() -> None:
     bounded(main)
 
 
-def test_while_it_drains_it_refuses_what_is_new_finishes_what_runs_and_then_waits_for_loans() -> None:
+def test_a_drain_refuses_new_requests_finishes_running_ones_and_waits_for_loans() -> None:
     async def main() -> None:
         engine = ScriptedEngine(gate=asyncio.Event(), loans=asyncio.Event())
         assert engine.gate is not None
@@ -200,7 +200,7 @@ def test_a_drain_that_takes_too_long_ends_as_without_one() -> None:
     bounded(main)
 
 
-def test_an_engine_that_dies_while_it_drains_is_told_by_the_exit_status() -> None:
+def test_the_exit_status_reports_an_engine_that_dies_during_a_drain() -> None:
     async def main() -> None:
         engine = ScriptedEngine(loans=asyncio.Event())
         process = Process(engine, drain_timeout_s=3600)
@@ -213,7 +213,7 @@ def test_an_engine_that_dies_while_it_drains_is_told_by_the_exit_status() -> Non
     bounded(main)
 
 
-def test_when_the_engine_dies_pending_answers_are_503_and_the_exit_status_says_it() -> None:
+def test_when_the_engine_dies_pending_answers_are_503_and_the_exit_status_is_1() -> None:
     async def main() -> None:
         engine = ScriptedEngine(gate=asyncio.Event())
         process = Process(engine)
@@ -248,7 +248,7 @@ def test_it_can_be_stopped_while_the_engine_still_starts() -> None:
     bounded(main)
 
 
-def test_an_engine_that_does_not_start_is_told() -> None:
+def test_an_engine_that_does_not_start_is_reported() -> None:
     async def main() -> None:
         async def start() -> Engine:
             raise EngineDeadError("no memory")
@@ -259,7 +259,7 @@ def test_an_engine_that_does_not_start_is_told() -> None:
     bounded(main)
 
 
-def test_a_port_in_use_is_told_before_the_engine_is_started() -> None:
+def test_a_port_in_use_is_reported_before_the_engine_is_started() -> None:
     async def main() -> None:
         with socket.create_server(("127.0.0.1", 0)) as other:
             engine = ScriptedEngine()

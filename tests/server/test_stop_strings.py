@@ -1,4 +1,4 @@
-"""Stop strings against a twin that sees the whole text, however it is cut into pieces."""
+"""Stop strings in any pieces of text agree with a brute-force reference on the whole text."""
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ stop_strings = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
 
 
 def twin(text: str, strings: list[str], include: bool) -> tuple[str, str | None]:
-    """Reads character by character, and looks back after each."""
+    """Reference: reads character by character and looks back after each."""
     for end in range(1, len(text) + 1):
         if endings := [string for string in strings if text[:end].endswith(string)]:
             longest = max(endings, key=len)

@@ -1,4 +1,4 @@
-"""`POST /baton/take_back`: a router says that nobody will come for what was lent."""
+"""`POST /baton/take_back`: a router reports that lent blocks will not be fetched."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from baton.core.transfer_params import MAX_TICKET_CHARS
 from tests.server.fakes import ScriptedEngine
 
 
-def test_the_engine_hears_of_the_ticket(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_the_engine_gets_the_ticket(http: httpx.Client, engine: ScriptedEngine) -> None:
     answer = http.post("/baton/take_back", json={"do_remote_prefill": True, "baton_ticket": "signed"})
     assert answer.status_code == 202
     assert engine.taken_back == [{"baton_ticket": "signed"}]

@@ -1,4 +1,4 @@
-"""Chats with tools and reasoning, in templates of the shapes that models have, against transformers."""
+"""Chats with tools and reasoning, in templates like those of real models, compared with transformers."""
 
 import json
 from typing import Any
@@ -92,7 +92,7 @@ def history(arguments: Any) -> list[dict[str, Any]]:
 
 
 def rendered(source: str, body: dict[str, Any]) -> str:
-    """As the server does it."""
+    """Render as the server does."""
     request = parse_body(msgspec.json.encode(body), ChatRequest)
     return ChatTemplate(source, {"bos_token": "<s>"}).render(
         plain_messages(request.messages),

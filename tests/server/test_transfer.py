@@ -1,4 +1,4 @@
-"""`kv_transfer_params`: in through the door, out with the last word; and what n samples do with them."""
+"""`kv_transfer_params`: validation, the params of answers, and their use with n samples."""
 
 import json
 from collections.abc import Mapping
@@ -68,17 +68,15 @@ def test_bad_params_are_refused_by_their_field_before_the_engine(
     assert engine.requests == []
 
 
-def test_the_door_of_the_assembly_decides(
-    live: LiveServer, http: httpx.Client, engine: ScriptedEngine
-) -> None:
+def test_the_connectors_check_decides(live: LiveServer, http: httpx.Client, engine: ScriptedEngine) -> None:
     seen: list[Any] = []
 
-    def door(raw: Mapping[str, Any] | None) -> None:
+    def check_params(raw: Mapping[str, Any] | None) -> None:
         seen.append(raw)
         if raw is not None:
             raise BadTransferParams("this engine has no KV connector", field="kv_transfer_params")
 
-    live.service.door = door
+    live.service.check_params = check_params
     assert refused_field(complete(http, kv_transfer_params=COMPUTE)) == "kv_transfer_params"
     assert complete(http).status_code == 200
     assert seen == [COMPUTE, None]
@@ -127,13 +125,13 @@ def test_a_stop_string_in_the_first_token_still_ends_a_prefill_leg(
 @pytest.mark.parametrize(
     ("at_prefill", "cached", "transferred", "reported"),
     [
-        ({}, 150, 150, 0),  # The prefill engine has computed all of it for this request.
+        ({}, 150, 150, 0),  # The prefill engine computed the whole prompt for this request.
         ({"baton_cached_tokens": 64}, 150, 150, 64),
         ({"baton_cached_tokens": 64}, 150, 50, 100),  # 100 were in this engine's own cache.
         ({"baton_cached_tokens": 64}, 0, 0, 0),  # The transfer failed, and this engine computed the prompt.
     ],
 )
-def test_tokens_computed_for_this_request_elsewhere_are_not_cached(
+def test_tokens_computed_by_the_prefill_engine_are_not_counted_as_cached(
     http: httpx.Client,
     engine: ScriptedEngine,
     at_prefill: dict[str, int],
@@ -147,14 +145,14 @@ def test_tokens_computed_for_this_request_elsewhere_are_not_cached(
     assert usage["prompt_tokens_details"] == {"cached_tokens": reported, "transferred_tokens": transferred}
 
 
-def test_a_prefill_engine_names_what_it_had_in_its_cache(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_a_prefill_engine_reports_its_cached_tokens(http: httpx.Client, engine: ScriptedEngine) -> None:
     engine.transfer_params = {"baton_ticket": "signed"}
     engine.num_cached_tokens = 32
     answer = complete(http, kv_transfer_params={"do_remote_decode": True})
     assert answer.json()["kv_transfer_params"] == {"baton_ticket": "signed", "baton_cached_tokens": 32}
 
 
-def test_a_number_of_cached_tokens_that_is_none_is_refused(http: httpx.Client) -> None:
+def test_a_bad_number_of_cached_tokens_is_refused(http: httpx.Client) -> None:
     ticket = {"do_remote_prefill": True, "baton_ticket": "signed", "remote_engine_id": "p"}
     for wrong in (-1, "32", True, 2**60):
         answer = complete(http, kv_transfer_params={**ticket, "baton_cached_tokens": wrong})

@@ -46,7 +46,7 @@ def test_the_demo_of_a_store_asks_twice_and_the_tokens_are_equal(
     ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "4 of 4 answers equal" in ended.stdout
-    assert "3 prompts came back out of store" in ended.stdout
+    assert "3 prompts were loaded from the store" in ended.stdout
 
 
 @pytest.mark.gpu

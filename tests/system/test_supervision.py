@@ -54,10 +54,10 @@ def test_while_another_does_its_work_the_system_goes_on_without_it(tmp_path: Pat
 
     def report(line: str) -> None:
         reports.append(line)
-        if "going on without it" in line:
+        if "continuing without it" in line:
             (decode_1,) = fleet.children
             os.kill(decode_1.pid, signal.SIGKILL)
-        if line.startswith("decode-1 was ended by SIGKILL: starting it again"):
+        if line.startswith("decode-1 was ended by SIGKILL: restarting it"):
             raise Enough
 
     with Fleet(tmp_path) as fleet:

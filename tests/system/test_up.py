@@ -95,7 +95,7 @@ def test_it_serves_handed_over_prompts_and_starts_again_what_dies(small_model: P
         family = system.family()
         system.process.send_signal(signal.SIGTERM)
         said, _ = system.process.communicate(timeout=END_S)
-        assert "prefill-0 was ended by SIGKILL: starting it again in 1 s" in said
+        assert "prefill-0 was ended by SIGKILL: restarting it in 1 s" in said
         assert said.endswith("stopped\n")
         assert system.process.returncode == 0
         assert_gone(family)

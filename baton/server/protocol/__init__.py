@@ -1,1 +1,1 @@
-"""The bodies of requests and answers: OpenAI's words and vLLM's extensions. Values only."""
+"""Request and response bodies of OpenAI's API with vLLM's extensions, as plain values."""

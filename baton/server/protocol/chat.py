@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: what comes in and what goes out."""
+"""Request and response types of `/v1/chat/completions`."""
 
 import json
 from typing import Any, Literal
@@ -38,7 +38,7 @@ class ChatMessageParam(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
 
     def plain(self, field: str) -> dict[str, Any]:
-        """The message as a chat template gets it from vLLM. Raises UserError.
+        """Return the message as a chat template gets it in vLLM. Raises UserError.
 
         Content is a text or a list of text parts, arguments of tool calls are objects, and reasoning has both
         of its names.
@@ -85,7 +85,7 @@ class ChatMessageParam(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _plain_call(call: dict[str, Any], field: str) -> dict[str, Any]:
-    """A tool call of the history, with its arguments as an object: templates write them by themselves.
+    """Return a tool call of the history with its arguments as an object, because templates serialize them.
 
     Arguments that are no JSON object become an empty one, as in vLLM: a model wrote them, not the client.
     """
@@ -107,12 +107,14 @@ def _plain_call(call: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _ordered(fields: dict[str, Any], first: tuple[str, ...]) -> dict[str, Any]:
-    """A template may write an object as JSON, so the order of its keys is a part of the prompt."""
+    """Sort keys as vLLM does: a template may write an object as JSON, so their order is part of the
+    prompt.
+    """
     return {**{key: fields[key] for key in first if key in fields}, **fields}
 
 
 def plain_messages(messages: list[ChatMessageParam]) -> list[dict[str, Any]]:
-    """Raises UserError."""
+    """Return the messages for the chat template. Raises UserError."""
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise UserError(f"must have 1 to {MAX_MESSAGES} messages", field="messages")
     return [message.plain(f"messages[{index}]") for index, message in enumerate(messages)]
@@ -149,7 +151,9 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plain_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
-    """The tools as a chat template gets them from vLLM: what is not given is null. None if there are none."""
+    """Return the tools as a chat template gets them in vLLM, with null for missing fields; None without
+    tools.
+    """
     if not tools:
         return None
     return [tool.plain() for tool in tools]
@@ -168,7 +172,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     reasoning_effort: ReasoningEffort | None = None
 
     def check_tool_choice(self) -> None:
-        """Raises UserError for a choice that the output would have to be constrained for."""
+        """Raise UserError for a choice that would need constrained output."""
         match self.tool_choice:
             case None | "none":
                 return
@@ -185,13 +189,13 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the template gets beside messages and tools, as from vLLM."""
+        """Variables that the template gets besides messages and tools, as in vLLM."""
         variables = dict(self.chat_template_kwargs or {})
         if self.documents is not None:
             variables["documents"] = self.documents
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
-            # Templates that think only on demand look at this one.
+            # Used by templates that think only on demand.
             variables.setdefault("enable_thinking", self.reasoning_effort != "none")
         return variables
 

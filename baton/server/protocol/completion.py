@@ -1,4 +1,4 @@
-"""`/v1/completions`: what comes in and what goes out."""
+"""Request and response types of `/v1/completions`."""
 
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
 
     def prompts(self) -> list[Prompt]:
-        """Each prompt, as text or as token ids. Raises UserError."""
+        """Return each prompt as text or as token ids. Raises UserError."""
         match self.prompt:
             case str() as text:
                 return [text]
@@ -57,7 +57,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a whole answer and of a chunk alike."""
+    """A choice of a whole answer or of a chunk."""
 
     index: int
     text: str
@@ -70,7 +70,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer, or a chunk of a stream: `usage` is unset in chunks unless they were asked for."""
+    """A whole answer or a chunk of a stream; `usage` is unset in chunks unless requested."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"

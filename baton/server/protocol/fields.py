@@ -1,13 +1,10 @@
-"""Every request field of vLLM 0.32's server, and what this server does with it.
-
-One table drives the refusal of fields that would change the answer, the log of unknown fields, and the tables
-of `docs/api.md` (`python -m baton.server.protocol.fields` prints them).
-
+"""Table of every request field of vLLM 0.32's server, with its status in this server.
     implemented   the request structs of this package have the field
     refused       HTTP 400 for any value but null and the neutral ones
     ignored       the field has no effect on the answer of this server, so any value is accepted
 
-A field that the table does not have is unknown: it is ignored, and logged once per name.
+A field that is not in the table is unknown: it is ignored, and logged once per name. The table also makes the
+tables of `docs/api.md` (`python -m baton.server.protocol.fields` prints them).
 """
 
 import logging
@@ -30,8 +27,8 @@ PATHS: dict[Endpoint, str] = {
     "tokenize": "/tokenize",
     "detokenize": "/detokenize",
 }
-MAX_NEUTRAL_BYTES = 256  # JSON of a neutral value, blanks included; longer values are refused undecoded.
-MAX_LOGGED_NAMES = 256  # Clients choose the names: the log and its memory stay bounded.
+MAX_NEUTRAL_BYTES = 256  # JSON of a neutral value with blanks; longer values are refused undecoded.
+MAX_LOGGED_NAMES = 256  # Clients choose the names, so the log and its memory must be bounded.
 MAX_LOGGED_CHARS = 64
 
 
@@ -44,7 +41,7 @@ class Field:
     endpoints: tuple[Endpoint, ...]
     status: Status
     note: str
-    neutral: tuple[Any, ...] = ()  # Values, beside null, that a refused field may have.
+    neutral: tuple[Any, ...] = ()  # Values besides null that a refused field may have.
 
 
 _TEXT: tuple[Endpoint, ...] = ("completions",)
@@ -84,11 +81,11 @@ FIELDS: tuple[Field, ...] = (
     *_implemented(
         _CHAT,
         ("messages", "1 to 4096 messages of text, with tool calls, tool results and reasoning"),
-        ("max_completion_tokens", "goes before `max_tokens`"),
+        ("max_completion_tokens", "takes precedence over `max_tokens`"),
         ("logprobs", "true or false"),
         ("top_logprobs", "0 to 20; needs `logprobs: true`"),
         ("tools", "input of the template; calls come back as text"),
-        ("tool_choice", "`none` or `auto`, which differ in nothing: the model decides"),
+        ("tool_choice", "`none` or `auto`, with the same effect: the model decides"),
         ("documents", "input of the template"),
         (
             "reasoning_effort",
@@ -129,7 +126,7 @@ FIELDS: tuple[Field, ...] = (
         ("truncation_side", "`left` (keeps the last tokens, the default) or `right`"),
         (
             "prompt_logprobs",
-            "0 to 20, not with `stream: true`; the prompt is computed here as a whole: no cache is read, no "
+            "0 to 20, not with `stream: true`; the whole prompt is computed here: no cache is read, no "
             "KV is loaded",
         ),
         ("priority", "32 bits; lower runs first under policy `priority`"),
@@ -159,7 +156,7 @@ FIELDS: tuple[Field, ...] = (
         ("guided_decoding_backend", _NO_GRAMMAR, ()),
         ("guided_whitespace_pattern", _NO_GRAMMAR, ()),
         ("use_beam_search", "use sampling with n, and choose among the answers", (False,)),
-        ("length_penalty", "it belongs to beam search; leave it out", (1.0,)),
+        ("length_penalty", "it is for beam search; leave it out", (1.0,)),
         ("watermarking", "leave it out", (False,)),
         ("logprob_token_ids", "ask for the most likely tokens by logprobs or top_logprobs", ([],)),
         ("repetition_detection", "use the penalties or max_tokens", ()),
@@ -175,7 +172,7 @@ FIELDS: tuple[Field, ...] = (
     ),
     *_refused(
         _CHAT,
-        ("echo", "put the last message before the answer yourself", (False,)),
+        ("echo", "prepend the last message to the answer in the client", (False,)),
         ("add_special_tokens", "the chat template writes the special tokens; leave it out", (False,)),
         ("return_prompt_text", "ask /tokenize for the prompt's tokens", (False,)),
         ("functions", "use tools", ([],)),
@@ -194,7 +191,7 @@ FIELDS: tuple[Field, ...] = (
         ("user", "vLLM ignores it as well"),
         ("request_id", "the header X-Request-Id names the answer"),
         ("session_id", "only vLLM's own routers read it"),
-        ("stream_interval", "every token has a chunk of its own, which is always allowed"),
+        ("stream_interval", "every token has its own chunk, which is always allowed"),
         ("return_token_offsets", "vLLM's render endpoints alone read it"),
         ("mm_payload", "vLLM's render endpoints alone read it"),
         ("return_mm_kwargs", "vLLM's render endpoints alone read it"),
@@ -217,10 +214,10 @@ _logged_names: set[str] = set()
 
 
 def check_fields(body: dict[str, msgspec.Raw], endpoint: Endpoint) -> None:
-    """Raises UserError for a refused field, and logs each unknown name once.
+    """Raise UserError for a refused field, and log each unknown name once.
 
-    `body` is the JSON object with its values undecoded: those of fields that are implemented or ignored are
-    not looked at.
+    `body` is the JSON object with undecoded values: values of implemented and ignored fields are not
+    checked here.
     """
     known = _BY_ENDPOINT[endpoint]
     for name, raw in body.items():
@@ -241,7 +238,7 @@ def _check_refused(field: Field, raw: bytes) -> None:
 
 
 def _is_same(value: Any, neutral: Any) -> bool:
-    """As JSON: true is not 1."""
+    """Compare as JSON: true is not 1."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
@@ -256,7 +253,7 @@ def _log_unknown(name: str, endpoint: Endpoint) -> None:
 
 
 def tables() -> str:
-    """The tables of `docs/api.md`, as Markdown."""
+    """Return the tables of `docs/api.md` as Markdown."""
     lines: list[str] = []
     for endpoint, path in PATHS.items():
         lines += [f"## `POST {path}`", "", "| field | status | |", "|---|---|---|"]

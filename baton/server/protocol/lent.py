@@ -1,4 +1,4 @@
-"""Of an answer's `kv_transfer_params`: the one field that says what was lent."""
+"""Body of `/baton/take_back`: the ticket in an answer's `kv_transfer_params`."""
 
 import msgspec
 

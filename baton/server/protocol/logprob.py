@@ -1,4 +1,4 @@
-"""`prompt_logprobs` of an answer, in vLLM's words.
+"""`prompt_logprobs` of an answer, in vLLM's format.
 
 A list with one entry for each token of the prompt: null for the first, else an object from token ids to
 `PromptLogprob`, the token itself first, then the most likely ones. Answers hold the list as JSON.

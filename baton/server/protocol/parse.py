@@ -1,6 +1,6 @@
-"""JSON bodies to typed requests, or a UserError that names the field.
+"""Decodes JSON bodies to typed requests. Raises a UserError that names the field.
 
-Types are strict: "5" is not an integer, 1 is not true. `fields` decides about what a type does not have.
+Types are strict: "5" is not an integer, 1 is not true. `fields` handles fields that a type does not have.
 """
 
 import re
@@ -18,13 +18,13 @@ _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`")
 
 
 def parse_request(body: bytes, kind: type[T], endpoint: Endpoint) -> T:
-    """Raises UserError, also for a field that is refused. Logs unknown fields."""
+    """Decode and check a request. Raises UserError, also for a refused field. Logs unknown fields."""
     check_fields(parse_body(body, dict[str, msgspec.Raw]), endpoint)
     return parse_body(body, kind)
 
 
 def parse_body(body: bytes, kind: type[T]) -> T:
-    """Raises UserError. Unknown fields are ignored."""
+    """Decode a body. Raises UserError. Unknown fields are ignored."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -36,7 +36,7 @@ def parse_body(body: bytes, kind: type[T]) -> T:
 
 
 def _name_field(problem: str, path: str) -> UserError:
-    """msgspec's problem as a UserError with the JSON path as its field."""
+    """Convert msgspec's problem to a UserError with the JSON path as its field."""
     place = path.lstrip(".")
     if missing := _MISSING.match(problem):
         name = missing["name"]

@@ -1,4 +1,4 @@
-"""The fields that completions and chat share, and how they become `SamplingParams`."""
+"""Request fields that completions and chat share, and their conversion to `SamplingParams`."""
 
 from typing import Any, Literal
 
@@ -9,7 +9,7 @@ from baton.engine.api import MAX_LOGPROBS, SamplingParams
 
 MAX_SAMPLES = 128  # `n`; OpenAI's limit.
 MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 256  # Of one stop string: as much text is held back while it may still come.
+MAX_STOP_CHARS = 256  # Of one stop string: up to this much text is held back.
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASED_TOKENS = 1024
 MAX_BIAS = 100.0
@@ -21,7 +21,7 @@ MAX_ALLOWED_IDS = 1 << 20  # Times choices: 20 ms of checking and copying.
 MAX_PROMPT_LOGPROBS = 1 << 17  # Tokens of prompts, with their alternatives, in one answer.
 MAX_BAD_WORDS = 128  # vLLM's.
 MAX_BAD_WORD_CHARS = 256
-ALL_THAT_FITS = -1  # `truncate_prompt_tokens`: one token of the context is left for the answer.
+ALL_THAT_FITS = -1  # `truncate_prompt_tokens`: leaves one token of the context for the answer.
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -30,7 +30,10 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """None: not given; the checkpoint's generation_config.json may have a value, else the API's default."""
+    """Fields common to both APIs.
+
+    None: not given; the value is from the checkpoint's generation_config.json, or the API's default.
+    """
 
     model: str | None = None
     n: int | None = None
@@ -102,7 +105,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def checked_bad_words(self) -> tuple[str, ...]:
-        """Each once, in their order."""
+        """The bad words without duplicates, in order."""
         words = tuple(dict.fromkeys(self.bad_words or ()))
         if len(words) > MAX_BAD_WORDS:
             raise UserError(f"at most {MAX_BAD_WORDS} words, are {len(words)}", field="bad_words")
@@ -121,7 +124,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         return count
 
     def truncate(self, token_ids: list[int], max_model_len: int) -> list[int]:
-        """The part of a prompt that `truncate_prompt_tokens` keeps. Raises UserError."""
+        """Return the part of a prompt that `truncate_prompt_tokens` keeps. Raises UserError."""
         limit = self.truncate_prompt_tokens
         if limit is None:
             return token_ids
@@ -160,7 +163,10 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         allowed_token_ids: tuple[int, ...] | None = None,
         bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> SamplingParams:
-        """`defaults`: the checkpoint's generation_config.json. `bad_words`: in tokens. Raises UserError."""
+        """Convert to SamplingParams. Raises UserError.
+
+        `defaults`: the checkpoint's generation_config.json. `bad_words`: as token ids.
+        """
         if self.seed is not None and not SEED_MIN <= self.seed <= SEED_MAX:
             raise UserError(f"must be in [{SEED_MIN}, {SEED_MAX}], is {self.seed}", field="seed")
         if self.top_k is not None and not -1 <= self.top_k <= MAX_TOP_K:
@@ -194,7 +200,9 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def checked_allowed_ids(self, vocab_size: int, num_choices: int) -> tuple[int, ...] | None:
-        """Each once, ascending; each choice has a list of its own. Raises UserError."""
+        """Return the allowed ids without duplicates, ascending; the engine keeps a list per choice. Raises
+        UserError.
+        """
         if self.allowed_token_ids is None:
             return None
         if len(self.allowed_token_ids) > min(vocab_size, MAX_ALLOWED_IDS // num_choices):
@@ -216,7 +224,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             raise UserError(f"at most {MAX_BIASED_TOKENS} tokens", field="logit_bias")
         bias: dict[int, float] = {}
         for key, value in self.logit_bias.items():
-            # isdecimal alone would let other scripts' digits through.
+            # isdecimal alone would accept digits of other scripts.
             if not (key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < vocab_size):
                 raise UserError(
                     f"keys are token ids in [0, {vocab_size}), is {key[:20]!r}", field="logit_bias"
@@ -245,7 +253,7 @@ def check_token_ids(ids: tuple[int, ...] | list[int], vocab_size: int, field: st
 
 
 def check_logprobs(count: int | None, field: str) -> int | None:
-    """The engine checks it too, but under its own field name."""
+    """Check under the field's own name; the engine would use its name."""
     if count is not None and not 0 <= count <= MAX_LOGPROBS:
         raise UserError(f"must be in [0, {MAX_LOGPROBS}], is {count}", field=field)
     return count

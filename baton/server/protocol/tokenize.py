@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, in vLLM's words."""
+"""Request and response types of `/tokenize` and `/detokenize`, as in vLLM."""
 
 from typing import Any
 

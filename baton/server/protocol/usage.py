@@ -1,14 +1,14 @@
-"""How many tokens went in and came out."""
+"""Token counts of an answer."""
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """`cached_tokens`: no engine has computed them for this request. Of a prompt that a prefill engine has
-    computed, those count that it, or this engine, had in its cache.
+    """`cached_tokens`: prompt tokens that no engine has computed for this request. After a remote prefill,
+    the tokens that P or D had in its cache.
 
-    `transferred_tokens` is ours: a KV connector loaded them. They may or may not have been cached.
+    `transferred_tokens` is Baton's own: tokens that a KV connector loaded, cached on P or not.
     """
 
     cached_tokens: int = 0

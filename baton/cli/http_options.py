@@ -1,4 +1,4 @@
-"""Options of the HTTP doors that `baton serve` and `baton route` share, and the source of API keys."""
+"""HTTP options that `baton serve` and `baton route` share, and the reading of API keys."""
 
 import logging
 import stat
@@ -9,20 +9,20 @@ import msgspec
 
 from baton.core.errors import ConfigError
 from baton.core.limited_file import read_limited
-from baton.http.settings import DoorLimits, parse_api_keys
+from baton.http.settings import HttpLimits, parse_api_keys
 
-API_KEY_ENV = "BATON_API_KEY"  # What clients must send.
-ENGINE_API_KEY_ENV = "BATON_ENGINE_API_KEY"  # What the router sends to engines.
+API_KEY_ENV = "BATON_API_KEY"  # Keys that clients must send.
+ENGINE_API_KEY_ENV = "BATON_ENGINE_API_KEY"  # Key that the router sends to engines.
 MAX_KEY_FILE_BYTES = 1 << 16
 
-_DEFAULTS = ", ".join(f'"{name}": {value}' for name, value in msgspec.structs.asdict(DoorLimits()).items())
-LIMITS_HELP = f"JSON object of limits and deadlines of the HTTP door; the defaults are {{{_DEFAULTS}}}."
+_DEFAULTS = ", ".join(f'"{name}": {value}' for name, value in msgspec.structs.asdict(HttpLimits()).items())
+LIMITS_HELP = f"JSON object of limits and deadlines of HTTP requests; the defaults are {{{_DEFAULTS}}}."
 API_KEY_HELP = (
-    f"File with the API keys that clients may use, one in a line; or set {API_KEY_ENV}. "
+    f"File with the API keys that clients may use, one per line; or set {API_KEY_ENV}. "
     "Without keys every client is served."
 )
 ALLOWED_HOSTS_HELP = (
-    "Names, separated by commas, that the Host header may have besides loopback's own, for a server on "
+    "Comma-separated names that the Host header may have besides loopback names, for a server on "
     "loopback; * allows all."
 )
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 def read_api_keys(
     file: str | None, environment: Mapping[str, str], *, variable: str, field: str
 ) -> tuple[str, ...]:
-    """The keys of the file, or else of the environment's variable. Raises ConfigError."""
+    """Return the keys of the file, or of the environment variable without a file. Raises ConfigError."""
     if file is None:
         return parse_api_keys(environment.get(variable, ""), field=variable)
     path = Path(file)

@@ -94,7 +94,7 @@ def client(server: LiveServer, request: pytest.FixtureRequest) -> Iterator[httpx
         cluster_secret=ClusterSecret(b"sixteen bytes or more") if transfer else None,
     )
     server.reset(ScriptedEngine())
-    server.service.door = make_door(config)
+    server.service.check_params = make_door(config)
     with server.client() as client:
         yield client
 

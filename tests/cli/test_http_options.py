@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.doors import API_KEY_ENV, read_api_keys, warn_if_open
+from baton.cli.http_options import API_KEY_ENV, read_api_keys, warn_if_open
 from baton.cli.settings import resolve
 from baton.core.errors import ConfigError
 
@@ -56,8 +56,8 @@ def test_serve_takes_keys_hosts_and_limits() -> None:
         "BATON_LIMITS": '{"body_s": 5}',
         "BATON_ALLOWED_HOSTS": "a, b",
     }
-    doors = resolve({}, environment=environment).doors
-    assert (doors.api_keys, doors.allowed_hosts, doors.body_s) == (("key-number-1",), ("a", "b"), 5)
+    http = resolve({}, environment=environment).http
+    assert (http.api_keys, http.allowed_hosts, http.body_s) == (("key-number-1",), ("a", "b"), 5)
 
 
 def test_a_limit_that_cannot_be_is_refused_by_name() -> None:
