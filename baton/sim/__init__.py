@@ -1,9 +1,16 @@
-"""A deterministic world in which everything that can go wrong does, and the invariants are checked by name.
+"""Simulated worlds: one event queue, one seed, many faults, and a checker for each invariant.
 
-Never imported by production code. `baton sim pull --seed N` replays one world.
+    kernel     clock, faults, links, lies, campaigns
+    hosts      fast: real scheduler halves alone; full: whole engines
+    checkers   one for each invariant
+    mutants    production with one guard taken away
+
+Production code never imports this package. `baton sim pull --seed N` replays one world.
 """
 
-from baton.sim.runs import GUARDS, MODES, Broken, Report, find_broken, replay, run_worlds
-from baton.sim.seeds import FAILED_ONCE
+from baton.sim.campaigns import FAILED_ONCE, FAST, GUARDS
+from baton.sim.kernel.runs import MODES, Broken, Report
+
+find_broken, replay, run_worlds = FAST.find_broken, FAST.replay, FAST.run_worlds
 
 __all__ = ["FAILED_ONCE", "GUARDS", "MODES", "Broken", "Report", "find_broken", "replay", "run_worlds"]

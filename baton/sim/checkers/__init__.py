@@ -1,12 +1,13 @@
 """One checker per invariant, each in its own file, called where the fact is.
 
-    fresh      I1  at delivery, and until the end of use
-    held       I2  where P frees
-    fenced     I3  where D frees, and where a copy lands
-    bounded    I4  at every start, outcome and end
+    fresh      I1  where loaded tokens are accepted, and until the end of their use
+    held       I2  where P frees, and of every copy that was accepted
+    fenced     I3  where a pool frees or hands out a block, and where a copy lands
+    bounded    I4  at every outcome, after every step, and of every request
     whole      I5  at rest
     contained  I6  around every event
+    answers    I1 and I6 as clients see them
 
-They look at the world's facts (baton.sim.facts), never at what a machine says of itself; the one exception
-is I2, which asks D whether it would still accept.
+They compare facts of the world, not what a machine reports of itself. One exception is I2 in fast worlds,
+which asks D whether it would still accept.
 """

@@ -1,8 +1,8 @@
 """I6 contained: no message, malformed, misdirected or false, makes a machine raise; a bad frame costs its
 sender only.
 
-Everything that runs inside one event runs inside this guard, so whatever escapes a machine becomes a
-violation.
+Every event runs inside the guard, so an exception that escapes is a violation. So is a fault that production
+code contains by itself: a world gives it no reason for one.
 """
 
 from collections.abc import Iterator
@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from baton.core.errors import PeerError
-from baton.core.reasons import FailureCode, FailureReason
+from baton.core.reasons import FailureCode
 from baton.protocol.messages import Envelope, decode_envelope
 from baton.sim.checkers.violation import Violation
 
 if TYPE_CHECKING:
-    from baton.sim.engine import Engine
-    from baton.sim.facts import Landing
+    from baton.sim.hosts.fast.facts import Landing
+    from baton.sim.hosts.fast.host import Host
+    from baton.sim.hosts.full.engine import Engine
 
 
 @contextmanager
@@ -25,30 +26,47 @@ def guarded() -> Iterator[None]:
         yield
     except Violation:
         raise
-    except Exception as crash:  # That anything raised is the finding.
+    except Exception as crash:  # Any exception is the finding.
         raise Violation("I6", f"an engine died of {type(crash).__name__}", str(crash)) from crash
 
 
 def decode_or_none(frame: bytes) -> Envelope | None:
-    """The only thing a hostile frame may cause is PeerError; anything else passes on to the guard."""
+    """A hostile frame may cause PeerError only. The guard reports any other exception."""
     try:
         return decode_envelope(frame)
     except PeerError:
         return None
 
 
-def check_failure(engine: "Engine", landing: "Landing", reason: FailureReason) -> None:
+def check_failure(host: "Host", landing: "Landing", reason: str) -> None:
     """A member that slanders another does not end the handoffs of the other."""
-    is_gone = reason.code is FailureCode.GONE
     if (
-        is_gone
+        reason == FailureCode.GONE
         and landing.producer.alive
-        and not engine.cluster.is_excused(landing, engine.address.engine_id)
+        and not host.cluster.is_excused(landing, host.name)
     ):
         raise Violation("I6", "a handoff ended because a third engine said that its producer is gone")
 
 
+def check_forged(num_tokens: int | None) -> None:
+    """Of a ticket that no engine signed."""
+    if num_tokens:
+        raise Violation("I6", "a ticket that no engine signed was accepted")
+
+
 def check_serves(num_false: int) -> None:
-    """At rest: P answered no request but those that its readers made."""
+    """At rest: P answered only requests that its readers made."""
     if num_false:
         raise Violation("I6", "a request that no reader made was served")
+
+
+def check_reason(reason: str) -> None:
+    if reason == FailureCode.INTERNAL:
+        raise Violation("I6", "the connector contained a fault of its own")
+
+
+def check_step(engine: "Engine") -> None:
+    if engine.scheduler._connector.num_errors:
+        raise Violation("I6", "the connector raised in a hook", engine.name)
+    if engine.scheduler.remote.num_ignored_reports:
+        raise Violation("I6", "the connector reported a request that it has not got", engine.name)

@@ -1,28 +1,30 @@
-"""I3 fenced: D never frees, uses or reuses a block while anything can still write to it. The writer is D's
-own read, in pull and in push, so that this is about D alone."""
+"""I3 fenced: D never frees, uses or reuses a block while anything can still write to it. The writers are D's
+own reads, in pull and in push, also those that were cancelled and have not ended."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from baton.core.ids import BlockId
+from baton.sim.checkers.facts import Host, Read
 from baton.sim.checkers.violation import Violation
-from baton.sim.facts import Landing, Read
 
 if TYPE_CHECKING:
-    from baton.sim.engine import Engine
+    from baton.sim.hosts.fast.facts import Landing
+    from baton.sim.hosts.fast.reads import ReadNetwork
 
 
-def check_free(engine: "Engine", blocks: tuple[BlockId, ...]) -> None:
-    for read in engine.cluster.reads.reads:
-        if read.consumer is engine and not set(read.targets).isdisjoint(blocks):
-            raise Violation("I3", "freed the target of a running read")
+def check_free(host: Host, block_ids: Iterable[int]) -> None:
+    for read in host.cluster.reads.live:
+        if read.consumer is host and not set(read.targets).isdisjoint(block_ids):
+            raise Violation("I3", "freed the target of a running read", f"read {read.number}")
 
 
-def check_delivery(engine: "Engine", landing: Landing) -> None:
-    if any(read.landing is landing for read in engine.cluster.reads.reads):
+def check_delivery(reads: "ReadNetwork", landing: "Landing") -> None:
+    if any(read.landing is landing for read in reads.live):
         raise Violation("I3", "delivered under a running read")
 
 
 def check_landing(read: Read) -> None:
-    owner = read.consumer.pool.owner
-    if any(owner[target] is not read.landing for target in read.targets):
-        raise Violation("I3", "a read landed in a block of another request")
+    pool = read.consumer.pool
+    for block, generation in zip(read.targets, read.target_generations, strict=True):
+        if pool.generation[block] != generation or not pool.is_held(block):
+            raise Violation("I3", "a read landed in a block that was given away", f"read {read.number}")

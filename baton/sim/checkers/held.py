@@ -1,4 +1,4 @@
-"""I2 held: P never frees a lent block while a copy of it can still be running and still be accepted."""
+"""I2 held: P never frees or reuses a lent block while a copy of it can still be running and be accepted."""
 
 from typing import TYPE_CHECKING
 
@@ -6,19 +6,25 @@ from baton.core.ids import LoanId
 from baton.sim.checkers.violation import Violation
 
 if TYPE_CHECKING:
-    from baton.sim.engine import Engine
+    from baton.sim.hosts.fast.host import Host
+    from baton.sim.hosts.full.reads import Read
 
 
-def check_free(producer: "Engine", loan_id: LoanId) -> None:
-    """The copy that ends this instant: would anybody take it?"""
-    for engine in producer.cluster.engines.values():
-        if not engine.alive:
+def check_free(producer: "Host", loan_id: LoanId) -> None:
+    """No consumer would accept a copy that ends now."""
+    for host in producer.cluster.hosts.values():
+        if not host.alive:
             continue
-        for landing in engine.fetcher.landings.values():
+        for landing in host.fetches.landings.values():
             if (
                 landing.producer is producer
                 and landing.loan_id == loan_id
-                and engine.consumer.is_held(landing.claim, engine.clock())
-                and not engine.cluster.is_excused(landing, engine.address.engine_id)
+                and host.consumer.is_held(landing.claim, host.clock())
+                and not host.cluster.is_excused(landing, host.name)
             ):
                 raise Violation("I2", "freed while a consumer believes in the lease")
+
+
+def check_accepted(read: "Read") -> None:
+    if read.is_torn:
+        raise Violation("I2", f"accepted a copy although {read.torn_by}", f"read {read.number}")

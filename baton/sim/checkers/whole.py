@@ -1,23 +1,86 @@
-"""I5 whole: at rest every pool is full again; no block, loan, claim, read or waiting peer is left behind."""
+"""I5 whole: at rest every pool is full again; no request, block, loan, claim, read or waiting peer is left
+behind. Before that, a loan keeps what it lends and nothing else."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from baton.protocol.ticket import open_ticket
+from baton.sim.checkers.facts import Host
 from baton.sim.checkers.violation import Violation
 
 if TYPE_CHECKING:
-    from baton.sim.engine import Engine
+    from baton.sim.hosts.fast.host import Host as FastHost
+    from baton.sim.hosts.full.engine import Engine
+
+TAKEN_BACK_S = 3.0  # A few steps, and less than ttl_s.
 
 
-def check_rest(engine: "Engine") -> None:
-    if engine.producer.num_open or engine.lender.lent:
-        raise Violation("I5", "a loan is left behind")
-    if engine.consumer.num_open or engine.streams.num_open or engine.fetcher.landings:
-        raise Violation("I5", "a claim is left behind")
-    if engine.prefills.num_open or engine.lender.prefills:
-        raise Violation("I5", "a prefill or a want is left behind")
-    if any(read.consumer is engine for read in engine.cluster.reads.reads):
-        raise Violation("I5", "a read is left behind")
-    if engine.pool.num_free != engine.pool.num_usable:
-        raise Violation("I5", "a block is left behind")
-    if engine.peers.num_open > len(engine.cluster.incarnations):
+def check_host(host: FastHost) -> None:
+    half, machines = host.half, host.machines
+    _check_left(
+        host,
+        {
+            "a loan": half.num_open_loans + len(host.prefills.lent),
+            "a claim": half.num_open_fetches + len(host.fetches.landings),
+            "a prefill or a want": machines["prefills"].num_open + len(host.prefills.open),
+            "a read in a rank": host.ranks.num_open,
+            "a block": host.pool.num_usable - host.pool.num_free,
+        },
+    )
+    if machines["peers"].num_open > len(host.cluster.incarnations):
         raise Violation("I5", "strangers grow the peer table")
+
+
+def check_engine(engine: Engine) -> None:
+    scheduler, half = engine.scheduler, engine.half
+    _check_left(
+        engine,
+        {
+            "a request": len(scheduler.requests)
+            + len(scheduler.queues.running)
+            + scheduler.queues.num_waiting,
+            "an open load": scheduler.remote.num_loading,
+            "a held block table": scheduler.remote.num_held,
+            "a loan": half.num_open_loans,
+            "a fetch": half.num_open_fetches,
+            "a read in a rank's links": sum(
+                w._links.num_open for w in engine.workers if w._links is not None
+            ),
+        },
+    )
+    try:
+        scheduler.kv_cache.assert_empty()
+    except AssertionError as error:
+        raise Violation("I5", "a block is left behind", f"{engine.name}: {error}") from error
+
+
+def check_dropped(engine: Engine, ticket: str, paused_s: float) -> None:
+    """TAKEN_BACK_S after an answer was dropped: its loan has ended, or a consumer has claimed it."""
+    if not engine.is_alive or engine.world.paused_s > paused_s:
+        return
+    loan_id = open_ticket(ticket, engine.half._borrower._identity.ticket_key).loan_id
+    loan = engine.half._agent._producer._loans.get(loan_id)
+    if loan is not None and loan.claimer is None:
+        raise Violation("I5", "a loan outlives its dropped answer", engine.name)
+
+
+def check_loans(engine: Engine) -> None:
+    """When a request has ended, it holds no blocks behind its windows."""
+    kv_cache, size = engine.scheduler.kv_cache, engine.spec.block_tokens
+    for request_id, hold in engine.scheduler.remote._held.items():
+        if not hold.is_lent:
+            continue
+        tables = kv_cache._tables[request_id]
+        for group, table in zip(kv_cache.groups, tables, strict=True):
+            if table.first_kept != group.first_kept(hold.request.num_computed_tokens, size):
+                raise Violation("I5", "a loan keeps blocks behind a window", request_id)
+
+
+def _check_left(host: Host, left: Mapping[str, int]) -> None:
+    for what, count in left.items():
+        if count:
+            raise Violation("I5", f"{what} is left behind", host.name)
+    if any(read.consumer is host for read in host.cluster.reads.live):
+        raise Violation("I5", "a running read is left behind", host.name)

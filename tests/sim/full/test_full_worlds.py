@@ -1,5 +1,5 @@
-"""Whole engines, connectors and router policies in simulated worlds: no wrong token, no lost block, no end
-that does not come."""
+"""Whole engines, connectors and router policies in simulated worlds: no wrong token, no lost block, and an
+outcome for every request."""
 
 import os
 import subprocess
@@ -8,14 +8,13 @@ import sys
 import pytest
 
 from baton.core.errors import UserError
-from baton.sim.full.mutants import MUTANTS
-from baton.sim.full.runs import MODES, find_broken, replay, run_seeds, run_worlds
-from baton.sim.full.seeds import FAILED
+from baton.sim.full import FAILED, FULL
+from baton.sim.kernel.runs import MODES
 
 NUM_WORLDS = 1_000
 TRIES = 60
 
-# Where a world that misses the guard is found; when a change of the world moves it,
+# The first seed that is tried. When a change of the world moves it,
 # `python -m baton.sim full --mutants --mode MODE` finds another.
 SEEDS = {
     ("pull", "checksum"): 31,
@@ -96,14 +95,14 @@ HAPPENS = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_seed_that_ever_failed_fails_again(mode: str) -> None:
-    report = run_seeds(mode, tuple(FAILED[mode]))
+    report = FULL.run_seeds(mode, tuple(FAILED[mode]))
     assert [f"{broken.command}: {broken.kind}" for broken in report.broken] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_no_invariant_breaks_in_a_thousand_full_worlds(mode: str) -> None:
-    report = run_worlds(mode, 0, NUM_WORLDS // len(MODES))
+    report = FULL.run_worlds(mode, 0, NUM_WORLDS // len(MODES))
     assert [f"{broken.command}: {broken.kind}" for broken in report.broken] == []
     assert report.counts["handoffs delivered"] > 3 * report.num_worlds
     assert report.counts["client: answered"] > 3 * report.num_worlds
@@ -112,14 +111,14 @@ def test_no_invariant_breaks_in_a_thousand_full_worlds(mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "guard"), [(mode, guard) for mode in MODES for guard in MUTANTS[mode]])
+@pytest.mark.parametrize(("mode", "guard"), [(mode, guard) for mode in MODES for guard in FULL.mutants[mode]])
 def test_a_missing_guard_is_noticed(mode: str, guard: str) -> None:
-    assert find_broken(mode, guard, SEEDS.get((mode, guard), 0), TRIES) is not None
+    assert FULL.find_broken(mode, guard, SEEDS.get((mode, guard), 0), TRIES) is not None
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_full_world_is_replayed_by_its_seed(mode: str) -> None:
-    first, second = replay(mode, 3), replay(mode, 3)
+    first, second = FULL.replay(mode, 3), FULL.replay(mode, 3)
     assert first == second
     assert first[-1].endswith("every invariant held")
 
@@ -127,12 +126,12 @@ def test_a_full_world_is_replayed_by_its_seed(mode: str) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_seed_tells_the_same_story_in_every_process() -> None:
-    """Sets have another order in each; nothing of it may show."""
+    """Sets have another order in each process. No world may depend on it."""
     script = (
-        "from baton.sim.full.runs import replay\n"
+        "from baton.sim.full import FULL\n"
         "for seed in range(6):\n"
         "    for mode in ('pull', 'push'):\n"
-        "        print('\\n'.join(replay(mode, seed)))\n"
+        "        print('\\n'.join(FULL.replay(mode, seed)))\n"
     )
     stories = {
         subprocess.run(
@@ -148,14 +147,14 @@ def test_a_seed_tells_the_same_story_in_every_process() -> None:
 
 
 def test_the_replay_of_a_broken_full_world_ends_with_what_broke() -> None:
-    broken = find_broken("pull", "loan", 0, 5)
+    broken = FULL.find_broken("pull", "loan", 0, 5)
     assert broken is not None
     assert broken.command == f"baton sim full --seed {broken.seed}"
-    assert "VIOLATION I2" in replay("pull", broken.seed, mutant="loan")[-1]
+    assert "VIOLATION I2" in FULL.replay("pull", broken.seed, mutant="loan")[-1]
 
 
 def test_a_full_world_that_does_not_exist_is_named() -> None:
-    with pytest.raises(UserError, match=r"mode: .*choose one of pull"):
-        run_worlds("luck", 0, 1)
+    with pytest.raises(UserError, match=r"mode: .*choose one of pull, push"):
+        FULL.run_worlds("luck", 0, 1)
     with pytest.raises(UserError, match=r"mutant: .*choose one of fence"):
-        run_worlds("pull", 0, 1, mutant="luck")
+        FULL.run_worlds("pull", 0, 1, mutant="luck")

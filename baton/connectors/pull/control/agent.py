@@ -80,7 +80,7 @@ class PullAgent:
 
     @property
     def next_deadline(self) -> float:
-        return min(machine.next_deadline for machine in self._machines)
+        return min([machine.next_deadline for machine in self._machines])
 
     def take_envelopes(self) -> list[Envelope]:
         """What has to be sent, one envelope per peer."""

@@ -1,0 +1,111 @@
+"""Facts of a fast world that the checkers compare with what the engines do."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from baton.core.ids import BlockId, LoanId, Pair, TransferId
+from baton.sim.kernel.connection import Connection, Request
+
+if TYPE_CHECKING:
+    from baton.sim.hosts.fast.host import Host
+    from baton.sim.hosts.fast.memory import Content, Tables
+
+
+class Status(enum.Enum):
+    RUNNING = enum.auto()
+    FINISHED_STOPPED = enum.auto()
+    FINISHED_ABORTED = enum.auto()
+    FINISHED_ERROR = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class HostRequest:
+    """One request as a half sees it (`baton.contract.host.Request`)."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    kv_transfer_params: dict[str, Any] | None
+    num_computed_tokens: int = 0
+    status: Status = Status.RUNNING
+    cache_salt: str | None = None
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return self.prompt_token_ids
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+@dataclass(slots=True, eq=False)
+class Lent:
+    """Blocks of one run of a prefill at P. From `lent_at` on they are lent."""
+
+    prompt: int
+    transfer_id: TransferId
+    tables: Tables = ()
+    loan_id: LoanId | None = None
+    lent_at: float = 0.0
+    kept_s: float = 0.0  # Before a consumer claims them.
+
+
+@dataclass(slots=True, eq=False)
+class Landing:
+    """One fetch at D, from its request to the end of the use of its blocks."""
+
+    request: HostRequest
+    prompt: int
+    num_tokens: int  # A block holds one.
+    num_hits: int  # Tokens at the front that D had already.
+    transfer_id: TransferId
+    producer: Host  # The incarnation that the ticket or the introduction names, or that answered.
+    is_named: bool  # Only the name of P is known, until P answers.
+    started_at: float
+    on_end: Callable[[bool], None]  # Tells the router whether it was delivered.
+    claim: int = 0  # Once D has sent it.
+    loan_id: LoanId | None = None  # Once it is known.
+    tables: Tables = ()  # Once there is room.
+    blocks: tuple[BlockId, ...] = ()  # All blocks in them.
+    heard_at: float = 0.0  # When the producer of a stream last sent something.
+    failed_at: float | None = None
+    delivered: bool = False
+    freed: bool = False
+    num_early: int = 0  # Parts read before the loan.
+
+    @property
+    def is_open(self) -> bool:
+        return not self.delivered and self.failed_at is None
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """A copy under way. It lives until nothing can move any more, whatever the processes believe."""
+
+    number: int
+    landing: Landing
+    pair: Pair
+    consumer: Host
+    source: Host
+    origins: tuple[int, ...]
+    targets: tuple[int, ...]
+    layers: tuple[int, int] | None
+    group: int  # Index of the consumer's.
+    on_end: Callable[[bool], None]
+    origin_generations: list[int] = field(default_factory=list)  # When it was posted.
+    target_generations: list[int] = field(default_factory=list)
+    cells: list[tuple[int, int]] = field(default_factory=list)  # (cell of P, cell of D).
+    before: list[Content] = field(default_factory=list)  # Of the cells of P, when it was posted.
+    is_torn: bool = False  # A source was not held for this transfer, or changed.
+    is_live: bool = True
+    is_cancelled: bool = False
+    link: Connection | None = None
+    request: Request | None = None  # On that link.

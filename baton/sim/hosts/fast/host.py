@@ -1,0 +1,223 @@
+"""One incarnation of an engine: a process with a real scheduler half, a pool and a stand-in for its ranks.
+
+    frame, timer --port--> agent --effects--> step: orders --> ranks --> reports --> outcomes
+    router --> prefills, fetches --hooks--> half --> step
+
+A step hands the half's orders to the ranks and their reports to the half, as an engine's step does. It runs
+whenever the half may have something to tell. Every host can lend and fetch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from baton.connectors.pull.metadata import PullMetadata
+from baton.connectors.pull.scheduler import PullSchedulerHalf
+from baton.connectors.push.layer_reports import LayerReportOrder, LayerReportReceiver
+from baton.connectors.push.scheduler import PushSchedulerHalf
+from baton.contract import KVConnectorOutput
+from baton.core.ids import Address, EngineId, Epoch
+from baton.core.timers import Timers
+from baton.protocol.pull_consumer import PullConsumer
+from baton.sim.checkers import bounded, contained, whole
+from baton.sim.hosts.fast.fetches import Fetches
+from baton.sim.hosts.fast.memory import Pool
+from baton.sim.hosts.fast.model import handshakes, identity_of, settings_of
+from baton.sim.hosts.fast.port import SOON_S, Port
+from baton.sim.hosts.fast.prefills import Prefills
+from baton.sim.hosts.fast.ranks import Ranks
+from baton.sim.hosts.fast.steps import EMPTY, StepOutput
+
+if TYPE_CHECKING:
+    from baton.sim.hosts.fast.cluster import Cluster
+
+NEVER = float("inf")
+
+
+class LayerReports(LayerReportReceiver):
+    """Without a socket and a thread: the ranks' stand-in calls `on_report`."""
+
+    def __init__(self, on_report: Callable[[int, int, int], None]) -> None:
+        self.on_report = on_report
+
+    def order(self, step: int) -> LayerReportOrder:
+        return LayerReportOrder("", b"", step)
+
+    def raise_if_dead(self) -> None:
+        return
+
+    def close(self, timeout_s: float) -> None:
+        return
+
+
+class Host:
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: EngineId,
+        num_ranks: int,
+        rate: float,
+        skew_s: float,
+        timers: Timers,
+    ) -> None:
+        self.cluster, self.world, self.name = cluster, cluster.world, name
+        self.address = Address(name, Epoch(self.world.rng.getrandbits(64)))
+        self.num_ranks, self.rate, self.skew_s, self.timers = num_ranks, rate, skew_s, timers
+        self.pool = Pool(cluster.num_blocks, num_ranks, cluster.groups)
+        self.alive = True
+        self.exits_at = NEVER  # Once it drains.
+        self._paused_until = 0.0
+        self._never_before = -NEVER  # Its clock has been here.
+        self._is_woken = False
+        self.machines: dict[str, Any] = {}  # Of its agent, by name, for the checkers.
+        self.layer_reports: LayerReports | None = None
+        self.prefills, self.fetches, self.ranks = Prefills(self), Fetches(self), Ranks(self)
+        self.half = self._half()
+        self.half.set_xfer_handshake_metadata(dict(handshakes(num_ranks, cluster.num_blocks, cluster.groups)))
+        self.half.bind_wake(self._wake)
+        self.half.bind_gpu_block_pool(self.pool)
+
+    def _half(self) -> PullSchedulerHalf:
+        cluster = self.cluster
+        settings = settings_of(cluster.is_push, cluster.keeps_turns, self.timers)
+        identity = identity_of(self.name, self.num_ranks, settings, cluster.groups_as_told)
+        how: dict[str, Any] = {
+            "epoch": self.address.epoch,
+            "clock": self.clock,
+            "control": self._port,
+            "machines": self._noted_machines(),
+        }
+        if cluster.is_push:
+            return PushSchedulerHalf(identity, layer_reports=self._layer_reports, **how)
+        return PullSchedulerHalf(identity, **how)
+
+    def _noted_machines(self) -> Any:
+        """The machines of the world's parts. The host remembers those that it gets."""
+
+        def noted(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
+            def make_and_note(*arguments: Any) -> Any:
+                machine = self.machines[name] = make(*arguments)
+                return machine
+
+            return make_and_note
+
+        machines = self.cluster.parts.machines
+        names = ("consumer", "prefills", "peers")
+        return replace(machines, **{name: noted(name, getattr(machines, name)) for name in names})
+
+    def _port(self, agent: Any, lock: object) -> Port:
+        self.port = Port(self, agent)
+        return self.port
+
+    def _layer_reports(self, on_report: Callable[[int, int, int], None]) -> LayerReports:
+        self.layer_reports = LayerReports(on_report)
+        return self.layer_reports
+
+    @property
+    def consumer(self) -> PullConsumer:
+        machine = self.machines["consumer"]
+        assert isinstance(machine, PullConsumer)
+        return machine
+
+    # --- The process ------------------------------------------------------------------------------
+
+    def clock(self) -> float:
+        return max(self._never_before, self.world.now * self.rate + self.skew_s)
+
+    def step_clock(self, by_s: float) -> None:
+        """A negative step stops the clock for this time, because a monotonic clock does not go back."""
+        self._never_before = self.clock()
+        self.skew_s += by_s
+        self.world.note(self.name, f"its clock steps by {by_s} s")
+        self.port.clock_stepped()
+
+    def when_awake(self, action: Callable[[], None]) -> None:
+        if not self.alive:
+            return
+        if self._paused_until > self.world.now:
+            wait_s = self._paused_until - self.world.now + SOON_S
+            self.world.after(wait_s, lambda: self.when_awake(action))
+        else:
+            action()
+            if self.port.is_stale:
+                self.port.arm()
+
+    def pause(self, for_s: float) -> None:
+        self._paused_until = self.world.now + for_s
+
+    def drain(self, for_s: float) -> None:
+        """Take no new request; exit when nothing is left, or at the deadline."""
+        if self.exits_at < NEVER:
+            return
+        self.exits_at = self.world.now + for_s
+        self.world.count("drain")
+        self.half.drain(for_s * self.rate)
+        self.world.after(for_s, lambda: self.when_awake(self._exit))
+        self.step()
+
+    @property
+    def is_draining(self) -> bool:
+        return self.exits_at < NEVER
+
+    def _exit(self) -> None:
+        self.cluster.stop(self, down_s=0.5)
+
+    # --- Steps ------------------------------------------------------------------------------------
+
+    def begin_step(self, output: StepOutput) -> PullMetadata:
+        """Tell the half what is scheduled, and carry out its orders."""
+        metadata = self.half.build_connector_meta(output)
+        assert isinstance(metadata, PullMetadata)
+        for order in metadata.orders:
+            if self.world.trace is not None:
+                self.world.note(self.name, f"{order}"[:160])
+            self.ranks.carry_out(order)
+        return metadata
+
+    def settle(self) -> None:
+        """Run a step if the last hook or frame has given the half something to do."""
+        if self.port.has_effects:
+            self.step()
+
+    def step(self, computed: int = 0) -> None:
+        """Carry out what the half has decided. `computed`: number of a step whose tokens are computed."""
+        while True:
+            self._is_woken = False
+            metadata = self.begin_step(EMPTY)
+            report, computed = self.ranks.report(computed), 0
+            if report is None and not metadata.wants_report:
+                break
+            output = KVConnectorOutput(kv_connector_worker_meta=report)
+            self.half.update_connector_output(output)
+            for request_id in sorted(output.finished_sending or ()):
+                self.prefills.loan_freed(request_id)
+            for request_id in sorted(output.finished_recving or ()):
+                self.fetches.received(request_id)
+            if not self._is_woken:
+                break
+        self.fetches.look_for_failures()
+        if self.is_draining and not (self.half.num_open_loans or self.half.num_open_fetches):
+            self.world.after(0.0, lambda: self.when_awake(self._exit))
+
+    def _wake(self) -> None:
+        self._is_woken = True
+
+    def count_stats(self) -> None:
+        """Of the half, since the last call. Raises Violation if it contained a fault of its own."""
+        stats = self.half.get_kv_connector_stats()
+        if stats is None:
+            return
+        count = self.world.count
+        for reason, how_often in stats.data["failures"].items():
+            contained.check_reason(reason)
+            count(f"failed: {reason}", how_often)
+        for reason, how_often in stats.data["refused"].items():
+            count(f"ticket refused: {reason}", how_often)
+        count("loans expired", stats.data["num_expired_loans"])
+
+    def check_rest(self) -> None:
+        self.count_stats()
+        bounded.check_landings(self)
+        whole.check_host(self)

@@ -1,0 +1,130 @@
+"""Those who ask: conversations whose prompts grow by their own answers, and share their beginnings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton.sim.checkers import answers
+from baton.sim.hosts.full.cluster import TOKENS_MAX
+from baton.sim.hosts.full.faults import FullFaults
+from baton.sim.hosts.full.model import EOS_IDS, VOCAB, Model
+from baton.sim.kernel.world import World
+
+ANSWER_MAX = 5
+
+
+@dataclass(slots=True, eq=False)
+class Ask:
+    """One request of one client, and what it has been told."""
+
+    name: str
+    prompt: list[int]
+    salt: str | None
+    max_tokens: int
+    expected: list[int]
+    on_end: Callable[[Ask], None]
+    priority: int = 0
+    said: list[int] = field(default_factory=list)
+    outcome: str | None = None  # "answered", "error", "gone".
+    causes: set[str] = field(default_factory=set)  # What may excuse an error.
+    num_transferred: int = 0
+    session: str = ""  # Equal for the turns of one conversation.
+    way: tuple[str, str] | None = None  # P and D; None: the router's choice.
+
+    def hear(self, token_ids: list[int]) -> None:
+        self.said += token_ids
+        answers.check_tokens(self, self.said, self.expected)
+
+    def end(self, outcome: str, message: str = "") -> None:
+        assert self.outcome is None, "one outcome"
+        if outcome == "answered":
+            answers.check_end(self, self.said, self.expected)
+        elif outcome == "error":
+            answers.check_error(self, message)
+        self.outcome = outcome
+        self.on_end(self)
+
+
+class Clients:
+    """Makes prompts. `ask` is the router's door."""
+
+    def __init__(self, world: World[FullFaults], model: Model, ask: Callable[[Ask], None]) -> None:
+        self._world = world
+        self._model = model
+        self._ask = ask
+        self.asks: list[Ask] = []
+        self._num_sessions = 0
+        rng = world.rng
+        self._systems = [self._words(rng.choice([3, 8, 12])) for _ in range(2)]
+
+    def converse(self, num_turns: int) -> None:
+        rng = self._world.rng
+        self._num_sessions += 1
+        session = f"s{self._num_sessions}"
+        prompt = [*rng.choice(self._systems), *self._words(rng.choice([1, 4, 16]))]
+        self._turn(prompt, rng.choice([None, None, None, "salt"]), session, num_turns)
+
+    def probe(self, way: tuple[str, str] | None = None) -> Ask:
+        """A prompt that nobody has seen: all of its KV has to be computed, or handed over."""
+        prompt = [3, *self._words(self._world.rng.randint(8, 20))]
+        return self._send(prompt, None, lambda ask: None, way=way)
+
+    def make(self, prompt: list[int], salt: str | None, on_end: Callable[[Ask], None]) -> Ask:
+        rng = self._world.rng
+        max_tokens = rng.randint(1, ANSWER_MAX)
+        ask = Ask(
+            f"r{len(self.asks)}",
+            prompt,
+            salt,
+            max_tokens,
+            self._model.answer(prompt, salt, max_tokens),
+            on_end,
+            rng.randrange(3),
+        )
+        self.asks.append(ask)
+        return ask
+
+    def other_prompt(self, prompt: list[int]) -> list[int]:
+        """One that is not, but looks like it."""
+        rng = self._world.rng
+        match rng.randrange(3):
+            case 0:
+                at = rng.randrange(len(prompt))
+                return [*prompt[:at], *self._words(1), *prompt[at + 1 :]]
+            case 1 if len(prompt) + 2 + ANSWER_MAX <= TOKENS_MAX:
+                return [*prompt, *self._words(2)]  # The ticket covers its beginning.
+            case _:
+                return self._words(len(prompt))
+
+    def _turn(self, prompt: list[int], salt: str | None, session: str, num_turns: int) -> None:
+        def go_on(ask: Ask) -> None:
+            rng = self._world.rng
+            if num_turns <= 1 or ask.outcome == "gone":
+                return
+            if ask.outcome == "error":
+                following = ask.prompt  # Once more.
+            else:
+                following = [*ask.prompt, *ask.said, *self._words(rng.choice([1, 4]))]
+            if len(following) + ANSWER_MAX <= TOKENS_MAX:
+                pause_s = rng.uniform(0.0, rng.choice([0.5, 0.5, 8.0]))
+                self._world.after(pause_s, lambda: self._turn(following, salt, session, num_turns - 1))
+
+        self._send(prompt, salt, go_on, session)
+
+    def _send(
+        self,
+        prompt: list[int],
+        salt: str | None,
+        on_end: Callable[[Ask], None],
+        session: str = "",
+        way: tuple[str, str] | None = None,
+    ) -> Ask:
+        ask = self.make(prompt, salt, on_end)
+        ask.session, ask.way = session, way
+        self._ask(ask)
+        return ask
+
+    def _words(self, count: int) -> list[int]:
+        rng = self._world.rng
+        return [rng.randrange(len(EOS_IDS), VOCAB) for _ in range(count)]

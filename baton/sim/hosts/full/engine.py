@@ -1,0 +1,451 @@
+"""One incarnation of an engine: the real scheduler, both real halves, fake ranks, the loop of a core process.
+
+    turn:  take what arrived -> schedule -> bind the metadata on every rank
+             ... as long as the step takes: frames arrive, reads go on, timers fire ...
+    end:   compute, collect the ranks' reports, aggregate, update_from_output -> outputs to the front end
+
+Requests and aborts are taken between steps only, as in `baton.engine.core.core_process`. An engine that has
+nothing to compute sleeps until something happens to it, which is what polling it would see.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
+from baton.connectors.pull.control.agent import PullAgent
+from baton.connectors.push.scheduler import PushSchedulerHalf
+from baton.connectors.push.settings import PushSettings
+from baton.connectors.push.worker import PushWorkerHalf
+from baton.contract import KVConnectorOutput, KVOutputAggregator
+from baton.core.config import (
+    EngineConfig,
+)
+from baton.core.errors import UserError
+from baton.core.ids import Address, EngineId, Epoch
+from baton.core.kv_groups import is_hybrid
+from baton.engine.api import EngineOutput, EngineRequest, RequestError
+from baton.engine.scheduling.remote_kv import Load
+from baton.engine.scheduling.scheduler import Scheduler
+from baton.engine.step import ModelRunnerOutput, SchedulerOutput
+from baton.protocol.signed_frame import ProcessKey
+from baton.sim.checkers import bounded, contained, fenced, fresh, whole
+from baton.sim.hosts.full.counts import count_stats
+from baton.sim.hosts.full.faults import FullFaults
+from baton.sim.hosts.full.host_spec import HostSpec, engine_config
+from baton.sim.hosts.full.layers import reports_layers, stream_layers
+from baton.sim.hosts.full.memory import RankMemory
+from baton.sim.hosts.full.pool import WatchedPool
+from baton.sim.hosts.full.ranks import Ranks
+from baton.sim.hosts.full.reads import Port
+from baton.sim.hosts.full.wire import SOON_S, Station, Wire
+from baton.sim.kernel.windows import shortened
+from baton.sim.kernel.world import World
+
+if TYPE_CHECKING:
+    from baton.sim.hosts.full.cluster import Cluster
+
+EMPTY_STEP_S = 0.0002
+NAP_S = 1.0  # Without anything happening; in production shorter, which would show nothing more.
+NEVER = float("inf")
+
+
+class Listener(Protocol):
+    """The front end's end of one request."""
+
+    def say(self, output: EngineOutput) -> None: ...
+    def break_off(self) -> None: ...
+
+
+class Engine:
+    def __init__(self, cluster: Cluster, spec: HostSpec, engine_id: EngineId) -> None:
+        self.cluster, self.spec = cluster, spec
+        self.world: World[FullFaults] = cluster.world
+        self.wire: Wire = cluster.wire
+        self.name, self.rate, self.is_slow = spec.name, spec.rate, spec.is_slow
+        self.timers = cluster.timers
+        self.engine_id = engine_id
+        self.is_alive = True
+        self.is_draining = False
+        self._stepped_s = 0.0  # By which its clock has stepped.
+        self._never_before = -NEVER  # Its clock has been here.
+        self._paused_until = -NEVER
+        self._commands: list[Callable[[], None]] = []
+        self._listeners: dict[str, Listener] = {}
+        self._left: set[str] = set()  # Requests whose client has left.
+        self._is_stepping = False
+        self._turn_is_due = False
+        self._was_poked = False
+        self._is_napping = False
+        self.parked_at: dict[str, float] = {}  # Loads that are open, since when.
+        self.held_at: dict[str, float] = {}  # Finished requests with blocks in use by a transfer.
+        self._on_drained: Callable[[], None] | None = None
+        self._computed: ModelRunnerOutput | None = None  # Ahead of the step's end.
+        self._build()
+
+    # --- Parts ------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        spec, rng = self.spec, self.world.rng
+        config = engine_config(spec, self.cluster, self.engine_id)
+        self.groups = config.kv_cache_groups
+        key = self.cluster.parts.process_key(hashlib.sha256(b"%d" % rng.getrandbits(64)).digest())
+        epoch = key.epoch
+        self.address = Address(self.engine_id, epoch)
+        is_push = self.cluster.mode == "push"
+        half = _with_methods(PushSchedulerHalf if is_push else PullSchedulerHalf, self.cluster.parts.half)
+        self.half = half(
+            self._identity(config),
+            epoch=epoch,
+            clock=self.clock,
+            control=lambda agent, lock: self._station(agent, lock, key),
+            machines=self.cluster.parts.machines,
+        )
+        self.scheduler = Scheduler(config, self.half)
+        self.pool = WatchedPool(
+            config.cache_config,
+            num_groups=len(self.groups),
+            has_null_block=is_hybrid(self.groups),
+            on_taken=self._taken,
+            on_freed=self._freed,
+        )
+        self.scheduler.kv_cache.block_pool = self.pool
+        settle = self.scheduler.remote.settle
+
+        def settle_checked(load: Load, *, is_continued: bool = False) -> bool:
+            fresh.check_load(self, load)
+            return settle(load, is_continued=is_continued)
+
+        self.scheduler.remote.settle = settle_checked  # type: ignore[method-assign]
+        self.ports: list[Port] = []
+        self.workers = [self._worker(config, rank) for rank in range(spec.num_ranks)]
+        if is_push and spec.stream == "layer":
+            assert isinstance(self.half, PushSchedulerHalf)
+            stream_layers(self, self.half, [w for w in self.workers if isinstance(w, PushWorkerHalf)])
+        self.ranks = Ranks(
+            self.cluster.model, [port.memory for port in self.ports], self.groups, spec.block_tokens
+        )
+        handshakes = [worker.get_handshake_metadata() for worker in self.workers]
+        self.half.set_xfer_handshake_metadata({r: h for r, h in enumerate(handshakes) if h is not None})
+        self._aggregator = KVOutputAggregator.from_connector(self.half, spec.num_ranks)
+
+    def _station(self, agent: PullAgent, lock: threading.Lock, key: ProcessKey) -> Station:
+        self.station = Station(self, self.spec.url, agent, lock, key)
+        return self.station
+
+    def _worker(self, config: EngineConfig, rank: int) -> PullWorkerHalf:
+        spec = self.spec
+        memory = RankMemory(
+            rank,
+            spec.num_ranks,
+            num_kv_heads=self.cluster.model.num_kv_heads,
+            groups=self.groups,
+            num_blocks=spec.num_blocks,
+            block_tokens=spec.block_tokens,
+            is_block_major=spec.is_block_major,
+        )
+
+        def transports(address: Address) -> dict[str, Port]:
+            port = Port(self, self.cluster.reads, memory, address)
+            self.ports.append(port)
+            return {port.name: port}
+
+        of_rank = msgspec.structs.replace(config.parallel_config, rank=rank)
+        worker = (PushWorkerHalf if self.cluster.mode == "push" else PullWorkerHalf)(
+            self._identity(msgspec.structs.replace(config, parallel_config=of_rank)),
+            epoch=Epoch(self.world.rng.getrandbits(64)),
+            transports=transports,
+            run_in_background=self._in_background,
+            clock=self.clock,
+        )
+        worker.register_kv_caches(memory.kv_caches)
+        return worker
+
+    def _identity(self, config: EngineConfig) -> EngineIdentity:
+        if self.cluster.mode == "push":
+            identity = EngineIdentity.of_engine(config, PushSettings, does_push=True)
+        else:
+            identity = EngineIdentity.of_engine(config)
+        groups = shortened(identity.groups, self.cluster.parts.window_error)
+        return msgspec.structs.replace(identity, groups=groups)
+
+    # --- The process ------------------------------------------------------------------------------
+
+    def clock(self) -> float:
+        return max(self._never_before, self.world.now * self.rate + self.spec.skew_s + self._stepped_s)
+
+    def step_clock(self, by_s: float) -> None:
+        """A negative step: it stands still for so long. A monotonic clock does not go back."""
+        self.world.note(self.name, f"its clock steps by {by_s} s")
+        self._never_before = self.clock()
+        self._stepped_s += by_s
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused_until > self.world.now
+
+    @property
+    def wakes_in_s(self) -> float:
+        return self._paused_until - self.world.now + SOON_S
+
+    def when_awake(self, action: Callable[[], None]) -> None:
+        if not self.is_alive:
+            return
+        if self.is_paused:
+            self.world.after(self.wakes_in_s, lambda: self.when_awake(action))
+        else:
+            action()
+
+    def pause(self, for_s: float) -> None:
+        self.world.paused_s += for_s
+        self.world.note(self.name, f"stands still for {for_s} s")
+        self._paused_until = self.world.now + for_s
+
+    def die(self) -> None:
+        """kill -9. Clients see their connections break, if the network tells them."""
+        self.is_alive = False
+        self.world.note(self.name, "is gone")
+        listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
+            listener.break_off()
+
+    def drain(self, for_s: float, on_drained: Callable[[], None]) -> None:
+        """As told by SIGTERM: take nothing new, and end when nobody uses our blocks, or when time is up."""
+
+        def begin() -> None:
+            self.world.note(self.name, f"drains for {for_s} s at most")
+            self.scheduler.drain(for_s)
+            self._on_drained = on_drained
+
+        self.is_draining = True
+        self._commands.append(begin)
+        self.poke()
+
+    def shut_down(self) -> None:
+        """In order, with last words to the peers."""
+        self.half.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
+
+    def _report_drained(self) -> None:
+        scheduler = self.scheduler
+        if self._on_drained is None or scheduler.has_unfinished_requests() or scheduler.has_blocks_to_await():
+            return
+        on_drained, self._on_drained = self._on_drained, None
+        self.world.after(SOON_S, lambda: self.when_awake(on_drained))
+
+    def successor_port(self, port: Port) -> Port:
+        """Who has taken the place of a dead engine's rank."""
+        return self.cluster.engines[self.name].ports[port.memory.heads.start % self.spec.num_ranks]
+
+    def _in_background(self, job: Callable[[], None]) -> None:
+        """Connecting: a thread's work, that takes a while."""
+        took_s = self.world.spread(self.world.faults.delay_mean_s)
+
+        def done() -> None:
+            job()
+            self.poke()
+
+        self.world.after(took_s, lambda: self.when_awake(done))
+
+    # --- The front end's door ---------------------------------------------------------------------
+
+    def submit(self, request: EngineRequest, listener: Listener) -> None:
+        def add() -> None:
+            self.world.note(self.name, f"request {request.request_id} of {len(request.prompt_token_ids)}")
+            self._listeners[request.request_id] = listener
+            self.ranks.salts[request.request_id] = request.cache_salt
+            try:
+                self.scheduler.add_request(request)
+            except UserError as error:
+                refusal = EngineOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason="error",
+                    error=RequestError.of_user(error),
+                )
+                self._hand_out([refusal])
+
+        self._commands.append(add)
+        self.poke()
+
+    def abort(self, request_id: str) -> None:
+        """The client of this request has left, and the front end knows."""
+        self._left.add(request_id)
+
+        def abort() -> None:
+            self.world.note(self.name, f"abort {request_id}")
+            self._listeners.pop(request_id, None)
+            self.scheduler.abort([request_id])
+
+        self._commands.append(abort)
+        self.poke()
+
+    # --- Steps ------------------------------------------------------------------------------------
+
+    def poke(self) -> None:
+        """Something has happened that a step may care about."""
+        self._was_poked = True
+        if not self._is_stepping and not self._turn_is_due:
+            self._turn_is_due = True
+            self.world.after(SOON_S, lambda: self.when_awake(self._turn))
+
+    def _turn(self) -> None:
+        self._turn_is_due = self._was_poked = False
+        if self._is_stepping or not self.is_alive:
+            return
+        commands, self._commands = self._commands, []
+        for command in commands:
+            command()
+        self._report_drained()
+        if not self.scheduler.has_requests():
+            return
+        output = self.scheduler.schedule()
+        metadata = output.kv_connector_metadata
+        assert metadata is not None
+        for worker in self.workers:
+            worker.handle_preemptions(metadata)
+            worker.bind_connector_metadata(metadata)
+        for request_id in output.preempted_req_ids:
+            self.world.note(self.name, f"preempted {request_id}")
+        if output.num_scheduled_tokens and self.world.trace is not None:
+            self.world.note(self.name, f"step {output.num_scheduled_tokens}")
+        if not output.num_scheduled_tokens and self.world.chance(0.8):
+            self._end_step(output)  # Over before anything else can happen.
+            return
+        self._is_stepping = True
+        took_s = EMPTY_STEP_S
+        if output.num_scheduled_tokens:
+            took_s = self.world.spread(self.spec.step_mean_s) + self._hangs_s()
+            if any(reports_layers(worker) for worker in self.workers):
+                self.world.after(took_s / 2, lambda: self.when_awake(lambda: self._compute_layers(output)))
+        self.world.after(took_s, lambda: self.when_awake(lambda: self._end_step(output)))
+
+    def _hangs_s(self) -> float:
+        """The engine's thread hangs in this step; its control thread goes on."""
+        world = self.world
+        if not world.lies(world.faults.hung_steps):
+            return 0.0
+        for_s = world.rng_of_lies.choice([2.0, 8.0, 25.0])
+        world.count("hung steps")
+        world.note(self.name, f"a step hangs for {for_s} s")
+        world.paused_s += for_s
+        return for_s
+
+    def _compute_layers(self, output: SchedulerOutput) -> None:
+        """In the middle of a step: its first layer is computed, and can be read."""
+        self.ranks.take_over(output)
+        self._computed = self.ranks.execute(output)
+        self.ranks.hide_later_layers()
+        self._pass_layers(0, 1)
+
+    def _compute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        result, self._computed = self._computed, None
+        if result is not None:
+            self.ranks.reveal()
+            self._pass_layers(1, self.cluster.model.num_layers)
+        else:
+            self.ranks.take_over(output)
+            if not output.num_scheduled_tokens:
+                return ModelRunnerOutput()
+            result = self.ranks.execute(output)
+            self._pass_layers(0, self.cluster.model.num_layers)
+        for worker in self.workers:
+            worker.finish_forward()
+        return result
+
+    def _pass_layers(self, first: int, last: int) -> None:
+        """What attention layers call."""
+        for worker, port in zip(self.workers, self.ports, strict=True):
+            for name, cache in list(port.memory.kv_caches.items())[first:last]:
+                worker.wait_for_layer_load(name)
+                worker.save_kv_layer(name, cache, None)
+
+    def _end_step(self, output: SchedulerOutput) -> None:
+        self._is_stepping = False
+        result = self._compute(output)
+        result.kv_connector_output = self._aggregator.aggregate(
+            [self._collect(worker, output) for worker in self.workers]
+        )
+        outputs = self.scheduler.update_from_output(output, result)
+        bounded.check_step(self)
+        contained.check_step(self)
+        whole.check_loans(self)
+        if outputs.stats is not None:
+            count_stats(self.world, outputs.stats, is_hybrid=is_hybrid(self.groups))
+        self._hand_out(outputs.outputs)
+        if output.num_scheduled_tokens or self._was_poked or self._commands:
+            self.poke()
+        elif self.scheduler.has_requests() and not self._is_napping:
+            self._is_napping = True
+            self.world.after(NAP_S, self._end_nap)
+
+    def _end_nap(self) -> None:
+        self._is_napping = False
+        if self.is_alive:
+            self.poke()
+
+    def _collect(self, worker: PullWorkerHalf, output: SchedulerOutput) -> KVConnectorOutput | None:
+        worker.start_load_kv(None)  # type: ignore[arg-type]  # Which ours do not look at.
+        worker.wait_for_save()
+        ended = worker.get_transfer_results(output.finished_req_ids)
+        report = KVConnectorOutput(
+            ended.finished_sending,
+            ended.finished_recving,
+            ended.failed_recving,
+            worker.get_block_ids_with_load_errors(),
+            worker.get_kv_connector_stats(),
+            worker.get_kv_connector_kv_cache_events(),
+            worker.build_connector_worker_meta(),
+            worker.get_expected_finished_count(),
+        )
+        worker.clear_connector_metadata()
+        return None if report.is_empty() else report
+
+    def _hand_out(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            ended = output.finish_reason is not None
+            take = self._listeners.pop if ended else self._listeners.get
+            listener = take(output.request_id, None)
+            if ended:
+                self.world.note(
+                    self.name,
+                    f"ended {output.request_id}: {output.finish_reason}"
+                    + (f" ({output.error.message[:80]})" if output.error else ""),
+                )
+            if output.request_id in self._left:
+                self._drop(output)
+            elif listener is not None:
+                listener.say(output)
+
+    def _drop(self, output: EngineOutput) -> None:
+        """What the front end does with an output that nobody waits for: a loan in it ends now."""
+        params = output.kv_transfer_params
+        if params is None or "baton_ticket" not in params:
+            return
+        self.world.count("answers dropped with a loan")
+        if self.cluster.parts.takes_back:
+            self._commands.append(lambda: self.scheduler.take_back(params))
+            self.poke()
+        check = partial(whole.check_dropped, self, params["baton_ticket"], self.world.paused_s)
+        self.world.after(whole.TAKEN_BACK_S, check)
+
+    # --- Blocks -----------------------------------------------------------------------------------
+
+    def _taken(self, block_ids: list[int]) -> None:
+        fenced.check_free(self, block_ids)
+        for port in self.ports:
+            port.memory.forget_writers(block_ids)
+
+    def _freed(self, block_ids: list[int]) -> None:
+        fenced.check_free(self, block_ids)
+
+
+def _with_methods(half: type[PullSchedulerHalf], methods: type | None) -> type[PullSchedulerHalf]:
+    return half if methods is None else type("MutantHalf", (methods, half), {})

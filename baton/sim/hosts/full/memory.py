@@ -1,0 +1,110 @@
+"""One rank's KV cache: real bytes at real addresses, and beside every word who wrote it last.
+
+Two layouts, as engines have them; plans and connectors see tensors, the world sees `words`:
+
+    layer-major    [place, block, head, token, K|V]
+    block-major    [block, place, head, token, K|V]
+
+A place is the memory of one layer, or of one layer of each cache group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from baton.core.kv_groups import KVCacheGroup, num_places, places_of
+from baton.core.topology import kv_heads_of
+from baton.sim.hosts.full.model import CONTENT, WORD_BYTES, Words
+
+NOBODY = -1  # Not written since the block was handed out.
+OWN = 0  # Computed here. Above: the number of a read.
+JUNK = 0x6B6E756A
+
+
+class RankMemory:
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        *,
+        num_kv_heads: int,
+        groups: Sequence[KVCacheGroup],
+        num_blocks: int,
+        block_tokens: int,
+        is_block_major: bool,
+    ) -> None:
+        num_of_places = num_places(groups)
+        self.heads = kv_heads_of(rank, tp_size=num_ranks, num_kv_heads=num_kv_heads)
+        outer = (num_blocks, num_of_places) if is_block_major else (num_of_places, num_blocks)
+        shape = (*outer, len(self.heads), block_tokens, CONTENT)
+        tensor = torch.empty(shape, dtype=torch.float32)
+        self._flat: Words = tensor.view(-1).numpy().view(np.uint32)
+        self._flat[:] = JUNK
+        self._flat_writers: NDArray[np.int32] = np.full(self._flat.size, NOBODY, np.int32)
+        self.address = tensor.data_ptr()
+        self._keeps_alive = tensor
+        self._block_bytes = tensor[0 if is_block_major else (0, 0)].nbytes  # Of one place, or of all of them.
+        self._period_bytes = tensor.nbytes if is_block_major else tensor[0].nbytes
+        # `[block, place, head, token, K|V]`, whatever lies behind it.
+        axes = (0, 1, 2, 3, 4) if is_block_major else (1, 0, 2, 3, 4)
+        self.words: Words = self._flat.reshape(shape).transpose(axes)
+        self.writers: NDArray[np.int32] = self._flat_writers.reshape(shape).transpose(axes)
+        self.kv_caches = {
+            f"model.layers.{layer}.self_attn.attn": tensor[:, place] if is_block_major else tensor[place]
+            for layer, (_, place) in sorted(places_of(groups).items())
+        }
+
+    def blocks(self, block_ids: Sequence[int], num_layers: int) -> Words:
+        """`[token, layer, head, K|V]` of these blocks, of the `num_layers` layers of their group."""
+        taken = self.words[list(block_ids), :num_layers]
+        return taken.transpose(0, 3, 1, 2, 4).reshape(-1, num_layers, len(self.heads), CONTENT)
+
+    def writers_of(self, block_ids: Sequence[int], num_layers: int) -> NDArray[np.int32]:
+        """As `blocks`."""
+        taken = self.writers[list(block_ids), :num_layers]
+        return taken.transpose(0, 3, 1, 2, 4).reshape(-1, num_layers, len(self.heads), CONTENT)
+
+    def write(self, blocks: NDArray[np.int64], offsets: NDArray[np.int64], kv: Words) -> None:
+        """KV of tokens that were computed here: token i into `offsets[i]` of `blocks[i]`, our heads of it.
+
+        `kv`: of the layers of the group that the blocks belong to.
+        """
+        num_layers = kv.shape[1]
+        self.words[blocks, :num_layers, :, offsets] = kv[:, :, self.heads.start : self.heads.stop]
+        self.writers[blocks, :num_layers, :, offsets] = OWN
+
+    def forget_writers(self, block_ids: Sequence[int]) -> None:
+        self.writers[list(block_ids)] = NOBODY
+
+    # --- Seen from a wire -------------------------------------------------------------------------
+
+    def fetch(self, address: int, nbytes: int) -> Words:
+        start = self._index(address)
+        return self._flat[start : start + nbytes // WORD_BYTES]
+
+    def has(self, address: int, nbytes: int) -> bool:
+        offset = address - self.address
+        return offset >= 0 and offset + nbytes <= self._flat.nbytes and offset % WORD_BYTES == 0
+
+    def land(self, address: int, words: Words, writer: int) -> None:
+        start = self._index(address)
+        self._flat[start : start + len(words)] = words
+        self._flat_writers[start : start + len(words)] = writer
+
+    def blocks_of(self, runs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+        """Blocks that these (address, bytes) lie in, each once."""
+        found: set[int] = set()
+        for address, nbytes in runs:
+            start = (address - self.address) % self._period_bytes
+            found.update(range(start // self._block_bytes, (start + nbytes - 1) // self._block_bytes + 1))
+        return tuple(sorted(found))
+
+    def _index(self, address: int) -> int:
+        offset = address - self.address
+        assert offset >= 0, "a copy that is not of this cache"
+        assert offset % WORD_BYTES == 0
+        return offset // WORD_BYTES

@@ -1,0 +1,221 @@
+"""The control network, as unkind as networks are, and each engine's door to it.
+
+Frames cross it signed and encoded, as in production. A way that was learnt from a ticket is a url: whoever
+listens there now is reached. A way that was learnt from a connection that came in dies with its peer.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+import msgspec
+
+from baton.connectors.pull.control.agent import PullAgent
+from baton.connectors.pull.control.thread import ControlThread, _Way
+from baton.protocol.messages import (
+    Announced,
+    Envelope,
+    Finished,
+    Hello,
+    Message,
+    Renewed,
+    Welcome,
+)
+from baton.protocol.signed_frame import ProcessKey
+from baton.sim.hosts.full.faults import FullFaults
+from baton.sim.kernel import lies
+from baton.sim.kernel.world import World
+from baton.transport.control import ControlChannel
+
+if TYPE_CHECKING:
+    from baton.sim.hosts.full.engine import Engine
+
+ABOUT_CONTENTS = (Announced, Finished, Renewed, Welcome)
+MEDDLER_URL = "tcp://10.0.9.9:14600"
+NEVER = float("inf")
+SOON_S = 1e-5
+
+
+@dataclass
+class Wire:
+    world: World[FullFaults]
+    stations: dict[str, Station] = field(default_factory=dict)  # By url: who listens there now.
+    cut: dict[tuple[str, str], float] = field(default_factory=dict)  # From url to url: lost until then.
+    clogged: dict[tuple[str, str], float] = field(default_factory=dict)  # Held up until then.
+
+    def send(self, sender: Station, route: Route, frame: bytes) -> None:
+        world, faults = self.world, self.world.faults
+        url = route if isinstance(route, str) else route.url
+        way = (sender.url, url)
+        copies = 2 if world.chance(faults.duplicate) else 1
+        for copy in range(copies):
+            if world.now < self.cut.get(way, -NEVER) or world.chance(faults.loss):
+                world.count("frames lost")
+                continue
+            delay_s = world.spread(faults.delay_mean_s)
+            if copy:
+                delay_s += world.rng.uniform(0, faults.late_copy_s)
+            free_at = self.clogged.get(way, -NEVER)
+            if free_at > world.now:
+                delay_s = free_at - world.now
+            arriving = frame
+            if world.lies(faults.frame_lies):
+                arriving = self._altered(frame)
+            world.after(delay_s, lambda arriving=arriving: self._arrive(sender, route, arriving))  # type: ignore[misc]
+        if world.chance(faults.malformed):
+            garbage = bytes(world.rng.randrange(256) for _ in range(world.rng.choice([0, 3, 40])))
+            # 0xC1 begins nothing in msgpack.
+            broken = frame[: world.rng.randrange(3)] + b"\xc1" + garbage
+            world.after(world.spread(faults.delay_mean_s), lambda: self._arrive(sender, route, broken))
+
+    def _altered(self, frame: bytes) -> bytes:
+        """What is signed is altered, or the frame as a whole."""
+        rng = self.world.rng_of_lies
+        self.world.count("frames altered by the wire")
+        version, public_key, mac, body = msgspec.msgpack.decode(frame)
+        if rng.random() < 0.2:
+            at = rng.randrange(len(frame))
+            return frame[:at] + bytes([lies.flip(rng, frame[at], 8)]) + frame[at + 1 :]
+        return msgspec.msgpack.encode([version, public_key, mac, lies.altered(rng, body)])
+
+    def _arrive(self, sender: Station, route: Route, frame: bytes) -> None:
+        """Over a connection that the sender has dialled, or over one that the receiver has."""
+        station = self.stations.get(route) if isinstance(route, str) else route
+        seen_as = sender if isinstance(route, str) else sender.url
+        if station is not None:
+            station.engine.when_awake(lambda: station.receive(seen_as, frame))
+
+
+class _Door:
+    """What a station has of a ControlChannel."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.station: Station
+
+    def send(self, to: Route, frame: bytes) -> None:
+        self.station.engine.wire.send(self.station, to, frame)
+
+
+class Station(ControlThread):
+    """An engine's ControlPort: the code of the control thread, called by events instead of a thread."""
+
+    def __init__(
+        self, engine: Engine, url: str, agent: PullAgent, lock: threading.Lock, key: ProcessKey
+    ) -> None:
+        door = _Door(url)
+        super().__init__(agent, lock, cast(ControlChannel, door), key, engine.clock)
+        door.station = self
+        self.engine = engine
+        self._armed_for = NEVER  # Our clock.
+        self._is_flushing = False
+
+    # --- ControlPort ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.engine.wire.stations[self.url] = self
+
+    def flush(self) -> None:
+        if not self._agent.has_envelopes:
+            self._arm()
+        elif not self._is_flushing:
+            self._is_flushing = True
+            self._world.after(SOON_S, lambda: self.engine.when_awake(self._flush))
+
+    def close(self, timeout_s: float) -> None:
+        self._pump()  # The last words.
+
+    # --- What comes and what is due ---------------------------------------------------------------
+
+    def receive(self, route: Route, frame: bytes) -> None:
+        world, engine = self._world, self.engine
+        if world.lies(world.faults.suspends):
+            world.count("suspended as it hears something")
+            engine.pause(world.rng_of_lies.choice([0.5, 3.0, 8.0]))
+            if world.lies(0.5):
+                # Before it has read it, else right after.
+                return engine.when_awake(lambda: self.receive(route, frame))
+        num_bad, num_forged = self.num_bad_frames, self.num_forged_frames
+        self._receive(route, frame)  # type: ignore[arg-type]  # Stations are what routes are here.
+        self._world.count("bad frames", self.num_bad_frames - num_bad)
+        self._world.count("forged frames", self.num_forged_frames - num_forged)
+        self._pump()
+        self.engine.poke()
+
+    def _flush(self) -> None:
+        self._is_flushing = False
+        self._pump()
+
+    def _ring(self, deadline: float) -> None:
+        if deadline != self._armed_for:
+            return  # Overtaken by an earlier one.
+        self._armed_for = NEVER
+        self._pump()
+        self.engine.poke()
+
+    def _pump(self) -> None:
+        agent = self._agent
+        agent.wake(self.engine.clock())
+        for envelope, way in self._take_outgoing():
+            self._send(envelope, way)
+        self._arm()
+
+    def _send(self, envelope: Envelope, way: _Way | None) -> None:
+        world = self._world
+        if way is None:
+            return
+        if world.trace is not None:
+            names = ", ".join(_told(message) for message in envelope.messages)
+            world.note(self.engine.name, f"-> {envelope.target.engine_id}: {names}"[:220])
+        super()._send(self._as_said(envelope), way)
+        if world.lies(world.faults.false_names):
+            self._say_falsely(envelope)
+
+    def _as_said(self, envelope: Envelope) -> Envelope:
+        """A faulty member sends other values than its machines gave it. Messages that decide the contents of
+        blocks stay true here. Fast worlds make them false, because they can tell whom that harms."""
+        world, cluster = self._world, self.engine.cluster
+        if self.engine.name != cluster.liar or not world.lies(world.faults.member_lies):
+            return envelope
+        if any(isinstance(message, ABOUT_CONTENTS) for message in envelope.messages):
+            return envelope
+        others = [e.address for e in cluster.engines.values() if e is not self.engine]
+        said = lies.untrue(world.rng_of_lies, envelope, b"", others)
+        world.count("lies of a member")
+        world.note(self.engine.name, f"lies: {said.messages if said is not None else 'not well'}")
+        return said or envelope
+
+    def _say_falsely(self, envelope: Envelope) -> None:
+        """Another member has seen the frame, and says something in the name of one of the two."""
+        world, cluster = self._world, self.engine.cluster
+        false = lies.false_names(world.rng_of_lies, envelope)
+        station = self.engine.wire.stations.get(cluster.url_of(false.target))
+        if station is not None:
+            world.count("frames in another's name")
+            frame = cluster.meddler.sign(false, station.public_key)
+            world.after(0.0, lambda: station.engine.when_awake(lambda: station.receive(MEDDLER_URL, frame)))
+
+    def _arm(self) -> None:
+        deadline = self._agent.next_deadline
+        if deadline >= self._armed_for:
+            return
+        self._armed_for = deadline
+        world = self._world
+        wait_s = max(0.0, (deadline - self.engine.clock()) / self.engine.rate) + SOON_S
+        if world.faults.timer_late_s:
+            wait_s += world.rng.uniform(0, world.faults.timer_late_s)
+        world.after(wait_s, lambda: self.engine.when_awake(lambda: self._ring(deadline)))
+
+    @property
+    def _world(self) -> World[FullFaults]:
+        return self.engine.world
+
+
+def _told(message: Message) -> str:
+    """Without what is long, or differs from run to run: addresses of memory."""
+    return type(message).__name__ if isinstance(message, Hello | Welcome) else str(message)
+
+
+Route: TypeAlias = str | Station

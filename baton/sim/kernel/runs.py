@@ -1,0 +1,149 @@
+"""Many worlds of one kind, one after the other, and one of them line by line."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from baton.core.errors import UserError
+from baton.sim.checkers import contained
+from baton.sim.checkers.violation import Violation
+from baton.sim.kernel.world import World
+
+P = TypeVar("P")
+MODES = ("pull", "push")
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """One world in which an invariant did not hold."""
+
+    mode: str
+    seed: int
+    kind: str  # "I2 freed while a consumer believes in the lease"
+
+    @property
+    def command(self) -> str:
+        return f"baton sim {self.mode} --seed {self.seed}"
+
+
+@dataclass(slots=True)
+class Report:
+    mode: str
+    num_worlds: int = 0
+    num_events: int = 0
+    broken: list[Broken] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)  # Of events in these worlds.
+
+    def add(self, other: Report) -> None:
+        self.num_worlds += other.num_worlds
+        self.num_events += other.num_events
+        self.broken += other.broken
+        self.counts += other.counts
+
+    @property
+    def kinds(self) -> Counter[str]:
+        return Counter(broken.kind for broken in self.broken)
+
+
+class Scenario(Protocol):
+    @property
+    def world(self) -> World[Any]: ...
+    def run(self) -> None:
+        """Raises Violation."""
+
+
+@dataclass(frozen=True)
+class Campaign(Generic[P]):
+    """One kind of world: how it is built from a seed, and the mutants of its parts by mode and guard."""
+
+    scenario: Callable[..., Scenario]  # (mode, seed, parts, traced=...)
+    production: P
+    mutants: Mapping[str, Mapping[str, P]]
+    name_of: Callable[[str], str] = lambda mode: mode  # How a mode is named on the command line.
+
+    def run_worlds(
+        self,
+        mode: str,
+        first_seed: int,
+        count: int,
+        *,
+        mutant: str | None = None,
+        goes_on: Callable[[], bool] | None = None,
+    ) -> Report:
+        """Seeds first_seed, first_seed + 1, ...; ends early when `goes_on` returns False."""
+        return self.run_seeds(mode, range(first_seed, first_seed + count), mutant=mutant, goes_on=goes_on)
+
+    def run_seeds(
+        self,
+        mode: str,
+        seeds: Iterable[int],
+        *,
+        mutant: str | None = None,
+        goes_on: Callable[[], bool] | None = None,
+    ) -> Report:
+        parts = self._parts(mode, mutant)
+        report = Report(self.name_of(mode))
+        with _quiet():
+            for seed in seeds:
+                if goes_on is not None and not goes_on():
+                    break
+                scenario = self.scenario(mode, seed, parts, traced=False)
+                try:
+                    with contained.guarded():
+                        scenario.run()
+                except Violation as violation:
+                    report.broken.append(Broken(report.mode, seed, violation.kind))
+                report.num_worlds += 1
+                report.num_events += scenario.world.num_events
+                report.counts += scenario.world.counts
+        return report
+
+    def find_broken(self, mode: str, mutant: str, first_seed: int, count: int) -> Broken | None:
+        """The first of these worlds that finds the missing guard."""
+        for seed in range(first_seed, first_seed + count):
+            report = self.run_worlds(mode, seed, 1, mutant=mutant)
+            if report.broken:
+                return report.broken[0]
+        return None
+
+    def replay(self, mode: str, seed: int, *, mutant: str | None = None) -> list[str]:
+        """All events of one world, a line each. The verdict is the last line."""
+        scenario = self.scenario(mode, seed, self._parts(mode, mutant), traced=True)
+        verdict = "every invariant held"
+        with _quiet():
+            try:
+                with contained.guarded():
+                    scenario.run()
+            except Violation as violation:
+                verdict = f"VIOLATION {violation}"
+        world = scenario.world
+        assert world.trace is not None
+        return [*world.trace, f"{world.now:9.4f}  {verdict}"]
+
+    def _parts(self, mode: str, mutant: str | None) -> P:
+        if mode not in self.mutants:
+            raise UserError(
+                f"there is no world of that name; choose one of {', '.join(self.mutants)}", field="mode"
+            )
+        if mutant is None:
+            return self.production
+        guards = self.mutants[mode]
+        if mutant not in guards:
+            raise UserError(f"there is no such guard; choose one of {', '.join(guards)}", field="mutant")
+        return guards[mutant]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Production code logs each refused ticket and failed read. Here there are thousands."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,77 @@
+"""Time, chance and the trace of one world: one seed, one event queue, one thread, no sleeping.
+
+The seed also draws which faults a world has, so worlds differ in kind and not only in luck. A seed replays a
+world.
+"""
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from baton.sim.checkers.violation import Violation
+from baton.sim.kernel.faults import Faults
+
+F = TypeVar("F", bound=Faults)
+
+
+class World(Generic[F]):
+    def __init__(
+        self,
+        seed: int,
+        draw_faults: Callable[[random.Random], F],
+        *,
+        events_max: int,
+        traced: bool = False,
+    ) -> None:
+        """`events_max`: a hundred times what a busy world needs."""
+        self.rng = random.Random(seed)
+        # Draws of models and of lies have generators of their own and leave the rest of a world as it is.
+        self.rng_of_models = random.Random(f"models {seed}")
+        self.rng_of_lies = random.Random(f"lies {seed}")
+        self.faults = draw_faults(self.rng).with_lies(self.rng_of_lies)
+        self.now = 0.0
+        self.num_events = 0
+        self.paused_s = 0.0  # How long processes have stood still. Bounds are longer by this time.
+        self.counts: Counter[str] = Counter()
+        self.trace: list[str] | None = [] if traced else None
+        self._events_max = events_max
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._tiebreak = itertools.count()
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+        self.at(self.now + delay_s, action)
+
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        """Events of the same instant run in the order in which they were planned."""
+        heapq.heappush(self._queue, (when, next(self._tiebreak), action))
+
+    def chance(self, probability: float) -> bool:
+        return probability > 0 and self.rng.random() < probability
+
+    def lies(self, probability: float) -> bool:
+        return probability > 0 and self.rng_of_lies.random() < probability
+
+    def spread(self, mean_s: float) -> float:
+        return self.rng.expovariate(1 / mean_s) if mean_s > 0 else 0.0
+
+    def count(self, what: str, how_often: int = 1) -> None:
+        if how_often:
+            self.counts[what] += how_often
+
+    def note(self, who: str, what: object) -> None:
+        """Add one line to the trace of a traced world."""
+        if self.trace is not None:
+            self.trace.append(f"{self.now:9.4f}  {who:8s} {what}")
+
+    def run(self, until_s: float) -> None:
+        queue = self._queue
+        while queue and queue[0][0] <= until_s:
+            self.num_events += 1
+            if self.num_events > self._events_max:
+                raise Violation("I4", "livelock: the event budget is spent")
+            self.now, _, action = heapq.heappop(queue)
+            action()
+        self.now = until_s

@@ -1,0 +1,104 @@
+"""Mutants of full worlds that lack a guard of cache groups. Worlds with windows find them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.connectors.pull.consumer.fetch import Fetch
+from baton.connectors.pull.control.agent import Machines
+from baton.connectors.pull.intent import Borrow, read_params
+from baton.core.reasons import Fault
+from baton.protocol.grouped_prompt import GroupRoutes
+from baton.protocol.ticket import BadTicket, Ticket, open_ticket
+from baton.sim.hosts.full.engine import Engine
+from baton.sim.hosts.full.parts import Parts
+from baton.sim.kernel.windows import shortened
+from baton.sim.mutants import halves
+from baton.sim.mutants.machines import OneTable
+
+
+def _believe_windows(engine: Engine) -> None:
+    """D takes a ticket whatever it says of groups and blocks."""
+    borrower = engine.half._borrower
+    verify = borrower.verify
+
+    def verify_all_but_layout(request: Any) -> Any:
+        try:
+            return verify(request)
+        except BadTicket as error:
+            if error.reason is not Fault.LAYOUT:
+                raise
+        borrower._incoming.pop(request.request_id)
+        wish = read_params(request.kv_transfer_params, borrower._identity)
+        assert isinstance(wish, Borrow)
+        return wish
+
+    def accept_of_stream(incoming: Fetch, text: str, now: float) -> None:
+        borrower._agent.accept(incoming.claim, open_ticket(text, borrower._identity.ticket_key), now)
+
+    borrower.verify = verify_all_but_layout  # type: ignore[method-assign]
+    borrower._reads.open_ticket = accept_of_stream  # type: ignore[method-assign]
+    borrower._reads._planner.check_windows = _check_nothing  # type: ignore[method-assign]
+
+
+def _check_nothing(group_routes: GroupRoutes, ticket: Ticket) -> None:
+    return
+
+
+def _free_lent_windows(engine: Engine) -> None:
+    """P frees a lent window's blocks."""
+    remote, kv_cache = engine.scheduler.remote, engine.scheduler.kv_cache
+    hold = remote.hold
+
+    def hold_and_free(request: Any, *, is_lent: bool) -> bool:
+        if not hold(request, is_lent=is_lent):
+            return False
+        if is_lent:
+            for group, table in zip(kv_cache.groups, kv_cache._tables[request.request_id], strict=True):
+                if group.window is not None:
+                    dropped, table.blocks = table.blocks[table.first_kept :], []
+                    engine.pool.free_blocks(reversed(dropped))
+        return True
+
+    remote.hold = hold_and_free  # type: ignore[method-assign]
+
+
+def _drop_early(engine: Engine) -> None:
+    """Blocks are freed one token before the window has left them."""
+    kv_cache = engine.scheduler.kv_cache
+    kv_cache.groups = shortened(kv_cache.groups, 1)
+
+
+def _keep_behind(engine: Engine) -> None:
+    """A request keeps blocks behind its windows when it ends."""
+    engine.scheduler.kv_cache.drop_outside_windows = lambda request: None  # type: ignore[method-assign]
+
+
+def _believe_half(engine: Engine) -> None:
+    """A load that failed in part goes on from its valid beginning, also with windows."""
+    remote, kv_cache = engine.scheduler.remote, engine.scheduler.kv_cache
+    settle = remote.settle
+
+    def settle_as_one_table(load: Any, **how: Any) -> bool:
+        is_hybrid, kv_cache.is_hybrid = kv_cache.is_hybrid, False
+        is_of_use = settle(load, **how)
+        kv_cache.is_hybrid = is_hybrid
+        return is_of_use
+
+    remote.settle = settle_as_one_table  # type: ignore[method-assign]
+
+
+EARLY_GROUPS: dict[str, Parts] = {
+    "early_tables": Parts(machines=Machines(streams=OneTable)),
+}
+GROUPS: dict[str, Parts] = {
+    "window_length": Parts(window_error=1),
+    "group_order": Parts(half=halves.ReadsNextGroup),
+    "window_source": Parts(half=halves.ReadsFromFront),
+    "window_target": Parts(half=halves.WritesNextGroup),
+    "ticket_windows": Parts(tamper=_believe_windows),
+    "lent_windows": Parts(tamper=_free_lent_windows),
+    "window_drop": Parts(tamper=_drop_early),
+    "window_keep": Parts(tamper=_keep_behind),
+    "whole_load": Parts(tamper=_believe_half),
+}

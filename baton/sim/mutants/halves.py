@@ -1,0 +1,145 @@
+"""Methods that override those of a scheduler half, so that it lacks one guard. For full worlds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from baton.connectors.pull.metadata import FailedLoad, Order, PullMetadata, PullWorkerReport, ReadBlocks
+from baton.connectors.push.scheduler import PushSchedulerHalf
+from baton.contract import KVConnectorOutput
+from baton.core.kv_groups import NULL_BLOCK_ID
+
+if TYPE_CHECKING:
+    Half = PushSchedulerHalf
+else:
+    Half = object  # Combined with the half of a world's mode.
+
+
+class LendsNothing(Half):
+    """P signs a ticket and lets the blocks go."""
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, super().request_finished_all_groups(request, block_ids)[1]
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        connector_output.finished_sending = None
+
+
+class _WithPrompt:
+    """A request with another prompt."""
+
+    def __init__(self, request: Any, prompt_token_ids: Sequence[int]) -> None:
+        self._request = request
+        self.prompt_token_ids = prompt_token_ids
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+class IgnoresPrompt(Half):
+    """D takes a ticket for any prompt that is long enough."""
+
+    prompts: ClassVar[dict[str, list[int]]] = {}  # That were lent, by ticket.
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        is_lent, params = super().request_finished_all_groups(request, block_ids)
+        if params is not None:
+            self.prompts[params["baton_ticket"]] = list(request.all_token_ids)
+        return is_lent, params
+
+    def on_new_request(self, request: Any) -> None:
+        lent = self.prompts.get((request.kv_transfer_params or {}).get("baton_ticket", ""), [])
+        own = request.prompt_token_ids
+        super().on_new_request(_WithPrompt(request, [*lent[: len(own)], *own[len(lent) :]]))
+
+
+class AnnouncesEarly(Half):
+    """P announces tokens when they are scheduled, not when they are computed."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, PullMetadata)
+        if metadata.step:
+            ranks = range(1, self._identity.num_ranks)
+            others = tuple(PullWorkerReport(rank=rank, step=metadata.step) for rank in ranks)
+            report = PullWorkerReport(rank=0, step=metadata.step, others=others)
+            self.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
+        return metadata
+
+
+class _ChangesOrders(Half):
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, PullMetadata)
+        return replace(metadata, orders=tuple(self.changed(metadata.orders)))
+
+    def changed(self, orders: Iterable[Order]) -> Iterable[Order]:
+        raise NotImplementedError
+
+
+class ForgetsMissing(_ChangesOrders):
+    """A failed load is reported as received, its blocks not as invalid."""
+
+    def changed(self, orders: Iterable[Order]) -> Iterable[Order]:
+        return [replace(order, block_ids=()) if isinstance(order, FailedLoad) else order for order in orders]
+
+
+def _rotated(orders: Iterable[Order], group_of: Callable[[ReadBlocks], int], tables: str) -> Iterable[Order]:
+    """Each read of a claim gets the table of the claim's next group."""
+    orders = list(orders)
+    by_claim: dict[int, dict[int, Any]] = {}
+    for order in orders:
+        if isinstance(order, ReadBlocks) and order.groups is not None:
+            by_claim.setdefault(order.claim, {})[group_of(order)] = getattr(order, tables)
+    for order in orders:
+        if isinstance(order, ReadBlocks) and order.groups is not None:
+            of_claim: Mapping[int, Any] = by_claim[order.claim]
+            groups = sorted(of_claim)
+            following = groups[(groups.index(group_of(order)) + 1) % len(groups)]
+            yield replace(order, **{tables: of_claim[following]})
+        else:
+            yield order
+
+
+def _remote_group(order: ReadBlocks) -> int:
+    assert order.groups is not None
+    return order.groups.remote
+
+
+def _local_group(order: ReadBlocks) -> int:
+    assert order.groups is not None
+    return order.groups.local
+
+
+class ReadsNextGroup(_ChangesOrders):
+    """D reads each cache group from the blocks of the next one."""
+
+    def changed(self, orders: Iterable[Order]) -> Iterable[Order]:
+        return _rotated(orders, _remote_group, "remote_blocks")
+
+
+class WritesNextGroup(_ChangesOrders):
+    """D reads each cache group into the blocks of the next one."""
+
+    def changed(self, orders: Iterable[Order]) -> Iterable[Order]:
+        return _rotated(orders, _local_group, "local_blocks")
+
+
+class ReadsFromFront(_ChangesOrders):
+    """D takes the first block that is lent of a window for that of token 0."""
+
+    def changed(self, orders: Iterable[Order]) -> Iterable[Order]:
+        for order in orders:
+            if isinstance(order, ReadBlocks) and order.groups is not None:
+                held = tuple(block for block in order.remote_blocks if block != NULL_BLOCK_ID)
+                missing = len(order.remote_blocks) - len(held)
+                yield replace(order, remote_blocks=held + held[-1:] * missing)
+            else:
+                yield order

@@ -1,0 +1,353 @@
+"""Protocol machines that each lack one guard. Worlds must find that it is missing."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from baton.core.ids import Address, BlockId, LoanId, Pair, TransferId
+from baton.core.kv_groups import NULL_BLOCK_ID
+from baton.core.reasons import FailureCode
+from baton.core.timers import Timers
+from baton.protocol.effects import ConsumerEffect, FreeTarget, ProducerEffect, ReadEarly, Send, StreamEffect
+from baton.protocol.messages import Announced, Envelope, Finished, Message, Renewed
+from baton.protocol.pull_consumer import NEVER, PullConsumer, _Fetch
+from baton.protocol.pull_producer import PullProducer, _Loan
+from baton.protocol.push_consumer import PushConsumer
+from baton.protocol.push_producer import PushProducer, _Prefill, _Want
+from baton.protocol.push_stream import PushStream
+from baton.protocol.ticket import Ticket
+
+# --- D --------------------------------------------------------------------------------------------
+
+
+class NoFence(PullConsumer):
+    """Accepts every completed read."""
+
+    def _is_proved(self, fetch: _Fetch, completed_at: float) -> bool:
+        return True
+
+
+class NoDrift(PullConsumer):
+    """Assumes that two clocks run at one rate."""
+
+    def _believed_until(self, sent_at: float, ttl_s: float) -> float:
+        return sent_at + ttl_s
+
+
+class FromReceipt(PullConsumer):
+    """Counts the lease from the answer instead of the question."""
+
+    def receive(self, sender: Address, message: Message, now: float) -> list[ConsumerEffect]:
+        if isinstance(message, Renewed):
+            fetch = self._fetches.get(message.claim)
+            if fetch is not None and message.sequence in fetch.sent_at:
+                fetch.sent_at[message.sequence] = now
+        return super().receive(sender, message, now)
+
+
+class NoDrain(PullConsumer):
+    """Frees the destination while its own reads run."""
+
+    def _drained(self, fetch: _Fetch) -> list[ConsumerEffect]:
+        self._forget(fetch)
+        return [FreeTarget(fetch.claim)]
+
+
+class AnyRank(PullConsumer):
+    """Takes the end of the first rank's reads for the end of all."""
+
+    def _has_unread(self, fetch: _Fetch) -> bool:
+        return False
+
+
+class NoDeadline(PullConsumer):
+    """Never gives up."""
+
+    def reserve(
+        self, loan_id: LoanId, producer: Address, now: float, **of_a_stream: Any
+    ) -> tuple[int, list[ConsumerEffect]] | None:
+        reserved = super().reserve(loan_id, producer, now, **of_a_stream)
+        if reserved is not None:
+            self._fetches[reserved[0]].give_up_at = NEVER
+        return reserved
+
+
+class AnySender(PullConsumer):
+    """Believes any sender that names its loan, also in answers to an earlier incarnation."""
+
+    def _of(self, sender: Address, loan_id: LoanId, claim: int) -> _Fetch | None:
+        fetch = self._fetches.get(claim)
+        return fetch if fetch is not None and fetch.loan_id == loan_id else None
+
+
+# --- P --------------------------------------------------------------------------------------------
+
+
+class NoExpiry(PullProducer):
+    """Waits for Released without a deadline."""
+
+    def wake(self, now: float) -> list[ProducerEffect]:
+        return []
+
+    @property
+    def next_deadline(self) -> float:
+        return NEVER
+
+
+class NoCap(PullProducer):
+    """Renews for as long as a consumer asks."""
+
+    def _cap(self, loan: _Loan) -> float:
+        return NEVER
+
+
+class Abandon(PullProducer):
+    """Ends all loans when it drains."""
+
+    def drain(self, deadline: float) -> None:
+        super().drain(deadline)
+        for loan in self._loans.values():
+            loan.deadline = -NEVER
+
+
+class AnyClaimer(PullProducer):
+    """Renews and frees for any consumer that has the ticket."""
+
+    def _claims(self, loan: _Loan, sender: Address, claim: int) -> bool:
+        return True
+
+
+class AnyClaim(PullProducer):
+    """Does not tell two uses of a ticket by one consumer apart."""
+
+    def _claims(self, loan: _Loan, sender: Address, claim: int) -> bool:
+        if loan.claimer is None:
+            loan.claimer = (sender, claim)
+        return loan.claimer[0] == sender
+
+
+class AnyEpoch(PullProducer):
+    """Takes a restarted consumer for the one before."""
+
+    def _claims(self, loan: _Loan, sender: Address, claim: int) -> bool:
+        if loan.claimer is None:
+            loan.claimer = (sender, claim)
+        address, number = loan.claimer
+        return address.engine_id == sender.engine_id and number == claim
+
+
+# --- Push, D --------------------------------------------------------------------------------------
+
+
+class AnyRun(PushConsumer):
+    """Takes what was read in one run for what was read in another."""
+
+    def _is_void(self, stream: PushStream, run: int) -> bool:
+        return stream.run == 0 and super()._is_void(stream, run)
+
+    def _order(self, stream: PushStream, latest: Announced, pairs: tuple[Pair, ...]) -> list[StreamEffect]:
+        stream.blocks = ()  # Or other blocks would give it away.
+        return super()._order(stream, latest, pairs)
+
+    def _mismatch(self, stream: PushStream, ticket: Ticket) -> FailureCode | None:
+        stream.blocks = ()
+        return super()._mismatch(stream, ticket)
+
+
+class ReadsOver(PushConsumer):
+    """Reads a new run into blocks that reads of the old one still write."""
+
+    def __init__(self, timers: Timers, pull: PullConsumer, num_layers: int) -> None:
+        super().__init__(timers, pull, num_layers)
+        self._old = Counter[tuple[int, Pair]]()
+
+    def _clear(self, stream: PushStream) -> list[StreamEffect]:
+        effects = super()._clear(stream)
+        if stream.is_clearing:
+            stream.is_clearing = False
+            self._old.update((stream.claim, pair) for pair in stream.reading)
+            stream.reading.clear()
+        return effects
+
+    def read_ended(self, claim: int, pair: Pair, ok: bool, now: float, error: str = "") -> list[StreamEffect]:
+        if not ok and self._old[claim, pair]:  # One that was cancelled; it never ends well.
+            self._old[claim, pair] -= 1
+            return []
+        return super().read_ended(claim, pair, ok, now, error)
+
+
+class NoEarlyDrain(PushConsumer):
+    """Frees the destination while it is being read into."""
+
+    def _drained(self, stream: PushStream) -> list[StreamEffect]:
+        self._forget(stream)
+        return [FreeTarget(stream.claim)]
+
+
+class AnyTicket(PushConsumer):
+    """Does not check the ticket of its stream."""
+
+    def _mismatch(self, stream: PushStream, ticket: Ticket) -> FailureCode | None:
+        return None
+
+
+class NoSilence(PushConsumer):
+    """Waits for a producer that is gone."""
+
+    def _fails_at(self, stream: PushStream) -> float:
+        return stream.give_up_at
+
+
+class NoStreamDeadline(PushConsumer):
+    """Waits for as long as P reports that it works."""
+
+    def _fails_at(self, stream: PushStream) -> float:
+        return stream.heard_at + self._timers.silence_s
+
+
+class StartsOver(PullConsumer):
+    """Takes over from a stream without waiting for its void reads."""
+
+    def __init__(self, timers: Timers) -> None:
+        super().__init__(timers)
+        self._old = Counter[tuple[int, Pair]]()
+
+    def start(self, claim: int, pairs: tuple[Pair, ...], now: float) -> list[ConsumerEffect]:
+        fetch = self._fetches.get(claim)
+        if fetch is not None and fetch.is_void and fetch.reading is None:
+            self._old.update((claim, pair) for pair in fetch.early)
+            fetch.early.clear()
+        return super().start(claim, pairs, now)
+
+    def read_ended(
+        self, claim: int, pair: Pair, ok: bool, now: float, error: str = ""
+    ) -> list[ConsumerEffect]:
+        if not ok and self._old[claim, pair]:  # One that was cancelled; it never ends well.
+            self._old[claim, pair] -= 1
+            return []
+        return super().read_ended(claim, pair, ok, now, error)
+
+
+class NoHandedDrain(PullConsumer):
+    """Does not know of the reads that a stream has begun under its claim."""
+
+    def _drained(self, fetch: _Fetch) -> list[ConsumerEffect]:
+        fetch.early.clear()
+        return super()._drained(fetch)
+
+
+# --- Push, P --------------------------------------------------------------------------------------
+
+
+class OneRun(PushProducer):
+    """Does not report a preemption."""
+
+    def preempted(self, transfer_id: TransferId, now: float) -> list[Send]:
+        prefill = self._computing(transfer_id)
+        if prefill is not None:
+            prefill.ready = None
+        return []
+
+
+class AnyPrompt(PushProducer):
+    """Pairs by name alone."""
+
+    def _is_of(self, prefill: _Prefill, want: _Want) -> bool:
+        return True
+
+
+class AnyPrefill(PushProducer):
+    """Pairs a want with the next prefill of that length, as by scanning."""
+
+    def _answer(self, transfer_id: TransferId, want: _Want, now: float) -> Send:
+        own = self._prefills.get(transfer_id)
+        others = [
+            prefill
+            for prefill in self._prefills.values()
+            if prefill.num_tokens == want.num_tokens and prefill.ticket is not None
+        ]
+        if want.over is not None or (own is not None and own.ticket is not None) or not others:
+            return super()._answer(transfer_id, want, now)
+        assert others[0].ticket is not None
+        return Send(want.consumer, Finished(transfer_id, want.number, others[0].run, others[0].ticket))
+
+
+class NoHold(PushProducer):
+    """Remembers every consumer that ever waited."""
+
+    def wake(self, now: float) -> list[Send]:
+        return []
+
+    @property
+    def next_deadline(self) -> float:
+        return NEVER
+
+
+# --- Cache groups ---------------------------------------------------------------------------------
+
+
+class OneTable(PushConsumer):
+    """Reads all that is announced through the table of the first part, whatever its group."""
+
+    def _order(self, stream: PushStream, latest: Announced, pairs: tuple[Pair, ...]) -> list[StreamEffect]:
+        effects = super()._order(stream, latest, pairs)
+        tables = [effect.block_ids for effect in effects if isinstance(effect, ReadEarly)]
+        return [
+            replace(effect, block_ids=tables[0]) if isinstance(effect, ReadEarly) else effect
+            for effect in effects
+        ]
+
+
+class FromTokenZero(PushConsumer):
+    """Takes the first block that is announced of a window for that of token 0."""
+
+    def _order(self, stream: PushStream, latest: Announced, pairs: tuple[Pair, ...]) -> list[StreamEffect]:
+        return [
+            replace(effect, block_ids=self._pushed_to_the_front(effect))
+            if isinstance(effect, ReadEarly)
+            else effect
+            for effect in super()._order(stream, latest, pairs)
+        ]
+
+    def _pushed_to_the_front(self, early: ReadEarly) -> tuple[BlockId, ...]:
+        if early.part.groups is None or NULL_BLOCK_ID not in early.block_ids:
+            return early.block_ids
+        named = tuple(block for block in early.block_ids if block != NULL_BLOCK_ID)
+        return named + named[-1:] * (len(early.block_ids) - len(named))
+
+
+# --- Between --------------------------------------------------------------------------------------
+
+
+def admit_all(own_address: Address, envelope: Envelope) -> tuple[tuple[Message, ...], list[Send]]:
+    """Accepts messages for the predecessor."""
+    return envelope.messages, []
+
+
+# --- Variants for whole engines -------------------------------------------------------------------
+
+
+class AnyRunAndBlocks(PushConsumer):
+    """Believes what it read before the prefill was preempted."""
+
+    def _is_void(self, stream: PushStream, run: int) -> bool:
+        stream.run, stream.blocks = run, ()  # The blocks would give it away.
+        return False
+
+
+class NoStreamDrain(PushConsumer):
+    """Frees the destination while early reads run, and does not wait for them."""
+
+    def _has_unended(self, stream: PushStream) -> bool:
+        return False
+
+    def _drained(self, stream: PushStream) -> list[StreamEffect]:
+        stream.reading.clear()
+        return super()._drained(stream)
+
+
+class SameRun(PushProducer):
+    """Takes blocks back and does not report it."""
+
+    def preempted(self, transfer_id: TransferId, now: float) -> list[Send]:
+        return []
