@@ -1,196 +1,146 @@
 """`baton serve MODEL`: serves one engine with an OpenAI-compatible API.
 
-This module has only the flags; `settings.py` merges them with environment and file, and `baton.server.run`
-serves.
+The flags are the fields of `ServeSettings`; `settings.py` merges them with environment and file, and
+`baton.server.run` serves.
 """
 
+import inspect
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from baton.cli.http_options import ALLOWED_HOSTS_HELP, API_KEY_HELP, LIMITS_HELP, warn_if_open
-
-if TYPE_CHECKING:
-    from baton.cli.settings import Resolved
-    from baton.core.config import EngineConfig
+from baton.cli.settings import DRAIN_S, Resolved, ServeSettings, resolve
+from baton.core.config import CacheConfig, EngineConfig
+from baton.core.errors import UserError
 
 app = typer.Typer()
 
 EXIT_BAD_CONFIG = 2
 
-_MODEL, _SERVER, _CACHE, _SCHEDULER = "Model", "Server", "KV cache", "Scheduler"
-_PARALLEL, _CLUSTER, _CONFIG = "Parallelism and device", "Cluster", "Configuration"
+_CONFIG = "Configuration"
+_FLAGS: dict[str, dict[str, str]] = {
+    "Model": {
+        "served_model_name": "Model name in the API (default: the folder's name).",
+        "dtype": "auto, float32, bfloat16 or float16",
+        "max_model_len": "Limit for prompt plus answer, in tokens (default: the model's).",
+        "seed": "Seed of requests that have none",
+    },
+    "Server": {
+        "host": "Address to bind",
+        "port": "Port; 0 selects a free one",
+        "log_level": "debug, info, warning or error",
+        "admin_port": "Port for /metrics and /baton/* (default: the main port).",
+        "api_key_file": API_KEY_HELP,
+        "allowed_hosts": ALLOWED_HOSTS_HELP,
+        "limits": LIMITS_HELP,
+        "shutdown_timeout_s": "Time for running requests after a stop signal",
+        "drain_timeout_s": "Time to drain before that: new requests get 503, running ones finish, lent KV is "
+        f"returned (default {DRAIN_S:g} for producers, else 0).",
+        "step_timeout_s": "Time limit of a step: an engine without progress for so long is ended",
+    },
+    "KV cache": {
+        "block_size": "Tokens in a block",
+        "num_blocks": f"Blocks of the cache (default {CacheConfig().num_gpu_blocks}).",
+        "kv_cache_memory": "Size of the cache on each rank, such as 512MiB, instead of --num-blocks.",
+        "enable_prefix_caching": "Reuse the KV of equal prefixes",
+        "hybrid_kv_cache": "auto: layers with a sliding window free the blocks before it; off",
+    },
+    "Scheduler": {
+        "max_num_batched_tokens": "Token budget of a step",
+        "max_num_seqs": "Largest number of running requests",
+        "scheduling_policy": "fcfs or priority",
+        "enable_chunked_prefill": "Spread long prompts over steps",
+    },
+    "Parallelism and device": {
+        "tensor_parallel_size": "Ranks that share the model",
+        "executor": "Executor of the ranks: inprocess, multiprocess or ray "
+        "(default: multiprocess for several).",
+        "max_concurrent_batches": "Steps in flight at once",
+        "on_rank_death": "exit, or restart the ranks; open requests fail in both cases",
+        "device": "auto, cpu or cuda",
+        "graph_mode": "CUDA graphs of decode steps: off, auto, piecewise, full",
+        "threads": "Compute threads of one rank on CPU",
+    },
+    "Cluster": {
+        "kv_transfer_config": "KV connector, in vLLM's JSON.",
+        "kv_events_config": "Publication of KV events, in vLLM's JSON.",
+        "secret_file": "File with the cluster secret; or set BATON_SECRET.",
+        "insecure_no_secret": "Transfer KV without a secret: trusts every process of this host. For tests.",
+    },
+}
+"""Help of each setting, by panel. A text without a full stop gets the setting's default and one."""
+
+_METAVARS = {
+    "allowed_hosts": "NAMES",
+    "limits": "JSON",
+    "kv_transfer_config": "JSON",
+    "kv_events_config": "JSON",
+    "api_key_file": "FILE",
+    "secret_file": "FILE",
+}
 
 
-def _option(name: str, help: str, panel: str, metavar: str | None = None) -> typer.models.OptionInfo:
+def _flag(field: msgspec.structs.FieldInfo, panel: str, help: str) -> inspect.Parameter:
     """Make an option with default None: a flag that was not given must not hide the environment or the
     file.
     """
-    option: typer.models.OptionInfo = typer.Option(
-        *name.split(), help=help, rich_help_panel=panel, show_default=False, metavar=metavar
+    kind = next((kind for kind in (bool, int, float) if field.type in (kind, kind | None)), str)
+    names = ["--" + field.name.replace("_", "-")]
+    if field.default is True:
+        names[0] += names[0].replace("--", "/--no-", 1)
+    if field.name == "tensor_parallel_size":
+        names.append("-tp")
+    if not help.endswith("."):
+        default = "on" if field.default is True else format(field.default, "g" if kind is float else "")
+        help = f"{help} (default {default})."
+    option = typer.Option(
+        *names,
+        help=help,
+        rich_help_panel=panel,
+        show_default=False,
+        metavar=_METAVARS.get(field.name),
     )
-    return option
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, option],
+    )
+
+
+def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the command's `**flags` by an option for each setting of `_FLAGS`."""
+    fields = {field.name: field for field in msgspec.structs.fields(ServeSettings)}
+    flags = [
+        _flag(fields[name], panel, text) for panel, texts in _FLAGS.items() for name, text in texts.items()
+    ]
+    own = inspect.signature(command)
+    model, *others = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (model, *flags, *others)]
+    command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ |= {flag.name: flag.annotation for flag in flags}
+    return command
 
 
 @app.command()
+@_with_flags
 def serve(
-    context: typer.Context,
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Folder of the checkpoint.", show_default=False)
     ] = None,
-    served_model_name: Annotated[
-        str | None,
-        _option("--served-model-name", "Model name in the API (default: the folder's name).", _MODEL),
-    ] = None,
-    dtype: Annotated[
-        str | None, _option("--dtype", "auto, float32, bfloat16 or float16 (default auto).", _MODEL)
-    ] = None,
-    max_model_len: Annotated[
-        int | None,
-        _option("--max-model-len", "Limit for prompt plus answer, in tokens (default: the model's).", _MODEL),
-    ] = None,
-    seed: Annotated[int | None, _option("--seed", "Seed of requests that have none.", _MODEL)] = None,
-    host: Annotated[str | None, _option("--host", "Address to bind (default 127.0.0.1).", _SERVER)] = None,
-    port: Annotated[
-        int | None, _option("--port", "Port; 0 selects a free one (default 8000).", _SERVER)
-    ] = None,
-    log_level: Annotated[
-        str | None, _option("--log-level", "debug, info, warning or error (default info).", _SERVER)
-    ] = None,
-    admin_port: Annotated[
-        int | None,
-        _option("--admin-port", "Port for /metrics and /baton/* (default: the main port).", _SERVER),
-    ] = None,
-    api_key_file: Annotated[str | None, _option("--api-key-file", API_KEY_HELP, _SERVER, "FILE")] = None,
-    allowed_hosts: Annotated[
-        str | None, _option("--allowed-hosts", ALLOWED_HOSTS_HELP, _SERVER, "NAMES")
-    ] = None,
-    limits: Annotated[str | None, _option("--limits", LIMITS_HELP, _SERVER, "JSON")] = None,
-    shutdown_timeout_s: Annotated[
-        float | None,
-        _option(
-            "--shutdown-timeout-s", "Time for running requests after a stop signal (default 5).", _SERVER
-        ),
-    ] = None,
-    drain_timeout_s: Annotated[
-        float | None,
-        _option(
-            "--drain-timeout-s",
-            "Time to drain before that: new requests get 503, running ones finish, lent KV is returned "
-            "(default 30 for producers, else 0).",
-            _SERVER,
-        ),
-    ] = None,
-    step_timeout_s: Annotated[
-        float | None,
-        _option(
-            "--step-timeout-s",
-            "Time limit of a step: an engine without progress for so long is ended (default 300).",
-            _SERVER,
-        ),
-    ] = None,
-    block_size: Annotated[
-        int | None, _option("--block-size", "Tokens in a block (default 16).", _CACHE)
-    ] = None,
-    num_blocks: Annotated[
-        int | None, _option("--num-blocks", "Blocks of the cache (default 2048).", _CACHE)
-    ] = None,
-    kv_cache_memory: Annotated[
-        str | None,
-        _option(
-            "--kv-cache-memory",
-            "Size of the cache on each rank, such as 512MiB, instead of --num-blocks.",
-            _CACHE,
-        ),
-    ] = None,
-    enable_prefix_caching: Annotated[
-        bool | None,
-        _option(
-            "--enable-prefix-caching/--no-enable-prefix-caching",
-            "Reuse the KV of equal prefixes (default on).",
-            _CACHE,
-        ),
-    ] = None,
-    hybrid_kv_cache: Annotated[
-        str | None,
-        _option(
-            "--hybrid-kv-cache",
-            "auto: layers with a sliding window free the blocks before it; off (default auto).",
-            _CACHE,
-        ),
-    ] = None,
-    max_num_batched_tokens: Annotated[
-        int | None, _option("--max-num-batched-tokens", "Token budget of a step (default 2048).", _SCHEDULER)
-    ] = None,
-    max_num_seqs: Annotated[
-        int | None, _option("--max-num-seqs", "Largest number of running requests (default 256).", _SCHEDULER)
-    ] = None,
-    scheduling_policy: Annotated[
-        str | None, _option("--scheduling-policy", "fcfs or priority (default fcfs).", _SCHEDULER)
-    ] = None,
-    enable_chunked_prefill: Annotated[
-        bool | None,
-        _option(
-            "--enable-chunked-prefill/--no-enable-chunked-prefill",
-            "Spread long prompts over steps (default on).",
-            _SCHEDULER,
-        ),
-    ] = None,
-    tensor_parallel_size: Annotated[
-        int | None,
-        _option("--tensor-parallel-size -tp", "Ranks that share the model (default 1).", _PARALLEL),
-    ] = None,
-    executor: Annotated[
-        str | None,
-        _option(
-            "--executor",
-            "Executor of the ranks: inprocess, multiprocess or ray (default: multiprocess for several).",
-            _PARALLEL,
-        ),
-    ] = None,
-    max_concurrent_batches: Annotated[
-        int | None,
-        _option("--max-concurrent-batches", "Steps in flight at once (default 1).", _PARALLEL),
-    ] = None,
-    on_rank_death: Annotated[
-        str | None,
-        _option(
-            "--on-rank-death",
-            "exit, or restart the ranks; open requests fail in both cases (default exit).",
-            _PARALLEL,
-        ),
-    ] = None,
-    device: Annotated[str | None, _option("--device", "auto, cpu or cuda (default auto).", _PARALLEL)] = None,
-    graph_mode: Annotated[
-        str | None,
-        _option("--graph-mode", "CUDA graphs of decode steps: off, auto, piecewise, full.", _PARALLEL),
-    ] = None,
-    threads: Annotated[
-        int | None, _option("--threads", "Compute threads of one rank on CPU (default 1).", _PARALLEL)
-    ] = None,
-    kv_transfer_config: Annotated[
-        str | None,
-        _option("--kv-transfer-config", "KV connector, in vLLM's JSON.", _CLUSTER, "JSON"),
-    ] = None,
-    kv_events_config: Annotated[
-        str | None,
-        _option("--kv-events-config", "Publication of KV events, in vLLM's JSON.", _CLUSTER, "JSON"),
-    ] = None,
-    secret_file: Annotated[
-        str | None,
-        _option("--secret-file", "File with the cluster secret; or set BATON_SECRET.", _CLUSTER, "FILE"),
-    ] = None,
-    insecure_no_secret: Annotated[
-        bool | None,
-        _option(
-            "--insecure-no-secret",
-            "Transfer KV without a secret: trusts every process of this host. For tests.",
-            _CLUSTER,
-        ),
-    ] = None,
     config: Annotated[
-        Path | None, _option("--config", "TOML file; flags and BATON_* override it.", _CONFIG, "FILE")
+        Path | None,
+        typer.Option(
+            help="TOML file; flags and BATON_* override it.",
+            rich_help_panel=_CONFIG,
+            show_default=False,
+            metavar="FILE",
+        ),
     ] = None,
     show_config: Annotated[
         bool,
@@ -198,21 +148,13 @@ def serve(
             "--show-config", help="Print the settings with their origins, and exit.", rich_help_panel=_CONFIG
         ),
     ] = False,
+    **flags: Any,
 ) -> None:
     """Serve one engine with an OpenAI-compatible API.
 
     Every setting can also come from the environment (BATON_MAX_NUM_SEQS) or from a TOML file (--config).
     """
-    import os
-
-    from baton.cli.settings import resolve
-    from baton.core.errors import UserError
-
-    given = {
-        name: value
-        for name, value in context.params.items()
-        if value is not None and name not in ("config", "show_config")
-    }
+    given = {name: value for name, value in {"model": model, **flags}.items() if value is not None}
     try:
         resolved = resolve(given, environment=os.environ, config_file=str(config) if config else None)
         if show_config:
@@ -227,7 +169,7 @@ def serve(
     raise typer.Exit(status)
 
 
-def _serve(resolved: "Resolved") -> int:
+def _serve(resolved: Resolved) -> int:
     """Serve and return the exit status."""
     import asyncio
     import logging
@@ -272,7 +214,7 @@ def _serve(resolved: "Resolved") -> int:
         return EXIT_ENGINE_DIED
 
 
-def _announce(config: "EngineConfig", url: str) -> None:
+def _announce(config: EngineConfig, url: str) -> None:
     """Print the ready line, which supervisors wait for."""
     role = config.kv_transfer_config.kv_role if config.kv_transfer_config else None
     what = (
