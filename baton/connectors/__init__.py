@@ -1,1 +1,1 @@
-"""Connectors: halves that drive protocol machines and turn their effects into transport or tier calls."""
+"""Connectors: their halves drive protocol machines and execute the effects as transport or tier calls."""

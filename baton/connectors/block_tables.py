@@ -1,4 +1,4 @@
-"""The block tables of a step's requests, followed from what each step says is new in them."""
+"""Block tables of requests, updated from the changes that each step's scheduler output reports."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from baton.contract import host
 
 
 class HasTables(Protocol):
-    """What a connector knows of a request."""
+    """A connector's record of a request."""
 
     tables: tuple[list[int], ...]
-    """One for each KV-cache group. What has left a window since it was added still stands there."""
+    """One for each KV-cache group. Blocks that have left a window since they were added remain listed."""
 
 
 def follow_tables(
     output: host.SchedulerOutput, requests: Mapping[str, HasTables]
 ) -> Iterator[tuple[str, int]]:
-    """The step's requests that are among `requests`, as (id, tokens computed before the step).
+    """Updates the tables of the step's requests. Yields (request id, tokens computed before the step).
 
-    When a request is yielded, its tables are those of the step.
+    Requests that are not in `requests` are ignored. A yielded request has its tables for this step.
     """
     for new in output.scheduled_new_reqs:
         if (request := requests.get(new.req_id)) is not None:

@@ -1,4 +1,4 @@
-"""Statistics that are counts: a connector says what it counts and what that is called; all else is here.
+"""Statistics made of counts: a connector declares the counts and their names; the rest is implemented here.
 
     class MyStats(CountedStats):
         counts = {"hits": Count("baton:my_hits", "Prompts that were found.")}
@@ -7,7 +7,7 @@
     class MyPromMetrics(CountedPromMetrics):
         kind = MyStats
 
-The keys are those of `KVConnectorStats.data`. Prometheus puts `_total` behind the names.
+The keys are those of `KVConnectorStats.data`. Prometheus appends `_total` to the names.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class LabelledCount(NamedTuple):
 
 
 class FewLabels:
-    """Values of a label: the first MOST by name, all further ones together, since each is a series for good.
+    """Values of a label. The first MOST keep their names and further ones share one, because each is a series
+    that stays for ever.
 
-    Names of peers are as many as engines have ever been started.
+    The names of peers grow with every engine that was ever started.
     """
 
     MOST: ClassVar[int] = 200
@@ -55,11 +56,11 @@ class FewLabels:
 
 @dataclass
 class CountedStats(KVConnectorStats):
-    """Of one step, until `take`n."""
+    """Counts of one step, until `take` is called."""
 
     counts: ClassVar[Mapping[str, Count]]
     labelled: ClassVar[Mapping[str, LabelledCount]] = {}
-    gauges: ClassVar[Mapping[str, Count]] = {}  # Latest values: not added up, and absent until set.
+    gauges: ClassVar[Mapping[str, Count]] = {}  # Latest values, not added up; absent until set.
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -80,7 +81,7 @@ class CountedStats(KVConnectorStats):
 
     @classmethod
     def gauge_values(cls, data: Mapping[str, Any]) -> dict[str, float]:
-        """Values to publish of a step's `data`, by the keys of `gauges`."""
+        """Values of a step's `data` to publish, by the keys of `gauges`."""
         return {name: data[name] for name in cls.gauges if name in data}
 
     def aggregate(self, other: Self) -> Self:
@@ -95,7 +96,7 @@ class CountedStats(KVConnectorStats):
         return not any(self.data.values()) and not any(name in self.data for name in self.gauges)
 
     def take(self) -> Self | None:
-        """These numbers, and start again from nothing. None if there are none."""
+        """Returns these counts and resets them. None if all are zero."""
         if self.is_empty():
             return None
         taken = type(self)(self.data)
@@ -104,7 +105,7 @@ class CountedStats(KVConnectorStats):
 
 
 class CountedPromMetrics(KVConnectorPromMetrics):
-    """Publishes the counts of `kind`; a subclass adds what else there is."""
+    """Publishes the counts of `kind`; a subclass adds other metrics."""
 
     kind: ClassVar[type[CountedStats]]
 

@@ -1,4 +1,4 @@
-"""Reading `kv_connector_extra_config`: what is wrong with it is said with the name of its key."""
+"""Parsing of `kv_connector_extra_config` into typed settings, with errors that name the key."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ NIXL = {
     "decoder_kv_blocks_ttl": "it is turns.ttl_s",
     "push_registration_timeout": "it is timers.hold_s",
 }
-"""Options of vLLM 0.32's NIXL connectors (`kv_connector/v1/nixl`), and what stands for them here."""
+"""Options of vLLM 0.32's NIXL connectors (`kv_connector/v1/nixl`), and their equivalents here."""
 
 
 def parse_extra(kind: type[T], extra: Mapping[str, Any]) -> T:
-    """`extra` as this kind of settings. Raises ConfigError naming the key, and what it may be."""
+    """Converts `extra` to settings of this kind. Raises ConfigError naming the key and the allowed values."""
     refuse_unknown(kind, extra)
     try:
         return msgspec.convert(dict(extra), kind)
@@ -39,7 +39,7 @@ def parse_extra(kind: type[T], extra: Mapping[str, Any]) -> T:
 
 
 def refuse_unknown(kind: type[msgspec.Struct], extra: Mapping[str, Any]) -> None:
-    """Raises ConfigError naming the key, what stands for an option of NIXL's, and the keys that there are."""
+    """Raises ConfigError naming the key, the equivalent of an option of NIXL's, and the known keys."""
     known = kind.__struct_fields__
     for key in extra:
         if key not in known:

@@ -1,7 +1,7 @@
-"""Threads that do jobs from one queue, for what may hang: a shared folder can be anybody's, anywhere.
+"""Threads that run jobs from a queue, for jobs that may hang: a shared folder can be on any file system.
 
-A job's exceptions are the job's; one that escapes ends its thread, and the owner hears of it in
-`raise_if_dead`.
+A job handles its own exceptions. One that escapes ends its thread; `raise_if_dead` then reports it to the
+owner.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Jobs:
 
     @property
     def is_dead(self) -> bool:
-        """One of its threads at least."""
+        """Whether at least one of its threads has died."""
         return self._death is not None
 
     def raise_if_dead(self) -> None:
@@ -43,14 +43,14 @@ class Jobs:
             raise ConnectorDead(f"a thread {self._name} died: {self._death}") from self._death
 
     def close(self, timeout_s: float) -> None:
-        """Do what is queued, for so long. A thread that hangs in the file system is left to end with us."""
+        """Runs the queued jobs until the timeout. A thread that hangs in the file system is abandoned."""
         for _ in self._threads:
             self._queue.put(None)
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                logger.warning("left a thread %s behind, which waits for the file system", thread.name)
+                logger.warning("abandoned thread %s, which waits for the file system", thread.name)
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -61,7 +61,7 @@ class Jobs:
 
 
 class Repeated:
-    """Runs a job every so often, and at once when asked, until it is closed."""
+    """Runs a job periodically, and at once on request, until it is closed."""
 
     def __init__(self, name: str, job: Job, every_s: float) -> None:
         self._job = job
@@ -83,7 +83,7 @@ class Repeated:
         self._asked.set()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            logger.warning("left a thread %s behind, which waits for the file system", self._thread.name)
+            logger.warning("abandoned thread %s, which waits for the file system", self._thread.name)
 
     def _run(self) -> None:
         while not self._is_closed:

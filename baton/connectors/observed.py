@@ -1,4 +1,4 @@
-"""A connector whose statistics have a kind: every one of ours, and of whoever likes it so.
+"""Base class for connectors with a class of statistics, as all of Baton's have.
 
 class MyConnector(ObservedConnector):
     stats_kind, prom_kind = MyStats, MyPromMetrics      # see `counted`

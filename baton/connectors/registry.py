@@ -1,8 +1,8 @@
-"""From a configuration to a connector class. Three ways to be found, in this order:
+"""Finds the connector class that a configuration names, in three ways, in this order:
 
-    kv_connector_module_path   a module that has a class called `kv_connector`; wins over registered names
-    built in                   the names below; loaded only when asked for
-    entry point                group "baton.connectors", in whatever distribution is installed
+    kv_connector_module_path   a module with a class named `kv_connector`; takes precedence
+    built in                   the names below; loaded only when requested
+    entry point                group "baton.connectors", in any installed distribution
 
 The same JSON names the same connector in the embedded engine and in vLLM.
 """
@@ -42,12 +42,12 @@ Adopt: TypeAlias = Callable[[type[Any]], type[KVConnectorBase_V1] | None]
 def connector_class(
     config: KVTransferConfigLike, adopt: Adopt = lambda found: None
 ) -> type[KVConnectorBase_V1]:
-    """Raises ConfigError, listing the known names, if there is no such connector or it cannot be used.
+    """The class. Raises ConfigError, listing the known names, if it does not exist or cannot be used.
 
-    `adopt` makes a connector of a class that has another base class, or returns None.
+    `adopt` makes a connector from a class with another base class, or returns None.
     """
     name = config.kv_connector
-    assert name is not None, "asked for the class of no connector"
+    assert name is not None, "kv_connector must be set"
     if config.kv_connector_module_path is not None:
         field = "kv_transfer_config.kv_connector_module_path"
         found = from_module(config.kv_connector_module_path, name, field)
@@ -71,13 +71,13 @@ def connector_class(
 def stats_builder_of(
     connector: type[KVConnectorBase_V1], config: EngineConfig
 ) -> Callable[[dict[str, Any]], KVConnectorStats | None]:
-    """How what it counts is read again. Whoever needs his configuration for it has `make_stats_builder`."""
+    """Rebuilds statistics from their dict. A class that needs its configuration has `make_stats_builder`."""
     make = getattr(connector, "make_stats_builder", None)
     return make(config) if make is not None else connector.build_kv_connector_stats
 
 
 def knows_several_groups(connector: type[KVConnectorBase_V1], transfer: KVTransferConfigLike) -> bool:
-    """Whether it may be shown any. What is made of others knows only with its configuration, as in vLLM."""
+    """Whether it supports several KV-cache groups. As in vLLM, this may depend on its configuration."""
     ask = getattr(connector, "supports_hma_config", None)
     return bool(ask(transfer)) if ask is not None else supports_hma(connector)
 
@@ -85,7 +85,7 @@ def knows_several_groups(connector: type[KVConnectorBase_V1], transfer: KVTransf
 def knows_these_groups(
     connector: type[KVConnectorBase_V1], transfer: KVTransferConfigLike, groups: Sequence[KVCacheGroup]
 ) -> bool:
-    """Whether it may be shown these: it knows several, and can do with what these hold."""
+    """Whether it supports several KV-cache groups, and these in particular."""
     if not knows_several_groups(connector, transfer):
         return False
     return not issubclass(connector, TwoHalvesOfGroups) or connector.supports_groups(transfer, groups)
@@ -96,10 +96,10 @@ def known_names() -> list[str]:
 
 
 def from_module(path: str, name: str, field: str) -> Any:
-    """Raises ConfigError about the `field` if there is no such thing, or the module cannot be run."""
+    """Raises ConfigError for `field` if the name does not exist or the module cannot be imported."""
     try:
         module = importlib.import_module(path)
-    except Exception as error:  # The border of somebody else's module, which may do anything.
+    except Exception as error:  # Foreign code may raise anything.
         why = f"{error}" if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         raise ConfigError(f"cannot import {path!r}: {why}{place_of(error)}", field=field) from error
     if not hasattr(module, name):
@@ -113,7 +113,7 @@ def _entry_points() -> dict[str, EntryPoint]:
 
 def _checked(found: Any, name: str) -> type[KVConnectorBase_V1]:
     if not (isinstance(found, type) and issubclass(found, KVConnectorBase_V1)):
-        raise ConfigError(f"{name!r} is {found!r}, which is no KVConnectorBase_V1", field=FIELD)
+        raise ConfigError(f"{name!r} is {found!r}, not a subclass of KVConnectorBase_V1", field=FIELD)
     if inspect.isabstract(found):
         missing = ", ".join(sorted(found.__abstractmethods__))
         raise ConfigError(f"{name!r} does not define {missing}", field=FIELD)

@@ -1,7 +1,7 @@
-"""Files that appear under their name whole or not at all, even if the writer is killed.
+"""Files that appear under their name complete or not at all, even if the writer is killed.
 
-What they hold is computed from prompts, so only the owner can read them. `for_group` lets the owner's group
-read and write them too.
+Their content is computed from prompts, so only the owner can read them. `for_group` allows the owner's group
+to read and write them too.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ TEMPORARY_PREFIX = ".writing-"
 
 
 def make_folder(folder: Path, *, for_group: bool = False) -> None:
-    """Make `folder` and its missing parents, each with mode 0700, or 0770. Raises OSError."""
+    """Creates `folder` and its missing parents with mode 0700, or 0770. Raises OSError."""
     if folder.is_dir():
         return
     if folder.parent != folder:
         make_folder(folder.parent, for_group=for_group)
     folder.mkdir(mode=0o700, exist_ok=True)
     if for_group:
-        folder.chmod(0o770)  # Of `mkdir` the process's umask takes the group's bits away.
+        folder.chmod(0o770)  # The process's umask removes the group's bits from mkdir's.
 
 
 def write_whole(
-    pieces: Sequence[bytes | memoryview], path: Path, *, fsync: bool, for_group: bool = False
+    parts: Sequence[bytes | memoryview], path: Path, *, fsync: bool, for_group: bool = False
 ) -> None:
-    """Write `pieces`, one after the other, with mode 0600, or 0660. Raises OSError; then nothing is left."""
+    """Writes `parts`, one after the other, with mode 0600 or 0660. If it raises OSError, no file is left."""
     make_folder(path.parent, for_group=for_group)
     aside = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{secrets.token_hex(8)}")
     try:
         with open(aside, "xb", buffering=0, opener=_open_private) as file:
             if for_group:
                 os.fchmod(file.fileno(), 0o660)
-            for piece in pieces:
+            for part in parts:
                 written = 0
-                while written < len(piece):
-                    written += file.write(memoryview(piece)[written:])
+                while written < len(part):
+                    written += file.write(memoryview(part)[written:])
             if fsync:
                 os.fsync(file.fileno())
         os.replace(aside, path)
@@ -56,7 +56,7 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """So that the new name survives a crash of the machine. Some file systems cannot, and need not."""
+    """Makes the new name survive a crash of the machine. Some file systems cannot, and need not."""
     with contextlib.suppress(OSError):
         fileno = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

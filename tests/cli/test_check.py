@@ -64,7 +64,7 @@ def test_a_class_that_cannot_be_checked_is_reported(arguments: tuple[str, ...]) 
         ("\ntypo = undefined\n", "NameError: name 'undefined' is not defined (mine.py:2, in <module>)"),
         ("class Another: ...", "'mine' has no 'Mine'"),
         ("Mine = 3", "is no class"),
-        ("class Mine: ...", "is no KVConnectorBase_V1"),
+        ("class Mine: ...", "not a subclass of KVConnectorBase_V1"),
         (
             "from baton.contract import TwoHalves\nclass Mine(TwoHalves): ...",
             "does not define make_scheduler_half",

@@ -142,7 +142,7 @@ def test_beside_another_connector_it_is_refused(model: ModelConfig) -> None:
             },
         ),
     )
-    with pytest.raises(ConfigError, match=r"connectors\[1\]: stands alone"):
+    with pytest.raises(ConfigError, match=r"connectors\[1\]: must be the only connector"):
         children_of(config)
 
 

@@ -311,7 +311,7 @@ def test_beside_another_connector_it_is_refused(model: ModelConfig, tmp_path: Pa
         kv_role="kv_both",
         kv_connector_extra_config={"connectors": listed},
     )
-    with pytest.raises(ConfigError, match=r"connectors\[1\]: stands alone"):
+    with pytest.raises(ConfigError, match=r"connectors\[1\]: must be the only connector"):
         children_of(EngineConfig(model_config=model, kv_transfer_config=multi))
 
 

@@ -108,7 +108,7 @@ def test_it_is_found_by_name_and_makes_its_children_in_order() -> None:
 def test_every_child_is_named_at_start(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "baton.connectors.multi")
     connector_factory.scheduler_half(multi(MINE, MINE)).shutdown()
-    assert "connectors, the first choice first: Mine, Mine#2" in caplog.messages
+    assert "connectors in order of preference: Mine, Mine#2" in caplog.messages
 
 
 def test_every_child_is_named_in_the_log_of_what_connectors_did() -> None:
@@ -151,7 +151,7 @@ def test_entries_keep_what_they_say_and_inherit_the_rest() -> None:
         ([{"kv_connector": "NoSuch"}], {}, r"connectors\[0\].*'NoSuch' is not known"),
         ([{**PULL, "engine_id": "x"}], {}, r"engine_id: is 'x', but the engine's is 'e'"),
         ([{**PULL, "kv_load_failure_policy": "fail"}], {}, "'fail', but the engine's is 'recompute'"),
-        ([{**PULL, "kv_role": "kv_both"}], {"kv_role": "kv_consumer"}, "only a 'kv_consumer'"),
+        ([{**PULL, "kv_role": "kv_both"}], {"kv_role": "kv_consumer"}, "only 'kv_consumer'"),
         ([PULL, {"kv_connector": "BatonPushConnector"}], {}, "both answer with 'baton_ticket'"),
         ([PULL, PULL], {}, "BatonPullConnector and BatonPullConnector#2 both answer"),
         ([{**PULL, "kv_connector_extra_config": {"port": -1}}], {}, "port"),
@@ -314,5 +314,5 @@ def test_a_host_that_has_its_own_is_told_so() -> None:
     class Foreign:
         kv_transfer_config = KVTransferConfig(kv_connector="BatonMultiConnector", kv_role="kv_both")
 
-    with pytest.raises(ConfigError, match="inside vLLM use its MultiConnector"):
+    with pytest.raises(ConfigError, match="in vLLM use its MultiConnector"):
         BatonMultiConnector.get_required_kvcache_layout(Foreign())  # type: ignore[arg-type]

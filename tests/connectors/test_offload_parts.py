@@ -10,7 +10,7 @@ import prometheus_client
 import pytest
 import torch
 
-from baton.connectors.offload.connector import BatonOffloadConnector, check_at_door
+from baton.connectors.offload.connector import BatonOffloadConnector, check_request
 from baton.connectors.offload.copies import CopyEnd
 from baton.connectors.offload.cpu_copies import CpuCopies
 from baton.connectors.offload.identity import OffloadIdentity
@@ -59,7 +59,7 @@ def identity(cpu_gib: float = 1.0, num_ranks: int = 1, block_bytes: int = 1 << 2
 def test_the_memory_is_the_engines_and_ranks_share_it() -> None:
     assert (identity().num_slots, identity().num_rows) == (512, 1024)
     assert identity(num_ranks=4).num_slots == 128
-    with pytest.raises(ConfigError, match=r"cpu_gib: 0\.001 GiB hold no chunk"):
+    with pytest.raises(ConfigError, match=r"cpu_gib: 0\.001 GiB cannot hold a chunk"):
         identity(0.001)
 
 
@@ -71,10 +71,10 @@ def test_more_than_the_machine_has_is_refused_before_it_is_taken() -> None:
 
 def test_the_door_knows_the_three_words() -> None:
     for good in (None, {}, {"baton_offload": "off"}, {"do_remote_decode": True, "baton_offload": None}):
-        check_at_door(good)
+        check_request(good)
     for bad in ({"baton_offload": True}, {"baton_offload": "OFF"}, {"baton_offload": ""}):
         with pytest.raises(BadTransferParams, match="baton_offload"):
-            check_at_door(bad)
+            check_request(bad)
 
 
 @pytest.mark.parametrize(

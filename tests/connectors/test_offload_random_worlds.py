@@ -317,5 +317,7 @@ def test_of_a_window_only_what_it_sees_is_loaded() -> None:
 
 
 def test_chunks_longer_than_a_window_are_refused() -> None:
-    with pytest.raises(ConfigError, match="blocks_per_chunk: chunks are longer than a window of 9 tokens"):
+    with pytest.raises(
+        ConfigError, match="blocks_per_chunk: chunks must not be longer than the window of 9 tokens"
+    ):
         OffloadWorld(random.Random(1), windows=(None, 9), settings={"blocks_per_chunk": 4})

@@ -63,7 +63,7 @@ def test_a_two_argument_constructor_is_refused(foreign: ModuleType) -> None:
 
 def test_what_is_no_connector_is_refused(foreign: ModuleType) -> None:
     foreign.Thing = dict  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="no KVConnectorBase_V1"):
+    with pytest.raises(ConfigError, match="not a subclass of KVConnectorBase_V1"):
         connector_class(transfer(kv_connector="Thing", kv_connector_module_path="somebodys_connectors"))
 
 

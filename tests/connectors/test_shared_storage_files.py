@@ -173,7 +173,7 @@ def test_another_caches_shape_is_refused(path: Path) -> None:
     turned = {name: LayerShape(shape.shape[::-1], shape.dtype) for name, shape in SHAPES.items()}
     form = FileForm(turned)
     files.write(path, NAME, form, form.new_body().zero_(), KEY, fsync=False)
-    with pytest.raises(Unusable, match="not this cache's"):
+    with pytest.raises(Unusable, match="do not match this cache"):
         files.read(path, NAME, FORM, KEY)
 
 

@@ -1,4 +1,4 @@
-"""KV that nobody computed, to measure decoding at long contexts without waiting for prefill."""
+"""Synthetic KV, to measure decoding with long contexts without waiting for prefill."""
 
 from baton.connectors.decode_bench.connector import BatonDecodeBenchConnector
 

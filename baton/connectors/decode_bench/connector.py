@@ -1,9 +1,10 @@
-"""BatonDecodeBenchConnector: an engine as it decodes behind long prompts, without their prefill.
+"""BatonDecodeBenchConnector: measures how an engine decodes after long prompts, without their prefill.
 
 {"kv_connector": "BatonDecodeBenchConnector", "kv_role": "kv_both"}
 
-For measuring only: answers mean nothing. They say so (`baton_synthetic_tokens` in `kv_transfer_params`), and
-so do the log and the metrics. It stands alone: next to another connector, made-up KV would be stored or lent.
+For measuring only: the answers are meaningless. They are marked (`baton_synthetic_tokens` in
+`kv_transfer_params`), and so are the log and the metrics. It must be the only connector: another one would
+store or lend the synthetic KV.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from baton.core.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-WARNING = "KV is SYNTHETIC in this engine (BatonDecodeBenchConnector): measure it, do not believe its answers"
+WARNING = "KV is SYNTHETIC in this engine (BatonDecodeBenchConnector): measure it, do not use its answers"
 
 
 class BatonDecodeBenchConnector(ObservedConnector, TwoHalvesOfGroups):
@@ -33,7 +34,7 @@ class BatonDecodeBenchConnector(ObservedConnector, TwoHalvesOfGroups):
         cls, vllm_config: host.HostConfig, kv_cache_config: Any
     ) -> KVConnectorSchedulerHalf:
         logger.warning(WARNING)
-        assert isinstance(vllm_config, EngineConfig), "in vLLM the plug-in's connector does this"
+        assert isinstance(vllm_config, EngineConfig), "vLLM uses the plug-in's connector"
         return DecodeBenchSchedulerHalf(
             _settings_of(vllm_config), vllm_config.cache_config.block_size, vllm_config.kv_cache_groups
         )

@@ -1,10 +1,10 @@
-"""The halves of the decode benchmark: all of a prompt but its last token is "loaded", from nowhere.
+"""Halves of the decode benchmark: all of a prompt but its last token is "loaded", filled with synthetic KV.
 
     |  local hit  |  synthetic, filled within the step that schedules the prompt  | last token |
                      no forward pass                                                computed
 
-A load like any other, and synchronous, so whatever holds for loads holds here; only the KV means nothing.
-Where layers have block tables of their own, of a window the blocks are filled that it sees.
+It is an ordinary synchronous load, so everything that holds for loads holds here; only the KV is meaningless.
+With several block tables, only the blocks within a window are filled.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ANSWERED = "baton_synthetic_tokens"
 
 @dataclass(frozen=True, slots=True)
 class DecodeBenchMetadata(KVConnectorMetadata):
-    block_ids: tuple[int, ...] = ()  # To fill before the forward, of whichever group.
+    block_ids: tuple[int, ...] = ()  # To fill before the forward pass, of any group.
 
 
 class DecodeBenchSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
@@ -62,10 +62,10 @@ class DecodeBenchSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         end = request.num_tokens - 1
         first_block = (end - num_external_tokens) // self._block_tokens
         if not self._settings.startup_fill:
-            nobodys = {NULL_BLOCK_ID} if is_hybrid(self._groups) else set()
+            null_blocks = {NULL_BLOCK_ID} if is_hybrid(self._groups) else set()
             for table in blocks.get_block_ids():
                 of_table = table[first_block : -(-end // self._block_tokens)]
-                self._to_fill += [block for block in of_table if block not in nobodys]
+                self._to_fill += [block for block in of_table if block not in null_blocks]
         already = self._num_synthetic.get(request.request_id, 0)
         self._num_synthetic[request.request_id] = already + num_external_tokens
         self._stats.add(synthetic_tokens=num_external_tokens, synthetic_requests=not already)
@@ -80,7 +80,7 @@ class DecodeBenchSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def request_finished(
         self, request: host.Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The answer says what it is worth."""
+        """Marks the answer with the number of its synthetic tokens."""
         num_synthetic = self._num_synthetic.pop(request.request_id, 0)
         return False, {ANSWERED: num_synthetic} if num_synthetic else None
 
@@ -96,12 +96,12 @@ class DecodeBenchSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
 class DecodeBenchWorkerHalf(KVConnectorWorkerHalf):
     def __init__(self, settings: DecodeBenchSettings) -> None:
         self._settings = settings
-        # One of those that share memory: a block belongs to one group at a time, whichever that is.
+        # One for each memory: layers may share memory, and a block belongs to only one group at a time.
         self._caches: dict[str, torch.Tensor] = {}
         self._patterns: dict[str, torch.Tensor] = {}  # One block of each layer; every block gets the same.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Raises ConfigError for a cache whose elements are no numbers of this kind (packed, quantized)."""
+        """Raises ConfigError unless the caches hold floating-point numbers (not packed or quantized)."""
         import torch
 
         settings = self._settings
@@ -110,7 +110,7 @@ class DecodeBenchWorkerHalf(KVConnectorWorkerHalf):
         for index, (name, cache) in enumerate(self._caches.items()):
             if not cache.is_floating_point() or cache.element_size() == 1:
                 raise ConfigError(
-                    f"cannot be filled with numbers: it is {cache.dtype}", field=f"kv_caches.{name}"
+                    f"cannot be filled with numbers: its dtype is {cache.dtype}", field=f"kv_caches.{name}"
                 )
             draw = torch.Generator().manual_seed(settings.seed * 65_537 + index)
             block = torch.empty(cache.shape[1:]).normal_(generator=draw)
@@ -131,7 +131,7 @@ class DecodeBenchWorkerHalf(KVConnectorWorkerHalf):
             cache[index.to(cache.device)] = self._patterns[name]
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        return  # Filled before the forward.
+        return  # Filled before the forward pass.
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any

@@ -1,4 +1,4 @@
-"""Settings of the decode benchmark: `kv_connector_extra_config`; the first three as in vLLM's connector.
+"""Settings of the decode benchmark: `kv_connector_extra_config`. The first three are as in vLLM's connector.
 
 {"fill_mean": 0.015, "fill_std": 0.02, "seed": 7}
 """

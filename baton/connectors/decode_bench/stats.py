@@ -1,4 +1,4 @@
-"""How much of the KV is made up: baton:synthetic_tokens, baton:synthetic_requests."""
+"""Statistics of synthetic KV: baton:synthetic_tokens, baton:synthetic_requests."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from baton.connectors.counted import Count, CountedPromMetrics, CountedStats, La
 @dataclass
 class DecodeBenchStats(CountedStats):
     counts: ClassVar[Mapping[str, Count]] = {
-        "synthetic_tokens": Count("baton:synthetic_tokens", "Prompt tokens whose KV was made up."),
-        "synthetic_requests": Count("baton:synthetic_requests", "Requests that they were of."),
+        "synthetic_tokens": Count("baton:synthetic_tokens", "Prompt tokens with synthetic KV."),
+        "synthetic_requests": Count("baton:synthetic_requests", "Requests with synthetic KV."),
     }
-    labelled: ClassVar[Mapping[str, LabelledCount]] = {  # Hosts count contained errors.
+    labelled: ClassVar[Mapping[str, LabelledCount]] = {  # Counted by the host.
         "failures": LabelledCount("baton:synthetic_failures", "reason", "Errors that were contained."),
     }
 

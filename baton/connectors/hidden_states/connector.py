@@ -1,10 +1,10 @@
-"""BatonHiddenStatesConnector: what the model's layers said of a prompt, for training drafts and probes.
+"""BatonHiddenStatesConnector: saves the hidden states of prompts, to train draft models and probes.
 
 {"kv_connector": "BatonHiddenStatesConnector", "kv_role": "kv_producer",
  "kv_connector_extra_config": {"shared_storage_path": "/data/states", "layer_ids": [2, 14, 28]}}
 
-Every answer names its file: {"hidden_states_path": "..."} in `kv_transfer_params`. The file comes a little
-later, and whole (`load_hidden_states` waits for it). A request may ask for more:
+Every answer names its file: {"hidden_states_path": "..."} in `kv_transfer_params`. The file appears a little
+later, complete (`load_hidden_states` waits for it). A request may set options:
 
     {"include_output_tokens": true, "hidden_states_path": "run-7/one.safetensors"}
 """
@@ -37,7 +37,7 @@ class BatonHiddenStatesConnector(ObservedConnector, TwoHalvesOfGroups):
 
     @classmethod
     def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:
-        assert isinstance(vllm_config, EngineConfig), "in vLLM its own connector does this"
+        assert isinstance(vllm_config, EngineConfig), "vLLM uses its own connector"
         settings = _settings_of(vllm_config)
         return HiddenStatesWorkerHalf(
             settings,
@@ -62,8 +62,8 @@ class BatonHiddenStatesConnector(ObservedConnector, TwoHalvesOfGroups):
     def supports_groups(
         cls, kv_transfer_config: host.KVTransferConfigLike, groups: Sequence[KVCacheGroup]
     ) -> bool:
-        """States of what a window has left behind would be gone with its slots."""
-        return groups[0].window is None  # Those that see everything come first.
+        """States of tokens before a window would be lost with their slots."""
+        return groups[0].window is None  # Full-attention groups come first.
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -1,15 +1,14 @@
-"""The halves of hidden-state saving.
+"""Halves of the hidden-states connector.
 
     forward      layer i's states of the step's tokens --> a row for each slot of the KV cache, on the CPU
-    a request    ends --> its slots' rows, copied before the next step touches a block --> a file, on a thread
+    a request    ends --> its slots' rows, copied before the next step starts --> a file, on a thread
 
-A slot's states live as long as its KV, so a prompt whose beginning is found in the prefix cache finds its
-states there as well, those of the request that computed it. The rows of freed blocks are overwritten in the
-forward of the next step at the earliest, so no block is held back for them. All ranks have equal states; the
-first one keeps them. Where layers have block tables of their own, the slots are those of the first group,
-which sees everything.
+A slot's states live as long as its KV. So a prompt whose beginning is in the prefix cache finds its states
+there as well, from the request that computed them. The rows of freed blocks are overwritten in the forward
+pass of the next step at the earliest, so blocks need not be held. All ranks have equal states; only the first
+one keeps them. With several block tables the slots are those of the first group, which has full attention.
 
-This stands alone: KV that another connector loads comes without its states.
+It must be the only connector: KV that another one loads comes without its states.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class HiddenStatesSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._saves: list[SaveStates] = []
 
     def on_new_request(self, request: host.Request) -> None:
-        """Raises BadTransferParams."""
+        """Raises BadTransferParams for a wrong option."""
         includes_output(request.kv_transfer_params)
         self._paths[request.request_id] = self._settings.path_for(
             request.request_id, request.kv_transfer_params
@@ -76,7 +75,7 @@ class HiddenStatesSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def update_state_after_alloc(
         self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        assert num_external_tokens == 0, "nothing was promised"
+        assert num_external_tokens == 0, "this connector never offers tokens"
 
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
         saves, self._saves = self._saves, []
@@ -92,7 +91,7 @@ class HiddenStatesSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         if path is None or request.status.name not in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"):
             return False, None
         if includes_output(request.kv_transfer_params):
-            token_ids = list(request.all_token_ids)[:-1]  # The last one went through no forward pass.
+            token_ids = list(request.all_token_ids)[:-1]  # The last one had no forward pass.
         else:
             token_ids = list(request.prompt_token_ids or ())
         assert len(token_ids) <= request.num_computed_tokens
@@ -120,7 +119,7 @@ class HiddenStatesWorkerHalf(KVConnectorWorkerHalf):
         self._block_tokens = block_tokens
         self._is_first_rank = is_first_rank
         self._num_slots = 0
-        self._states: torch.Tensor | None = None  # [slots, layers, hidden size], once it is known.
+        self._states: torch.Tensor | None = None  # [slots, layers, hidden size]; set on first use.
         self._writer = Jobs("hidden-states")
         self._lock = threading.Lock()
         self._backlog_bytes = 0
@@ -132,7 +131,7 @@ class HiddenStatesWorkerHalf(KVConnectorWorkerHalf):
 
     @property
     def final_norm(self) -> str:
-        """Of the last layer's states: "applied", as transformers has it, or "not applied"."""
+        """For the last layer's states: "applied", as in transformers, or "not applied"."""
         return "applied"
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -141,7 +140,7 @@ class HiddenStatesWorkerHalf(KVConnectorWorkerHalf):
     # --- Step ----------------------------------------------------------------------------------
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Copies what has ended, before all else: vLLM may clear the blocks that a step takes."""
+        """Copies the states of ended requests first, because vLLM may clear the blocks that a step takes."""
         assert isinstance(kv_connector_metadata, HiddenStatesMetadata)
         self._writer.raise_if_dead()
         if self._is_first_rank:
@@ -151,7 +150,7 @@ class HiddenStatesWorkerHalf(KVConnectorWorkerHalf):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """`kv_layer`: [tokens of the step, hidden size], under one of our names; else a layer's KV."""
+        """`kv_layer`: [tokens of the step, hidden size] for one of our names; otherwise a layer's KV."""
         column = self._columns.get(layer_name)
         if column is None or not self._is_first_rank:
             return
@@ -180,9 +179,9 @@ class HiddenStatesWorkerHalf(KVConnectorWorkerHalf):
     # --- Files ---------------------------------------------------------------------------------
 
     def states_of(self, block_ids: tuple[int, ...], num_tokens: int) -> torch.Tensor | None:
-        """Those of the first tokens in these blocks, copied: [tokens, layers, hidden size], on the CPU.
+        """States of the first tokens in these blocks, copied: [tokens, layers, hidden size], on the CPU.
 
-        None if the host has shown none.
+        None if the host has not passed any.
         """
         import torch
 
@@ -194,20 +193,20 @@ class HiddenStatesWorkerHalf(KVConnectorWorkerHalf):
     def _take(self, save: SaveStates) -> None:
         states = self.states_of(save.block_ids, len(save.token_ids))
         if states is None:
-            logger.warning("this host shows no hidden states: %s will not come", save.path)
+            logger.warning("this host passes no hidden states: %s will not be written", save.path)
             with self._lock:
                 self._stats.add(lost_files=1)
             return
         with self._lock:
             if self._backlog_bytes + states.nbytes > self._settings.backlog_max_mib * MIB:
                 self._stats.add(lost_files=1)
-                logger.warning("too much waits to be written: %s will not come", save.path)
+                logger.warning("backlog_max_mib is exceeded: %s will not be written", save.path)
                 return
             self._backlog_bytes += states.nbytes
         self._writer.put(partial(self._write, save, states))
 
     def _write(self, save: SaveStates, states: torch.Tensor) -> None:
-        """On the writer's thread."""
+        """Runs on the writer's thread."""
         import safetensors.torch
         import torch
 

@@ -1,4 +1,4 @@
-"""Settings of hidden-state saving: `kv_connector_extra_config`, with vLLM's names where it has them.
+"""Settings of the hidden-states connector: `kv_connector_extra_config`, with vLLM's names where it has them.
 
 {"shared_storage_path": "/data/states", "layer_ids": [14, 28], "allow_custom_save_path": true}
 """
@@ -22,11 +22,11 @@ SUFFIX = ".safetensors"
 
 
 class HiddenStatesSettings(msgspec.Struct, frozen=True, kw_only=True):
-    shared_storage_path: str  # A folder; made if it is not there.
-    layer_ids: tuple[int, ...] | None = None  # As transformers counts; None: the last, behind the final norm.
-    allow_custom_save_path: bool = False  # Requests may name their file, below the folder.
-    backlog_max_mib: int = 1024  # States that wait to be written; what is beyond is not saved.
-    shutdown_timeout_s: float = 5.0  # For what is still being written.
+    shared_storage_path: str  # A folder; created if it does not exist.
+    layer_ids: tuple[int, ...] | None = None  # Numbered as in transformers; None: the last, after its norm.
+    allow_custom_save_path: bool = False  # Whether requests may name their file, below the folder.
+    backlog_max_mib: int = 1024  # States that wait to be written; further ones are not saved.
+    shutdown_timeout_s: float = 5.0  # To finish writing.
 
     def __post_init__(self) -> None:
         if not Path(self.shared_storage_path).is_absolute():
@@ -37,7 +37,7 @@ class HiddenStatesSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("must be at least 1", field=f"{FIELD}.backlog_max_mib")
 
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
-        """0: the embeddings; i: the output of layer i; the last of all: behind the final norm."""
+        """0: the embeddings; i: the output of layer i; the last: after the final norm."""
         layers = (num_layers,) if self.layer_ids is None else self.layer_ids
         if len(set(layers)) < len(layers) or not all(0 <= layer <= num_layers for layer in layers):
             raise ConfigError(
@@ -47,11 +47,11 @@ class HiddenStatesSettings(msgspec.Struct, frozen=True, kw_only=True):
         return layers
 
     def path_for(self, request_id: str, params: Mapping[str, Any] | None) -> Path:
-        """Raises BadTransferParams for a path that the request may not choose."""
+        """The file of a request. Raises BadTransferParams for a path that the request may not choose."""
         folder = Path(self.shared_storage_path)
         custom = (params or {}).get(PATH_KEY)
         if custom is None:
-            # An id is a client's word too: it must not become another file's name.
+            # A client may choose the id, so it must not become the name of another request's file.
             safe = "".join(c if c.isalnum() or c in "-_" else "_" for c in request_id)
             digest = (
                 "" if safe[:128] == request_id else f"-{hashlib.sha256(request_id.encode()).hexdigest()[:16]}"
@@ -59,7 +59,7 @@ class HiddenStatesSettings(msgspec.Struct, frozen=True, kw_only=True):
             return folder / f"{safe[:128]}{digest}{SUFFIX}"
         if not self.allow_custom_save_path:
             raise BadTransferParams(
-                "is for the engine to choose, unless it is started with allow_custom_save_path",
+                "is not allowed: the engine chooses the path unless it has allow_custom_save_path",
                 field=f"{PARAMS}.{PATH_KEY}",
             )
         if not isinstance(custom, str) or not custom or "\0" in custom:
@@ -78,7 +78,7 @@ class HiddenStatesSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def includes_output(params: Mapping[str, Any] | None) -> bool:
-    """Raises BadTransferParams."""
+    """Whether output tokens are included. Raises BadTransferParams."""
     value = (params or {}).get(OUTPUT_KEY, False)
     if not isinstance(value, bool):
         raise BadTransferParams("must be true or false", field=f"{PARAMS}.{OUTPUT_KEY}")

@@ -1,4 +1,4 @@
-"""How many requests' hidden states were saved: baton:hidden_states_files, _tokens, and _lost_files."""
+"""Statistics of saved hidden states: baton:hidden_states_files, _tokens and _lost_files."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from baton.connectors.counted import Count, CountedPromMetrics, CountedStats, La
 class HiddenStatesStats(CountedStats):
     counts: ClassVar[Mapping[str, Count]] = {
         "saved_files": Count("baton:hidden_states_files", "Requests whose hidden states were saved."),
-        "saved_tokens": Count("baton:hidden_states_tokens", "Their tokens."),
+        "saved_tokens": Count("baton:hidden_states_tokens", "Tokens whose hidden states were saved."),
         "lost_files": Count(
             "baton:hidden_states_lost_files", "Requests whose hidden states could not be saved."
         ),
     }
-    labelled: ClassVar[Mapping[str, LabelledCount]] = {  # Hosts count contained errors.
+    labelled: ClassVar[Mapping[str, LabelledCount]] = {  # Counted by the host.
         "failures": LabelledCount("baton:hidden_states_failures", "reason", "Errors that were contained."),
     }
 

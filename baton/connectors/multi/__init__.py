@@ -1,4 +1,4 @@
-"""The Multi connector: an ordered list of connectors that an engine sees as one."""
+"""The Multi connector: combines an ordered list of connectors into one."""
 
 from baton.connectors.multi.children import MAIN, ChildConfig, children_of
 from baton.connectors.multi.connector import BatonMultiConnector

@@ -1,7 +1,7 @@
-"""One child as the scheduler half of a Multi connector sees it, and what every child is asked alike.
+"""One child in the scheduler half of a Multi connector, and the calls that go to every child alike.
 
-What it raises is contained (`baton.contract.guard`): its siblings go on, and so does the engine. Errors of
-its worker halves count as its own.
+What a child raises is contained (`baton.contract.guard`), so its siblings and the engine go on. Errors of its
+worker halves count as its own.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ class Child(SchedulerGuard):
         self._ends = KVOutputAggregator(num_ranks)
 
     def expect_reports(self, expected_count: int | None) -> None:
-        """Of each finished id. None: one of every rank."""
+        """Sets the number of reports that a finished id waits for. None: one from every rank."""
         self._ends = KVOutputAggregator(expected_count or self._num_ranks, self._num_ranks)
 
     def ended(self, by_rank: Mapping[int, KVConnectorOutput]) -> KVConnectorOutput:
-        """What as many ranks as this child expects have said to have ended."""
+        """The ends of requests that as many ranks as this child expects have reported."""
         outputs = [by_rank.get(rank) for rank in range(self._num_ranks)]
         return self._ends.aggregate(outputs) or KVConnectorOutput()
 
     def forget_all_but(self, awaited: Container[str]) -> None:
-        """Drop what was counted for requests of which nothing is awaited from this child."""
+        """Drops the counts of requests for which this child has nothing more to report."""
         self._ends.forget_all_but(awaited)
 
 
 def ask_each(row: Row) -> Callable[..., Any]:
-    """The method or property of a Multi half that asks every child, and combines what they answer."""
+    """The method or property of a Multi half that calls every child and combines the answers."""
 
     def answer(child: Any, *arguments: Any, **keywords: Any) -> Any:
         asked = getattr(child.half, row.name)
@@ -55,7 +55,7 @@ def ask_each(row: Row) -> Callable[..., Any]:
         return row.multi([answer(child, *arguments, **keywords) for child in self._children])
 
     def ask_loader(self: Any, request: Any, *arguments: Any) -> Any:
-        """`request`: or its id."""
+        """`request`: the request or its id."""
         half = self._requests.chosen_half(getattr(request, "request_id", request))
         return getattr(half, row.name)(request, *arguments)
 
@@ -63,13 +63,13 @@ def ask_each(row: Row) -> Callable[..., Any]:
 
 
 def shut_down_each(children: Mapping[str, Callable[[], None]]) -> None:
-    """Shut down all children, and then raise the first of what they raised. By name, how to do it."""
+    """Shuts down all children by their functions, then raises the first error if there was one."""
     failure: Exception | None = None
     for name, shut_down in children.items():
         try:
             shut_down()
-        except Exception as error:  # Raised again when the others have been shut down.
-            logger.exception("%s could not shut down", name)
+        except Exception as error:  # Raised again after the others are shut down.
+            logger.exception("shutdown of %s failed", name)
             failure = failure or error
     if failure is not None:
         raise failure

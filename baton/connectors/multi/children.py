@@ -1,12 +1,12 @@
-"""The children of a Multi connector, read from its configuration and held against each other at start.
+"""Children of a Multi connector: parses them from its configuration and checks their compatibility.
 
 {"kv_connector": "BatonMultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": [
     {"kv_connector": "BatonPullConnector", "kv_connector_extra_config": {"transports": ["local"]}},
     {"kv_connector": "Mine", "kv_connector_module_path": "my.module", "kv_role": "kv_consumer"}]}}
 
-The form is that of vLLM's MultiConnector: each entry is a KVTransferConfig. What an entry leaves out and is
-the engine's (its id, its role, its failure policy) is taken from the Multi's own; there is one of each in an
-engine, so an entry that says otherwise is refused. A role may be narrower than the engine's.
+The form is that of vLLM's MultiConnector: each entry is a KVTransferConfig. An entry inherits the engine's
+fields (id, role, failure policy) from the Multi connector's own configuration. An engine has one value of
+each, so a different value is refused. A child's role may be narrower than the engine's.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ KEY: Final = "connectors"
 FIELD: Final = f"kv_transfer_config.kv_connector_extra_config.{KEY}"
 MAIN: Final = "BatonMultiConnector"
 
-_ENGINES_OWN: Final = ("engine_id", "kv_load_failure_policy", "kv_buffer_device")
+_INHERITED: Final = ("engine_id", "kv_load_failure_policy", "kv_buffer_device")
 
 
 @dataclass(frozen=True, slots=True)
 class ChildConfig:
-    name: str  # Its `kv_connector`, with a number behind it where that is not the first of this name.
+    name: str  # Its `kv_connector`; with a number appended if the name is not the first of its kind.
     connector: type[KVConnectorBase_V1]
     config: EngineConfig  # The engine's, with the child's `kv_transfer_config`.
 
@@ -43,9 +43,9 @@ class ChildConfig:
 
 
 def children_of(config: EngineConfig) -> tuple[ChildConfig, ...]:
-    """In the order of the configuration. Raises ConfigError naming the entry and what to change."""
+    """The children in configuration order. Raises ConfigError naming the entry and what to change."""
     transfer = config.kv_transfer_config
-    assert transfer is not None, "asked for the children of no connector"
+    assert transfer is not None, "kv_transfer_config must be set"
     children: list[ChildConfig] = []
     for position, (of_child, connector) in enumerate(transfers_of(transfer)):
         earlier = sum(child.transfer.kv_connector == of_child.kv_connector for child in children)
@@ -54,18 +54,18 @@ def children_of(config: EngineConfig) -> tuple[ChildConfig, ...]:
         children.append(
             ChildConfig(name, connector, msgspec.structs.replace(config, kv_transfer_config=of_child))
         )
-    _refuse_rivals(children)
+    _refuse_same_answers(children)
     required_layout(children)
     return tuple(children)
 
 
 def transfers_of(transfer: KVTransferConfig) -> list[tuple[KVTransferConfig, type[KVConnectorBase_V1]]]:
-    """Each child's configuration and class, of which nothing has been compared yet. Raises ConfigError."""
+    """Each child's configuration and class, before any checks among children. Raises ConfigError."""
     extra = transfer.kv_connector_extra_config
     for key in extra:
         if key != KEY:
             raise ConfigError(
-                f"is not known; {MAIN} has only {KEY!r}, and each of these its own kv_connector_extra_config",
+                f"is not known; {MAIN} has only {KEY!r}, each with its own kv_connector_extra_config",
                 field=f"kv_transfer_config.kv_connector_extra_config.{key}",
             )
     listed = extra.get(KEY)
@@ -77,7 +77,7 @@ def transfers_of(transfer: KVTransferConfig) -> list[tuple[KVTransferConfig, typ
 
 
 def required_layout(children: Sequence[ChildConfig]) -> str | None:
-    """The one KV-cache layout that children insist on. Raises ConfigError if there are two."""
+    """The KV-cache layout that children require, or None. Raises ConfigError if they disagree."""
     wanted: dict[str, str] = {}
     for child in children:
         layout = child.connector.get_required_kvcache_layout(child.config)
@@ -93,7 +93,7 @@ def _child(raw: Any, of_engine: KVTransferConfig, field: str) -> tuple[KVTransfe
     if not isinstance(raw, Mapping):
         raise ConfigError(f"must be an object like kv_transfer_config, is {raw!r}", field=field)
     inherited = {"kv_role": of_engine.kv_role}
-    for key in _ENGINES_OWN:
+    for key in _INHERITED:
         inherited[key] = getattr(of_engine, key)
         if key in raw and raw[key] != inherited[key]:
             raise ConfigError(
@@ -112,22 +112,20 @@ def _child(raw: Any, of_engine: KVTransferConfig, field: str) -> tuple[KVTransfe
     except ConfigError as error:
         raise ConfigError(str(error), field=field) from error
     if connector.stands_alone:
-        raise ConfigError(
-            "stands alone: beside another connector its KV would be taken for true", field=field
-        )
+        raise ConfigError("must be the only connector: others would treat its KV as valid", field=field)
     too_wide = (transfer.is_kv_producer and not of_engine.is_kv_producer) or (
         transfer.is_kv_consumer and not of_engine.is_kv_consumer
     )
     if too_wide:
         raise ConfigError(
-            f"is {transfer.kv_role!r}, but the engine is only a {of_engine.kv_role!r}",
+            f"is {transfer.kv_role!r}, but the engine is only {of_engine.kv_role!r}",
             field=f"{field}.kv_role",
         )
     return transfer, connector
 
 
-def _refuse_rivals(children: Sequence[ChildConfig]) -> None:
-    """Two that answer a request with the same kv_transfer_params: whose would the client bring back?"""
+def _refuse_same_answers(children: Sequence[ChildConfig]) -> None:
+    """Raises ConfigError if two children answer with the same kv_transfer_params: one would be lost."""
     owner: dict[str, str] = {}
     for child in children:
         for key in sorted(child.connector.answered_params):

@@ -1,6 +1,6 @@
-"""BatonMultiConnector: several connectors in one engine, in an order of preference.
+"""BatonMultiConnector: several connectors in one engine, in order of preference.
 
-The first one that has a prompt's KV loads it, all of them may save it. `children` reads the configuration,
+The first one that has a prompt's KV loads it; all of them may save it. `children` parses the configuration,
 `scheduler` and `worker` hold the rules.
 """
 
@@ -43,10 +43,10 @@ Door = Callable[[Mapping[str, Any] | None], None]
 
 
 class BatonMultiConnector(TwoHalvesOfGroups):
-    """Raises ConfigError for children that cannot work side by side, before any of them is made.
+    """Raises ConfigError for children that cannot be used together, before any of them is made.
 
-    It knows several groups if all of them do (`supports_hma_config`), and those that all can do with
-    (`supports_groups`).
+    It supports several KV-cache groups if all children do (`supports_hma_config`), and particular groups if
+    all children support them (`supports_groups`).
     """
 
     @classmethod
@@ -55,7 +55,7 @@ class BatonMultiConnector(TwoHalvesOfGroups):
     ) -> KVConnectorSchedulerHalf:
         config = _own(vllm_config)
         children = _make_all(config, KVConnectorRole.SCHEDULER, kv_cache_config)
-        logger.info("connectors, the first choice first: %s", ", ".join(name for name, _ in children))
+        logger.info("connectors in order of preference: %s", ", ".join(name for name, _ in children))
         return MultiSchedulerHalf(
             children,
             block_tokens=config.cache_config.block_size,
@@ -70,17 +70,17 @@ class BatonMultiConnector(TwoHalvesOfGroups):
 
     @classmethod
     def make_door(cls, config: EngineConfig) -> Door:
-        """Every child's door in turn: what one of them refuses is refused."""
-        doors: list[Door] = []
+        """Validator of `kv_transfer_params` that applies every child's; any of them can refuse a request."""
+        validators: list[Door] = []
         for child in children_of(config):
             make: Callable[[EngineConfig], Door] | None = getattr(child.connector, "make_door", None)
             if make is not None:
-                doors.append(make(child.config))
+                validators.append(make(child.config))
 
         def check(raw: Mapping[str, Any] | None) -> None:
             parse_transfer_params(raw)
-            for door in doors:
-                door(raw)
+            for validator in validators:
+                validator(raw)
 
         return check
 
@@ -93,7 +93,7 @@ class BatonMultiConnector(TwoHalvesOfGroups):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """True if one child needs it."""
-        # All that is known here is the list; ids and roles do not matter.
+        # Only the list is known here; ids and roles do not matter.
         alone = KVTransferConfig(
             kv_connector=cls.__name__, kv_role="kv_both", kv_connector_extra_config=extra_config
         )
@@ -114,7 +114,7 @@ class BatonMultiConnector(TwoHalvesOfGroups):
     def supports_groups(
         cls, kv_transfer_config: host.KVTransferConfigLike, groups: Sequence[KVCacheGroup]
     ) -> bool:
-        """Whether all children can do with what these hold."""
+        """Whether all children support these groups."""
         assert isinstance(kv_transfer_config, KVTransferConfig)
         return all(
             knows_these_groups(connector, transfer, groups)
@@ -131,7 +131,7 @@ class BatonMultiConnector(TwoHalvesOfGroups):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Of children whose class can be found by name alone; `make_stats_builder` knows all of them."""
+        """Finds only children whose class is registered by name; `make_stats_builder` finds all of them."""
         registered = known_names()
         found = {}
         for child in data or {}:
@@ -143,7 +143,7 @@ class BatonMultiConnector(TwoHalvesOfGroups):
 
     @classmethod
     def make_stats_builder(cls, config: EngineConfig) -> BuildStats:
-        """Of the children that this engine has, those of a module path among them."""
+        """Builds statistics of this engine's children, including those from a module path."""
         builders = {
             child.name: stats_builder_of(child.connector, child.config) for child in children_of(config)
         }
@@ -164,16 +164,14 @@ class BatonMultiConnector(TwoHalvesOfGroups):
 
 def _own(vllm_config: host.HostConfig) -> EngineConfig:
     if not isinstance(vllm_config, EngineConfig):
-        raise ConfigError(
-            "composes connectors in Baton's own engine; inside vLLM use its MultiConnector", field=FIELD
-        )
+        raise ConfigError("works in Baton's own engine only; in vLLM use its MultiConnector", field=FIELD)
     return vllm_config
 
 
 def _make_all(
     config: EngineConfig, role: KVConnectorRole, kv_cache_config: Any
 ) -> list[tuple[str, KVConnectorBase_V1]]:
-    """If one cannot be made, those before it are shut down again."""
+    """Makes the children's halves. If one fails, those made before are shut down."""
     made: list[tuple[str, KVConnectorBase_V1]] = []
     try:
         for child in children_of(config):

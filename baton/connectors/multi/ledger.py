@@ -1,10 +1,10 @@
-"""Which child loads a request's KV, and which children still use the blocks of a finished one.
+"""Ledger of a Multi connector: the child that loads a request, and the children that still use its blocks.
 
-    matched   the first child with tokens, at the last asking
-    loading   that child, once blocks are allocated to an asynchronous load; until it is reported as over
-    delayed   the children that answered `delay_free`; the blocks are free when the last of them has reported
+    matched   the first child with tokens, at the last query
+    loading   that child, from the allocation of blocks to an asynchronous load until its end is reported
+    delayed   the children that answered `delay_free`; the blocks are free after the last of them has reported
 
-No I/O; positions are those of the configuration.
+No I/O. A child is identified by its position in the configuration.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Ledger:
     # --- Loads -----------------------------------------------------------------------------------
 
     def match(self, request_id: str, choice: Choice | None) -> None:
-        """The answer of the last asking stands."""
+        """Records the last answer, which replaces earlier ones."""
         if choice is None:
             self._matched.pop(request_id, None)
         else:
@@ -47,7 +47,7 @@ class Ledger:
         return {request_id for request_id, loader in self._loading.items() if loader == position}
 
     def end_load(self, request_id: str, position: int) -> bool:
-        """False: this child loads no such request, so its word does not count."""
+        """False: this child does not load the request, so its report is ignored."""
         if self._loading.get(request_id) != position:
             return False
         del self._loading[request_id]
@@ -56,14 +56,14 @@ class Ledger:
     # --- Ends ------------------------------------------------------------------------------------
 
     def finish(self, request_id: str, delayed_by: set[int]) -> bool:
-        """True: blocks have to stay until each of these children has reported. A load may go on."""
+        """True: the blocks stay until each of these children has reported. A load may still be running."""
         self._matched.pop(request_id, None)
         if delayed_by:
             self._delayed[request_id] = set(delayed_by)
         return bool(delayed_by)
 
     def end_send(self, request_id: str, position: int) -> bool:
-        """True: it was the last one."""
+        """True: this was the last child to report."""
         waiting = self._delayed.get(request_id)
         if waiting is None or position not in waiting:
             return False
@@ -74,7 +74,7 @@ class Ledger:
         return True
 
     def awaits(self, request_id: str, position: int) -> bool:
-        """Whether this child has still to report an end of it."""
+        """Whether this child still has to report an end of the request."""
         return self._loading.get(request_id) == position or position in self._delayed.get(request_id, ())
 
     @property

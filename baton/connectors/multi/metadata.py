@@ -1,10 +1,10 @@
-"""What the two halves of a Multi connector tell each other: one part for each child, by position.
+"""Messages between the two halves of a Multi connector: one part for each child, by position.
 
-    MultiHandshake        rank -> scheduler, once     each child's own handshake
-    MultiMetadata         scheduler -> ranks, a step  each child's own metadata, and what it is to load
-    MultiWorkerMetadata   rank -> scheduler, a step   each child's own report, and what Multi needs of it
+    MultiHandshake        rank -> scheduler, once       each child's own handshake
+    MultiMetadata         scheduler -> ranks, per step  each child's own metadata, and its loads
+    MultiWorkerMetadata   rank -> scheduler, per step   each child's own report, and what Multi needs of it
 
-All of it is pickled between processes of one engine. A part that is not there (None) keeps its place.
+The messages are pickled between processes of one engine. An absent part is None and keeps its position.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ class MultiHandshake(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True, slots=True)
 class ChildPart:
-    """What one child's worker halves hear in a step, and what of it is to be loaded."""
+    """One child's metadata for its worker halves in a step, and the loads in it."""
 
-    metadata: KVConnectorMetadata | None  # None: nothing, since its scheduler half failed or is retired.
-    begun: tuple[str, ...] = ()  # Requests whose asynchronous load it began in this step.
-    sync_blocks: frozenset[int] = frozenset()  # What it loads within the step.
+    metadata: KVConnectorMetadata | None  # None: its scheduler half failed or is retired.
+    begun: tuple[str, ...] = ()  # Requests whose asynchronous load starts in this step.
+    sync_blocks: frozenset[int] = frozenset()  # Blocks that it loads within the step.
 
 
 @dataclass(frozen=True, slots=True)
 class MultiMetadata(KVConnectorMetadata):
     parts: tuple[ChildPart, ...]
-    ended: frozenset[str] = frozenset()  # Asynchronous loads that the scheduler knows to be over.
+    ended: frozenset[str] = frozenset()  # Asynchronous loads that have ended for the scheduler.
 
 
 @dataclass(slots=True)
 class ChildReport:
-    """Of one child after a step; of one rank, or of several that were aggregated."""
+    """One child's report of a step, from one rank or aggregated over several."""
 
     metadata: KVConnectorWorkerMetadata | None = None
     events: KVConnectorKVEvents | None = None
-    # What it says by rank of requests' ends: `finished_*`, `failed_recving`, `expected_finished_count`.
+    # Ends of requests by rank: `finished_*`, `failed_recving`, `expected_finished_count`.
     ends: dict[int, KVConnectorOutput] = field(default_factory=dict)
-    abandoned: frozenset[str] = frozenset()  # Loads of which nobody may ever hear: the half raised.
-    error: str | None = None  # The first thing that a worker half of it raised in this step.
+    abandoned: frozenset[str] = frozenset()  # Loads that may never be reported, because the half raised.
+    error: str | None = None  # First error of a worker half of it in this step.
 
     @property
     def is_empty(self) -> bool:
@@ -73,8 +73,8 @@ class ChildReport:
         try:
             report.metadata = _one_or_both(self.metadata, other.metadata)
             report.events = _gathered(self.events, other.events)
-        except Exception as error:  # The border to a child, which may be anybody's.
-            logger.exception("a connector could not aggregate what its ranks say; the others go on")
+        except Exception as error:  # The child may be third-party code.
+            logger.exception("a connector could not aggregate its ranks' reports; the others go on")
             if report.error is None:
                 report.error = f"aggregate: {type(error).__name__}: {error}"
         return report
@@ -100,7 +100,7 @@ def _one_or_both(
 
 
 def _gathered(a: KVConnectorKVEvents | None, b: KVConnectorKVEvents | None) -> KVConnectorKVEvents | None:
-    """As the aggregator of ranks does it (`baton.contract.reports`, QUORUM)."""
+    """Combines events like the aggregator of ranks (`baton.contract.reports`, QUORUM)."""
     if a is None or b is None:
         return a if b is None else b
     a.add_events(b.get_all_events())

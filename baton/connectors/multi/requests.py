@@ -1,7 +1,7 @@
-"""What the children of a Multi connector are asked about one request, from its arrival to its end.
+"""Calls of a Multi connector to its children about one request, from its arrival to its end.
 
-Everybody hears of it; who loads it and who keeps its blocks is written into the ledger. A child that raises
-fails for this request alone, and is not asked for a match of it again.
+Every child gets every call. The ledger records which child loads the request and which keep its blocks. A
+child that raises fails for this request only, and is not queried for matches of it again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from baton.core.kv_groups import NULL_BLOCK_ID
 logger = logging.getLogger(__name__)
 
 Finished = tuple[bool, dict[str, Any] | None]
-"""What `request_finished` answers."""
+"""Result of `request_finished`."""
 
 
 class RequestCalls:
@@ -29,7 +29,7 @@ class RequestCalls:
         self._children = children
         self._ledger = ledger
         self._block_tokens = block_tokens
-        self._unasked: dict[str, set[int]] = {}  # Children that failed for a request: no match of theirs.
+        self._excluded: dict[str, set[int]] = {}  # Children that failed for a request; not queried.
         self._begun: list[list[str]] = [[] for _ in children]  # Since `take_loads`.
         self._sync_blocks: list[set[int]] = [set() for _ in children]
 
@@ -37,16 +37,16 @@ class RequestCalls:
         self.tell_all("on_new_request", lambda child: child.half.on_new_request(request), request.request_id)
 
     def find_match(self, request: host.Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Every child is asked, so that none depends on its place; a UserError of one ends the request."""
+        """Queries every child, so that none depends on its position. A child's UserError ends the request."""
         choice: Choice | None = None
         num_chosen = 0
         is_later = False
         for child in self._children:
-            if child.position in self._unasked.get(request.request_id, ()):
+            if child.position in self._excluded.get(request.request_id, ()):
                 continue
             answer = child.find_tokens(request, num_computed_tokens)
             if answer is None:
-                self._unasked.setdefault(request.request_id, set()).add(child.position)
+                self._excluded.setdefault(request.request_id, set()).add(child.position)
                 continue
             num_tokens, is_async = answer
             if num_tokens is None:
@@ -62,9 +62,9 @@ class RequestCalls:
         return (0, False) if choice is None else (num_chosen, choice.is_async)
 
     def allocated(self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int) -> None:
-        """Raises what the child raised that was to load: whether it does, nobody can say any more."""
+        """Re-raises the error of the child that was to load, because its load may or may not have started."""
         choice = self._ledger.chosen(request.request_id) if num_external_tokens else None
-        assert choice is not None or not num_external_tokens, "the host loads what nobody has offered"
+        assert choice is not None or not num_external_tokens, "the host loads tokens that no child offered"
         if choice is not None:
             self._note_load(request, blocks, num_external_tokens, choice)
         failure: Exception | None = None
@@ -76,7 +76,7 @@ class RequestCalls:
                 return
             try:
                 child.half.update_state_after_alloc(request, blocks, num_external_tokens)
-            except Exception as error:  # Contained as any child's, and raised again: nobody else loads it.
+            except Exception as error:  # Contained, then re-raised: no other child loads it.
                 failure = error
                 self._forget_load(request.request_id, child.position)
                 raise
@@ -101,20 +101,20 @@ class RequestCalls:
             self._sync_blocks[choice.position].discard(NULL_BLOCK_ID)
 
     def _forget_load(self, request_id: str, position: int) -> None:
-        """The host ends the request and waits for nothing."""
+        """The host ends the request and does not wait for the load."""
         if self._ledger.end_load(request_id, position):
             self._begun[position].remove(request_id)
 
     def chosen_half(self, request_id: str) -> KVConnectorSchedulerHalf:
-        """Of the child that was to load; the base's answers fit where there is none."""
+        """Half of the child that was to load; a null half if there is none."""
         choice = self._ledger.chosen(request_id)
-        return _NOBODY if choice is None else self._children[choice.position].half
+        return _NO_CHILD if choice is None else self._children[choice.position].half
 
     def finished(
         self, request: host.Request, finish: Callable[[KVConnectorSchedulerHalf], Finished]
     ) -> Finished:
         request_id = request.request_id
-        self._unasked.pop(request_id, None)
+        self._excluded.pop(request_id, None)
         params: dict[str, Any] = {}
         delayed_by: set[int] = set()
         for child in self._children:
@@ -130,14 +130,14 @@ class RequestCalls:
     def _add_params(
         self, params: dict[str, Any], of_child: Mapping[str, Any], child: Child, request_id: str
     ) -> None:
-        """A child that contradicts an earlier one is left out, and told that nobody will come to it."""
+        """Adds a child's params. If they contradict an earlier child's, they are dropped and taken back."""
         clashes = sorted(key for key in of_child if key in params and params[key] != of_child[key])
         if not clashes:
             params.update(of_child)
             return
         logger.error(
-            "the connector %s answers request %s with other kv_transfer_params than one before it (%s); "
-            "its answer is left out",
+            "the connector %s answers request %s with other kv_transfer_params than an earlier one (%s); "
+            "its answer is dropped",
             child.name,
             request_id,
             ", ".join(clashes),
@@ -147,13 +147,13 @@ class RequestCalls:
             child.contain("take_back", partial(child.half.take_back, of_child))
 
     def take_loads(self, child: Child) -> tuple[list[str], set[int]]:
-        """Since the last call: (requests whose load it began, blocks that it is to load within the step)."""
+        """Since the last call: (requests whose load started, blocks to load synchronously in the step)."""
         begun, self._begun[child.position] = self._begun[child.position], []
         sync_blocks, self._sync_blocks[child.position] = self._sync_blocks[child.position], set()
         return begun, sync_blocks
 
     def tell_all(self, method: str, tell: Callable[[Child], None], request_id: str = "") -> None:
-        """Every child hears it; then the first UserError is raised, if there was one."""
+        """Calls every child; then raises the first UserError if there was one."""
         wrong: UserError | None = None
         for child in self._children:
             is_told = False
@@ -162,10 +162,10 @@ class RequestCalls:
             except UserError as error:
                 wrong = wrong or error
             if request_id and not is_told:
-                self._unasked.setdefault(request_id, set()).add(child.position)
+                self._excluded.setdefault(request_id, set()).add(child.position)
         if wrong is not None:
             raise wrong
 
 
-_NOBODY = NullSchedulerHalf()
-"""Whom to ask about a load that no child has."""
+_NO_CHILD = NullSchedulerHalf()
+"""Answers for a load that no child has."""

@@ -1,12 +1,13 @@
-"""The scheduler half of a Multi connector: asks every child, and keeps apart what is whose.
+"""Scheduler half of a Multi connector: calls every child, and separates their loads and reports.
 
-    load     every child is asked; None of one of them means "later"; the first one with tokens loads
-    save     every child hears of every request, of its blocks and of its end
-    free     a finished request's blocks are free when each child that delayed it has reported it
-    fail     a child that raises fails alone (`child`); requests that it was loading end with an error, where
-             nobody can say any more when its bytes stop to arrive, and all others go on
+    load     every child is queried; if one answers None, the answer is "later"; the first with tokens loads
+    save     every child gets every request, its blocks and its end
+    free     a finished request's blocks are free after each child that delayed them has reported
+    fail     a child that raises fails alone (`child`). Requests that it was loading end with an error if it
+             is unknown when writes to their blocks stop; all others go on
 
-`requests` asks about one request, `steps` about one step; here is what concerns the whole life of a child.
+`requests` makes the calls about one request, `steps` those about one step. This module handles the whole life
+of a child.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         block_tokens: int,
         num_ranks: int = 1,
     ) -> None:
-        """`children`: (name, half), the first choice first."""
+        """`children`: (name, half), in order of preference."""
         assert children
         self._children = [Child(name, i, half, num_ranks) for i, (name, half) in enumerate(children)]
         ledger = Ledger()
         self._requests = RequestCalls(self._children, ledger, block_tokens=block_tokens)
         self._steps = StepCalls(self._children, ledger)
 
-    # --- Start: what a child raises here goes through ----------------------------------------------
+    # --- Start: a child's errors are raised ----------------------------------------------
 
     def get_finished_count(self) -> int | None:
-        """The host has nothing to count: here each child's reports are, against its own number."""
+        """The host counts nothing: each child's reports are counted here, against its own number."""
         for child in self._children:
             child.expect_reports(child.half.get_finished_count())
         return None
@@ -70,17 +71,17 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         for child in self._children:
             of_child = {}
             for rank, value in metadata.items():
-                assert isinstance(value, MultiHandshake), "ranks of a Multi connector give its handshake"
+                assert isinstance(value, MultiHandshake), "ranks of a Multi connector send its handshake"
                 if (part := value.children[child.position]) is not None:
                     of_child[rank] = part
             if of_child:
                 child.half.set_xfer_handshake_metadata_pp_aware(of_child)
 
     def bind_only_rank(self, rank: KVConnectorWorkerHalf) -> None:
-        """Left out for a child whose sibling fences.
+        """Not passed to a child if one of its siblings fences.
 
-        A freed block that a sibling still saves is fenced by `handle_preemptions`, at the start of a step;
-        a child that reads into it without a step would not have waited for that.
+        A sibling's save of a freed block is awaited in `handle_preemptions`, at the start of a step. A child
+        that writes to this block without a step would not wait for that.
         """
         halves = worker_children(rank)
         for child, of_child in zip(self._children, halves, strict=True):
@@ -108,13 +109,13 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def request_finished_all_groups(
         self, request: host.Request, block_ids: tuple[list[int], ...]
     ) -> Finished:
-        """For hosts with several KV-cache groups, which a Multi supports if all its children do."""
+        """Called by hosts with several KV-cache groups; supported if all children support them."""
 
         def finish(half: KVConnectorSchedulerHalf) -> Finished:
             if isinstance(half, SupportsHMA):
                 return half.request_finished_all_groups(request, block_ids)
-            # The null half of a retired child says nothing about any group.
-            assert len(block_ids) == 1 or isinstance(half, NullSchedulerHalf), "it knows only one group"
+            # The null half of a retired child answers nothing for any group.
+            assert len(block_ids) == 1 or isinstance(half, NullSchedulerHalf), "the child supports one group"
             return half.request_finished(request, block_ids[0])
 
         return self._requests.finished(request, finish)
@@ -122,7 +123,7 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     # --- One step (`steps`) --------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
-        """Raises ConnectorDead when no child is left."""
+        """Raises ConnectorDead if no child is left."""
         return self._steps.build_metadata(scheduler_output, self._requests.take_loads)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -142,14 +143,14 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             stats.count(child.name, num_errors=child.take_num_errors(), is_retired=child.is_retired)
         return None if stats.is_empty() else stats
 
-    # --- Its whole life --------------------------------------------------------------------------
+    # --- Whole life of a child --------------------------------------------------------------------------
 
     def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
         self._requests.tell_all("take_back", lambda child: child.half.take_back(kv_transfer_params))
 
     def reset_cache(self) -> bool | None:
         answers = [child.contain("reset_cache", child.half.reset_cache) for child in self._children]
-        return all(answer is not False for answer in answers)  # None: the child keeps nothing.
+        return all(answer is not False for answer in answers)  # None: the child caches nothing.
 
     def shutdown(self) -> None:
         shut_down_each({child.name: child.shutdown for child in self._children})

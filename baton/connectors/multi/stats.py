@@ -1,4 +1,4 @@
-"""What the children of a Multi connector count, each by itself, and what Multi counts of them.
+"""Statistics of the children of a Multi connector, each separate, and Multi's own about them.
 
 {"BatonPullConnector": {...}, "Mine": {...},              each child's own `to_dict()`
  "BatonMultiConnector": {"errors": {"Mine": 2},           baton:kv_child_connector_errors_total
@@ -24,10 +24,10 @@ BuildStats: TypeAlias = Callable[[dict[str, Any]], KVConnectorStats | None]
 
 @dataclass
 class MultiStats(KVConnectorStats):
-    """Of one step. `data` is made by `to_dict`: until then the children's are their own objects."""
+    """Statistics of one step. The children's are objects until `to_dict` makes `data`."""
 
     children: dict[str, KVConnectorStats] = field(default_factory=dict)
-    errors: Counter[str] = field(default_factory=Counter)  # Contained ones, of scheduler halves.
+    errors: Counter[str] = field(default_factory=Counter)  # Contained errors of scheduler halves.
     retired: set[str] = field(default_factory=set)
 
     def add(self, name: str, stats: KVConnectorStats | None) -> None:
@@ -56,8 +56,8 @@ class MultiStats(KVConnectorStats):
                 continue
             try:
                 self.children[name] = own.aggregate(theirs)
-            except Exception:  # The border to a child: it loses one rank's numbers.
-                logger.exception("the statistics of %s do not add up", name)
+            except Exception:  # Only one rank's numbers of this child are lost.
+                logger.exception("the statistics of %s cannot be aggregated", name)
                 self.errors[name] += 1
         self.errors += other.errors
         self.retired |= other.retired
@@ -84,7 +84,7 @@ class MultiStats(KVConnectorStats):
 
 
 def rebuilt(data: Mapping[str, Any], builders: Mapping[str, BuildStats]) -> MultiStats:
-    """From a `to_dict`. A child without a builder, or with one that raises, is left out."""
+    """Rebuilds statistics from a `to_dict`. Leaves out children whose builder is missing or raises."""
     stats = MultiStats()
     own = data.get(MAIN, {})
     stats.errors.update(own.get("errors", {}))
@@ -94,7 +94,7 @@ def rebuilt(data: Mapping[str, Any], builders: Mapping[str, BuildStats]) -> Mult
             continue
         try:
             stats.add(name, build(data[name]))
-        except Exception as error:  # The border to a child: it loses its figures.
+        except Exception as error:  # Only this child's numbers are lost.
             logger.warning("the statistics of %s cannot be read: %r", name, error)
     return stats
 
@@ -117,18 +117,18 @@ class MultiPromMetrics(KVConnectorPromMetrics):
         labels = [*labelnames, "connector"]
         self._errors = metric_types[PromCounter](
             name="baton:kv_child_connector_errors",
-            documentation="Exceptions of one connector of several.",
+            documentation="Contained errors of this child connector.",
             labelnames=labels,
         )
         self._retired = metric_types[Gauge](
             name="baton:kv_child_connector_retired",
-            documentation="1: this connector of several failed for good; restart.",
+            documentation="1: this child connector has failed permanently; restart the engine.",
             labelnames=labels,
         )
         self._children: dict[str, KVConnectorPromMetrics] = {}
         made: dict[type[Any], KVConnectorPromMetrics | None] = {}
         for child in children:
-            if child.connector not in made:  # Two of one class publish the same series.
+            if child.connector not in made:  # Two children of one class share their series.
                 made[child.connector] = self._make(child)
             if (metrics := made[child.connector]) is not None:
                 self._children[child.name] = metrics
@@ -146,7 +146,7 @@ class MultiPromMetrics(KVConnectorPromMetrics):
             elif (metrics := self._children.get(name)) is not None:
                 try:
                     metrics.observe(data, engine_idx)
-                except Exception as error:  # The border to a child: its numbers alone are lost.
+                except Exception as error:  # Only this child's numbers are lost.
                     self._errors.labels(*values, name).inc()
                     logger.warning("the statistics of %s are not counted: %r", name, error)
 
@@ -158,6 +158,6 @@ class MultiPromMetrics(KVConnectorPromMetrics):
                 list(self._labelnames),
                 dict(self._per_engine_labelvalues),
             )
-        except Exception:  # As above; names that somebody else has taken, for instance.
+        except Exception:  # For example, metric names that are taken.
             logger.exception("%s cannot publish its metrics", child.name)
             return None

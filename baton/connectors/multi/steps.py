@@ -1,7 +1,7 @@
-"""What the children of a Multi connector are asked in each step, and what their ranks report.
+"""Calls of a Multi connector to its children in each step, and the processing of their ranks' reports.
 
-Each child is told what is its own: its metadata, its ranks' reports, the ids that it loaded or delayed. What
-it says about a request that is another's does not count.
+Each child gets only its own part: its metadata, its ranks' reports, the ids that it loaded or delayed. Its
+reports about requests of other children are ignored.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class StepCalls:
     def __init__(self, children: Sequence[Child], ledger: Ledger) -> None:
         self._children = children
         self._ledger = ledger
-        self._ended: set[str] = set()  # Loads, for the ranks to hear.
-        self._abandoned: set[str] = set()  # For the host to hear.
+        self._ended: set[str] = set()  # Loads, to be sent to the ranks.
+        self._abandoned: set[str] = set()  # Loads, to be reported to the host.
 
     def build_metadata(
         self,
         scheduler_output: host.SchedulerOutput,
         take_loads: Callable[[Child], tuple[list[str], set[int]]],
     ) -> MultiMetadata:
-        """Raises ConnectorDead when no child is left."""
+        """Raises ConnectorDead if no child is left."""
         if all(child.is_retired for child in self._children):
-            raise ConnectorDead("every connector of this Multi is retired")
+            raise ConnectorDead("every connector of this Multi connector is retired")
         parts = []
         for child in self._children:
             begun, sync_blocks = take_loads(child)
@@ -47,13 +47,13 @@ class StepCalls:
                 build = partial(child.half.build_connector_meta, scheduler_output)
                 metadata = child.contain("build_connector_meta", build)
             if metadata is None:
-                self._abandoned.update(begun)  # No rank hears of them, or it is not known which.
+                self._abandoned.update(begun)  # No rank learns of them, or it is unknown which do.
             parts.append(ChildPart(metadata, tuple(begun), frozenset(sync_blocks)))
         ended, self._ended = self._ended, set()
         return MultiMetadata(tuple(parts), frozenset(ended))
 
     def take_report(self, connector_output: KVConnectorOutput) -> None:
-        """What children said of each other's requests does not get into it."""
+        """Updates the host's report with the children's, ignoring what they report about others' requests."""
         reports = self._reports_in(connector_output)
         received: set[str] = set()
         failed: set[str] = set()
@@ -84,7 +84,7 @@ class StepCalls:
         return meta.children
 
     def _tell(self, child: Child, report: ChildReport, whole: KVConnectorOutput) -> KVConnectorOutput:
-        """Its own part of the report, and what it added."""
+        """Passes a child its part of the report. Returns the part with what the child added."""
         if report.error is not None:
             child.note(f"a worker half raised: {report.error}")
         own = _own_output(child, report, whole)
@@ -96,7 +96,7 @@ class StepCalls:
         if self._ledger.end_load(request_id, child.position):
             self._ended.add(request_id)
             return True
-        logger.warning("%s reports %r as received, which it does not load", child.name, request_id)
+        logger.warning("%s reports %r as received, but does not load it", child.name, request_id)
         return False
 
     def _retire(self, child: Child, reason: str) -> None:
@@ -104,7 +104,7 @@ class StepCalls:
         self._abandoned |= loading
         child.retire()
         logger.critical(
-            "the connector %s is retired, and the others go on without it; restart this engine "
+            "the connector %s is retired, and the others go on; restart this engine to use it again "
             "(%d requests were loading and end with an error; last error: %s)",
             child.name,
             len(loading),
@@ -113,13 +113,13 @@ class StepCalls:
 
 
 def _own_output(child: Child, report: ChildReport, whole: KVConnectorOutput) -> KVConnectorOutput:
-    """What an engine with this child alone would have told it."""
+    """The report that this child would get if it were the engine's only connector."""
     ended, stats = child.ended(report.ends), whole.kv_connector_stats
     return KVConnectorOutput(
         finished_sending=ended.finished_sending,
         finished_recving=ended.finished_recving,
         failed_recving=ended.failed_recving,
-        invalid_block_ids=set(whole.invalid_block_ids),  # A block may be shared, so they concern all.
+        invalid_block_ids=set(whole.invalid_block_ids),  # Blocks may be shared, so all children get them.
         kv_connector_stats=stats.of_child(child.name) if isinstance(stats, MultiStats) else None,
         kv_cache_events=report.events,
         kv_connector_worker_meta=report.metadata,
@@ -130,7 +130,7 @@ def _own_output(child: Child, report: ChildReport, whole: KVConnectorOutput) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Awaited:
-    """The requests of which a child has still to report an end."""
+    """Requests of which a child still has to report an end."""
 
     ledger: Ledger
     position: int

@@ -1,19 +1,19 @@
-"""The worker half of a Multi connector: every child gets its own metadata, and nobody else's errors.
+"""Worker half of a Multi connector: every child gets its own metadata, and no other child's errors.
 
-What a child raises in a step becomes what it would be if the engine had only this child
-(`baton.engine.runner.connector_step`), of its own loads alone:
+A child's error in a step has the effect that it would have if the child were the engine's only connector
+(`baton.engine.runner.connector_step`), limited to its own loads:
 
-    raised by                               becomes
-    anything up to the last load   the blocks that it was to load in this step are reported invalid; the
+    raised by                      effect
+    anything up to the last load   the blocks that it was to load in this step are reported as invalid; the
                                    loads that it began are abandoned (the scheduler half is told)
-    get_transfer_results           nothing of it finished in this step
-    get_block_ids_with_load_errors all of it that finished in this step has failed
+    get_transfer_results           none of its requests finishes in this step
+    get_block_ids_with_load_errors all of its requests that finished in this step have failed
     everything else                its report is left out
 
-A child whose scheduler half had nothing to say (it raised, or is retired) takes no part in the step. The ids
-of what ended, how many reports of them are expected, and events travel in MultiWorkerMetadata, where it can
-be told whose they are; of received ids only those of the child that loads the request. Invalid blocks go to
-the host, which acts on them before it asks the scheduler half.
+A child whose scheduler half sent no metadata (it raised, or is retired) takes no part in the step. Ended
+requests, the number of reports they wait for, and events travel in MultiWorkerMetadata, which keeps the
+children apart. Received ids are taken only from the child that loads the request. Invalid blocks go to the
+host, which acts on them before it calls the scheduler half.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Child(Guard):
         self.part = ChildPart(None)
         self.is_bound = False
         self.report = ChildReport()
-        self.ends = KVConnectorOutput()  # What it says of requests' ends, for its report.
+        self.ends = KVConnectorOutput()  # Ends of requests, for its report.
 
     def begin_step(self, part: ChildPart) -> None:
         self.part, self.is_bound, self.loads_failed = part, False, False
@@ -87,35 +87,35 @@ class _Child(Guard):
 
 @completed((row for row in rows_of(Half.WORKER) if row.multi is not None), ask_each)
 class MultiWorkerHalf(KVConnectorWorkerHalf):
-    prefer_cross_layer_blocks = False  # Set when it is made: true if all children prefer them.
+    prefer_cross_layer_blocks = False  # Set by the constructor: true if all children prefer them.
 
     def __init__(self, children: Sequence[tuple[str, KVConnectorWorkerHalf]], *, rank: int = 0) -> None:
-        """`children`: (name, half), in the scheduler half's order. `rank`: among all of the engine."""
+        """`children`: (name, half), in the scheduler half's order. `rank`: among all ranks of the engine."""
         self._children = [_Child(name, position, half) for position, (name, half) in enumerate(children)]
         self.prefer_cross_layer_blocks = all(half.prefer_cross_layer_blocks for _, half in children)
-        # Hidden states go to those who asked for them: to others they are a layer that they do not know.
+        # Hidden states go only to children that requested them; to others they would be an unknown layer.
         self._wanted_by: dict[str, set[int]] = {}
         for child in self._children:
             for layer in child.half.hidden_states_wanted:
                 self._wanted_by.setdefault(hidden_states_name(layer), set()).add(child.position)
         self._rank = rank
-        self._begun: MultiMetadata | None = None  # The step that has begun.
-        self._loader: dict[str, int] = {}  # Who is to report a request as received, by position.
+        self._begun: MultiMetadata | None = None  # The current step.
+        self._loader: dict[str, int] = {}  # Position of the child that must report a request as received.
         self._invalid_blocks: set[int] = set()  # For this step's report.
 
     @property
     def children(self) -> tuple[KVConnectorWorkerHalf, ...]:
         return tuple(child.half for child in self._children)
 
-    # --- Start: what a child raises here goes through ----------------------------------------------
+    # --- Start: a child's errors are raised ----------------------------------------------
 
     @property
     def hidden_states_wanted(self) -> tuple[int, ...]:
-        """All that any child wants; each is shown its own."""
+        """All layers that any child wants; each child gets its own."""
         return tuple(sorted({layer for child in self._children for layer in child.half.hidden_states_wanted}))
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        """Raises ConfigError if two children want the cache in memory of their own."""
+        """Raises ConfigError if two children need special memory for the cache."""
         given = [
             (child.name, context)
             for child in self._children
@@ -123,14 +123,14 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
         ]
         if len(given) > 1:
             names = " and ".join(name for name, _ in given)
-            raise ConfigError(f"{names} both want the KV cache in memory of their own", field=FIELD)
+            raise ConfigError(f"{names} both need special memory for the KV cache; keep one", field=FIELD)
         return given[0][1] if given else None
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         of_children = tuple(child.half.get_handshake_metadata() for child in self._children)
         return MultiHandshake(of_children) if any(part is not None for part in of_children) else None
 
-    # --- Step: before and in the forward -----------------------------------------------------------
+    # --- Step: before and during the forward pass -----------------------------------------------------------
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         for child in self._begin(kv_connector_metadata):
@@ -170,9 +170,9 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        of_whom = self._wanted_by.get(layer_name)  # None: a layer of the cache, which is everybody's.
+        receivers = self._wanted_by.get(layer_name)  # None: a layer of the cache, for all children.
         for child in self._bound():
-            if of_whom is None or child.position in of_whom:
+            if receivers is None or child.position in receivers:
                 save = partial(child.half.save_kv_layer, layer_name, kv_layer, attn_metadata, **kwargs)
                 child.contain("save_kv_layer", save)
 
@@ -188,33 +188,33 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
         for child in self._children:
             child.contain("reset_capture_state", child.half.reset_capture_state)
 
-    # --- Step: what comes back ---------------------------------------------------------------------
+    # --- Step: results ---------------------------------------------------------------------
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending, results.finished_recving
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """No ids are among them: the scheduler half counts those, by child."""
+        """Returns no ids: they travel in the children's reports, and the scheduler half counts them."""
         for child in self._children:
             if child.is_heard:
                 self._collect(child, finished_req_ids)
             else:
-                self._invalid_blocks |= child.part.sync_blocks  # No rank heard what was to be loaded.
+                self._invalid_blocks |= child.part.sync_blocks  # No rank got the load.
         return KVConnectorTransferResults()
 
     def _collect(self, child: _Child, finished_req_ids: set[str]) -> None:
         results = child.contain(
             "get_transfer_results", lambda: child.half.get_transfer_results(set(finished_req_ids))
         )
-        # Here rather than when the host asks for blocks: it has to be known with them what else has failed.
+        # Called here and not when the host asks for blocks, because the result decides what else has failed.
         invalid: set[int] | None = child.contain(
             "get_block_ids_with_load_errors", lambda: set(child.half.get_block_ids_with_load_errors()), None
         )
         received = self._loaded_by(child, results.finished_recving)
         failed = self._loaded_by(child, results.failed_recving)
         if invalid is None:
-            failed |= received  # Which blocks are bad is unknown, so none of what arrived may be used.
+            failed |= received  # The bad blocks are unknown, so no received request may be used.
         else:
             self._invalid_blocks |= invalid
         if child.loads_failed or invalid is None:
@@ -228,7 +228,7 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
     def _loaded_by(self, child: _Child, request_ids: set[str] | None) -> set[str]:
         loaded = {r for r in request_ids or () if self._loader.get(r) == child.position}
         if strays := set(request_ids or ()) - loaded:
-            logger.warning("%s reports %s as received, which it does not load", child.name, sorted(strays))
+            logger.warning("%s reports %s as received, but does not load them", child.name, sorted(strays))
         return loaded
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -236,7 +236,7 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
         return invalid
 
     def get_expected_finished_count(self) -> int:
-        """They go with each child's own report, as the ids do that they are about."""
+        """Counts travel in each child's own report, with the ids that they concern."""
         for child in self._heard():
             expected = partial(_expected_by, child.half)
             child.ends.expected_finished_count = child.contain("get_expected_finished_count", expected)
@@ -250,7 +250,7 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
         return None if stats.is_empty() else stats
 
     def get_kv_connector_kv_cache_events(self) -> KVConnectorKVEvents | None:
-        """They go with each child's own report: a host could only mix them."""
+        """Events travel in each child's own report, because a host would mix them."""
         for child in self._heard():
             events = child.half.get_kv_connector_kv_cache_events
             child.report.events = child.contain("get_kv_connector_kv_cache_events", events)
@@ -269,7 +269,7 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
         shut_down_each({child.name: child.half.shutdown for child in self._children})
 
     def _begin(self, metadata: KVConnectorMetadata) -> list[_Child]:
-        """The children that have a part in this step, which begins with the first mention of it."""
+        """Children with a part in this step. The step starts with the first call that has its metadata."""
         assert isinstance(metadata, MultiMetadata)
         if self._begun is not metadata:
             self._begun = metadata
@@ -292,13 +292,13 @@ def _expected_by(half: KVConnectorWorkerHalf) -> int:
 
 
 def worker_children(rank: KVConnectorWorkerHalf) -> tuple[KVConnectorWorkerHalf, ...]:
-    """Of a Multi connector's worker half, or of the connector around it."""
+    """Children of a Multi connector's worker half, or of the connector that holds it."""
     half = rank.worker_half if isinstance(rank, TwoHalves) else rank
     assert isinstance(half, MultiWorkerHalf)
     return half.children
 
 
 def fences(half: KVConnectorWorkerHalf) -> bool:
-    """Whether it waits in `handle_preemptions`."""
+    """Whether the half waits in `handle_preemptions`."""
     own = half.worker_half if isinstance(half, TwoHalves) else half
     return type(own).handle_preemptions is not KVConnectorWorkerHalf.handle_preemptions

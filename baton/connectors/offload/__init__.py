@@ -1,4 +1,4 @@
-"""Offload: KV that an engine has computed, kept in host memory for when it is asked for again."""
+"""Offload: keeps computed KV in host memory for later requests."""
 
 from baton.connectors.offload.connector import BatonOffloadConnector
 

@@ -1,7 +1,7 @@
-"""BatonOffloadConnector: what an engine has computed once, it finds in host memory when its cache is full.
+"""BatonOffloadConnector: keeps an engine's KV in host memory, to be loaded when its cache no longer has it.
 
-Blocks are stored as they are computed, and known to the scheduler before the request ends; they come back in
-the background, by hash. `settings` has what can be configured. A request says no by `kv_transfer_params`:
+Blocks are stored as they are computed, and can be found before the request ends. They are loaded in the
+background, by hash. `settings` defines the options. A request opts out by `kv_transfer_params`:
 `{"baton_offload": "off" | "load_only" | "store_only"}`.
 """
 
@@ -25,7 +25,9 @@ class BatonOffloadConnector(ObservedConnector, TwoHalvesOfGroups):
 
     @classmethod
     def identity_of(cls, vllm_config: host.HostConfig) -> OffloadIdentity:
-        assert isinstance(vllm_config, EngineConfig), f"no way to read a {type(vllm_config).__name__}"
+        assert isinstance(vllm_config, EngineConfig), (
+            f"expected an EngineConfig, got a {type(vllm_config).__name__}"
+        )
         return OffloadIdentity.of_engine(vllm_config)
 
     @classmethod
@@ -40,12 +42,12 @@ class BatonOffloadConnector(ObservedConnector, TwoHalvesOfGroups):
 
     @classmethod
     def make_door(cls, config: EngineConfig) -> Callable[[Mapping[str, Any] | None], None]:
-        """What the HTTP door asks of `kv_transfer_params`. Raises ConfigError; the door BadTransferParams."""
+        """Validator of `kv_transfer_params`, which raises BadTransferParams. This call raises ConfigError."""
         cls.identity_of(config)
-        return check_at_door
+        return check_request
 
 
-def check_at_door(raw: Mapping[str, Any] | None) -> None:
-    """Raises BadTransferParams. Handoffs are other connectors' business, which may stand beside this one."""
+def check_request(raw: Mapping[str, Any] | None) -> None:
+    """Raises BadTransferParams. Handoff parameters belong to other connectors and are only parsed."""
     parse_transfer_params(raw)
     parse_offload_choice(raw)

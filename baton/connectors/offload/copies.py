@@ -1,9 +1,9 @@
-"""How a rank copies blocks to its rows and back. What is behind it depends on the device.
+"""Interface for copies of a rank's blocks to its rows of host memory and back; one class per device type.
 
-    store, load --> under way --> take_ended: each job once, whole or failed
-                         `------> wait: until then
+    store, load --> running --> take_ended: each job once, whole or failed
+                       `------> wait: until then
 
-Called by the rank's own thread. Nothing here raises about one job: it ends as failed.
+Called by the rank's own thread. A failure of one job is not raised: the job ends as failed.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ class CopyEnd:
 
 class Copies(ABC):
     def bind_wake(self, wake: Callable[[], None]) -> bool:
-        """True: `wake` is called, from any thread, when a job has ended between steps."""
+        """True: `wake` is called, from any thread, when a job ends between steps."""
         return False
 
     @abstractmethod
     def store(self, job: int, block_ids: Sequence[int], rows: Sequence[int]) -> None:
-        """Behind all that the device was told to compute so far."""
+        """Runs after everything that the device was told to compute so far."""
 
     @abstractmethod
     def load(self, job: int, block_ids: Sequence[int], rows: Sequence[int]) -> None:
-        """Beside whatever is computed."""
+        """Runs concurrently with computation."""
 
     @abstractmethod
     def take_ended(self) -> list[CopyEnd]:
-        """Since the last call."""
+        """Jobs that have ended since the last call."""
 
     @abstractmethod
     def wait(self, jobs: Collection[int], timeout_s: float) -> bool:
-        """Until none of them is under way; False if the time was too short."""
+        """Waits until none of the jobs is running. False: timed out."""
 
     @abstractmethod
     def close(self, timeout_s: float) -> None:
-        """End what is under way, and all threads."""
+        """Ends running jobs and all threads."""

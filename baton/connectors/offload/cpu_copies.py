@@ -1,7 +1,7 @@
-"""Copies where the engine computes on a CPU: stores at once, loads on a thread of their own.
+"""Copies for engines that compute on a CPU: stores at once, loads on a separate thread.
 
-A store takes what a memcpy takes, a hundredth of the step that computed its blocks, and is over before
-anybody could overwrite them. A load may be a whole prompt, and other requests go on meanwhile.
+A store takes as long as a memcpy, a hundredth of the step that computed its blocks, and ends before the
+blocks can be overwritten. A load may be a whole prompt; other requests continue meanwhile.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CpuCopies(Copies):
         self._host_rows = host_rows
         self._name = name
         self._wake: Callable[[], None] | None = None
-        self._changed = threading.Condition()  # Guards what follows.
+        self._changed = threading.Condition()  # Guards the fields below.
         self._loading: set[int] = set()
         self._ended: list[CopyEnd] = []
         self._death: BaseException | None = None
@@ -46,7 +46,7 @@ class CpuCopies(Copies):
             self._thread = start_owned_thread(self._name, self._run, on_death=self._fail_all)
         with self._changed:
             if self._death is not None:
-                self._ended.append(CopyEnd(job, error=f"the copying thread has died: {self._death}"))
+                self._ended.append(CopyEnd(job, error=f"the copy thread has died: {self._death}"))
                 return
             self._loading.add(job)
         self._orders.put((job, block_ids, rows))
@@ -79,7 +79,7 @@ class CpuCopies(Copies):
         began = time.perf_counter()
         try:
             copy(block_ids, rows)
-        except Exception as error:  # The border of one job: it fails, the others go on.
+        except Exception as error:  # Only this job fails.
             logger.exception("a copy to or from host memory failed")
             return CopyEnd(job, error=f"{type(error).__name__}: {error}")
         return CopyEnd(job, len(rows) * self._host_rows.row_bytes, time.perf_counter() - began)
@@ -93,6 +93,6 @@ class CpuCopies(Copies):
     def _fail_all(self, error: BaseException) -> None:
         with self._changed:
             self._death = error
-            self._ended += [CopyEnd(job, error=f"the copying thread died: {error}") for job in self._loading]
+            self._ended += [CopyEnd(job, error=f"the copy thread died: {error}") for job in self._loading]
             self._loading.clear()
             self._changed.notify_all()

@@ -1,11 +1,11 @@
-"""Copies where the engine computes on a GPU: streams beside the one that computes, and pinned host memory.
+"""Copies for engines that compute on a GPU: on separate streams, with pinned host memory.
 
-    store    blocks --gather--> staging on the device --DMA--> rows       behind the step's kernels
-    load     rows --DMA--> staging on the device --scatter--> blocks      beside later steps
+    store    blocks --gather--> staging on the device --DMA--> rows       after the step's kernels
+    load     rows --DMA--> staging on the device --scatter--> blocks      concurrently with later steps
 
-A row holds all layers of a block, so that one DMA moves hundreds of kilobytes however small a layer's part
-is. Each direction has a stream and a staging area of its own; the copies of a stream follow each other, so
-staging is never overwritten before it was read.
+A row holds all layers of a block, so that one DMA moves hundreds of kilobytes even if a layer's part is
+small. Each direction has its own stream and staging area. The copies of a stream are ordered, so staging is
+never overwritten before it was read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POLL_S = 0.0002
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """One direction."""
+    """Stream and staging area of one direction."""
 
     stream: torch.cuda.Stream
     staging: torch.Tensor  # [rows, row_bytes], on the device.
@@ -41,7 +41,7 @@ class _Copying:
     began: torch.cuda.Event
     ended: torch.cuda.Event
     nbytes: int
-    indices: list[torch.Tensor]  # In pinned memory: kept until the device has read them.
+    indices: list[torch.Tensor]  # In pinned memory; kept until the device has read them.
 
     @property
     def has_ended(self) -> bool:
@@ -57,14 +57,14 @@ class CudaCopies(Copies):
         cuda: Any = torch.cuda,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        """Raises ConfigError for caches that are not whole blocks one after the other.
+        """Raises ConfigError if a cache's blocks are not contiguous.
 
-        `cuda`: whose streams and events these are; tests have others.
+        `cuda`: module that provides streams and events; tests replace it.
         """
         self._cuda = cuda
         self._blocks = [block_rows(name, cache) for name, cache in kv_caches.items()]
         self._device = self._blocks[0].device
-        self._pins = self._device.type == "cuda"  # Only where there is a device to pin it for.
+        self._pins = self._device.type == "cuda"  # Memory can be pinned only if there is a device.
         self._widths = [int(blocks.shape[1]) for blocks in self._blocks]
         self.row_bytes = sum(self._widths)
         # Pinning touches every page.
@@ -120,7 +120,7 @@ class CudaCopies(Copies):
         try:
             check_ids(rows, len(self._rows))
             check_ids(block_ids, len(self._blocks[0]))
-            # What was told to the device so far computes the blocks of a store, and may read those of a load.
+            # Work queued on the device so far computes the blocks of a store, and may read those of a load.
             lane.stream.wait_stream(self._cuda.current_stream(self._device))
             with self._cuda.stream(lane.stream):
                 copying.began.record(lane.stream)
@@ -136,9 +136,9 @@ class CudaCopies(Copies):
                         self._from_host(lane.staging, rows[some])
                         self._scatter(lane.staging, on_device)
                 copying.ended.record(lane.stream)
-        except Exception as error:  # The border of one job: it fails, the others go on.
+        except Exception as error:  # Only this job fails.
             logger.exception("a copy to or from host memory failed")
-            lane.stream.synchronize()  # What was begun touches no memory any more.
+            lane.stream.synchronize()  # After this no copy touches memory any more.
             self._failed.append(CopyEnd(job, error=f"{type(error).__name__}: {error}"))
             return
         self._open[job] = copying
@@ -167,7 +167,7 @@ class CudaCopies(Copies):
 
 
 def _words(rows: torch.Tensor) -> torch.Tensor:
-    """Eight bytes at a time where they divide: a gather moves elements."""
+    """The rows as 8-byte elements if possible, because a gather moves element by element."""
     if rows.shape[1] % 8 or rows.stride(0) % 8 or rows.storage_offset() % 8:
         return rows
     return rows.view(torch.int64)

@@ -1,8 +1,7 @@
-"""What KV events say of offloaded chunks: that their blocks can be found in host memory, and that they no
-longer can.
+"""KV events for offloaded chunks: blocks that can be found in host memory, and that no longer can.
 
-A consumer, a router for instance, joins what it hears of several media by hash. So blocks are called as the
-engine calls them in the events of its own cache, which each host knows for itself (`NameBlocks`).
+A consumer of events, such as a router, joins the events of several media by block hash. So blocks have the
+same hashes as in the events of the engine's own cache; each host supplies these (`NameBlocks`).
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from baton.core.hashing import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class BlockNames:
-    """Of consecutive full blocks of one request."""
+    """Event hashes of consecutive full blocks of one request."""
 
     hashes: list[ExternalBlockHash]
-    parent: ExternalBlockHash | None  # Of the block before them.
-    extra_keys: list[tuple[Any, ...] | None] | None = None  # What was hashed besides tokens, by block.
+    parent: ExternalBlockHash | None  # Hash of the block before them.
+    extra_keys: list[tuple[Any, ...] | None] | None = None  # Hashed in addition to tokens, per block.
 
 
 @dataclass(frozen=True, slots=True)
 class EventGroup:
-    """What events say of the KV-cache group that a block is of; nothing in an engine that does not say it."""
+    """Event fields for the KV-cache group of a block; all None in an engine that does not report groups."""
 
     index: int | None = None
     kind: str | None = None
@@ -35,11 +34,11 @@ class EventGroup:
 
 
 NameBlocks: TypeAlias = Callable[[Prompt, range], BlockNames]
-"""(prompt, indices of full blocks of it, all of whose tokens are known)."""
+"""Arguments: prompt, and indices of full blocks in it whose tokens are all known."""
 
 
 def own_names(prompt: Prompt, blocks: range) -> BlockNames:
-    """The embedded engine's: the very hashes by which chunks are found."""
+    """Names in the embedded engine: the hashes by which chunks are found."""
     parent = prompt.hashes[blocks.start - 1] if blocks.start else None
     return BlockNames([*prompt.hashes[blocks.start : blocks.stop]], parent)
 
@@ -52,22 +51,22 @@ class StoreEvents:
         name_blocks: NameBlocks = own_names,
         groups: Sequence[EventGroup] = (EventGroup(),),
     ) -> None:
-        """`groups`: each block of a chunk is there once for each of them."""
+        """`groups`: a block of a chunk is reported once for each of them."""
         self._block_tokens = block_tokens
         self._name_blocks = name_blocks
         self._groups = tuple(groups)
         self._events: list[KVCacheEvent] = []
-        self._told: dict[BlockHash, list[ExternalBlockHash]] = {}  # By chunk.
+        self._announced: dict[BlockHash, list[ExternalBlockHash]] = {}  # By chunk.
 
     def stored(self, prompt: Prompt, chunks: list[int]) -> None:
-        """`chunks`: of the prompt, ascending. They can be found from now on."""
+        """`chunks`: indices in the prompt, ascending. They can be found from now on."""
         size = self._block_tokens
         for run in _consecutive(chunks):
             blocks = range(run.start * prompt.blocks_per_chunk, run.stop * prompt.blocks_per_chunk)
             names = self._name_blocks(prompt, blocks)
             assert len(names.hashes) == len(blocks), "every full block has a hash"
             for place, chunk in enumerate(run):
-                self._told[prompt.keys[chunk]] = names.hashes[prompt.blocks_of(place)]
+                self._announced[prompt.keys[chunk]] = names.hashes[prompt.blocks_of(place)]
             self._events += [
                 BlockStored(
                     block_hashes=names.hashes,
@@ -84,15 +83,15 @@ class StoreEvents:
             ]
 
     def removed(self, key: BlockHash) -> None:
-        """The chunk can no longer be found. One that was never told of is passed over."""
-        if (hashes := self._told.pop(key, None)) is not None:
+        """The chunk can no longer be found. Chunks that were not announced are ignored."""
+        if (hashes := self._announced.pop(key, None)) is not None:
             self._events += [
                 BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU, group_idx=group.index)
                 for group in self._groups
             ]
 
     def take(self) -> list[KVCacheEvent]:
-        """Since the last call."""
+        """Events since the last call."""
         taken, self._events = self._events, []
         return taken
 

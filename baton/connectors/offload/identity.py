@@ -1,4 +1,4 @@
-"""What the offload connector needs to know of its host."""
+"""Configuration of the offload connector, taken from its host."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from baton.core.topology import kv_heads_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadIdentity:
-    """Of one half. Raises ConfigError if the memory would not hold a single chunk."""
+    """Configuration of one half. Raises ConfigError if the memory cannot hold a single chunk."""
 
     settings: OffloadSettings
-    rank: int  # Of all ranks of the engine; 0 for the scheduler half.
+    rank: int  # Among all ranks of the engine; 0 for the scheduler half.
     num_ranks: int
     block_tokens: int
-    block_bytes: int  # Of one block on one rank, all layers of its group together.
-    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)  # A chunk has blocks of each.
+    block_bytes: int  # Of one block on one rank, for all layers of its group.
+    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)  # A chunk has blocks of each group.
     hash_seed: str = HASH_SEED
     publishes_events: bool = False
     is_producer: bool = True  # May store.
@@ -34,37 +34,37 @@ class OffloadIdentity:
         windows = [group.window for group in self.groups if group.window is not None]
         if any(window < (self.settings.blocks_per_chunk - 1) * self.block_tokens for window in windows):
             raise ConfigError(
-                f"chunks are longer than a window of {min(windows)} tokens: their beginning is gone before "
-                "their end is computed",
+                f"chunks must not be longer than the window of {min(windows)} tokens: their beginning would "
+                "be freed before their end is computed",
                 field=f"{FIELD}.blocks_per_chunk",
             )
         if self.num_slots < 1:
             needed = self.block_bytes * self.rows_per_slot * self.num_ranks / GIB
             raise ConfigError(
-                f"{self.settings.cpu_gib:g} GiB hold no chunk of {self.settings.blocks_per_chunk} blocks, "
-                f"which takes {needed:.6f} on {self.num_ranks} ranks",
+                f"{self.settings.cpu_gib:g} GiB cannot hold a chunk of {self.settings.blocks_per_chunk} "
+                f"blocks, which takes {needed:.6f} GiB on {self.num_ranks} ranks",
                 field=f"{FIELD}.cpu_gib",
             )
 
     @property
     def num_slots(self) -> int:
-        """Chunks that each rank has room for. All halves of an engine compute the same."""
+        """Number of chunks that each rank can hold. All halves of an engine compute the same number."""
         share = int(self.settings.cpu_gib * GIB) // self.num_ranks
         return share // (self.block_bytes * self.rows_per_slot)
 
     @property
     def rows_per_slot(self) -> int:
-        """Blocks of a chunk: those of the first group, then those of the second, ..."""
+        """Blocks of a chunk: those of the first group, then those of the second, and so on."""
         return self.settings.blocks_per_chunk * len(self.groups)
 
     @property
     def num_rows(self) -> int:
-        """The slots in blocks."""
+        """Number of blocks in all slots."""
         return self.num_slots * self.rows_per_slot
 
     @classmethod
     def of_engine(cls, config: EngineConfig) -> Self:
-        """Of an embedded engine. Raises ConfigError."""
+        """Configuration in an embedded engine. Raises ConfigError."""
         transfer, model, parallel = config.kv_transfer_config, config.model_config, config.parallel_config
         assert transfer is not None
         tp_size = parallel.tensor_parallel_size

@@ -1,9 +1,9 @@
-"""What the two halves of the offload connector tell each other.
+"""Messages between the two halves of the offload connector.
 
-    OffloadMetadata  scheduler -> ranks, a step   wait for these, load those, store these after the forward
-    OffloadReport    rank -> scheduler, a step    which of them have ended, and how
+    OffloadMetadata  scheduler -> ranks, each step   stores to wait for, loads, stores after the forward pass
+    OffloadReport    rank -> scheduler, each step    jobs that have ended, and failures
 
-Every rank copies its part of the same blocks into the same rows of its own memory. All of it is pickled
+Every rank copies its part of the same blocks to the same rows of its own memory. The messages are pickled
 between processes of one engine.
 """
 
@@ -17,7 +17,7 @@ from baton.contract import AllRanks, FailedOf, KVConnectorMetadata, RankReport
 
 @dataclass(frozen=True, slots=True)
 class StoreBlocks:
-    """When the step has computed them: copy each block to its row."""
+    """After the step has computed them, copy each block to its row."""
 
     job: int
     block_ids: tuple[int, ...]
@@ -26,7 +26,7 @@ class StoreBlocks:
 
 @dataclass(frozen=True, slots=True)
 class LoadBlocks:
-    """Copy each row to its block, then report the request as received. Without rows: it has failed."""
+    """Copy each row to its block, then report the request as received. Without rows: report it as failed."""
 
     job: int
     request_id: str
@@ -36,14 +36,14 @@ class LoadBlocks:
 
 @dataclass(frozen=True, slots=True)
 class OffloadMetadata(KVConnectorMetadata):
-    fence: tuple[int, ...] = ()  # Stores to wait for: their blocks may be overwritten from this step on.
+    fence: tuple[int, ...] = ()  # Stores whose blocks may be overwritten from this step on.
     loads: tuple[LoadBlocks, ...] = ()
     stores: tuple[StoreBlocks, ...] = ()
 
 
 @dataclass(kw_only=True)
 class OffloadReport(RankReport):
-    """Jobs, by number."""
+    """Job numbers."""
 
     stored: AllRanks[set[int] | None] = None
     failed_stores: Annotated[set[int] | None, FailedOf("stored")] = None

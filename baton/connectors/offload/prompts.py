@@ -1,8 +1,8 @@
-"""One request as offloading sees it: which chunks its tokens make, where they lie, how far they were seen to.
+"""State of one request in offloading: its chunks and their keys, its block tables, and how far it was stored.
 
     tokens   | chunk 0: block 0, block 1 | chunk 1: block 2, block 3 | ...      two blocks a chunk
     hashes        h0       h1                 h2       h3                 each covers all before it
-    keys                   h1                          h3                 a chunk is called after its last
+    keys                   h1                          h3                 the hash of the chunk's last block
 
 Pure: no torch, no clock.
 """
@@ -48,12 +48,12 @@ class Prompt:
         self.blocks_per_chunk = blocks_per_chunk
         self._seed = hash_seed
         self._extra = extra_key(cache_salt=request.cache_salt)
-        self.hashes: list[BlockHash] = []  # Of full blocks, as far as anybody has asked.
-        self.keys: list[BlockHash] = []  # Of full chunks, likewise.
+        self.hashes: list[BlockHash] = []  # Of full blocks, as far as they were needed.
+        self.keys: list[BlockHash] = []  # Of full chunks, as far as they were needed.
         self.key_set: set[BlockHash] = set()
         self.tables: tuple[list[int], ...] = ()  # See `HasTables`.
-        self.num_seen_chunks = 0  # Stored, found stored, or given up for now.
-        self.num_local_tokens = 0  # What the engine had itself when it last asked what can be loaded.
+        self.num_seen_chunks = 0  # Chunks stored, found stored, or given up for now.
+        self.num_local_tokens = 0  # The engine's own hit when it last asked for a match.
         self.open_stores: set[int] = set()  # Jobs that read its blocks.
 
     @property
@@ -61,7 +61,7 @@ class Prompt:
         return self.block_tokens * self.blocks_per_chunk
 
     def hash_up_to(self, num_tokens: int) -> None:
-        """Hash the full blocks of the first `num_tokens` tokens. They have to be known."""
+        """Hashes the full blocks of the first `num_tokens` tokens, which must be known."""
         size, hashes = self.block_tokens, self.hashes
         num_blocks = num_tokens // size
         if num_blocks <= len(hashes):
@@ -77,20 +77,20 @@ class Prompt:
             self.key_set.add(hashes[num_hashed - 1])
 
     def keys_between(self, first_token: int, end_token: int) -> Sequence[BlockHash]:
-        """Of the full chunks that have these tokens; the last one perhaps only in part."""
+        """Keys of the full chunks that contain these tokens; the last chunk may contain further ones."""
         end_chunk = -(-end_token // self.chunk_tokens)
         self.hash_up_to(min(end_chunk * self.chunk_tokens, self.request.num_tokens))
         return self.keys[first_token // self.chunk_tokens : end_chunk]
 
     def blocks_of(self, chunk: int) -> slice:
-        """Of a table, or of `hashes`."""
+        """The chunk's slice of a table or of `hashes`."""
         return slice(chunk * self.blocks_per_chunk, (chunk + 1) * self.blocks_per_chunk)
 
 
 def is_plain(request: host.Request) -> bool:
-    """Whether its tokens and salt say all that its KV depends on.
+    """Whether the request's KV depends on its tokens and salt only.
 
-    vLLM's requests may have more: an adapter, images, embeddings in place of tokens.
+    vLLM's requests may also have an adapter, images, or embeddings in place of tokens.
     """
     return request.prompt_token_ids is not None and not (
         getattr(request, "lora_request", None)

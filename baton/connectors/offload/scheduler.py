@@ -1,22 +1,22 @@
-"""The scheduler half of offload: decides what is stored and loaded, and knows what can be found.
+"""Scheduler half of offload: decides what is stored and loaded, and tracks what can be found.
 
     step N    build_connector_meta     chunks that step N completes get slots          STORING
-              ranks                    copy them behind the forward, report
+              ranks                    copy them after the forward pass, report
               update_connector_output  every rank has its part: they can be found      READY
     step M    get_num_new_matched_tokens -> update_state_after_alloc                   READY, pinned
               ranks                    copy them back in the background, report
               update_connector_output  unpinned; the host resumes the request
 
-So what one request computes can be found by others while it still runs. A store that failed on any rank is
-never found, and neither is one that copied what a failed load had spoilt (`_condemn_open_stores`).
+So other requests can find what a request computes while it still runs. A store that failed on any rank is
+never found, nor is one that copied blocks spoilt by a failed load (`_discard_open_stores`).
 
-A request may lose its blocks while a store still reads them: when it ends, and when it is preempted. They go
-back to the engine at once; the store is *fenced*, i.e. the next step, which is the first that could overwrite
-them, begins with waiting for it (`handle_preemptions`).
+A request may lose its blocks while a store still reads them, when it ends or is preempted. The blocks are
+freed at once, and the store is *fenced*: the next step, which is the first that could overwrite them, starts
+by waiting for it (`handle_preemptions`).
 
-Where layers are grouped by what they see, a chunk has blocks of each group, and is stored while all of them
-are held: those behind a window go back to the engine from step to step, so there every store is fenced. Of a
-load, the blocks behind a window are left out.
+With several KV-cache groups a chunk has blocks of each, and is stored while all of them are held. Blocks
+before a window are freed from step to step, so every store is fenced then. Loads leave out the blocks before
+a window.
 
 Pure: no torch, no clock, no thread.
 """
@@ -50,13 +50,13 @@ logger = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _Store:
     prompt: Prompt
-    chunks: list[int]  # Of the prompt; ascending.
+    chunks: list[int]  # Indices in the prompt, ascending.
     entries: list[Entry[BlockHash]]
 
 
 class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def __init__(self, identity: OffloadIdentity, events: StoreEvents | None = None) -> None:
-        """`events`: how they are told, in a host that has its own names of blocks."""
+        """`events`: replaces the default in a host that names blocks differently."""
         settings, num_slots = identity.settings, identity.num_slots
         self._identity = identity
         self._chunk_blocks = settings.blocks_per_chunk
@@ -65,7 +65,7 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._reports = RankCombiner(OffloadReport, identity.num_ranks)
         self._prompts: dict[str, Prompt] = {}
         self._num_jobs = 0
-        self._stores: dict[int, _Store] = {}  # By job: some rank may still be copying.
+        self._stores: dict[int, _Store] = {}  # By job; some rank may still be copying.
         self._loads: dict[int, list[Entry[BlockHash]]] = {}
         self._due_loads: list[LoadBlocks] = []  # For the next step.
         self._due_fence: set[int] = set()
@@ -81,19 +81,19 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # A store that is dropped is a miss, one day.
+        return False  # A dropped store is only a later miss.
 
     @property
     def _chunk_tokens(self) -> int:
         return self._identity.block_tokens * self._chunk_blocks
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
-        return True  # Nothing happens here between steps.
+        return True  # This half has no events between steps.
 
     # --- Requests --------------------------------------------------------------------------------
 
     def on_new_request(self, request: host.Request) -> None:
-        """Raises BadTransferParams; a host that goes on all the same gets neither load nor store."""
+        """Raises BadTransferParams. A host that continues anyway gets neither loads nor stores."""
         try:
             parse_offload_choice(request.kv_transfer_params)
         finally:
@@ -106,7 +106,7 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         prompt.num_local_tokens = num_computed_tokens
         if not prompt.choice.may_load:
             return 0, False
-        # Whole blocks, and at least one token is left to compute, for its logits.
+        # Whole blocks; at least one token is left to compute, for its logits.
         size = self._identity.block_tokens
         end = (request.num_tokens - 1) // size * size
         if end <= num_computed_tokens:
@@ -128,8 +128,8 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         keys = prompt.keys_between(first, end)
         tables = [table[first // size : end // size] for table in blocks.get_block_ids()]
         entries = self._index.pin(keys)
-        if entries is None:  # It was there when the host asked, in this same step.
-            logger.error("what request %s was to load has gone", request.request_id)
+        if entries is None:  # Unexpected: it was found earlier in this step.
+            logger.error("the chunks that request %s was to load are gone", request.request_id)
             self.fail_load(request.request_id, tuple(block for table in tables for block in table))
             return
         job = self._next_job()
@@ -143,7 +143,7 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
                 [row for entry in entries for row in self._rows_of(entry, group)][skipped:],
                 strict=False,
             )
-            if not (self._is_hybrid and block == NULL_BLOCK_ID)  # Behind the window when it is needed.
+            if not (self._is_hybrid and block == NULL_BLOCK_ID)  # Not needed: before the window.
         ]
         self._loads[job] = entries
         self._due_loads.append(
@@ -156,7 +156,7 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._stats.add(hit_tokens=num_external_tokens)
 
     def fail_load(self, request_id: str, block_ids: tuple[int, ...]) -> None:
-        """The host waits for a load that cannot be begun: let every rank report that it has failed."""
+        """The host waits for a load that cannot start: makes every rank report it as failed."""
         job = self._next_job()
         self._loads[job] = []
         self._due_loads.append(LoadBlocks(job, request_id, block_ids, ()))
@@ -175,7 +175,7 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is not None:
             self._due_fence |= prompt.open_stores
-            # Of one prompt the end is to leave before the beginning, which is useful without it.
+            # The end of a prompt is to be evicted before its beginning, which is useful without it.
             self._index.refresh(reversed(prompt.keys))
         return False, None
 
@@ -199,9 +199,9 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         return OffloadMetadata(fence, loads, stores)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        # vLLM's output has no `failed_recving` in every version.
+        # Some versions of vLLM have no `failed_recving` in their output.
         if connector_output.invalid_block_ids or getattr(connector_output, "failed_recving", None):
-            self._condemn_open_stores()
+            self._discard_open_stores()
         report = connector_output.kv_connector_worker_meta
         if not isinstance(report, OffloadReport):
             return
@@ -216,7 +216,7 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         return self._events.take()
 
     def has_pending_push_work(self) -> bool:
-        return bool(self._stores)  # Until their end is known, nobody can find them.
+        return bool(self._stores)  # Chunks can be found only after their store has ended.
 
     def get_kv_connector_stats(self) -> OffloadStats | None:
         self._stats.note_usage(self._index.num_slots - self._index.num_free, self._index.num_slots)
@@ -248,7 +248,7 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             choice = parse_offload_choice(request.kv_transfer_params)
         except BadTransferParams:
             return OffloadChoice(may_load=False, may_store=False)
-        # vLLM's, of requests that want every prompt token computed, for their logprobs.
+        # Set by vLLM for requests that need every prompt token computed, for logprobs.
         reads = self._identity.is_consumer and not getattr(request, "skip_reading_prefix_cache", False)
         return choice._replace(may_load=choice.may_load and reads)
 
@@ -261,13 +261,13 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
                     yield store
 
     def _plan_store(self, prompt: Prompt, num_computed: int, num_scheduled: int) -> StoreBlocks | None:
-        """Of the chunks that are complete when this step has run, those that nobody has stored yet."""
+        """Store of the chunks that this step completes and that are not stored yet."""
         request = prompt.request
-        # The request has no tokens yet that are guessed only (drafts), or sampled by a step in flight.
+        # The request does not yet contain draft tokens, or tokens sampled by a step in flight.
         end = min(num_computed + num_scheduled, request.num_tokens)
         if self._identity.settings.prompt_only:
             end = min(end, request.num_prompt_tokens)
-        # A host that rolls back computes chunks again: look at them again.
+        # After a rollback by the host chunks are computed again, so they are checked again.
         first = min(prompt.num_seen_chunks, num_computed // self._chunk_tokens)
         num_chunks = end // self._chunk_tokens
         if first >= num_chunks:
@@ -284,8 +284,8 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             is_held = chunk * self._chunk_blocks >= first_held and not self._has_hole(prompt, chunk)
             reserved = self._index.reserve(key, prompt.key_set) if is_held else None
             if reserved is None:
-                # All is in use, this very prompt fills it, or a part of the chunk has left a window. What
-                # lies behind the gap could not be found.
+                # No slot can be evicted, or only this prompt's, or a part of the chunk has left a window.
+                # Chunks after the gap could not be found.
                 self._stats.add(not_stored_chunks=num_chunks - chunk)
                 prompt.num_seen_chunks = chunk
                 break
@@ -316,12 +316,12 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         )
 
     def _first_held(self, num_computed: int) -> int:
-        """Index of the first block that every group holds in a step that begins behind so many tokens."""
+        """First block that every group holds in a step that starts after `num_computed` tokens."""
         size = self._identity.block_tokens
         return max(group.first_kept(num_computed, size) for group in self._identity.groups)
 
     def _has_hole(self, prompt: Prompt, chunk: int) -> bool:
-        """What was found computed may begin a block later than what was computed here."""
+        """Whether a block is missing: a prefix hit may begin one block later than computed blocks do."""
         return self._is_hybrid and any(
             NULL_BLOCK_ID in table[prompt.blocks_of(chunk)] for table in prompt.tables
         )
@@ -353,17 +353,17 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def _end_load(self, job: int, *, ok: bool) -> None:
         entries = self._loads.pop(job)
         if not ok:
-            # Perhaps the rows are bad, perhaps not: others had better not try.
+            # The rows may be bad, so other requests must not try them.
             self._stats.add_for("failures", "load")
             for entry in entries:
                 if self._index.forget(entry):
                     self._events.removed(entry.key)
         self._index.unpin(entries)
 
-    def _condemn_open_stores(self) -> None:
-        """Some load has failed, ours or another connector's: what steps computed on it until now is bad.
+    def _discard_open_stores(self) -> None:
+        """Discards open stores after a failed load, ours or another connector's, which may have spoilt them.
 
-        The host finds out whom it concerns, and computes again. Nothing is found that was stored since.
+        The host finds the affected requests and computes them again. Chunks stored since cannot be found.
         """
         for store in self._stores.values():
             for entry in store.entries:

@@ -18,11 +18,11 @@ GIB = 1 << 30
 
 
 class OffloadSettings(msgspec.Struct, frozen=True, kw_only=True):
-    cpu_gib: float  # Of host memory for one engine; its ranks share it. Taken, and touched, at start.
+    cpu_gib: float  # Host memory of one engine, shared by its ranks. Allocated at start.
     eviction: Eviction = "lru"
-    prompt_only: bool = False  # Store what was asked only, not what was answered.
-    blocks_per_chunk: int = 1  # Blocks that are stored and evicted together: fewer keys, coarser hits.
-    shutdown_timeout_s: float = 5.0  # What `shutdown` waits for copies.
+    prompt_only: bool = False  # Store prompts only, not answers.
+    blocks_per_chunk: int = 1  # Blocks stored and evicted together: fewer keys, coarser hits.
+    shutdown_timeout_s: float = 5.0  # How long `shutdown` waits for copies.
 
     def __post_init__(self) -> None:
         if not self.cpu_gib > 0:
@@ -37,5 +37,5 @@ class OffloadSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Raises ConfigError naming the key."""
         refuse_unknown(cls, extra)
         if "cpu_gib" not in extra:
-            raise ConfigError("is required: how much host memory to use", field=f"{FIELD}.cpu_gib")
+            raise ConfigError("is required: the host memory to use, in GiB", field=f"{FIELD}.cpu_gib")
         return parse_extra(cls, extra)

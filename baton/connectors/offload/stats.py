@@ -1,11 +1,11 @@
-"""What offloading counts, and the names under which it is published.
+"""Statistics of offload, and the metrics under which they are published.
 
 bytes {direction: n}     baton:kv_offload_bytes_total       copied, all ranks together; "store" or "load"
-seconds {direction: s}   baton:kv_offload_seconds_total     that the copies took, likewise
+seconds {direction: s}   baton:kv_offload_seconds_total     duration of these copies
 hit_tokens               baton:kv_offload_hit_tokens_total  prompt tokens loaded instead of computed
-stored_chunks            baton:kv_offload_stored_chunks_total    that can be found from then on
-evicted_chunks           baton:kv_offload_evicted_chunks_total   that left to make room
-not_stored_chunks        baton:kv_offload_not_stored_chunks_total  for which there was no room
+stored_chunks            baton:kv_offload_stored_chunks_total    can be found from then on
+evicted_chunks           baton:kv_offload_evicted_chunks_total   evicted to make room
+not_stored_chunks        baton:kv_offload_not_stored_chunks_total  not stored for lack of room
 failures {reason: n}     baton:kv_offload_failures_total    copies that failed: "store" or "load"
 used_slots, num_slots    baton:kv_offload_usage             share of the slots, 0 to 1 (gauge)
 
@@ -31,7 +31,7 @@ class OffloadStats(CountedStats):
         ),
         "stored_chunks": Count("baton:kv_offload_stored_chunks", "Chunks of blocks that were stored."),
         "evicted_chunks": Count(
-            "baton:kv_offload_evicted_chunks", "Chunks that left to make room for others."
+            "baton:kv_offload_evicted_chunks", "Chunks that were evicted to make room for others."
         ),
         "not_stored_chunks": Count(
             "baton:kv_offload_not_stored_chunks", "Chunks for which there was no room."
@@ -45,7 +45,7 @@ class OffloadStats(CountedStats):
         "failures": LabelledCount("baton:kv_offload_failures", "reason", "Copies that failed."),
     }
     gauges: ClassVar[Mapping[str, Count]] = {
-        "usage": Count("baton:kv_offload_usage", "Share of the host memory's slots that are taken."),
+        "usage": Count("baton:kv_offload_usage", "Share of the host memory's slots that are in use."),
     }
 
     def reset(self) -> None:
@@ -57,7 +57,7 @@ class OffloadStats(CountedStats):
         self.add_for("seconds", direction, duration_s)
 
     def note_usage(self, used_slots: int, num_slots: int) -> None:
-        """Goes with what else there is to tell: alone it is no news."""
+        """Adds the usage if there is something else to report; alone it is not worth a report."""
         if not self.is_empty():
             self.data |= {"used_slots": used_slots, "num_slots": num_slots}
 
@@ -67,7 +67,7 @@ class OffloadStats(CountedStats):
 
     def aggregate(self, other: Self) -> Self:
         for name in LEVELS:
-            self.data[name] = max(self.data[name], other.data[name])  # Ranks know none of them.
+            self.data[name] = max(self.data[name], other.data[name])  # Ranks do not set them.
         return super().aggregate(other)
 
     def reduce(self) -> dict[str, int | float | str]:

@@ -1,9 +1,9 @@
-"""The worker half of offload: copies this rank's part of blocks to its rows of host memory, and back.
+"""Worker half of offload: copies this rank's part of blocks to its rows of host memory, and back.
 
-bind_connector_metadata   loads begin
-wait_for_save             stores begin: the step's forward is done, or queued on the device before them
-get_finished, ...         what has ended is reported, once
-handle_preemptions        a store whose blocks may be overwritten now is waited for
+bind_connector_metadata   starts loads
+wait_for_save             starts stores: the step's forward pass is done, or queued on the device before them
+get_finished, ...         report ended jobs, once
+handle_preemptions        waits for stores whose blocks may be overwritten now
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FENCE_TIMEOUT_S = 60.0  # A copy takes milliseconds; one that takes this long is a device that hangs.
-EMPTY_STEP_S = 0.005  # A step without anything to compute waits for loads: the next report is further away.
+FENCE_TIMEOUT_S = 60.0  # A copy takes milliseconds; after this time the device hangs.
+EMPTY_STEP_S = 0.005  # An empty step waits this long for loads, because the next report comes later.
 
 MakeCopies = Callable[[dict[str, "torch.Tensor"], OffloadIdentity], Copies]
 
 
 class OffloadWorkerHalf(KVConnectorWorkerHalf):
     def __init__(self, identity: OffloadIdentity, make_copies: MakeCopies | None = None) -> None:
-        """`make_copies`: instead of those that the caches' device needs."""
+        """`make_copies`: replaces the copies chosen by the caches' device."""
         self._identity = identity
         self._make_copies = make_copies or copies_of
-        self._copies: Copies | None = None  # Once the cache is registered.
+        self._copies: Copies | None = None  # Set when the cache is registered.
         self._wake: Callable[[], None] | None = None
         self._due_stores: list[StoreBlocks] = []  # Of this step.
-        self._stores: set[int] = set()  # Under way.
-        self._spoilt: set[int] = set()  # Of them, those whose blocks may be overwritten meanwhile.
+        self._stores: set[int] = set()  # Running.
+        self._spoilt: set[int] = set()  # Running stores whose blocks may be overwritten meanwhile.
         self._loads: dict[int, LoadBlocks] = {}
-        self._received: set[str] = set()  # For this step's report, as all that follows.
+        self._received: set[str] = set()  # For this step's report, as are the fields below.
         self._invalid_blocks: set[int] = set()
         self._failed: set[str] = set()
         self._report = OffloadReport(rank=identity.rank)
         self._stats = OffloadStats()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Raises ConfigError for caches that cannot be copied block by block, and for too little memory."""
+        """Raises ConfigError if a cache's blocks are not contiguous, or memory is short."""
         assert self._copies is None, "registered once"
         needed = self._identity.num_rows * self._identity.block_bytes
         if needed > (available := available_bytes()):
@@ -65,7 +65,7 @@ class OffloadWorkerHalf(KVConnectorWorkerHalf):
                 f"this rank's share is {needed / GIB:.2f} GiB, and {available / GIB:.2f} GiB are free",
                 field=f"{FIELD}.cpu_gib",
             )
-        # Layers of different groups may share their memory: a block belongs to one group at a time.
+        # Layers of different groups may share memory; a block belongs to only one group at a time.
         distinct = {cache.data_ptr(): (name, cache) for name, cache in reversed(kv_caches.items())}
         self._copies = self._make_copies(dict(reversed(distinct.values())), self._identity)
 
@@ -79,9 +79,7 @@ class OffloadWorkerHalf(KVConnectorWorkerHalf):
             return
         fence = kv_connector_metadata.fence
         if not self._ready.wait(fence, FENCE_TIMEOUT_S):
-            logger.error(
-                "stores to host memory have not ended within %g s; they do not count", FENCE_TIMEOUT_S
-            )
+            logger.error("stores to host memory did not end within %g s and are discarded", FENCE_TIMEOUT_S)
             self._spoilt.update(fence)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -93,21 +91,21 @@ class OffloadWorkerHalf(KVConnectorWorkerHalf):
             if len(load.rows) == len(load.block_ids):
                 self._ready.load(load.job, load.block_ids, load.rows)
             else:
-                self._note_end(CopyEnd(load.job, error="there is nothing to load it from"))
+                self._note_end(CopyEnd(load.job, error="the scheduler half found nothing to load"))
         self._due_stores = list(connector_metadata.stores)
 
     def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
-        """Loads are under way since the metadata was bound. Where nothing is computed, see how they end."""
+        """Loads have run since the metadata was bound. An empty step waits briefly for their end."""
         if self._loads and forward_context.attn_metadata is None:
             self._ready.wait(self._loads.keys(), EMPTY_STEP_S)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        return  # Loads are asynchronous: no request computes before its blocks are here.
+        return  # Loads are asynchronous: a request computes after its load.
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        return  # Whole blocks are stored, when all layers have them.
+        return  # Blocks are stored whole, after all layers.
 
     def wait_for_save(self) -> None:
         stores, self._due_stores = self._due_stores, []
@@ -118,7 +116,7 @@ class OffloadWorkerHalf(KVConnectorWorkerHalf):
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
         for store in self._due_stores:
-            # The host has left a step half done: nobody may believe that this was stored.
+            # The host has aborted the step, so these stores must not count.
             self._stores.add(store.job)
             self._note_end(CopyEnd(store.job, error="the step was not finished"))
         self._due_stores = []
@@ -155,7 +153,7 @@ class OffloadWorkerHalf(KVConnectorWorkerHalf):
 
     @property
     def _ready(self) -> Copies:
-        assert self._copies is not None, "ordered to copy before the cache was registered"
+        assert self._copies is not None, "the cache must be registered before a copy"
         return self._copies
 
     def _note_end(self, end: CopyEnd) -> None:
@@ -184,7 +182,7 @@ class OffloadWorkerHalf(KVConnectorWorkerHalf):
 
 
 def copies_of(kv_caches: dict[str, torch.Tensor], identity: OffloadIdentity) -> Copies:
-    """Raises ConfigError."""
+    """Copies for the caches' device. Raises ConfigError."""
     device = next(iter(kv_caches.values())).device
     if device.type == "cuda":
         from baton.connectors.offload.cuda_copies import CudaCopies
@@ -198,7 +196,7 @@ def copies_of(kv_caches: dict[str, torch.Tensor], identity: OffloadIdentity) -> 
     rows = HostRows(kv_caches, identity.num_rows, f"{FIELD}.cpu_gib")
     if rows.row_bytes != identity.block_bytes:
         raise ConfigError(
-            f"a block takes {rows.row_bytes} bytes on this rank, {identity.block_bytes} were expected",
+            f"a block takes {rows.row_bytes} bytes on this rank, expected {identity.block_bytes}",
             field="kv_caches",
         )
     return CpuCopies(rows, f"baton-offload-{identity.rank}")

@@ -1,4 +1,4 @@
-"""KV in files of a shared folder, found again by whoever has the same model, layout and prefix."""
+"""KV in files of a shared folder, for every engine with the same model and layout."""
 
 from baton.connectors.shared_storage.connector import BatonSharedStorageConnector
 from baton.connectors.shared_storage.identity import StorageIdentity

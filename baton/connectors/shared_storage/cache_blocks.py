@@ -1,4 +1,4 @@
-"""One kind of layers in a rank's cache: what a chunk's file of them has, copied out of it and into it.
+"""Copies between a rank's cache and the body of a chunk's file, for one kind of layers.
 
 Layers of different groups may share memory. A block belongs to one group at a time, so each group's blocks
 are copied for its own layers only.
@@ -16,10 +16,10 @@ from baton.connectors.shared_storage.layer_kinds import LayerKind
 
 
 class CacheBlocks:
-    """`block_ids`, in what follows: of each group of the kind in turn, equally many."""
+    """Cache blocks of one kind of layers. `block_ids` lists each group's blocks in turn, equally many."""
 
     def __init__(self, kind: LayerKind, layers: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """`layers`: the caches of each group's layers, by name."""
+        """`layers`: for each group, the caches of its layers by name."""
         self.kind = kind
         self._layers = layers
         self._device = next(iter(layers[0].values())).device
@@ -32,7 +32,7 @@ class CacheBlocks:
         )
 
     def copy_out(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """A file's body, on the CPU."""
+        """Returns the body of a file, on the CPU."""
         body = self.form.new_body(self._device)
         stored = self.form.layers_of(body)
         for of_group, index in self._by_group(block_ids):
@@ -41,7 +41,7 @@ class CacheBlocks:
         return body.to("cpu")
 
     def copy_in(self, body: torch.Tensor, block_ids: Sequence[int]) -> None:
-        """`body`: a whole file's. `block_ids`: for its last blocks; those before are there already."""
+        """`body`: of a whole file. `block_ids`: for its last blocks; earlier ones are already present."""
         stored = self.form.layers_of(body.to(self._device))
         with torch.inference_mode():  # A host may have allocated its cache in that mode.
             for of_group, index in self._by_group(block_ids):
@@ -49,7 +49,7 @@ class CacheBlocks:
                 for name, cache in of_group.items():
                     cache.index_copy_(0, index, stored[name][skipped:])
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # This thread's own copies.
+            torch.cuda.current_stream(self._device).synchronize()  # Waits for this thread's copies.
 
     def _by_group(self, block_ids: Sequence[int]) -> list[tuple[Mapping[str, torch.Tensor], torch.Tensor]]:
         indices = torch.tensor(block_ids, device=self._device).view(len(self._layers), -1)
@@ -59,7 +59,7 @@ class CacheBlocks:
 def blocks_of_kinds(
     kv_caches: Mapping[str, torch.Tensor], identity: StorageIdentity
 ) -> tuple[CacheBlocks, ...]:
-    """In the order of the identity's kinds. `kv_caches`: by name, in the order of layers."""
+    """One for each kind of the identity. `kv_caches`: by name, in the order of layers."""
     names = list(kv_caches)
     of_groups = [
         {name: kv_caches[name] for name in ([names[i] for i in group.layers] or names)}

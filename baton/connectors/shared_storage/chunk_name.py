@@ -1,4 +1,4 @@
-"""Which file holds a chunk. Imports no torch: the scheduler half looks for files, and never reads one."""
+"""Name and path of a chunk's file. Imports no torch, because the scheduler half only looks files up."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ SUFFIX = ".safetensors"
 @dataclass(frozen=True, slots=True)
 class ChunkName:
     namespace: str
-    key: bytes  # Of the prefix up to the chunk's end.
+    key: bytes  # Hash of the prefix up to the chunk's end.
     rank: int
-    window: int | None = None  # Of the layers whose blocks these are.
+    window: int | None = None  # Of the layers whose blocks the file holds.
 
     def path_in(self, folder: Path) -> Path:
         digits = self.key.hex()

@@ -1,10 +1,10 @@
-"""BatonSharedStorageConnector: prompts computed by one engine are read by all that share a folder.
+"""BatonSharedStorageConnector: saves prompts' KV to a folder, from which other engines load it.
 
 {"kv_connector": "BatonSharedStorageConnector", "kv_role": "kv_both",
  "kv_connector_extra_config": {"path": "/mnt/kv", "max_gib": 200, "max_age_s": 604800}}
 
-Engines need not know of each other, nor live at the same time. A producer saves, a consumer loads, kv_both
-does both. Requests need no `kv_transfer_params`.
+Engines need not know each other, nor run at the same time. A producer saves, a consumer loads, kv_both does
+both. Requests need no `kv_transfer_params`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ class BatonSharedStorageConnector(ObservedConnector, TwoHalvesOfGroups):
 
     @classmethod
     def identity_of(cls, vllm_config: host.HostConfig) -> StorageIdentity:
-        """A subclass for another host overrides this alone."""
-        assert isinstance(vllm_config, EngineConfig), f"no way to read a {type(vllm_config).__name__}"
+        """A subclass for another host overrides only this method."""
+        assert isinstance(vllm_config, EngineConfig), (
+            f"expected an EngineConfig, got a {type(vllm_config).__name__}"
+        )
         return StorageIdentity.of_engine(vllm_config)
 
     @classmethod

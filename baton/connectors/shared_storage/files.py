@@ -1,23 +1,24 @@
-"""One rank's KV of one chunk as a file, and the proof that it is whole.
+"""Files that hold one rank's KV of one chunk, with a proof of their integrity.
 
-    <path>/<namespace>/<2 hex of key>/<key>.<rank>.safetensors        layers that see everything
-    <path>/<namespace>/<2 hex of key>/<key>.<rank>.w<window>.safetensors  layers with a window, where they
-                                                                      have block tables of their own
+    <path>/<namespace>/<2 hex of key>/<key>.<rank>.safetensors        full-attention layers
+    <path>/<namespace>/<2 hex of key>/<key>.<rank>.w<window>.safetensors  layers with a window, if they have
+                                                                      their own block tables
 
     body         <layer name>   [blocks of the chunk (`layer_kinds`), (kv_heads,) block_tokens, content]
     metadata     format, namespace, key, rank, (window,) checksum
 
-`key` is the hash of *all* tokens up to the chunk's end, so a file says of which prefix it is. The checksum
-goes over the header, in which it is empty then, and the body; keyed with the cluster secret, it is a
-signature. It is an HMAC of SHA-256, since that is most of what storing and loading take, and many processors
-have instructions for it.
+`key` is the hash of *all* tokens up to the chunk's end, so it identifies the prefix. The checksum covers the
+header, with an empty checksum, and the body. It is keyed with the cluster secret, which makes it a signature.
+It is an HMAC of SHA-256: hashing takes most of the time of storing and loading, and many processors have
+instructions for SHA-256.
 
-A file appears under its name whole or not at all (written aside, synchronised, renamed). It is still proved
-anew whenever it is read: it has exactly the header that we would have written, checksum included, or it is
-`Unusable`. Files are read, never mapped: a file that somebody truncates while it is mapped kills the process.
+A file appears under its name complete or not at all (written under another name, synchronised, renamed).
+Still it is verified whenever it is read: its header must be exactly the one that we would have written,
+checksum included, otherwise it is `Unusable`. Files are read, never mapped: if a mapped file is truncated,
+the process is killed.
 
-Header and body go through each call whole: a thread gives the interpreter away for every one of them, and
-waits until it gets it back.
+Header and body each go through system calls whole, because a thread releases the interpreter for each call
+and then waits to get it back.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ HEADER_BYTES_MAX = 1 << 20
 
 
 class Unusable(Exception):
-    """The file is not what was asked for."""
+    """The file is not what was requested."""
 
     def __init__(self, reason: FileFault, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -62,13 +63,13 @@ def write(
     fsync: bool,
     for_group: bool = False,
 ) -> None:
-    """`body`: the form's, on the CPU. Raises OSError; then nothing is left."""
+    """Writes a file. `body`: of this form, on the CPU. If it raises OSError, no file is left."""
     header = _header(name, form, _checksum(name, form, body, signing_key))
     write_whole((header, bytes_of(body)), path, fsync=fsync, for_group=for_group)
 
 
 def read(path: Path, name: ChunkName, form: FileForm, signing_key: bytes) -> torch.Tensor:
-    """The body. Raises Unusable for whatever is not exactly what was asked for."""
+    """Returns the body. Raises Unusable for a file that is not exactly what was requested."""
     header, body = _read(path, form)
     expected = _header(name, form, _checksum(name, form, body, signing_key))
     if not hmac.compare_digest(header, expected):
@@ -77,15 +78,15 @@ def read(path: Path, name: ChunkName, form: FileForm, signing_key: bytes) -> tor
 
 
 def _read(path: Path, form: FileForm) -> tuple[bytes, torch.Tensor]:
-    """Header and body. Raises Unusable for a file that cannot be the right one, or that cannot be read."""
+    """Returns header and body. Raises Unusable for a file of a wrong type or size, or that is unreadable."""
     try:
-        with open(path, "rb", buffering=0, opener=_open_without_waiting) as file:
+        with open(path, "rb", buffering=0, opener=_open_without_blocking) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise Unusable("foreign", "it is no regular file")
+                raise Unusable("foreign", "it is not a regular file")
             size = status.st_size
             if not form.nbytes <= size <= form.nbytes + HEADER_BYTES_MAX:
-                raise Unusable("corrupt", f"it has {size} bytes, its tensors alone {form.nbytes}")
+                raise Unusable("corrupt", f"it has {size} bytes, and its tensors alone need {form.nbytes}")
             header, body = bytearray(size - form.nbytes), form.new_body()
             _fill(memoryview(header), file.fileno())
             _fill(bytes_of(body), file.fileno())
@@ -98,8 +99,8 @@ def _read(path: Path, form: FileForm) -> tuple[bytes, torch.Tensor]:
         raise Unusable("io", str(error)) from error
 
 
-def _open_without_waiting(path: str, flags: int) -> int:
-    """The open of a FIFO returns at once, and the open of a symbolic link fails."""
+def _open_without_blocking(path: str, flags: int) -> int:
+    """Does not block on a FIFO, and fails on a symbolic link."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
@@ -113,16 +114,16 @@ def _fill(view: memoryview, fileno: int) -> None:
 
 
 def _fault(header: bytes, name: ChunkName, form: FileForm) -> Unusable:
-    """What is wrong with a header that is not the expected one."""
+    """What is wrong with a header that differs from the expected one."""
     try:
         claimed = msgspec.json.decode(header[LENGTH_BYTES:], type=_Header).metadata
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         return Unusable("corrupt", f"its header cannot be read: {error}")
     checksum = claimed.pop("checksum", "")
     if claimed != _claims(name):
-        return Unusable("foreign", "it says that it is another chunk")
+        return Unusable("foreign", "its header names another chunk")
     if header != _header(name, form, checksum):
-        return Unusable("corrupt", "its tensors are not this cache's")
+        return Unusable("corrupt", "its tensors do not match this cache")
     return Unusable("corrupt", "its checksum is wrong")
 
 

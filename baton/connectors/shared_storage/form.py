@@ -1,11 +1,11 @@
-"""What lies where in the files of one kind of layers: a header, then the layers' bytes in one piece.
+"""Form of the files of one kind of layers: a header, then the layers' bytes in one piece.
 
-    8 bytes, little-endian   how long the header is
-    header                   JSON, padded with spaces: `__metadata__`, and of each layer dtype, shape, place
+    8 bytes, little-endian   length of the header
+    header                   JSON, padded with spaces: `__metadata__`, and each layer's dtype, shape, offsets
     body                     every layer's blocks; the widest dtypes first, so that each is aligned
 
-This is safetensors' format, so that others can read a file. It is written and read here all the same: its
-library copies all bytes several times on the way; a body in one piece is read, proved and written at once.
+This is safetensors' format, so that other programs can read a file. It is implemented here because that
+library copies all bytes several times; a body in one piece is read, verified and written without a copy.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class LayerShape:
 
 class FileForm:
     def __init__(self, layers: Mapping[str, LayerShape]) -> None:
-        """Raises ConfigError for a dtype that the format has no name for."""
+        """Raises ConfigError for a dtype that the format does not have."""
         self.nbytes = 0  # Of the body.
         self._layers: list[tuple[str, LayerShape, slice]] = []
         for name, layer in sorted(layers.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
             if layer.dtype not in _DTYPES:
                 raise ConfigError(
-                    f"is of {layer.dtype}, for which there is no file", field=f"kv_caches.{name}"
+                    f"has dtype {layer.dtype}, which files cannot hold", field=f"kv_caches.{name}"
                 )
             end = self.nbytes + layer.nbytes
             self._layers.append((name, layer, slice(self.nbytes, end)))
             self.nbytes = end
-        self._said_of_layers = {
+        self._layer_entries = {
             name: {
                 "dtype": _DTYPES[layer.dtype],
                 "shape": layer.shape,
@@ -72,20 +72,20 @@ class FileForm:
         }
 
     def header(self, metadata: Mapping[str, str]) -> bytes:
-        """All that comes before the body."""
-        said = msgspec.json.encode({METADATA: metadata, **self._said_of_layers})
-        said += b" " * (-len(said) % ALIGNED_BYTES)
-        return len(said).to_bytes(LENGTH_BYTES, "little") + said
+        """Everything before the body."""
+        encoded = msgspec.json.encode({METADATA: metadata, **self._layer_entries})
+        encoded += b" " * (-len(encoded) % ALIGNED_BYTES)
+        return len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded
 
     def new_body(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """uint8 [nbytes], not initialised."""
         return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
 
     def layers_of(self, body: torch.Tensor) -> dict[str, torch.Tensor]:
-        """By name, each in its shape; they share the memory of `body`."""
+        """Each layer's tensor by name; they share the memory of `body`."""
         return {name: body[place].view(layer.dtype).view(layer.shape) for name, layer, place in self._layers}
 
 
 def bytes_of(body: torch.Tensor) -> memoryview:
-    """The memory of a body on the CPU."""
+    """Memory of a body on the CPU."""
     return memoryview(body.numpy())  # type: ignore[arg-type]

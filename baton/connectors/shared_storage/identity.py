@@ -1,13 +1,13 @@
-"""Whose files these are: the only reader of the host's configuration, and the namespace of a folder.
+"""Identity of an engine's files: the host's configuration, and from it the namespace in a folder.
 
 Two engines share files exactly if everything is equal on which the bytes of a block depend:
 
-    namespace = digest(model fingerprint, tokens of a chunk, each rank's layout, who signs files,
-                       the windows of layers, where they have block tables of their own)
+    namespace = digest(model fingerprint, tokens of a chunk, each rank's layout, the key that signs files,
+                       the windows of layers, if they have their own block tables)
 
-The layout is known to the ranks alone, which have the tensors; the weights to the scheduler's half alone,
-since a host's ranks need not digest them. So ranks tell their layout, and hear the namespace with their
-orders.
+Only the ranks know the layout, because they have the tensors. Only the scheduler half knows the weights'
+digest, because a host's ranks need not compute it. So ranks report their layout, and get the namespace with
+their orders.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
     loads: bool  # kv_consumer, kv_both.
     secret: ClusterSecret | None
     settings: StorageSettings
-    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)  # Of layers; by default one, which has all.
+    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)  # Of layers; by default one group of all.
 
     @classmethod
     def of_engine(cls, config: EngineConfig) -> StorageIdentity:
@@ -74,48 +74,48 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """A chunk has a file of each."""
+        """Kinds of layers; a chunk has a file for each."""
         return kinds_of(self.groups, chunk_blocks=self.chunk_blocks, block_tokens=self.block_tokens)
 
     @property
     def signing_keys(self) -> tuple[bytes, ...]:
-        """Keys of the files' checksums. The first one signs; that of the previous secret is accepted as well.
+        """Keys of the files' checksums. The first one signs; that of the previous secret is accepted too.
 
-        With them a checksum is a signature. Only with `insecure_no_secret` the key is empty, and a checksum
-        shows accidents alone.
+        A checksum with such a key is a signature. With `insecure_no_secret` the key is empty, and a checksum
+        detects accidents only.
         """
         return (b"",) if self.secret is None else self.secret.derive_all(KEY_PURPOSE)
 
     def namespaces(self, layouts: Mapping[int, str]) -> tuple[str, ...]:
-        """The folder's name for each of `signing_keys`. `layouts`: each rank's `layout_digest`."""
+        """Name of the folder for each of `signing_keys`. `layouts`: each rank's `layout_digest`."""
         return tuple(self._namespace(layouts, key) for key in self.signing_keys)
 
     def _namespace(self, layouts: Mapping[int, str], signing_key: bytes) -> str:
         assert len(layouts) == self.num_ranks
-        # The key by its digest: engines with another one would take our files for corrupted, and remove them.
+        # Contains the key's digest, or engines with another key would remove our files as corrupted.
         signed_by = hashlib.blake2b(b"", key=signing_key, digest_size=NAMESPACE_BYTES).hexdigest()
         parts = [FORMAT, msgspec.structs.asdict(self.fingerprint), self.chunk_tokens, signed_by]
         if is_hybrid(self.groups):
-            # Of each layer; into how many groups those of one window are cut, no file shows.
+            # The window of each layer. Files do not show how the layers of one window are split into groups.
             parts.append(sorted((layer, group.window) for group in self.groups for layer in group.layers))
-        said = msgspec.json.encode([*parts, [layouts[rank] for rank in sorted(layouts)]])
-        return hashlib.blake2b(said, digest_size=NAMESPACE_BYTES).hexdigest()
+        described = msgspec.json.encode([*parts, [layouts[rank] for rank in sorted(layouts)]])
+        return hashlib.blake2b(described, digest_size=NAMESPACE_BYTES).hexdigest()
 
 
 def layout_digest(kv_caches: Mapping[str, torch.Tensor], block_tokens: int, packing: str = SLOT) -> str:
-    """What one rank's chunk looks like in a file. Raises ConfigError for caches that are no pages of blocks.
+    """Digest of the form of one rank's chunk in a file. Raises ConfigError for caches of another shape.
 
-    Blocks are the first dimension; the tokens of one are the third, or the second where there are no heads.
-    The number of blocks and the strides are the engine's own affair.
+    The first dimension is blocks; the tokens of a block are the third, or the second if there are no heads.
+    The number of blocks and the strides may differ between engines and are left out.
     """
     if not kv_caches:
         raise ConfigError("has no layers", field="kv_caches")
-    said = []
+    described = []
     for name, cache in kv_caches.items():
         if cache.dim() not in (3, 4) or cache.shape[-2] != block_tokens:
             raise ConfigError(
                 f"has shape {tuple(cache.shape)}, expected [num_blocks, (kv_heads,) {block_tokens}, content]",
                 field=f"kv_caches.{name}",
             )
-        said.append((name, list(cache.shape[1:]), str(cache.dtype)))
-    return hashlib.blake2b(msgspec.json.encode((packing, said)), digest_size=NAMESPACE_BYTES).hexdigest()
+        described.append((name, list(cache.shape[1:]), str(cache.dtype)))
+    return hashlib.blake2b(msgspec.json.encode((packing, described)), digest_size=NAMESPACE_BYTES).hexdigest()

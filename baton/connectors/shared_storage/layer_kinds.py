@@ -1,11 +1,11 @@
-"""Which files a chunk has, and which of them a prefix needs: layers that see the same share a file.
+"""Kinds of layers: layers with equal windows share a file per chunk. Decides which files a prefix needs.
 
     blocks of 4 tokens, chunks of 3 blocks            a prefix of three chunks needs
-    sees everything    | 0 1 2 | 3 4 5 | 6 7 8 |      all files
+    full attention    | 0 1 2 | 3 4 5 | 6 7 8 |      all files
     window of 6        | - 1 2 | - 4 5 | - 7 8 |      the last file
-    window of 20       | 0 1 2 | 3 4 5 | 6 7 8 |      the last two, of the first of them only block 4 and on
+    window of 20       | 0 1 2 | 3 4 5 | 6 7 8 |      the last two; of the first of them from block 4 on
 
-A prefix that is found ends with a chunk. What no such prefix sees of a chunk, its file does not have.
+A prefix that is found ends with a chunk. Blocks of a chunk that no such prefix needs are not in its file.
 
 Pure: no torch, no file.
 """
@@ -29,20 +29,20 @@ class LayerKind:
 
     @property
     def first_stored(self) -> int:
-        """Of a chunk's blocks, the first that its file has."""
+        """First of a chunk's blocks that its file holds."""
         return self.first_held(self.chunk_blocks * self.block_tokens)
 
     @property
     def num_stored(self) -> int:
-        """Blocks of a chunk that its file has, of each group."""
+        """Number of a chunk's blocks, per group, that its file holds."""
         return self.chunk_blocks - self.first_stored
 
     def first_held(self, num_computed_tokens: int) -> int:
-        """Of a request's blocks, the first that an engine keeps, and needs, behind so many tokens."""
+        """First of a request's blocks that an engine keeps and needs after so many tokens."""
         return KVCacheGroup((), self.window).first_kept(num_computed_tokens, self.block_tokens)
 
     def first_chunk(self, num_chunks: int) -> int:
-        """The first of so many chunks whose file their prefix needs."""
+        """First chunk whose file is needed by a prefix of `num_chunks` chunks."""
         return self.first_held(num_chunks * self.chunk_blocks * self.block_tokens) // self.chunk_blocks
 
 
@@ -52,7 +52,7 @@ IsStored = Callable[[LayerKind, int], bool]
 def kinds_of(
     groups: Sequence[KVCacheGroup], *, chunk_blocks: int, block_tokens: int
 ) -> tuple[LayerKind, ...]:
-    """One for each window; what sees everything comes first, since it is soonest known not to be stored."""
+    """One kind for each window. Full attention comes first, because it shows soonest what is not stored."""
     windows = sorted({group.window for group in groups}, key=lambda window: (window is not None, window or 0))
     return tuple(
         LayerKind(
@@ -66,7 +66,7 @@ def kinds_of(
 
 
 def num_served(kinds: Sequence[LayerKind], num_chunks: int, is_stored: IsStored) -> int:
-    """Chunks of the longest prefix, of at most `num_chunks`, of which every kind has the files it needs."""
+    """Chunks of the longest prefix, up to `num_chunks`, for which every kind has its files."""
     while True:
         fewer = num_chunks
         for kind in kinds:
@@ -79,7 +79,7 @@ def num_served(kinds: Sequence[LayerKind], num_chunks: int, is_stored: IsStored)
 def _num_served_to(kind: LayerKind, num_chunks: int, is_stored: IsStored) -> int:
     if kind.window is None:
         return next((chunk for chunk in range(num_chunks) if not is_stored(kind, chunk)), num_chunks)
-    end = chunk = num_chunks  # Those from `chunk` to `end` are stored.
+    end = chunk = num_chunks  # Chunks from `chunk` to `end` are stored.
     while chunk > kind.first_chunk(end):
         chunk -= 1
         if not is_stored(kind, chunk):

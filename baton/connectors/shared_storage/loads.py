@@ -1,10 +1,10 @@
-"""One request's load on one rank: its files are read by several threads, and end it together.
+"""Load of one request on one rank: several threads read its files, and together they end it.
 
     parts of the prompt    0  1  2  3  4  5
-    read, in any order     x     x  ?           1 is bad: 0 is waited for, 3 need not be; 2 is of no use
-    is believed            x  -  -  -  -  -
+    read, in any order     x     x  ?           1 is bad: 0 is awaited, 3 is not needed; 2 is of no use
+    accepted               x  -  -  -  -  -
 
-A thread holds `lock` while it writes to blocks: whoever ends the load knows that nobody writes any more.
+A thread holds `lock` while it writes to blocks, so after the load's end no thread writes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Literal
 
 from baton.connectors.shared_storage.metadata import ChunkPart, LoadChunks
 
-# Why a file, or a load, is of no use. A label of `baton:storage_unusable_files`.
+# Reason why a file, or a load, cannot be used. A label of `baton:storage_unusable_files`.
 FileFault = Literal["gone", "corrupt", "foreign", "io"]
 LoadFault = FileFault | Literal["failed", "timeout"]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadEnd:
-    """`not_loaded`: the first part that failed, and those behind it; `reason` says why it did."""
+    """`not_loaded`: the first part that failed and all after it; `reason`: why it failed."""
 
     request_id: str
     not_loaded: tuple[ChunkPart, ...] = ()
@@ -31,21 +31,21 @@ class LoadEnd:
 
 
 class Load:
-    """From any thread. Whichever call ends it returns how; every other one, before and after, None."""
+    """Thread-safe. The call that ends the load returns its LoadEnd; all other calls return None."""
 
     def __init__(self, order: LoadChunks, deadline_s: float) -> None:
-        assert order.parts, "nobody would end it"
+        assert order.parts, "a load needs parts, or it would never end"
         self.order = order
         self.deadline_s = deadline_s
-        self.used_ns = time.time_ns()  # Since the epoch, as files have it.
+        self.used_ns = time.time_ns()  # Since the Unix epoch, as in file times.
         self.lock = threading.Lock()
         self.is_over = False
         self._missing = set(range(len(order.parts)))
-        self._num_good = len(order.parts)  # As far as is known: those before the first that failed.
+        self._num_good = len(order.parts)  # Parts before the first one known to have failed.
         self._reason: LoadFault | None = None
 
     def wants(self, index: int) -> bool:
-        """Somebody has a use for this part."""
+        """Whether this part is still of use."""
         return not self.is_over and index < self._num_good
 
     def part_loaded(self, index: int) -> LoadEnd | None:
@@ -61,7 +61,7 @@ class Load:
             return self._end_if_complete()
 
     def fail(self, reason: LoadFault) -> LoadEnd | None:
-        """Whatever is read by now: nothing of it counts, and nothing is written any more."""
+        """Ends the load: nothing that was read counts, and no thread writes any more."""
         return self.part_failed(0, reason)
 
     def _end_if_complete(self) -> LoadEnd | None:

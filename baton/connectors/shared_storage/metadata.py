@@ -1,8 +1,8 @@
-"""What the two halves of the shared storage tell each other. Pickled between processes of one engine.
+"""Messages between the two halves of the shared storage, pickled between processes of one engine.
 
-StorageHandshake  rank -> scheduler, once     what a chunk looks like here
-StorageMetadata   scheduler -> ranks, a step  load these; copy those; what was copied in step n may be written
-StorageReport     rank -> scheduler, a step   copied; loads that failed
+StorageHandshake  rank -> scheduler, once      layout of a chunk
+StorageMetadata   scheduler -> ranks, per step loads; copies; steps whose copies may be written or are dropped
+StorageReport     rank -> scheduler, per step  steps copied; loads that failed
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ class StorageHandshake(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True, slots=True)
 class SaveChunk:
-    """For one file: whole blocks, all of whose tokens are computed when the step is."""
+    """Copy of whole blocks for one file. The step computes all of their tokens."""
 
     key: bytes
     block_ids: tuple[int, ...]  # Of each group of the kind in turn, equally many.
-    kind: int = 0  # Which of the identity's `layer_kinds`.
+    kind: int = 0  # Index in the identity's `layer_kinds`.
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """The last blocks of one file; those before are in the prefix cache already, or nobody sees them."""
+    """Last blocks of one file. Earlier ones are in the prefix cache already, or outside every window."""
 
     key: bytes
-    block_ids: tuple[int, ...]  # As above.
+    block_ids: tuple[int, ...]  # As in SaveChunk.
     kind: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadChunks:
-    """In the order of the prompt: behind one that fails, the others are of no use."""
+    """Parts in the order of the prompt. After one that fails, the others are of no use."""
 
     request_id: str
     parts: tuple[ChunkPart, ...]
-    is_failed: bool = False  # Nothing is to be loaded; every rank reports that it could not be.
+    is_failed: bool = False  # Nothing is loaded; every rank reports a failure.
 
 
 @dataclass(frozen=True, slots=True)
 class StorageMetadata(KVConnectorMetadata):
     step: int = 0
-    # Where files are written, and after a change of the secret, where they are read as well. Empty: the
+    # The first one is written to; after a change of the secret the others are read as well. Empty: the
     # ranks' layouts are not known yet.
     namespaces: tuple[str, ...] = ()
     loads: tuple[LoadChunks, ...] = ()
     saves: tuple[SaveChunk, ...] = ()
-    write: tuple[int, ...] = ()  # Steps that are proved right: what was copied in them may be written.
-    drop: tuple[int, ...] = ()  # Steps that computed on something bad.
+    write: tuple[int, ...] = ()  # Steps proved valid: their copies may be written.
+    drop: tuple[int, ...] = ()  # Steps that computed with bad blocks.
 
 
 @dataclass(kw_only=True)
 class StorageReport(RankReport):
-    layout: NotCombined[str | None] = None  # Until the orders show that it is known.
+    layout: NotCombined[str | None] = None  # Reported until the scheduler half knows it.
     copied: AllRanks[set[int] | None] = None  # Steps.
     failed_loads: AnyRank[set[str] | None] = None

@@ -1,4 +1,4 @@
-"""The scheduler half's view of one request: the keys of its chunks, its blocks, what is stored of it.
+"""State of one request in the scheduler half: the keys of its chunks, its blocks, and what is stored of it.
 
     | chunk 0       | chunk 1       | chunk 2       | tail |      tokens
       key 0           key 1           key 2                       each over all tokens up to the chunk's end
@@ -7,8 +7,8 @@
                                 |<- saved when computed ->|
 
 A chunk is a whole number of blocks, and has a file for each kind of layers (`layer_kinds`). Keys are hashes
-of tokens (and of what else the KV depends on), not of blocks, so they do not depend on the host's own
-hashing, which may differ from process to process.
+of tokens (and other inputs of the KV), not of blocks, so they do not depend on the host's own block hashes,
+which may differ between processes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from baton.core.kv_groups import NULL_BLOCK_ID
 
 @dataclass(slots=True)
 class Lookup:
-    """Written by a thread of its own."""
+    """Result of a lookup, written by the lookup thread."""
 
     deadline_s: float
-    num_stored: int | None = None  # Chunks, from the first on; None: not known yet.
+    num_stored: int | None = None  # Chunks, from the first one on; None: not known yet.
 
 
 @dataclass(slots=True)
@@ -41,11 +41,11 @@ class Prompt:
     tables: tuple[list[int], ...] = ()  # See `HasTables`.
     num_saved: int = 0  # Chunks that are stored, or that ranks were told to save.
     lookup: Lookup | None = None
-    num_local_tokens: int = 0  # When a load was promised.
-    has_loaded: bool = False  # A load is tried once: what failed is computed.
+    num_local_tokens: int = 0  # The local hit when a load was offered.
+    has_loaded: bool = False  # A load is tried once; after a failure the prompt is computed.
 
     def extend_keys(self) -> list[BlockHash]:
-        """Of all full chunks of the tokens that are known by now."""
+        """Returns the keys of all full chunks of the tokens known so far."""
         tokens = self.request.all_token_ids
         num_chunks = len(tokens) // self.chunk_tokens
         extra = _extra_of(self.request) if num_chunks > len(self.keys) else b""
@@ -56,7 +56,7 @@ class Prompt:
         return self.keys
 
     def load_parts(self, tables: tuple[list[int], ...], num_external_tokens: int) -> tuple[ChunkPart, ...]:
-        """Of the tokens behind the local hit. `tables`: the request's, whole."""
+        """Parts to load for the tokens after the local hit. `tables`: the request's, complete."""
         end_token = self.num_local_tokens + num_external_tokens
         assert end_token % self.chunk_tokens == 0
         assert end_token <= len(self.keys) * self.chunk_tokens
@@ -68,15 +68,17 @@ class Prompt:
                 seen = max(index * self._chunk_blocks, kind.first_held(end_token))
                 if (start := max(seen, self.num_local_tokens // self.block_tokens)) < end:
                     blocks = _blocks(kind, tables, start, end)
-                    assert kind.window is None or NULL_BLOCK_ID not in blocks, "the host holds what it sees"
+                    assert kind.window is None or NULL_BLOCK_ID not in blocks, (
+                        "the host holds a window's blocks"
+                    )
                     parts.append(ChunkPart(self.keys[index], blocks, number))
         return tuple(parts)
 
     def take_saves(self, num_computed_before: int, num_computed_tokens: int) -> list[tuple[int, SaveChunk]]:
-        """What a step may save that computes up to `num_computed_tokens`, with the index of each chunk.
+        """Chunks, with their indices, that a step may save if it computes up to `num_computed_tokens`.
 
-        A chunk that the step completes has all of its blocks. Of one that the request found in the engine's
-        own cache, the blocks of a window may have been left out; what sees everything is saved all the same.
+        A chunk that the step completes has all its blocks. In a chunk that the request found in the engine's
+        own cache, blocks of a window may be missing; its full-attention layers are still saved.
         """
         num_computed = min(num_computed_tokens, self.request.num_tokens) // self.chunk_tokens
         if num_computed <= self.num_saved:
@@ -101,12 +103,12 @@ class Prompt:
 
 
 def _blocks(kind: LayerKind, tables: tuple[list[int], ...], start: int, end: int) -> tuple[int, ...]:
-    assert all(len(table) >= end for table in tables), "a table is shorter than what is computed"
+    assert all(len(table) >= end for table in tables), "a table is shorter than the computed tokens"
     return tuple(block for group in kind.groups for block in tables[group][start:end])
 
 
 def _extra_of(request: host.Request) -> bytes:
-    """Everything besides the tokens that their KV depends on; vLLM's names for adapter and media."""
+    """Everything besides the tokens that their KV depends on, with vLLM's names for adapter and media."""
     adapter = getattr(request, "lora_request", None)
     media = getattr(request, "mm_features", None) or ()
     return extra_key(

@@ -1,13 +1,14 @@
-"""The scheduler half: looks prompts up, orders loads and saves, and keeps the folder within its limits.
+"""Scheduler half: looks prompts up, orders loads and saves, and keeps the folder within its limits.
 
-    a prompt arrives     its chunks are looked up on a thread; found is what *all* ranks' files are there of
-    it is its turn       so many tokens can be loaded; or, until the thread has answered, "ask again later"
-    a chunk is computed  ranks copy it in that step, and may write it once all have, and nothing was wrong
+    a prompt arrives     a thread looks its chunks up; a chunk is found if the files of *all* ranks exist
+    it is its turn       the number of tokens to load; "ask again later" until the thread has answered
+    a chunk is computed  ranks copy it in that step, and write it after all ranks copied it without a failure
 
-A prefix is found as far as all that its layers see at its end is there (`layer_kinds`).
+A prefix is found as far as everything that its layers need at its end is stored (`layer_kinds`).
 
-Why the last: a step that another connector's failed load has spoiled would be stored as the truth. So what
-ranks have copied in a step is dropped if that step's report, or that of one before it, names bad blocks.
+Copies wait before they are written, because a step may have computed with KV spoilt by another connector's
+failed load. What ranks copied in a step is dropped if that step's report, or an earlier one's, names bad
+blocks.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def __init__(self, identity: StorageIdentity, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ConfigError for a folder that cannot be used."""
+        """Raises ConfigError if the folder cannot be used."""
         settings = identity.settings
         self._identity = identity
         self._kinds = identity.layer_kinds
@@ -69,11 +70,11 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._prompts: dict[str, Prompt] = {}
         self._step = 0
         self._loads: list[LoadChunks] = []
-        self._in_flight: dict[int, list[tuple[str, int]]] = {}  # Step -> (request, chunk) that it copies.
+        self._in_flight: dict[int, list[tuple[str, int]]] = {}  # By step: (request, chunk) that it copies.
         self._write: list[int] = []
         self._drop: list[int] = []
         self._reports = RankCombiner(StorageReport, identity.num_ranks)
-        self._lock = threading.Lock()  # Of lookups' results and of the statistics.
+        self._lock = threading.Lock()  # Guards lookups' results and the statistics.
         self._stats = StorageStats()
         self._lookups = Jobs("kv-lookup")
         self._last_lookup: Lookup | None = None
@@ -88,7 +89,7 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        # A host that has several connectors may hand on another one's; then the ranks' reports tell us.
+        # With several connectors the host may pass another one's; the ranks' reports then have the layouts.
         for handshake in metadata.values():
             if isinstance(handshake, StorageHandshake):
                 self._learn_layout(handshake.rank, handshake.layout)
@@ -118,8 +119,8 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         prompt = self._prompt_of(request)
         if prompt is None or num_external_tokens == 0:
             return
-        assert prompt.lookup is not None, "nothing was promised"
-        assert prompt.lookup.num_stored is not None, "nothing was promised"
+        assert prompt.lookup is not None, "a load follows a match"
+        assert prompt.lookup.num_stored is not None, "a load follows a match"
         end = prompt.lookup.num_stored * self._identity.chunk_tokens
         prompt.num_local_tokens = end - num_external_tokens
         prompt.has_loaded = True
@@ -128,7 +129,7 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._loads.append(LoadChunks(request.request_id, parts))
 
     def fail_load(self, request_id: str, block_ids: tuple[int, ...]) -> None:
-        """For a host that has parked a request whose load could not be ordered: it awaits the end."""
+        """The host waits for a load that cannot be ordered: makes every rank report it as failed."""
         self._loads.append(LoadChunks(request_id, (ChunkPart(b"", block_ids),), is_failed=True))
 
     def get_loaded_kv_cache_group_ids(self, request: host.Request) -> tuple[int, ...]:
@@ -144,7 +145,7 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         return self.request_finished(request, block_ids[0])
 
     def _prompt_of(self, request: host.Request) -> Prompt | None:
-        """None for a prompt without tokens, whose KV has no name."""
+        """None for a prompt without tokens, whose KV cannot be named."""
         if (prompt := self._prompts.get(request.request_id)) is None:
             if request.prompt_token_ids is None:
                 return None
@@ -189,17 +190,17 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             combined = self._reports.combine(of_ranks)
             for request_id in combined.failed_loads or ():
                 if (prompt := self._prompts.get(request_id)) is not None:
-                    prompt.num_saved = 0  # What is missing is computed now, and saved again.
+                    prompt.num_saved = 0  # What is missing is computed and saved again.
         else:
             combined = StorageReport()
         if connector_output.invalid_block_ids or connector_output.failed_recving:
-            self._distrust_steps()
+            self._drop_steps_in_flight()
         for step in combined.copied or ():
             if self._in_flight.pop(step, None) is not None:
                 self._write.append(step)
 
     def has_pending_push_work(self) -> bool:
-        """Ranks wait to hear what to do with their copies."""
+        """True while ranks must be told what to do with their copies."""
         return bool(self._write or self._drop)
 
     def get_kv_connector_stats(self) -> StorageStats | None:
@@ -223,7 +224,7 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             found += [(request_id, index, save) for index, save in prompt.take_saves(num_computed, end)]
         if found:
             self._in_flight[self._step] = [(request_id, index) for request_id, index, _ in found]
-        # Two requests may share a prefix, and compute it in the same step.
+        # Two requests may share a prefix and compute it in the same step.
         return list({(save.key, save.kind): save for _, _, save in found}.values())
 
     def _skip_stored(self, prompt: Prompt) -> None:
@@ -231,8 +232,8 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             with self._lock:
                 prompt.num_saved = max(prompt.num_saved, prompt.lookup.num_stored or 0)
 
-    def _distrust_steps(self) -> None:
-        """Of none of those in flight is it known who has computed on the bad blocks."""
+    def _drop_steps_in_flight(self) -> None:
+        """Drops all steps in flight, because it is unknown which of them computed with the bad blocks."""
         for step, copies in self._in_flight.items():
             self._drop.append(step)
             for request_id, index in copies:
@@ -246,10 +247,10 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._layouts[rank] = layout
         if not self._namespaces and len(self._layouts) == self._identity.num_ranks:
             self._namespaces = self._identity.namespaces(self._layouts)
-            logger.info("KV is kept in %s", self._folder / self._namespaces[0])
+            logger.info("KV is stored in %s", self._folder / self._namespaces[0])
 
     def _look_up(self, prompt: Prompt) -> None:
-        """Also for an engine that only saves: what is stored need not be copied again."""
+        """Starts a lookup. Also for an engine that only saves, because stored chunks need no copy."""
         keys = list(prompt.extend_keys())
         now = self._clock()
         if not self._namespaces or not keys or self._is_lookup_overdue(now):
@@ -258,13 +259,13 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._lookups.put(partial(self._find_stored, prompt.lookup, self._namespaces, keys))
 
     def _is_lookup_overdue(self, now: float) -> bool:
-        """Then the thread hangs: nobody else shall wait for it, until it has answered."""
+        """Whether the lookup thread hangs. No further prompt waits for it until it has answered."""
         with self._lock:
             last = self._last_lookup
             return last is not None and last.num_stored is None and last.deadline_s <= now
 
     def _find_stored(self, lookup: Lookup, namespaces: tuple[str, ...], keys: list[BlockHash]) -> None:
-        """On the lookup's thread. A file that is there is whole; whether it is right, the load finds out."""
+        """Runs on the lookup thread. An existing file is complete; the load verifies its content."""
 
         @cache
         def is_stored(kind: LayerKind, chunk: int) -> bool:
@@ -279,7 +280,7 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         try:
             num_stored = num_served(self._kinds, len(keys), is_stored)
         except OSError as error:
-            logger.warning("could not look into %s: %s", self._folder, error)
+            logger.warning("lookup in %s failed: %s", self._folder, error)
             num_stored = 0
         with self._lock:
             lookup.num_stored = num_stored
@@ -287,17 +288,17 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._wake()
 
     def _sweep(self) -> None:
-        """On the sweeper's thread."""
+        """Runs on the sweeper's thread."""
         settings = self._identity.settings
         try:
             swept = sweep(
                 self._folder, max_bytes=settings.max_bytes, max_age_s=settings.max_age_s, now_s=time.time()
             )
         except OSError as error:
-            logger.warning("could not sweep %s: %s", self._folder, error)
+            logger.warning("sweep of %s failed: %s", self._folder, error)
             return
         if swept.error:
-            logger.warning("could not evict everything from %s: %s", self._folder, swept.error)
+            logger.warning("sweep of %s could not evict everything: %s", self._folder, swept.error)
         if swept.num_evicted:
             logger.info("evicted %d chunks, %d bytes", swept.num_evicted, swept.evicted_bytes)
         with self._lock:
@@ -310,5 +311,5 @@ def _make(folder: Path, *, for_group: bool) -> None:
         make_folder(folder, for_group=for_group)
     except OSError as error:
         raise ConfigError(
-            f"cannot be made or used: {error}", field="kv_transfer_config.kv_connector_extra_config.path"
+            f"cannot be created or used: {error}", field="kv_transfer_config.kv_connector_extra_config.path"
         ) from error

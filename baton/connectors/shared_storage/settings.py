@@ -18,24 +18,24 @@ CHUNK_TOKENS = 256
 
 
 class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
-    path: str  # A folder that all engines see; made if it is not there.
-    max_gib: float | None = None  # Of all files under `path`, whoever wrote them; None: no limit.
+    path: str  # A folder that all engines share; created if it does not exist.
+    max_gib: float | None = None  # Size of all files under `path`, from any engine; None: no limit.
     max_age_s: float | None = None  # Since a file was written or last used; None: no limit.
-    # Of one file, a multiple of the block size; None: the first one from CHUNK_TOKENS on. Engines share
-    # files only if they agree. Larger ones are read faster, smaller ones are found more often.
+    # Tokens of one file, a multiple of the block size; None: the first multiple from CHUNK_TOKENS on. Engines
+    # share files only if they have the same value. Larger files load faster, smaller ones hit more often.
     chunk_tokens: int | None = None
-    io_threads: int = 2  # Of one rank, that load. One more writes.
-    backlog_max_mib: int = 1024  # Copies of one rank that wait to be written; what is beyond is not saved.
-    fsync: bool = True  # Survive the machine's crash too, not only the process's.
-    lookup_timeout_s: float = 1.0  # How long a prompt waits to hear what is stored; then it is computed.
-    load_timeout_s: float = 60.0  # Of one prompt; then it is computed.
-    # Of one file. A read that takes longer hangs: its prompt is computed. While every reader hangs, no prompt
-    # waits for a file.
+    io_threads: int = 2  # Reader threads of one rank. One more thread writes.
+    backlog_max_mib: int = 1024  # Copies of one rank that wait to be written; further ones are not saved.
+    fsync: bool = True  # Survive a crash of the machine, not only of the process.
+    lookup_timeout_s: float = 1.0  # How long a prompt waits for its lookup; then it is computed.
+    load_timeout_s: float = 60.0  # For one prompt; then it is computed.
+    # For one file. A read that takes longer hangs, and its prompt is computed. While all readers hang, no
+    # prompt waits for a file.
     read_timeout_s: float = 5.0
-    # Files and folders are made for their owner only (0600, 0700), or for the owner's group too (0660, 0770).
+    # Files and folders are created for their owner only (0600, 0700), or also for its group (0660, 0770).
     group_access: bool = False
-    sweep_every_s: float = 30.0  # How often too much and too old files are looked for.
-    shutdown_timeout_s: float = 5.0  # For what is still being written.
+    sweep_every_s: float = 30.0  # Interval of sweeps, which evict by age and size.
+    shutdown_timeout_s: float = 5.0  # To finish writing.
 
     def __post_init__(self) -> None:
         if not Path(self.path).is_absolute():
@@ -61,7 +61,7 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.max_gib is None else int(self.max_gib * (1 << 30))
 
     def chunk_tokens_of(self, block_tokens: int) -> int:
-        """Raises ConfigError if what is configured cannot be."""
+        """Tokens of a chunk. Raises ConfigError if the setting does not fit the block size."""
         if self.chunk_tokens is None:
             return -(-CHUNK_TOKENS // block_tokens) * block_tokens
         if self.chunk_tokens % block_tokens:

@@ -1,4 +1,4 @@
-"""What the shared storage counts, and the names under which it is published.
+"""Statistics of the shared storage, and the metrics under which they are published.
 
 counts of `StorageStats.data`   Prometheus (counters end in _total)
 saved_chunks, saved_bytes       baton:storage_saved_chunks, baton:storage_saved_bytes         files
@@ -6,11 +6,11 @@ loaded_chunks, loaded_bytes     baton:storage_loaded_chunks, baton:storage_loade
 load_s, save_s                  baton:storage_load_seconds, baton:storage_save_seconds        threads' time
 looked_up_chunks, found_chunks  baton:storage_lookup_chunks, baton:storage_found_chunks
 evicted_chunks, evicted_bytes   baton:storage_evicted_chunks, baton:storage_evicted_bytes
-failures {reason: n}            baton:storage_unusable_files{reason}       were to be loaded, and were not
+failures {reason: n}            baton:storage_unusable_files{reason}       loads of files that failed
 not_saved {reason: n}           baton:storage_not_saved_chunks{reason}
 kept_chunks, kept_bytes         baton:storage_chunks, baton:storage_bytes    gauges, of the last sweep
 
-Reasons of failures: gone, corrupt, foreign, io, timeout, failed (our own fault); of not_saved: backlog,
+Reasons of failures: gone, corrupt, foreign, io, timeout, failed (our own error); of not_saved: backlog,
 tainted, io, failed.
 """
 
@@ -26,14 +26,14 @@ from baton.connectors.counted import Count, CountedPromMetrics, CountedStats, La
 @dataclass
 class StorageStats(CountedStats):
     counts: ClassVar[Mapping[str, Count]] = {
-        "saved_chunks": Count("baton:storage_saved_chunks", "Files written: of a chunk, by rank and window."),
+        "saved_chunks": Count("baton:storage_saved_chunks", "Files written: one per chunk, rank and window."),
         "saved_bytes": Count("baton:storage_saved_bytes", "Bytes of KV written."),
         "save_s": Count("baton:storage_save_seconds", "Time that writing took."),
-        "loaded_chunks": Count("baton:storage_loaded_chunks", "Files of KV read and believed."),
+        "loaded_chunks": Count("baton:storage_loaded_chunks", "Files of KV read and verified."),
         "loaded_bytes": Count("baton:storage_loaded_bytes", "Bytes of KV in them."),
-        "load_s": Count("baton:storage_load_seconds", "Time that reading and proving took."),
+        "load_s": Count("baton:storage_load_seconds", "Time that reading and verifying took."),
         "looked_up_chunks": Count("baton:storage_lookup_chunks", "Chunks of prompts that were looked up."),
-        "found_chunks": Count("baton:storage_found_chunks", "Of them, those that were found."),
+        "found_chunks": Count("baton:storage_found_chunks", "Looked-up chunks that were found."),
         "evicted_chunks": Count("baton:storage_evicted_chunks", "Chunks removed by age or size."),
         "evicted_bytes": Count("baton:storage_evicted_bytes", "Bytes of KV in them."),
     }

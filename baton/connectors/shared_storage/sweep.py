@@ -1,13 +1,13 @@
-"""Keeps a folder within its limits of size and age. Any number of engines may sweep one folder at once.
+"""Keeps a folder within its limits of size and age. Several engines may sweep one folder at once.
 
-Least recently used goes first; "used" is the file's modification time, which readers renew. All files of a
-chunk, of every rank and kind of layers, go together: one without the others is of no use. A reader that has
-opened a file reads it to its end whatever happens to the name; one that comes later finds nothing, and
-computes.
+The least recently used chunk goes first; its files' modification time, which readers renew, is its last use.
+All files of a chunk, of every rank and kind of layers, are removed together, because one is of no use without
+the others. A reader that has opened a file can read it to the end; one that comes later finds no file, and
+its prompt is computed.
 
-    too old                         older than max_age_s
-    too much                        the oldest, down to LOW_WATER of max_bytes, so that a sweep buys time
-    left behind by a dead writer    temporary files older than ABANDONED_S
+    too old       older than max_age_s
+    too large     the oldest, down to LOW_WATER of max_bytes, so that sweeps are rare
+    abandoned     temporary files of dead writers, older than ABANDONED_S
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton.connectors.shared_storage.chunk_name import SUFFIX
 from baton.connectors.whole_file import TEMPORARY_PREFIX
 
 LOW_WATER = 0.9
-ABANDONED_S = 900.0  # Longer than writing one file takes; a writer that is slower fails, and says so.
+ABANDONED_S = 900.0  # Longer than a file takes to write; a slower writer fails with an error.
 
 
 @dataclass(slots=True)
@@ -31,18 +31,18 @@ class Swept:
     kept_bytes: int = 0
     num_evicted: int = 0
     evicted_bytes: int = 0
-    error: str = ""  # Why some chunk that should have left is still there.
+    error: str = ""  # Why a chunk that should be evicted still exists.
 
 
 @dataclass(slots=True)
 class _Chunk:
-    used_s: float = 0.0  # The latest of its files'.
+    used_s: float = 0.0  # The latest of its files.
     nbytes: int = 0
     paths: list[str] = field(default_factory=list)
 
 
 def sweep(folder: Path, *, max_bytes: int | None, max_age_s: float | None, now_s: float) -> Swept:
-    """`now_s`: since the epoch. Raises OSError if the folder itself cannot be read."""
+    """`now_s`: since the Unix epoch. Raises OSError if the folder itself cannot be read."""
     swept = Swept()
     chunks = sorted(_chunks(folder, now_s), key=lambda chunk: chunk.used_s)
     total = sum(chunk.nbytes for chunk in chunks)
@@ -52,7 +52,7 @@ def sweep(folder: Path, *, max_bytes: int | None, max_age_s: float | None, now_s
     for chunk in chunks:
         is_too_old = max_age_s is not None and now_s - chunk.used_s > max_age_s
         if is_too_old or total > goal:
-            # What cannot be removed, another user's perhaps, stays; younger ones leave in its place.
+            # A chunk that cannot be removed, for example another user's, stays; newer ones go instead.
             if not (error := _remove(*chunk.paths)):
                 total -= chunk.nbytes
                 swept.num_evicted += 1
@@ -70,7 +70,7 @@ def _chunks(folder: Path, now_s: float) -> list[_Chunk]:
         try:
             found = entry.stat()
         except FileNotFoundError:
-            continue  # Somebody else sweeps too.
+            continue  # Another engine has swept it.
         if entry.name.startswith(TEMPORARY_PREFIX):
             if now_s - found.st_mtime > ABANDONED_S:
                 _remove(entry.path)
@@ -83,7 +83,7 @@ def _chunks(folder: Path, now_s: float) -> list[_Chunk]:
 
 
 def _files(folder: str, depth: int) -> Iterator[os.DirEntry[str]]:
-    """Two floors of folders; what else lies in there is not ours, and stays."""
+    """Files two folders deep. Everything else in the folder is not ours, and stays."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if depth and entry.is_dir(follow_symlinks=False):
@@ -93,7 +93,7 @@ def _files(folder: str, depth: int) -> Iterator[os.DirEntry[str]]:
 
 
 def _remove(*paths: str) -> str:
-    """The first error, if there was one; that a file has gone already is none."""
+    """Returns the first error, or "". A file that is already gone is not an error."""
     errors = []
     for path in paths:
         try:

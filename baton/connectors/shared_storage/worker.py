@@ -1,11 +1,11 @@
-"""The worker half: copies computed chunks out of this rank's cache, and reads stored ones into it.
+"""Worker half: copies computed chunks out of this rank's cache, and loads stored ones into it.
 
-    save   within the step: blocks -> a copy        (`wait_for_save`; the blocks may be reused at once)
-           when the scheduler says that the step was right: copy -> file, on a thread
-    load   on threads: file -> proved -> blocks     (the request waits; nobody else touches its blocks)
+    save   within the step: blocks -> a copy            (`wait_for_save`; the blocks may be reused at once)
+           after the scheduler half has approved the step: copy -> file, on a thread
+    load   on threads: file -> verified -> blocks       (the request waits; only the load writes its blocks)
 
-The step waits for no file. A read that hangs costs its own request `read_timeout_s`. While all readers hang,
-no request waits for them. What waits to be written is bounded by `backlog_max_mib`.
+No step waits for a file. A read that hangs delays its own request by `read_timeout_s`. While all readers
+hang, no request waits for them. `backlog_max_mib` bounds the copies that wait to be written.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
-TELL_UNWRITTEN_EVERY_S = 30.0
-# Than the part before it: of a prompt the end is to leave before the beginning, which is useful without it.
+LOG_UNWRITTEN_EVERY_S = 30.0
+# Age difference to the previous part. A prompt's end is evicted before its beginning, useful without the end.
 OLDER_BY_NS = 1_000_000
-# Why a chunk is not written. A label of `baton:storage_not_saved_chunks`.
+# Reason why a chunk is not written. A label of `baton:storage_not_saved_chunks`.
 NotSaved = Literal["backlog", "io", "failed", "tainted"]
 
 
 @dataclass(slots=True)
 class _Copy:
-    """Of one file, until it is written or dropped."""
+    """Copy for one file, until it is written or dropped."""
 
     key: bytes
     window: int | None
@@ -75,19 +75,19 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         self._clock = clock
         self._keys = identity.signing_keys
         self._namespaces: tuple[str, ...] = ()  # One for each key.
-        self._blocks: tuple[CacheBlocks, ...] = ()  # Of each kind of layers.
+        self._blocks: tuple[CacheBlocks, ...] = ()  # One for each kind of layers.
         self._layout = ""
         self._wake: Callable[[], None] = lambda: None
-        self._staged: dict[int, list[_Copy]] = {}  # By step; not known yet to be right.
+        self._staged: dict[int, list[_Copy]] = {}  # By step; not approved yet.
         self._copied: set[int] = set()  # Steps, for the next report.
         self._loads: dict[str, Load] = {}
         self._readers = Jobs(f"kv-read-{identity.rank}", settings.io_threads)
-        self._reading: dict[int, tuple[Load, float]] = {}  # By thread: what it reads, and since when.
+        self._reading: dict[int, tuple[Load, float]] = {}  # By thread: its load, and the start of the read.
         self._writer = Jobs(f"kv-write-{identity.rank}")
-        self._lock = threading.Lock()  # Of all that the threads tell us, which follows.
+        self._lock = threading.Lock()  # Guards the fields below, which the threads set.
         self._backlog_bytes = 0
-        self._num_unwritten = 0  # Since it was told; of the writer's thread.
-        self._told_unwritten_s: float | None = None
+        self._num_unwritten = 0  # Since the last log line; used by the writer's thread.
+        self._logged_unwritten_s: float | None = None
         self._finished: set[str] = set()
         self._invalid_blocks: set[int] = set()
         self._failed: set[str] = set()  # For our scheduler half.
@@ -117,10 +117,10 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
     # --- Step ----------------------------------------------------------------------------------
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Starts the loads now rather than in `start_load_kv`, which hosts call behind the forward."""
+        """Starts the loads here and not in `start_load_kv`, which hosts call after the forward pass."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StorageMetadata)
-        # A host that contains a failed `build_connector_meta` sends an empty one in its place.
+        # A host that contains a failed `build_connector_meta` sends empty metadata instead.
         self._namespaces = connector_metadata.namespaces or self._namespaces
         for step in connector_metadata.drop:
             self._drop(self._staged.pop(step, []), "tainted")
@@ -144,10 +144,10 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
                 self._readers.put(partial(self._run_part, load, index))
 
     def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
-        return  # Under way since the metadata was bound.
+        return  # Loads run since the metadata was bound.
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        return  # Loads are asynchronous: no request computes before its blocks are here.
+        return  # Loads are asynchronous: a request computes after its load.
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -186,7 +186,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         _, received = self.get_finished(finished_req_ids)
         with self._lock:
-            failed = self._failed_whole & (received or set())  # One that has ended since then is for later.
+            failed = self._failed_whole & (received or set())  # Loads that end later are reported later.
             self._failed_whole -= failed
         return KVConnectorTransferResults(set(), received or set(), failed)
 
@@ -222,38 +222,38 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
     # --- Saving --------------------------------------------------------------------------------
 
     def _write(self, copy: _Copy) -> None:
-        """On the writer's thread."""
+        """Runs on the writer's thread."""
         from baton.connectors.shared_storage import files
 
-        assert self._namespaces, "the scheduler orders nothing before it knows"
+        assert self._namespaces, "the scheduler half orders no writes before it knows them"
         name = ChunkName(self._namespaces[0], copy.key, self._identity.rank, copy.window)
         path = name.path_in(self._folder)
         started = self._clock()
         try:
             if path.exists():
-                self._drop([copy], None)  # Another request's, or another engine's.
+                self._drop([copy], None)  # Written by another request or engine.
                 return
             fsync = self._identity.settings.fsync
             group = self._identity.settings.group_access
             files.write(path, name, copy.form, copy.body, self._keys[0], fsync=fsync, for_group=group)
         except OSError as error:
-            self._tell_unwritten(path, error)
+            self._log_unwritten(path, error)
             self._drop([copy], "io")
             return
         self._drop([copy], None)
         with self._lock:
             self._stats.add(saved_chunks=1, saved_bytes=copy.form.nbytes, save_s=self._clock() - started)
 
-    def _tell_unwritten(self, path: Path, error: OSError) -> None:
-        """Now and then: where a disk is full, every chunk of every prompt fails."""
+    def _log_unwritten(self, path: Path, error: OSError) -> None:
+        """Logs at intervals, because on a full disk every chunk of every prompt fails."""
         self._num_unwritten += 1
         now = self._clock()
-        if self._told_unwritten_s is None or now - self._told_unwritten_s >= TELL_UNWRITTEN_EVERY_S:
+        if self._logged_unwritten_s is None or now - self._logged_unwritten_s >= LOG_UNWRITTEN_EVERY_S:
             logger.warning("could not write %d chunks, the last one %s: %s", self._num_unwritten, path, error)
-            self._num_unwritten, self._told_unwritten_s = 0, now
+            self._num_unwritten, self._logged_unwritten_s = 0, now
 
     def _drop(self, copies: list[_Copy], reason: NotSaved | None) -> None:
-        """They take no memory any more. `reason`: why they were not saved, if they should have been."""
+        """Frees the copies' memory. `reason`: why they were not saved, if they should have been."""
         with self._lock:
             for copy in copies:
                 self._backlog_bytes -= copy.form.nbytes
@@ -263,7 +263,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
     # --- Loading -------------------------------------------------------------------------------
 
     def _run_part(self, load: Load, index: int) -> None:
-        """On a reader's thread. Whatever is wrong with one part ends this load, and no other."""
+        """Runs on a reader's thread. A failure of one part ends this load and no other."""
         from baton.connectors.shared_storage.files import Unusable
 
         if not load.wants(index):
@@ -276,7 +276,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         except Unusable as error:
             logger.warning("request %s computes what it could not load: %s", load.order.request_id, error)
             end = load.part_failed(index, error.reason)
-        except Exception:  # The border of one request's load.
+        except Exception:  # Only this request's load fails.
             logger.exception("loading for request %s failed", load.order.request_id)
             end = load.part_failed(index, "failed")
         else:
@@ -286,7 +286,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         self._end_load(end)
 
     def _stuck_loads(self) -> list[Load]:
-        """The loads of which a file is being read for longer than `read_timeout_s`."""
+        """Loads with a file that has been read for longer than `read_timeout_s`."""
         begun_before_s = self._clock() - self._identity.settings.read_timeout_s
         with self._lock:
             return [load for load, begun_s in self._reading.values() if begun_s <= begun_before_s]
@@ -295,7 +295,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         return len(self._stuck_loads()) == self._identity.settings.io_threads
 
     def _load_part(self, load: Load, index: int) -> None:
-        """Raises Unusable; then no block of it was touched, and a file that is bad is gone."""
+        """Raises Unusable without having touched the part's blocks. Removes a bad file."""
         from baton.connectors.shared_storage import files
 
         part = load.order.parts[index]
@@ -318,7 +318,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
             self._stats.add(loaded_chunks=1, loaded_bytes=blocks.form.nbytes, load_s=self._clock() - started)
 
     def _find(self, part: ChunkPart, blocks: CacheBlocks) -> tuple[ChunkName, bytes]:
-        """The chunk's file and the key that signed it: the current one, or else the previous one."""
+        """The chunk's file and the key that signed it: the current one, otherwise the previous one."""
         found = [
             (ChunkName(namespace, part.key, self._identity.rank, blocks.kind.window), key)
             for namespace, key in zip(self._namespaces, self._keys, strict=True)
@@ -327,7 +327,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         return next(stored, found[0])
 
     def _end_load(self, end: LoadEnd | None) -> None:
-        """From any thread. None: it goes on."""
+        """From any thread. None: the load continues."""
         if end is None:
             return
         with self._lock:
@@ -335,7 +335,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
             if end.reason is not None:
                 self._failed.add(end.request_id)
                 if has_tables(self._identity.groups):
-                    self._failed_whole.add(end.request_id)  # A part is of no use: windows see its end.
+                    self._failed_whole.add(end.request_id)  # Windows need the end.
                 else:
                     self._invalid_blocks.update(block for part in end.not_loaded for block in part.block_ids)
                 self._stats.add_for("failures", end.reason)
@@ -343,7 +343,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
 
 
 def _renew(path: Path, used_ns: int) -> None:
-    """Somebody may have removed it meanwhile, or the folder is not ours to write."""
+    """Updates the time of last use. The file may be gone, or the folder not writable."""
     try:
         os.utime(path, ns=(used_ns, used_ns))
     except OSError as error:
@@ -354,4 +354,4 @@ def _remove(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        logger.warning("could not remove the unusable %s: %s", path, error)
+        logger.warning("could not remove the unusable file %s: %s", path, error)
