@@ -124,11 +124,11 @@ class CountedPromMetrics(KVConnectorPromMetrics):
         self._counts, self._gauges = (
             {
                 key: self.make_per_engine(
-                    kind(name=count.name, documentation=count.text, labelnames=labelnames)
+                    metric_types[kind](name=count.name, documentation=count.text, labelnames=labelnames)
                 )
                 for key, count in counts.items()
             }
-            for kind, counts in ((counter, self.kind.counts), (metric_types[Gauge], self.kind.gauges))
+            for kind, counts in ((PromCounter, self.kind.counts), (Gauge, self.kind.gauges))
         )
         self._labelled = {
             key: counter(name=count.name, documentation=count.text, labelnames=[*labelnames, count.label])

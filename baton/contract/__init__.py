@@ -6,6 +6,7 @@ two without relearning. Start with `base`: its docstring shows one engine step.
 
 from baton.contract.aggregator import KVOutputAggregator
 from baton.contract.base import (
+    ConnectorDead,
     CopyBlocksOp,
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -16,7 +17,6 @@ from baton.contract.base import (
     SupportsHMA,
     supports_hma,
 )
-from baton.contract.errors import ConnectorDead
 from baton.contract.events import (
     AllBlocksCleared,
     BlockRemoved,

@@ -32,6 +32,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from baton.contract.output import KVConnectorOutput, KVConnectorTransferResults, KVConnectorWorkerMetadata
+from baton.core.errors import BatonError
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +51,13 @@ CopyBlocksOp = Callable[
 def hidden_states_name(layer: int) -> str:
     """Layer name under which `save_kv_layer` gets hidden states; see `hidden_states_wanted`."""
     return f"hidden_states.{layer}"
+
+
+class ConnectorDead(BatonError):
+    """Raised by a half that will never work again, for example because a thread that it needs has ended.
+
+    The host can then retire it at once instead of trying further steps.
+    """
 
 
 class KVConnectorRole(enum.Enum):

@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Final, TypeVar, cast
 
 from baton.contract import host
-from baton.contract.base import KVConnectorSchedulerHalf
-from baton.contract.errors import ConnectorDead
+from baton.contract.base import ConnectorDead, KVConnectorSchedulerHalf
 from baton.contract.null import NullSchedulerHalf
 from baton.contract.surface import SURFACE, Scope
 from baton.core.errors import UserError

@@ -8,11 +8,22 @@ import msgspec
 from baton.engine.api import PromptLogprobs, TokenLogprob, TokenLogprobs
 from baton.server.protocol.chat import ChatLogprobs, ChatTokenLogprob, TopLogprob
 from baton.server.protocol.completion import CompletionLogprobs
-from baton.server.protocol.logprob import PromptLogprob
 from baton.server.tokens import Tokenizer
 
 ROWS_AT_ONCE = 64  # Rows of a prompt, with 21 tokens each: about 5 ms.
 LOGPROB_MIN = -9999.0  # Stands for minus infinity, which JSON cannot represent. vLLM's value.
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """Entry of `prompt_logprobs` in an answer, in vLLM's format.
+
+    The answer has a list with one element per token of the prompt: null for the first, else an object from
+    token ids to entries, the token itself first, then the most likely ones. Answers hold the list as JSON.
+    """
+
+    logprob: float
+    rank: int  # 1 is the most likely token.
+    decoded_token: str
 
 
 class LogprobFormat:

@@ -10,11 +10,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from baton.connectors.decode_bench.connector import WARNING
 from baton.connectors.decode_bench.halves import (
     DecodeBenchMetadata,
+    DecodeBenchPromMetrics,
     DecodeBenchSchedulerHalf,
+    DecodeBenchStats,
     DecodeBenchWorkerHalf,
 )
 from baton.connectors.decode_bench.settings import DecodeBenchSettings
-from baton.connectors.decode_bench.stats import DecodeBenchPromMetrics, DecodeBenchStats
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.vllm_plugin.forwarding import ForwardingConnector
 from baton.vllm_plugin.groups import groups_of

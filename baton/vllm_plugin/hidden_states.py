@@ -25,11 +25,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from baton.connectors.extra_config import FIELD
 from baton.connectors.hidden_states.halves import (
     HiddenStatesMetadata,
+    HiddenStatesPromMetrics,
     HiddenStatesSchedulerHalf,
+    HiddenStatesStats,
     HiddenStatesWorkerHalf,
 )
 from baton.connectors.hidden_states.settings import HiddenStatesSettings
-from baton.connectors.hidden_states.stats import HiddenStatesPromMetrics, HiddenStatesStats
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
 from baton.core.errors import BadTransferParams, ConfigError
 from baton.vllm_plugin.forwarding import ForwardingConnector

@@ -12,9 +12,14 @@ from __future__ import annotations
 import logging
 from typing import Any, ClassVar
 
-from baton.connectors.decode_bench.halves import ANSWERED, DecodeBenchSchedulerHalf, DecodeBenchWorkerHalf
+from baton.connectors.decode_bench.halves import (
+    ANSWERED,
+    DecodeBenchPromMetrics,
+    DecodeBenchSchedulerHalf,
+    DecodeBenchStats,
+    DecodeBenchWorkerHalf,
+)
 from baton.connectors.decode_bench.settings import DecodeBenchSettings
-from baton.connectors.decode_bench.stats import DecodeBenchPromMetrics, DecodeBenchStats
 from baton.connectors.observed import ObservedConnector
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, TwoHalvesOfGroups, host
 from baton.core.config import EngineConfig

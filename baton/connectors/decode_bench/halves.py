@@ -9,11 +9,12 @@ With several block tables, only the blocks within a window are filled.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from baton.connectors.counted import Count, CountedPromMetrics, CountedStats, LabelledCount
 from baton.connectors.decode_bench.settings import DecodeBenchSettings
-from baton.connectors.decode_bench.stats import DecodeBenchStats
 from baton.contract import (
     KVConnectorMetadata,
     KVConnectorSchedulerHalf,
@@ -33,6 +34,29 @@ ANSWERED = "baton_synthetic_tokens"
 @dataclass(frozen=True, slots=True)
 class DecodeBenchMetadata(KVConnectorMetadata):
     block_ids: tuple[int, ...] = ()  # To fill before the forward pass, of any group.
+
+
+@dataclass
+class DecodeBenchStats(CountedStats):
+    """Statistics of synthetic KV: baton:synthetic_tokens, baton:synthetic_requests."""
+
+    counts: ClassVar[Mapping[str, Count]] = {
+        "synthetic_tokens": Count("baton:synthetic_tokens", "Prompt tokens with synthetic KV."),
+        "synthetic_requests": Count("baton:synthetic_requests", "Requests with synthetic KV."),
+    }
+    labelled: ClassVar[Mapping[str, LabelledCount]] = {  # Counted by the host.
+        "failures": LabelledCount("baton:synthetic_failures", "reason", "Errors that were contained."),
+    }
+
+    def reduce(self) -> dict[str, int | float | str]:
+        return {
+            "SYNTHETIC tokens": self.data["synthetic_tokens"],
+            "requests": self.data["synthetic_requests"],
+        }
+
+
+class DecodeBenchPromMetrics(CountedPromMetrics):
+    kind = DecodeBenchStats
 
 
 class DecodeBenchSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):

@@ -14,9 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from baton.connectors.hidden_states.halves import HiddenStatesSchedulerHalf, HiddenStatesWorkerHalf
+from baton.connectors.hidden_states.halves import (
+    HiddenStatesPromMetrics,
+    HiddenStatesSchedulerHalf,
+    HiddenStatesStats,
+    HiddenStatesWorkerHalf,
+)
 from baton.connectors.hidden_states.settings import PATH_KEY, HiddenStatesSettings, includes_output
-from baton.connectors.hidden_states.stats import HiddenStatesPromMetrics, HiddenStatesStats
 from baton.connectors.observed import ObservedConnector
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, TwoHalvesOfGroups, host
 from baton.core.config import EngineConfig

@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from baton.connectors.counted import Count, CountedPromMetrics, CountedStats, LabelledCount
 from baton.connectors.hidden_states.settings import PATH_KEY, HiddenStatesSettings, includes_output
-from baton.connectors.hidden_states.stats import HiddenStatesStats
 from baton.connectors.jobs import Jobs
 from baton.connectors.whole_file import write_whole
 from baton.contract import (
@@ -52,6 +52,29 @@ class SaveStates:
 @dataclass(frozen=True, slots=True)
 class HiddenStatesMetadata(KVConnectorMetadata):
     saves: tuple[SaveStates, ...] = ()
+
+
+@dataclass
+class HiddenStatesStats(CountedStats):
+    """Statistics of saved hidden states: baton:hidden_states_files, _tokens and _lost_files."""
+
+    counts: ClassVar[Mapping[str, Count]] = {
+        "saved_files": Count("baton:hidden_states_files", "Requests whose hidden states were saved."),
+        "saved_tokens": Count("baton:hidden_states_tokens", "Tokens whose hidden states were saved."),
+        "lost_files": Count(
+            "baton:hidden_states_lost_files", "Requests whose hidden states could not be saved."
+        ),
+    }
+    labelled: ClassVar[Mapping[str, LabelledCount]] = {  # Counted by the host.
+        "failures": LabelledCount("baton:hidden_states_failures", "reason", "Errors that were contained."),
+    }
+
+    def reduce(self) -> dict[str, int | float | str]:
+        return {name.replace("_", " "): self.data[name] for name in self.counts}
+
+
+class HiddenStatesPromMetrics(CountedPromMetrics):
+    kind = HiddenStatesStats
 
 
 class HiddenStatesSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
