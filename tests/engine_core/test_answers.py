@@ -18,8 +18,8 @@ def combined(*of_ranks: ModelRunnerOutput, unsent: str | None = None) -> ModelRu
     answers = RankAnswers(len(of_ranks))
     answers.note_sent(unsent)
     output = answers.combine(of_ranks)
-    assert answers.take_untold() == [[5]]
-    assert answers.take_untold() == []
+    assert answers.take_sampled() == [[5]]
+    assert answers.take_sampled() == []
     return output
 
 

@@ -20,7 +20,7 @@ from baton.core.errors import ConfigError, UserError
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams, SchedulerStats
 from baton.engine.core.client import EngineClient, EngineDeadError, EngineUnreadyError
 from baton.engine.llm import LLM
-from baton.engine.process import liveness as pulse
+from baton.engine.process import liveness
 from baton.engine.runner.malloc_tuning import primitive_limits
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -272,12 +272,12 @@ def test_a_core_that_is_stopped_while_idle_is_noticed_without_a_request(make_con
 def test_requests_of_an_engine_that_is_stopped_fail_and_it_serves_when_it_goes_on(
     make_config, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
-    monkeypatch.setattr(pulse, "STOP_LOOK_S", 0.05)
-    monkeypatch.setattr(pulse, "STALLED_S", 0.2)
+    monkeypatch.setattr(liveness, "STOP_LOOK_S", 0.05)
+    monkeypatch.setattr(liveness, "STALLED_S", 0.2)
 
     async def is_so(condition: Callable[[], bool]) -> None:
         while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(pulse.STOP_LOOK_S)
+            await asyncio.sleep(liveness.STOP_LOOK_S)
 
     async def test() -> None:
         async with engine(make_config(parallel_config=ParallelConfig(executor="multiprocess"))) as client:

@@ -201,7 +201,7 @@ def test_a_life_of_an_executor(driver_of, kind: str) -> None:
         assert step.kv_connector_metadata is None, "so the scheduler gives up what was to be loaded"
         result = executor.execute(driver.empty(says_unsendable=True, received={0: {"v"}, 1: {"v"}}))
         assert received(result) == {"v"}
-        assert result.connector_error == "its report cannot be sent"
+        assert result.connector_error == "its report cannot be pickled"
         result = executor.execute(driver.empty())
         assert result.connector_error is None
         assert len(seen(result.kv_connector_output)) == driver.num_ranks

@@ -37,7 +37,7 @@ def test_each_rank_needs_a_gpu_of_its_own(make_config, monkeypatch: pytest.Monke
     monkeypatch.setattr(cuda, "why_unavailable", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [device_of(config, Group(rank, 2)).index for rank in range(2)] == [0, 1]
-    with pytest.raises(UserError, match="4 ranks need as many GPUs, and there are 2"):
+    with pytest.raises(UserError, match="4 ranks need 4 GPUs, and this host has 2"):
         device_of(config, Group(0, 4))
 
 

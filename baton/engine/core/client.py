@@ -42,7 +42,7 @@ from baton.engine.core.core_messages import (
 )
 from baton.engine.process.channel import FrameSplitter, frame
 from baton.engine.process.child import KILL_WAIT_S, Child
-from baton.engine.process.liveness import Pulse, StopWatch, family
+from baton.engine.process.liveness import HangWatch, StopWatch, process_tree
 from baton.engine.runner.malloc_tuning import primitive_limits
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class EngineClient:
         self._burial: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
         self._step_timeout_s = step_timeout_s
-        self._pulse = Pulse(lambda: self._send(Ping()), self._hangs, step_timeout_s)
+        self._hang_watch = HangWatch(lambda: self._send(Ping()), self._hangs, step_timeout_s)
         self._stop_watch = StopWatch(self._stalls)
         self._is_stalled = False  # While a process is stopped.
         self._restarting: str | None = None  # The reason, while ranks restart.
@@ -215,7 +215,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """End the core's process. Idempotent. Kills it after STOP_TIMEOUT_S."""
-        self._pulse.stop()
+        self._hang_watch.stop()
         self._stop_watch.stop()
         self._send(Stop())
         self._child.resume()
@@ -252,7 +252,7 @@ class EngineClient:
     # --- Received messages --------------------------------------------------------------------------
 
     def _receive(self, received: bytes) -> None:
-        self._pulse.felt()
+        self._hang_watch.note_message()
         for payload in self._splitter.feed(received):
             match self._decoder.decode(payload):
                 case Outputs(outputs):
@@ -269,7 +269,7 @@ class EngineClient:
                     self._introduction = None
                     self._restarting = reason
                     self._fail_open(EngineUnreadyError(f"the engine starts its ranks anew: {reason}"))
-                    self._pulse.stop()  # Loading the weights may take longer than a step.
+                    self._hang_watch.stop()  # Loading the weights may take longer than a step.
                 case Restarted(introduction):
                     logger.warning("the engine has restarted its ranks")
                     self._introduction = introduction
@@ -305,8 +305,8 @@ class EngineClient:
 
     def _watch(self) -> None:
         """Start to watch a core that has just started its ranks."""
-        self._pulse.start()
-        self._stop_watch.start(family(self.pid))
+        self._hang_watch.start()
+        self._stop_watch.start(process_tree(self.pid))
 
     def _stalls(self, reason: str) -> None:
         logger.error("%s; its requests fail", reason)
@@ -337,7 +337,7 @@ class EngineClient:
         """From now on nothing will come; whoever waits hears why. The first reason stays."""
         if self._death is not None:
             return
-        self._pulse.stop()
+        self._hang_watch.stop()
         self._stop_watch.stop()
         death = self._death = EngineDeadError(how)
         if not self._started.done():

@@ -1,9 +1,9 @@
-"""Who runs the ranks of one engine: the engine core's own process, one process per rank, or Ray's actors.
+"""Executors: run the ranks of an engine in the core's process, one process per rank, or Ray actors.
 
     Executor.submit(SchedulerOutput) --> every rank --> Future[ModelRunnerOutput]
 
-All kinds build the same `Worker` for each rank and combine the ranks' reports by the contract's one
-aggregator. Steps may be submitted before the results of earlier ones have come; ranks run them in order.
+Every executor builds the same `Worker` for each rank and combines the ranks' reports with the contract's
+aggregator. Steps may be submitted before the results of earlier steps; the ranks run them in order.
 """
 
 from __future__ import annotations
@@ -21,68 +21,71 @@ if TYPE_CHECKING:
 
 
 class ExecutorDied(BatonError):
-    """A rank is gone, and the engine with it. Says which rank and how it ended."""
+    """A rank has ended, and with it the engine. The message names the rank and how it ended."""
 
 
 def done(output: ModelRunnerOutput) -> Future[ModelRunnerOutput]:
-    """Of a step that has run."""
+    """A future with this result."""
     future: Future[ModelRunnerOutput] = Future()
     future.set_result(output)
     return future
 
 
 class Executor(ABC):
-    """Ready for steps once constructed."""
+    """Runs the steps of an engine's ranks. It is ready once constructed."""
 
     @abstractmethod
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """One step on all ranks, behind those submitted before. Never waits for ranks in other processes.
+        """Run one step on all ranks, after the steps submitted before. Never waits for other processes.
 
-        The result is ExecutorDied, or what the model raised, if this executor can do nothing more; submit
-        may raise the same.
+        If the executor has failed, the future raises ExecutorDied or the model's error; `submit` may raise
+        the same.
         """
 
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """A step, and its result."""
+        """Run one step and wait for its result."""
         return self.submit(scheduler_output).result()
 
     @abstractmethod
     def handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
-        """What each tensor-parallel rank's worker half wants its peers to know."""
+        """Handshake metadata of each tensor-parallel rank's worker half, for its peers."""
 
     @property
     def awaits_capture(self) -> bool:
-        """The connector's layer hooks are to be captured, under metadata that its scheduler half makes."""
+        """Whether `capture` has to be called with metadata of the connector's scheduler half."""
         return False
 
     def capture(self, metadata: KVConnectorMetadata) -> None:
-        """If it `awaits_capture`: on all ranks, once, before the first step. `metadata`: of an empty step."""
-        raise AssertionError("nobody waits for a capture")
+        """Record the connector's layer hooks on all ranks: once, before the first step, if `awaits_capture`.
+
+        `metadata`: of an empty step.
+        """
+        raise AssertionError("this executor awaits no capture")
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
-        """See `KVConnectorWorkerHalf.bind_wake`. False: somebody has to look for what ranks have to say."""
+        """See `KVConnectorWorkerHalf.bind_wake`. False: the caller has to poll the ranks by steps."""
         return False
 
     def only_half(self) -> KVConnectorWorkerHalf | None:
-        """The worker half of the only rank, if that lives in this process."""
+        """The worker half of the only rank, if it is in this process."""
         return None
 
     @abstractmethod
     def expect_reports(self, expected_count: int | None) -> None:
-        """How many ranks report a finished id before it counts; None: all. Before the first step."""
+        """Set the number of ranks that report a finished id; None: all. Call it before the first step."""
 
     @abstractmethod
     def forget_all_but(self, request_ids: Container[str]) -> None:
-        """Requests that are gone wait for no rank's report any more."""
+        """Drop partial reports of all other requests."""
 
     def death_filenos(self) -> Sequence[int]:
-        """Readable between steps when a rank has died: for an idle engine to wait on."""
+        """Descriptors that become readable when a rank dies between steps, for an idle engine to wait on."""
         return ()
 
     @abstractmethod
     def check_alive(self) -> None:
-        """Raises ExecutorDied."""
+        """Raises ExecutorDied if a rank has ended."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Ends every rank, connector halves included. Idempotent, bounded."""
+        """End every rank and its connector half, in bounded time. Idempotent."""

@@ -1,10 +1,10 @@
-"""What an executor makes of its ranks' answers, whatever brought them: one result for each step, in order.
+"""Combination of the ranks' answers into one result per step, in order, for executors with several processes.
 
-    submit -> StepFuture    result() drives the executor until this step's answers have come, and with it
-                            those of all steps before
+    submit -> StepFuture    result() drives the executor until the answers of this step and of all steps
+                            before it have arrived
 
-Rank 0 samples. The others learn a step's tokens with the next step that is submitted after its result has
-come, which is before any of its requests is scheduled again.
+Rank 0 samples. The other ranks get a step's tokens with the first step that is submitted after its result has
+arrived, which is before any of its requests is scheduled again.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from baton.contract.aggregator import KVOutputAggregator
 from baton.core.errors import BatonError
 from baton.engine.executor import Executor
-from baton.engine.executor.last_words import LastWords
 from baton.engine.executor.packing import packed, packed_step
+from baton.engine.executor.rank_failures import RankFailures
 from baton.engine.executor.rank_messages import RankCapture, RankReady, RankStep
 from baton.engine.step import ModelRunnerOutput
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from baton.core.config import EngineConfig
     from baton.engine.step import SchedulerOutput
 
-START_TIMEOUT_S = 600.0  # Reading the weights of a large model from a slow disk.
-STOP_TIMEOUT_S = 10.0  # For worker halves to end what they own.
+START_TIMEOUT_S = 600.0  # Time to read the weights of a large model from a slow disk.
+STOP_TIMEOUT_S = 10.0  # For the shutdown of worker halves.
 
 
 class StepFuture(Future[ModelRunnerOutput]):
-    """Of the thread that submits: nobody works on it in the background, so `result` does."""
+    """Result of a step. No background thread completes it: `done` and `result` drive the executor."""
 
     def __init__(self, drive: Callable[[StepFuture, bool], None]) -> None:
-        """`drive(self, is_waiting)` sets results as they come; with `is_waiting` until this one has."""
+        """`drive(self, is_waiting)` sets arrived results, and waits for this one if `is_waiting`."""
         super().__init__()
         self._drive = drive
 
@@ -46,7 +46,7 @@ class StepFuture(Future[ModelRunnerOutput]):
         return super().done()
 
     def result(self, timeout: float | None = None) -> ModelRunnerOutput:
-        """The executor has its own bound for a step; `timeout` is not asked for."""
+        """`timeout` must be None: the executor has its own bound for a step."""
         assert timeout is None
         if not super().done():
             self._drive(self, True)
@@ -57,8 +57,8 @@ class RankAnswers:
     def __init__(self, num_ranks: int) -> None:
         self.aggregator = KVOutputAggregator(num_ranks)
         self._num_ranks = num_ranks
-        self._untold: list[list[int]] = []
-        self._unsent: deque[str | None] = deque()  # Of each step in flight: why the ranks had no metadata.
+        self._sampled: list[list[int]] = []
+        self._unsent: deque[str | None] = deque()  # Per step in flight: why the ranks got no metadata.
 
     def expect(self, expected_count: int | None) -> None:
         self.aggregator = KVOutputAggregator(expected_count or self._num_ranks, self._num_ranks)
@@ -67,18 +67,18 @@ class RankAnswers:
         self.aggregator.forget_all_but(request_ids)
 
     def note_sent(self, unsent: str | None) -> None:
-        """A step is on its way; `unsent`: why without the connector's metadata, if so."""
+        """Note a sent step. `unsent`: why it was sent without the connector's metadata, if it was."""
         self._unsent.append(unsent)
 
-    def take_untold(self) -> list[list[int]]:
-        """The tokens of each step that has ended since the last call, for the ranks that did not sample."""
-        untold, self._untold = self._untold, []
-        return untold
+    def take_sampled(self) -> list[list[int]]:
+        """The tokens of each step that has ended since the last call, for the ranks that do not sample."""
+        sampled, self._sampled = self._sampled, []
+        return sampled
 
     def combine(self, outputs: Sequence[ModelRunnerOutput]) -> ModelRunnerOutput:
-        """`outputs`: one per rank, in rank order, of one step; steps in order."""
+        """Combine the outputs of one step, one per rank in rank order. Call it for the steps in order."""
         output = outputs[0]
-        self._untold.append([token for tokens in output.sampled_token_ids for token in tokens])
+        self._sampled.append([token for tokens in output.sampled_token_ids for token in tokens])
         output.kv_connector_output = self.aggregator.aggregate([o.kv_connector_output for o in outputs])
         errors = (self._unsent.popleft(), *(o.connector_error for o in outputs), self.aggregator.error)
         output.connector_error = next((error for error in errors if error), None)
@@ -94,7 +94,7 @@ class RemoteExecutor(Executor):
         self._step_timeout_s = config.step_timeout_s
         self._is_broken = False
         self._answers = RankAnswers(self._size)
-        self._last_words = LastWords(self._size)
+        self._failures = RankFailures(self._size)
         self._in_flight: deque[tuple[StepFuture, Any]] = deque()  # With what `_send` returned.
 
     @abstractmethod
@@ -119,7 +119,7 @@ class RemoteExecutor(Executor):
         }
 
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        step = RankStep(scheduler_output, self._answers.take_untold())
+        step = RankStep(scheduler_output, self._answers.take_sampled())
         payload, unsent = packed_step(step, scheduler_output)
         self._answers.note_sent(unsent)
         future = StepFuture(self._drive)

@@ -1,4 +1,4 @@
-"""The one rank, in the engine core's own process: nothing to serialise, nobody who could die alone."""
+"""Executor of a single rank in the engine core's process, without serialisation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class InProcessExecutor(Executor):
         self._aggregator = KVOutputAggregator(1)
 
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Done when it returns."""
+        """The returned future is done."""
         output = self._worker.execute(scheduler_output, [])
         output.kv_connector_output = self._aggregator.aggregate([output.kv_connector_output])
         return done(output)
@@ -54,7 +54,7 @@ class InProcessExecutor(Executor):
         self._aggregator.forget_all_but(request_ids)
 
     def check_alive(self) -> None:
-        return  # It lives in the process that asks.
+        return  # The rank is in this process.
 
     def shutdown(self) -> None:
         self._worker.shutdown()

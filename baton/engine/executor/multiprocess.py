@@ -1,11 +1,11 @@
-"""One process per tensor-parallel rank, on this host; the engine core drives them over socket pairs.
+"""Executor with one process per tensor-parallel rank on this host, connected by socket pairs.
 
     core --RankStep (pickled once, sent to all)--> rank 0, rank 1, ...
     core <--ModelRunnerOutput------------------------ each; rank 0's has the tokens
 
-A rank that ends, whatever the reason, closes its socket: the core hears of it at once, in a step or idle,
-ends the others (which may be stuck in a collective that can never complete) and fails with the reason
-(`last_words`).
+A rank that ends for any reason closes its socket. The core notices this at once, in a step or idle, ends the
+other ranks (which may be stuck in a collective that can never complete) and fails with the reason
+(`rank_failures`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from baton.core.errors import BatonError
 from baton.engine.executor import ExecutorDied
 from baton.engine.executor.answers import START_TIMEOUT_S, STOP_TIMEOUT_S, RemoteExecutor
-from baton.engine.executor.last_words import LISTEN_S
 from baton.engine.executor.packing import packed
+from baton.engine.executor.rank_failures import REPORT_WAIT_S
 from baton.engine.executor.rank_messages import (
     RankAssignment,
     RankFailed,
@@ -37,7 +37,7 @@ from baton.engine.process.child import Child
 if TYPE_CHECKING:
     from baton.core.config import EngineConfig
 
-BROKEN_STOP_TIMEOUT_S = 2.0  # When a rank is gone, the others are stuck or about to end by themselves.
+BROKEN_STOP_TIMEOUT_S = 2.0  # After a rank has ended, the others are stuck or about to end.
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -101,46 +101,46 @@ class MultiprocessExecutor(RemoteExecutor):
         return [answers.popleft() for answers in self._received]
 
     def _receive(self, timeout_s: float) -> None:
-        """What has come, or comes first within `timeout_s`."""
-        self._listen(timeout_s)
-        if self._last_words:
+        """Receive what has arrived, or arrives first within `timeout_s`. Raises if a rank has failed."""
+        self._poll_ranks(timeout_s)
+        if self._failures:
             raise self._death()
 
-    def _listen(self, timeout_s: float) -> None:
+    def _poll_ranks(self, timeout_s: float) -> None:
         rank_of = {
             channel.fileno(): rank
             for rank, channel in enumerate(self._channels)
-            if not self._last_words.has_ended(rank)
+            if not self._failures.has_ended(rank)
         }
         poll = select.poll()
         for fd, rank in rank_of.items():
             poll.register(fd, select.POLLIN | (select.POLLOUT if self._channels[rank].has_unsent else 0))
         for fd, event in poll.poll(timeout_s * 1e3):
-            self._converse(rank_of[fd], event)
+            self._exchange(rank_of[fd], event)
 
-    def _converse(self, rank: int, event: int) -> None:
-        """Receive and send what `event` says is possible."""
+    def _exchange(self, rank: int, event: int) -> None:
+        """Receive and send, as far as `event` allows."""
         channel = self._channels[rank]
         try:
-            if event & ~select.POLLOUT:  # First: who takes no more may have said why.
+            if event & ~select.POLLOUT:  # First, because a rank that closed its end may have sent the reason.
                 for payload in channel.receive_nowait():
                     message = pickle.loads(payload)
                     if isinstance(message, RankFailed):
-                        self._last_words.take_failure(rank, message)
+                        self._failures.take_failure(rank, message)
                     else:
                         self._received[rank].append(message)
             if event & select.POLLOUT:
                 channel.flush_nowait()
         except ChannelClosed:
-            self._last_words.take_end(rank, self._ranks[rank].describe_exit())
+            self._failures.take_end(rank, self._ranks[rank].describe_exit())
 
     def _death(self) -> BatonError:
-        """A rank has ended or failed. Waits for what the others have to say of it, for a moment."""
+        """The error for a failed rank. Waits up to REPORT_WAIT_S for reports of the others."""
         self._is_broken = True
-        deadline = time.monotonic() + LISTEN_S
-        while not self._last_words.say_why and (left_s := deadline - time.monotonic()) > 0:
-            self._listen(left_s)
-        return self._last_words.error()
+        deadline = time.monotonic() + REPORT_WAIT_S
+        while not self._failures.is_explained and (left_s := deadline - time.monotonic()) > 0:
+            self._poll_ranks(left_s)
+        return self._failures.error()
 
     def death_filenos(self) -> Sequence[int]:
         return [channel.fileno() for channel in self._channels]

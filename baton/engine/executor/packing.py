@@ -1,9 +1,10 @@
-"""Steps and their results as bytes: pickled, since both ends are ours. What a connector says in them is not.
+"""Pickles steps and their results, and drops connector data that cannot be pickled.
 
-If that cannot be pickled it is lost, as if the half that says it had raised, and the rest travels:
+Dropped data counts as if its half had raised. The rest is sent:
 
-    the scheduler half's metadata   ranks hear nothing of the step's loads, and the scheduler gives them up
-    a worker half's report          what has ended and which blocks are bad; not stats, events and metadata
+    the scheduler half's metadata   the ranks get none of the step's loads, and the scheduler fails them
+    a worker half's report          ended requests and bad blocks are kept; stats, events and metadata are
+    lost
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ def packed(message: Any) -> bytes:
 
 
 def packed_step(step: Any, scheduler_output: SchedulerOutput) -> tuple[bytes, str | None]:
-    """`step` with this output in it, and why the connector's metadata was taken out of it, if it was."""
+    """Pickle `step`, which contains this output.
+
+    Also returns why the connector's metadata was dropped, or None.
+    """
 
     def leave_out() -> bool:
         has_any = scheduler_output.kv_connector_metadata is not None
@@ -46,7 +50,7 @@ def packed_result(result: ModelRunnerOutput) -> bytes:
             invalid_block_ids=report.invalid_block_ids,
             expected_finished_count=report.expected_finished_count,
         )
-        result.connector_error = result.connector_error or "its report cannot be sent"
+        result.connector_error = result.connector_error or "its report cannot be pickled"
         return True
 
     return _packed_without(result, "report after a step", leave_out)[0]
@@ -55,8 +59,8 @@ def packed_result(result: ModelRunnerOutput) -> bytes:
 def _packed_without(message: Any, what: str, leave_out: Callable[[], bool]) -> tuple[bytes, str | None]:
     try:
         return packed(message), None
-    except Exception as error:  # Whoever wrote what is to be pickled decides what it raises.
+    except Exception as error:  # Pickling calls the connector's code, which may raise anything.
         if not leave_out():
             raise
-        logger.exception("the connector's %s cannot be sent; the rest is", what)
+        logger.exception("the connector's %s cannot be pickled and is dropped", what)
         return packed(message), f"{what}: {type(error).__name__}: {error}"

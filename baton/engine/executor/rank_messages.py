@@ -1,6 +1,6 @@
-"""What an executor and a rank in a process of its own say to each other.
+"""Messages between an executor and ranks in other processes.
 
-Imports no torch: a core whose ranks are other processes does without, which is 200 MB and two seconds.
+Imports no torch: a core without ranks in its process saves 200 MB and two seconds.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """The parent's first message to a rank."""
+    """The executor's first message to a rank."""
 
     config: EngineConfig
     connector_factory: str | None
     rank: int
-    store_path: str  # A file in a private folder, where the ranks find each other.
+    store_path: str  # File in a private folder, by which the ranks connect to each other.
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,10 @@ class RankCapture:
 
 @dataclass(frozen=True, slots=True)
 class RankFailed:
-    """At start or in a step; the rank ends after it. Text, since not every exception can be pickled."""
+    """A failure at start or in a step; the rank then ends.
+
+    Text, because not every exception can be pickled.
+    """
 
     message: str
     is_users: bool

@@ -1,14 +1,15 @@
-"""One Ray actor per tensor-parallel rank (`pip install kv-baton[ray]`).
+"""Executor with one Ray actor per tensor-parallel rank (`pip install kv-baton[ray]`).
 
-    core --RankStep--> rank 0's actor, rank 1's, ...       an actor task each; actors run theirs in order
-    core <--ModelRunnerOutput-- each                        awaited with `ray.wait`, never without a bound
+    core --RankStep--> rank 0's actor, rank 1's, ...       an actor task per rank; actors run them in order
+    core <--ModelRunnerOutput-- each                        awaited with `ray.wait`, always with a bound
 
-Ray is started here, on this host and on loopback only, and ends with the last executor of this process,
-unless the process has called `ray.init` itself: then that Ray is used and left as it is.
+The executor starts Ray on this host, on loopback only, and stops it with the last executor of this process.
+If the process has called `ray.init` itself, that Ray is used and not stopped.
 
-A rank that dies fails its tasks, which whoever waits for a step hears at once. For an idle engine each actor
-also has a task that never ends; a thread waits for it and makes `death_filenos` readable. Ray itself hears of
-its worker's end by their broken connection, so both take milliseconds. Which rank is to blame: `last_words`.
+When a rank dies its tasks fail, so a waiting step fails at once. For an idle engine each actor
+also has a task that never ends. A thread waits for these tasks and makes `death_filenos` readable. Ray
+notices the end of a worker by its broken connection, so both take milliseconds. `rank_failures` finds the
+cause.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 from baton.core.errors import BatonError
 from baton.engine.executor import ExecutorDied
 from baton.engine.executor.answers import START_TIMEOUT_S, STOP_TIMEOUT_S, RemoteExecutor
-from baton.engine.executor.last_words import LISTEN_S
 from baton.engine.executor.packing import packed
+from baton.engine.executor.rank_failures import REPORT_WAIT_S
 from baton.engine.executor.rank_messages import (
     RankAssignment,
     RankFailed,
@@ -41,16 +42,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WATCH_S = 1.0  # The watching thread looks up as often, to see whether it is to end.
+WATCH_S = 1.0  # Interval at which the watching thread checks whether it has to end.
 WATCH_END_S = 10.0
-READY_S = 10.0  # To fetch what is said to be ready.
+READY_S = 10.0  # To fetch a result that Ray reports as ready.
 
 
 class RayExecutor(RemoteExecutor):
     def __init__(
         self, config: EngineConfig, connector_factory: str | None, actors: RankActors | None = None
     ) -> None:
-        """`actors`: the caller's to close, and behind this executor there for the next. Without: its own."""
+        """`actors`: owned by the caller, for several executors. None: the executor owns its actors."""
         super().__init__(config)
         self._owns_actors = actors is None
         self._actors = actors if actors is not None else RankActors(config)
@@ -81,14 +82,14 @@ class RayExecutor(RemoteExecutor):
         return self._gather(tasks, START_TIMEOUT_S)
 
     def _send(self, payload: bytes) -> list[Any]:
-        shared = self._ray.put(payload)  # Once for all ranks.
+        shared = self._ray.put(payload)  # Stored once for all ranks.
         return [process.actor.answer.remote(shared) for process in self._ranks]
 
     def _has_answers(self, tasks: list[Any]) -> bool:
         return len(self._ray.wait(tasks, num_returns=len(tasks), timeout=0)[0]) == len(tasks)
 
     def _gather(self, tasks: list[Any], timeout_s: float) -> list[Any]:
-        """Each rank's answer. A rank whose task fails is heard although others still run theirs."""
+        """Each rank's answer. Raises as soon as the task of one rank fails."""
         deadline = time.monotonic() + timeout_s
         answers: dict[int, Any] = {}
         missing = list(tasks)
@@ -99,37 +100,37 @@ class RayExecutor(RemoteExecutor):
                 ranks = sorted(tasks.index(task) for task in missing)
                 raise ExecutorDied(f"ranks {ranks} did not answer within {timeout_s:.0f} s")
             rank = tasks.index(ready[0])
-            answers[rank] = self._hear(rank, ready[0])
-            if self._last_words:
+            answers[rank] = self._collect(rank, ready[0])
+            if self._failures:
                 raise self._death({task: tasks.index(task) for task in missing})
         return [answers[rank] for rank in range(self._size)]
 
-    def _hear(self, rank: int, task: Any) -> Any:
-        """What a task that has ended says; of one that failed, for `_death`."""
+    def _collect(self, rank: int, task: Any) -> Any:
+        """The result of an ended task. A failure is noted for `_death`."""
         try:
             answer = pickle.loads(self._ray.get(task, timeout=READY_S))
         except self._ray.exceptions.RayActorError as error:
-            self._last_words.take_end(rank, _first_line(error))
+            self._failures.take_end(rank, _first_line(error))
             return None
         except self._ray.exceptions.RayError as error:
             answer = failure_of(error)
         if isinstance(answer, RankFailed):
-            self._last_words.take_failure(rank, answer)
+            self._failures.take_failure(rank, answer)
         return answer
 
     def _death(self, rank_of: dict[Any, int]) -> BatonError:
-        """A rank has ended or failed. Waits for what the others have to say of it, for a moment.
+        """The error for a failed rank. Waits up to REPORT_WAIT_S for reports of the others.
 
-        `rank_of`: tasks that have not ended.
+        `rank_of`: the ranks of the tasks that have not ended.
         """
         self._is_broken = True
-        deadline = time.monotonic() + LISTEN_S
-        if self._watch is not None:  # A task that never ends, of each rank.
+        deadline = time.monotonic() + REPORT_WAIT_S
+        if self._watch is not None:  # The task of each rank that never ends.
             rank_of |= {task: rank for rank, task in enumerate(self._watch.tasks)}
-        while rank_of and not self._last_words.say_why and (left_s := deadline - time.monotonic()) > 0:
+        while rank_of and not self._failures.is_explained and (left_s := deadline - time.monotonic()) > 0:
             for task in self._ray.wait(list(rank_of), timeout=left_s)[0]:
-                self._hear(rank_of.pop(task), task)
-        return self._last_words.error()
+                self._collect(rank_of.pop(task), task)
+        return self._failures.error()
 
     def death_filenos(self) -> Sequence[int]:
         return [] if self._watch is None else [self._watch.fileno()]
@@ -139,9 +140,9 @@ class RayExecutor(RemoteExecutor):
             return
         if not self._watch.ended:
             self._is_broken = True
-            raise ExecutorDied("nobody hears any more whether ranks live: see the log")
+            raise ExecutorDied("the watch over the ranks has failed; see the log")
         for task in self._watch.ended:
-            self._hear(self._watch.tasks.index(task), task)
+            self._collect(self._watch.tasks.index(task), task)
         raise self._death({})
 
     def shutdown(self) -> None:
@@ -156,7 +157,7 @@ class RayExecutor(RemoteExecutor):
             self._actors.close()
 
     def _has_closed(self, ranks: list[RankProcess]) -> bool:
-        """All of them, in time. A rank whose peer is gone may hang, and is not asked."""
+        """Close all ranks. False if one failed or was late, or if a rank has died: its peers may hang."""
         if self._is_broken or not ranks:
             return False
         tasks = [process.actor.close.remote() for process in ranks]
@@ -167,7 +168,7 @@ class RayExecutor(RemoteExecutor):
         try:
             self._ray.get(ended, timeout=READY_S)
         except self._ray.exceptions.RayError as error:
-            logger.warning("a rank did not end in order: %s", error)
+            logger.warning("a rank failed while it closed: %s", error)
             return False
         return True
 
@@ -178,13 +179,13 @@ def _first_line(error: Exception) -> str:
 
 
 class _Watch:
-    """Hears of the first actor that ends, in a thread of its own; a descriptor tells whoever polls."""
+    """Thread that waits for the first actor to end, and then makes a descriptor readable."""
 
     def __init__(self, ray: Any, tasks: list[Any]) -> None:
-        """`tasks`: of each rank one that never ends, but with its actor."""
+        """`tasks`: one task per rank that ends only with its actor."""
         self.tasks = tasks
         self.ended: list[Any] = []
-        self.has_ended = False  # Also when watching failed.
+        self.has_ended = False  # Also if the watch has failed.
         self._ray = ray
         self._closing = threading.Event()
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -198,8 +199,8 @@ class _Watch:
         try:
             while not self.ended and not self._closing.is_set():
                 self.ended, _ = self._ray.wait(self.tasks, timeout=WATCH_S)
-        except Exception:  # Whoever polls has to hear that nobody watches any more.
-            logger.exception("Ray cannot be asked whether ranks live")
+        except Exception:  # The executor must notice that the watch has failed.
+            logger.exception("the watch over the ranks has failed")
         if self._closing.is_set():
             return
         self.has_ended = True

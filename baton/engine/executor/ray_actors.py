@@ -1,11 +1,11 @@
-"""Ray, and actors in it that wait to be ranks.
+"""Pool of Ray actors that run ranks, and the Ray that they share.
 
-    take    --> an actor for each rank: one that waits, else a new one
-    give_back   a rank that has been closed waits for its next assignment
-    close   --> nobody waits any more; Ray ends with its last user in this process
+    take    --> an actor for each rank: an idle one, else a new one
+    give_back   a closed rank becomes idle
+    close   --> idle actors end; Ray ends with its last user in this process
 
-An engine needs its actors once. Whoever starts engine after engine, as a kit of tests does, keeps them: it is
-the start of a process that takes long.
+An engine takes its actors once. A program that starts many engines, such as the conformance kit, keeps the
+actors, because starting a process takes long.
 """
 
 from __future__ import annotations
@@ -29,46 +29,49 @@ if TYPE_CHECKING:
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
-# Ray reads these when it is imported or started. Ours give way to what the user has set, loopback excepted.
+# Ray reads these when it is imported or started. The user's values take precedence, except for loopback.
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Ray's own control process may die as well. It is on this host, and waits for nobody who starts it anew:
-    # within Ray's minute all that steps wait for would hang.
+    # Ray's own control process may die as well. It is on this host and is not restarted, so all waiting steps
+    # would hang for Ray's default of a minute.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3",
-    # Ray's default is 15: ranks, which are the engine, would get what the rest of a busy host leaves.
+    # Ray's default of 15 would starve the ranks on a busy host.
     "RAY_worker_niceness": "0",
 }
-_LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0", on any system: all that Ray binds is 127.0.0.1.
+_LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0", on any system: Ray binds 127.0.0.1 only.
 
 
 class RankActor:
-    """Runs in a process of Ray's. Answers what `worker.Rank` answers, or RankFailed, packed by us."""
+    """A rank in a process of Ray.
+
+    Its answers are those of `worker.Rank`, or RankFailed, pickled by `packing`.
+    """
 
     def __init__(self, path: list[str], environment: dict[str, str], log_level: int) -> None:
-        """`path`: where our process finds modules; Ray's finds this one."""
+        """`path`: the module path of the engine's process, which Ray's process needs."""
         sys.path += [entry for entry in path if entry not in sys.path]
         os.environ.update(environment)
         logging.basicConfig(level=log_level)
-        # Ray ends its workers by their connections, which a stopped process (SIGSTOP) does not notice.
+        # Ray ends workers through their connections, which a stopped process (SIGSTOP) does not notice.
         signal_parents_death(signal.SIGKILL)
-        from baton.engine.executor.worker import Rank  # Here alone: it imports torch.
+        from baton.engine.executor.worker import Rank  # Imported here, because it imports torch.
 
         self._rank = Rank()
 
     def answer(self, payload: bytes) -> bytes:
         try:
             return packed_answer(self._rank.answer(pickle.loads(payload)))
-        except Exception as error:  # Text, since not every exception can be pickled.
+        except Exception as error:  # Text, because not every exception can be pickled.
             return packed_answer(failure_of(error))
 
     def close(self) -> None:
         self._rank.close()
 
     def watch(self) -> None:
-        """Ends with the process, and so tells of its end."""
+        """Never returns: the task ends with the process."""
         threading.Event().wait()
 
 
@@ -79,7 +82,7 @@ class RankProcess(NamedTuple):
 
 class RankActors:
     def __init__(self, config: EngineConfig) -> None:
-        """`config`: of any of the engines; they have devices and numbers of threads in common."""
+        """`config`: of any engine that uses the pool; all have the same device and number of threads."""
         self.ray = import_ray()
         self._uses_ours = _OURS.enter(self.ray, config)
         self._environment = {
@@ -92,13 +95,13 @@ class RankActors:
         self._is_closed = False
 
     def take(self, count: int) -> list[RankProcess]:
-        """They are the caller's to give back or to kill."""
+        """Actors for `count` ranks. The caller has to give them back or kill them."""
         taken, self._waiting = self._waiting[:count], self._waiting[count:]
         return [*taken, *(self._start() for _ in range(count - len(taken)))]
 
     def _start(self) -> RankProcess:
-        # Ranks choose their GPUs by rank, as they do without Ray; so Ray is not to hide any. In a Ray of ours
-        # there is nobody to share processors with; to a user's, a rank is one processor's work.
+        # Ranks choose their GPUs by rank, as without Ray, so Ray must not hide GPUs. The Ray that Baton
+        # starts has no other users of processors; in a user's Ray a rank takes one processor.
         num_cpus = 0 if self._uses_ours else 1
         kind = self.ray.remote(num_cpus=num_cpus, max_restarts=0, concurrency_groups={"watch": 1})(RankActor)
         path = [os.path.abspath(entry) for entry in sys.path]
@@ -106,7 +109,7 @@ class RankActors:
         return RankProcess(actor, actor.watch.options(concurrency_group="watch").remote())
 
     def give_back(self, closed: list[RankProcess]) -> None:
-        """Ranks that were closed, and live."""
+        """Return ranks that were closed and are alive."""
         self._waiting += closed
 
     def kill(self, processes: list[RankProcess]) -> None:
@@ -124,21 +127,21 @@ class RankActors:
 
 
 class _OurRay:
-    """The Ray that this process's executors have started and share. Ray knows one to a process."""
+    """The Ray that this process's executors start and share. A process can have only one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_users = 0
 
     def enter(self, ray: Any, config: EngineConfig) -> bool:
-        """Starts it where there is none; False: there is one, and it is somebody else's."""
+        """Start Ray if needed and register a user. False: the process already had a Ray of its own."""
         with self._lock:
             if self._num_users == 0:
                 if ray.is_initialized():
                     return False
                 if os.environ.get(_LOOPBACK_ONLY) != "0":
                     raise ConfigError(
-                        "Ray was imported before this engine could tell it to stay on loopback: call "
+                        "Ray was imported before this engine could restrict it to loopback: call "
                         f"ray.init yourself, or set {_LOOPBACK_ONLY}=0 before the import",
                         field="parallel_config.executor",
                     )
@@ -149,7 +152,7 @@ class _OurRay:
                     num_cpus=size,
                     num_gpus=size if on_gpu else 0,
                     include_dashboard=False,
-                    configure_logging=False,  # The logging of this process is ours.
+                    configure_logging=False,  # Baton configures the logging of this process.
                 )
             self._num_users += 1
             return True
@@ -165,12 +168,12 @@ _OURS = _OurRay()
 
 
 def import_ray() -> Any:
-    """Raises ConfigError without the extra."""
+    """Import Ray. Raises ConfigError if it is not installed."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if "ray" not in sys.modules:
         os.environ[_LOOPBACK_ONLY] = "0"
-    # Whoever else is on this host cannot join; without it Ray keeps one in the user's home.
+    # Keeps other users of this host out. Without it Ray stores a token in the user's home.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     try:
         import ray

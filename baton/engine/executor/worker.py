@@ -1,6 +1,6 @@
-"""One rank: its slice of the model, KV cache, worker half and runner. Built the same by every executor.
+"""One rank: its slice of the model, KV cache, worker half and runner. Every executor builds it in this way.
 
-connector half -> KV cache (as the half asks for it) -> register_kv_caches -> warm-up
+worker half -> KV cache (in the half's layout) -> register_kv_caches -> warm-up
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Worker:
             raise
 
     def capture(self, metadata: KVConnectorMetadata) -> None:
-        """If it `awaits_capture`: once, before the first step. `metadata`: of an empty step."""
+        """Record the connector's layer hooks: once, before the first step. `metadata`: of an empty step."""
         self._runner.record_graphs(metadata)
 
     def handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -93,23 +93,23 @@ class Worker:
 
 
 def device_of(config: EngineConfig, group: TensorParallelGroup) -> torch.device:
-    """Each rank has a GPU of its own. Raises UserError where there is none for it."""
+    """The rank's device; each rank has its own GPU. Raises UserError if there are too few."""
     if config.device_config.device != "cuda":
         return torch.device(config.device_config.device)
     require_cuda()
     if (found := torch.cuda.device_count()) < group.size:
         raise UserError(
-            f"{group.size} ranks need as many GPUs, and there are {found}",
+            f"{group.size} ranks need {group.size} GPUs, and this host has {found}",
             field="parallel_config.tensor_parallel_size",
         )
     return torch.device("cuda", group.rank)
 
 
-# --- In a process of its own ---------------------------------------------------------------------------
+# --- In another process ---------------------------------------------------------------------------
 
 
 class Rank:
-    """One rank's worker, message by message. Lives in a process of its own, whose process group it owns."""
+    """One rank's worker, driven by messages. It owns the process group of its process."""
 
     def __init__(self) -> None:
         self._worker: Worker | None = None
@@ -127,7 +127,7 @@ class Rank:
 
     @property
     def _started(self) -> Worker:
-        assert self._worker is not None, "the assignment comes first"
+        assert self._worker is not None, "the first message is the assignment"
         return self._worker
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class Rank:
 
 
 def worker_main(end: socket.socket) -> None:
-    """Entry point of a rank's process; see `multiprocess`. Messages are pickled: both ends are ours."""
+    """Entry point of a rank's process; see `multiprocess`. Messages are pickled: Baton started both ends."""
     channel = Channel(end)
     rank = Rank()
     try:
@@ -154,12 +154,12 @@ def worker_main(end: socket.socket) -> None:
                     return
                 channel.send_nowait(packed_answer(rank.answer(message)))
     except ConnectionError:
-        return  # Our parent is gone or has let go of us.
-    except Exception as error:  # It ends this process: but first the core has to hear why.
+        return  # The parent has ended or closed the connection.
+    except Exception as error:  # It ends this process, after the core has got the reason.
         channel.send_nowait(packed_answer(failure_of(error)))
         channel.flush(SEND_FAILURE_S)
         if isinstance(error, UserError):
-            sys.exit(1)  # Its text is all that there is to say.
+            sys.exit(1)  # The text is sufficient; a traceback would not help the user.
         raise
     finally:
         rank.close()
@@ -171,7 +171,7 @@ def _start(assignment: RankAssignment) -> Worker:
     group: TensorParallelGroup = SingleRank()
     if size > 1:
         backend = "nccl" if config.device_config.device == "cuda" else "gloo"
-        # Public, but not re-exported by name.
+        # Public, but torch does not re-export it by name.
         store = dist.FileStore(assignment.store_path, size)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=assignment.rank, world_size=size)
         group = ProcessGroup()

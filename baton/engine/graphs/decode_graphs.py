@@ -1,4 +1,4 @@
-"""Buckets: static inputs, an attention plan whose memory stays, and the recording over both."""
+"""Buckets: static inputs, an attention plan at fixed addresses, and the recording that uses both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class GraphedModel(Protocol):
-    """What a model needs for its decode steps to be replayed."""
+    """Interface of a model whose decode steps can be replayed."""
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
@@ -36,7 +36,7 @@ class GraphedModel(Protocol):
     def decode_plans(
         self, num_reqs: int, max_blocks: int, kv_caches: dict[str, torch.Tensor]
     ) -> dict[Any, Any]:
-        """For `ForwardContext.plans`: memory that stays, for steps of one token of each request."""
+        """Plans at fixed addresses for `ForwardContext.plans`, for steps with one token per request."""
 
     def refill_plans(
         self,
@@ -44,7 +44,7 @@ class GraphedModel(Protocol):
         group_metadata: Sequence[AttentionMetadata],
         kv_caches: dict[str, torch.Tensor],
     ) -> None:
-        """Make them those of this step, whose metadata is given for each KV-cache group."""
+        """Set the plans' contents for a step. `metadata` is per KV-cache group."""
 
 
 def graphs_of(
@@ -54,7 +54,7 @@ def graphs_of(
     mode: GraphMode,
     device: torch.device,
 ) -> DecodeGraphs:
-    """`kv_caches` have a scratch block behind the pool's."""
+    """`kv_caches` have a scratch block after the pool's blocks."""
     block_size, sizes = config.cache_config.block_size, bucket_sizes(config)
     logger.info("decode steps are replayed, %s: batches of %s", mode.value, ", ".join(map(str, sizes)))
     return DecodeGraphs(
@@ -72,11 +72,11 @@ def graphs_of(
 
 @dataclass(slots=True)
 class _Bucket:
-    """B requests at most, a token of each."""
+    """Recording for at most B requests with one token each."""
 
     input_ids: StaticArray  # [B]
     positions: StaticArray  # [B]
-    context: ForwardContext  # The model's, in every replay.
+    context: ForwardContext  # Argument of the model in every replay.
     replay: Replay | None = None
 
 
@@ -94,7 +94,10 @@ class DecodeGraphs:
         num_groups: int = 1,
         device: torch.device,
     ) -> None:
-        """`max_blocks`: of the longest request. `scratch_block`: in every cache, and nobody's."""
+        """`max_blocks`: of the longest request.
+
+        `scratch_block`: its id in every cache; no request owns it.
+        """
         assert mode is not GraphMode.OFF
         self._model = model
         self._kv_caches = kv_caches
@@ -124,16 +127,17 @@ class DecodeGraphs:
     def record(
         self, half: KVConnectorWorkerHalf | None = None, metadata: KVConnectorMetadata | None = None
     ) -> None:
-        """Before the first step. With a half: its layer hooks are recorded too, under this metadata.
+        """Record all buckets, before the first step. With a half, its layer hooks are recorded under
+        `metadata`.
 
-        What the half raises comes out: a connector whose hooks cannot be captured has said that they can.
+        Errors of the half are raised, because its connector declares that the hooks can be captured.
         """
         recorder = recorder_for(self._device)
         self._hooks_are_recorded = half is not None
         if half is None:
             self._record_all(recorder, None)
             return
-        assert metadata is not None, "a half shows its hooks under metadata of its own"
+        assert metadata is not None, "the hooks of a half need its metadata"
         half.bind_connector_metadata(metadata)
         try:
             self._record_all(recorder, half)
@@ -142,7 +146,7 @@ class DecodeGraphs:
             half.reset_capture_state()
 
     def _record_all(self, recorder: Recorder, half: KVConnectorWorkerHalf | None) -> None:
-        for size, bucket in reversed(self._buckets.items()):  # Smaller ones find room in larger ones' memory.
+        for size, bucket in reversed(self._buckets.items()):  # Smaller ones reuse the memory of larger ones.
             nobody = np.zeros(0, np.int64)
             padding = self._padded(nobody, np.zeros((0, 1), np.int64), size)
             self._fill(bucket, nobody, [padding] * self._num_groups)
@@ -167,20 +171,20 @@ class DecodeGraphs:
         )
 
     def run(self, token_ids: IntArray, step: ForwardContext) -> torch.Tensor:
-        """Hidden states `[R, M]` of a step that it `can_run`; valid until the next one."""
+        """Hidden states `[R, M]` of a step that it `can_run`; valid until the next step."""
         metadata = step.attn_metadata
         assert metadata is not None
         num_reqs = metadata.num_reqs
         size = next(size for size in self.sizes if size >= num_reqs)
         bucket = self._buckets[size]
-        assert bucket.replay is not None, "recorded before the first step"
+        assert bucket.replay is not None, "`record` comes before the first step"
         padded = [
             self._padded(metadata.positions_np, of_group.block_table_np, size)
             for of_group in step.group_metadata or (metadata,)
         ]
         self._fill(bucket, token_ids, padded)
         context = bucket.context
-        context.attn_metadata = metadata  # As hooks are to see it, without padding.
+        context.attn_metadata = metadata  # For hooks, without padding.
         context.group_metadata = step.group_metadata
         if self._mode is GraphMode.PIECEWISE or self._hooks_are_recorded:
             context.worker_half = step.worker_half
@@ -190,7 +194,7 @@ class DecodeGraphs:
             context.worker_half = None
 
     def _padded(self, positions: IntArray, block_table: IntArray, size: int) -> AttentionMetadata:
-        """Rows of padding compute position 0 of the scratch block."""
+        """The metadata of a padded batch. Rows of padding compute position 0 of the scratch block."""
         num_reqs, width = block_table.shape
         computed = np.zeros(size, np.int64)
         computed[:num_reqs] = positions

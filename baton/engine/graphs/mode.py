@@ -1,4 +1,4 @@
-"""Which decode steps are replayed, and in how many pieces."""
+"""Choice of the graph mode and of the batch sizes that are recorded."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class GraphMode(enum.Enum):
 
 
 def choose_mode(config: EngineConfig, half: KVConnectorWorkerHalf) -> GraphMode:
-    """What the configuration asks for, as far as the connector allows it."""
+    """The configured mode, as far as the connector allows it."""
     asked = config.device_config.graph_mode
     if half.hidden_states_wanted:
-        return GraphMode.OFF  # They show between the layers only while Python runs there.
+        return GraphMode.OFF  # They are passed on between layers, in Python.
     if asked == "auto":
-        # Without a device to wait for there is nothing to gain.
+        # On a CPU graphs gain nothing.
         asked = "full" if config.device_config.device == "cuda" else "off"
     if asked != "full":
         return GraphMode(asked)
@@ -39,7 +39,10 @@ def choose_mode(config: EngineConfig, half: KVConnectorWorkerHalf) -> GraphMode:
 
 
 def needs_layer_hooks(config: EngineConfig, half: KVConnectorWorkerHalf) -> bool:
-    """In decode steps. Asked of the connector's class, as in vLLM; without such a class: yes."""
+    """Whether decode steps need the layer hooks.
+
+    The connector's class decides, as in vLLM; without one: True.
+    """
     if isinstance(half, NullWorkerHalf):
         return False
     if isinstance(half, KVConnectorBase_V1) and config.kv_transfer_config is not None:
@@ -49,7 +52,7 @@ def needs_layer_hooks(config: EngineConfig, half: KVConnectorWorkerHalf) -> bool
 
 
 def bucket_sizes(config: EngineConfig) -> tuple[int, ...]:
-    """Numbers of requests, ascending: as configured, or powers of two, up to what can run at once."""
+    """Recorded batch sizes, ascending: as configured, or powers of two up to the most concurrent requests."""
     most = config.scheduler_config.max_num_seqs
     sizes = config.device_config.graph_buckets
     if not sizes:

@@ -1,10 +1,10 @@
-"""How a forward pass over static memory is recorded, to be run again without its Python.
+"""Recorders of a forward pass over static memory, which replay it without running its Python code.
 
-    CudaRecorder     torch.cuda.CUDAGraph: one, or one for each piece between two calls that stay outside
-    PlainRecorder    remembers the call and makes it again: the same buckets, padding and static memory where
-                     there are no graphs
+    CudaRecorder     torch.cuda.CUDAGraph: one, or one for each piece between two calls outside of graphs
+    PlainRecorder    repeats the call: the same buckets, padding and static memory on devices without
+                     graphs
 
-A recording ends where the model calls `outside` and begins again behind it:
+A recording ends where the model calls `outside` and begins again after it:
 
     | graph: embedding ... qkv of layer 0 | call: attention, hooks | graph: output of layer 0 ... | call ...
 """
@@ -22,15 +22,15 @@ import torch
 from baton.engine.forward_context import OutsideGraph
 
 Forward: TypeAlias = Callable[[OutsideGraph | None], torch.Tensor]
-"""A forward pass over static memory; what it calls through its argument stays outside the graphs."""
+"""A forward pass over static memory. Calls through its argument stay outside of the graphs."""
 Replay: TypeAlias = Callable[[], torch.Tensor]
-"""Runs it again; the result lies where the last one lay."""
+"""Runs the pass again; the result is at the same address."""
 
 
 class Recorder(ABC):
     @abstractmethod
     def record(self, forward: Forward, *, in_pieces: bool) -> Replay:
-        """Calls `forward`, perhaps more than once. What it raises comes out, and nothing is recorded."""
+        """Record `forward`, which may be called more than once. If it raises, nothing is recorded."""
 
 
 class PlainRecorder(Recorder):
@@ -41,7 +41,7 @@ class PlainRecorder(Recorder):
 
 
 class Graph(Protocol):
-    """What is launched between `begin` and `end` is recorded, and launched again by `replay`."""
+    """Records operations between `begin` and `end`; `replay` launches them again."""
 
     def begin(self) -> None: ...
     def end(self) -> None: ...
@@ -49,7 +49,7 @@ class Graph(Protocol):
 
 
 class Pieces:
-    """One recording: replays of graphs, and the calls that stay outside between them."""
+    """One recording: graphs, and the calls between them."""
 
     def __init__(self, make_graph: Callable[[], Graph]) -> None:
         self._make_graph = make_graph
@@ -63,7 +63,7 @@ class Pieces:
             self._end()
         except BaseException:
             if self._graph is not None:
-                with contextlib.suppress(RuntimeError):  # Broken by what was raised.
+                with contextlib.suppress(RuntimeError):  # The error has broken the capture.
                     self._graph.end()
             raise
 
@@ -85,7 +85,7 @@ class Pieces:
         self._in_order.append(graph.replay)
 
     def _outside(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `call` returns now is where the next piece looks for it in every replay."""
+        """Call `call` between two pieces. The next piece reads the address of this result in every replay."""
         self._end()
         place = call()
         self._in_order.append(lambda: place.copy_(call()))
@@ -94,19 +94,19 @@ class Pieces:
 
 
 class CudaRecorder(Recorder):
-    """All graphs share one memory pool: they are replayed one at a time, and keep nothing for the next."""
+    """All graphs share one memory pool, because only one is replayed at a time and none keeps data."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        gc.collect()  # What it frees while a stream is captured would end the capture.
+        gc.collect()  # Freeing memory during a capture would end the capture.
         torch.cuda.empty_cache()
 
     def record(self, forward: Forward, *, in_pieces: bool) -> Replay:
         torch.cuda.synchronize(self._device)
         with torch.cuda.stream(self._stream):
-            # Kernels are compiled, and workspaces made, by a first pass outside of any graph.
+            # A first pass outside of any graph compiles kernels and allocates workspaces.
             forward(_directly if in_pieces else None)
             torch.cuda.synchronize(self._device)
             replay = Pieces(lambda: _CudaGraph(self._pool)).record(forward, in_pieces=in_pieces)
@@ -120,7 +120,7 @@ class _CudaGraph:
         self._pool = pool
 
     def begin(self) -> None:
-        # Other threads, of collectives and connectors, may go on using the device meanwhile.
+        # Threads of collectives and connectors may use the device meanwhile.
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""The models that the embedded engine runs, and how their weights get into them."""
+"""Models of the embedded engine, and the loading of their weights."""
 
 from collections.abc import Sequence
 
@@ -25,9 +25,10 @@ def build_model(
     group: TensorParallelGroup | None = None,
     kv_cache_groups: Sequence[KVCacheGroup] | None = None,
 ) -> Decoder:
-    """One rank's share, its parameters still empty: `load_weights` is next. By default, one KV-cache group.
+    """Build one rank's part of a model, with empty parameters: call `load_weights` next.
 
-    Without `group`, several ranks speak through `torch.distributed`'s default group, which must be up.
+    The default is one KV-cache group. Without `group`, several ranks use the default group of
+    `torch.distributed`, which must be initialised.
     """
     if group is None:
         group = SingleRank() if tp_size == 1 else ProcessGroup()

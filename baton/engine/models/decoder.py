@@ -1,11 +1,11 @@
-"""The decoder that Llama, Mistral, Qwen2, Qwen3, Gemma 3 and GPT-OSS share: flattened batch, paged cache.
+"""Decoder model of Llama, Mistral, Qwen2, Qwen3, Gemma 3 and GPT-OSS: flattened batch, paged cache.
 
     token ids [T] -> embedding -> layers x (norm, attention, +, norm, MLP, +) -> norm -> hidden [T, M]
     hidden of the tokens to sample from [S, M] -> head -> logits [S, V]
 
-What differs between the families is data (`baton.engine.checkpoints.architecture`). Each attention layer
-calls the connector's hooks around itself. Legend: T tokens, Q query heads, H KV heads of this rank, D head
-size, M hidden size.
+The differences between the families are data (`baton.engine.checkpoints.architecture`). Each attention layer
+calls the connector's hooks before and after its attention. Legend: T tokens, Q query heads, H KV heads of
+this rank, D head size, M hidden size.
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,9 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class Kind(NamedTuple):
-    """Layers of one kind share what attention needs of a step."""
+    """Layers of one kind share the attention plan and rotation of a step."""
 
-    group: int  # KV-cache group, whose block table they have.
+    group: int  # KV-cache group of the layers.
     window: int | None
 
 
@@ -43,7 +43,7 @@ class StepOfKind(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """One rank's share of the model."""
+    """One rank's part of the model."""
 
     def __init__(
         self,
@@ -95,11 +95,11 @@ class Decoder(nn.Module):
             else empty_parameter(*vocabulary, dtype=dtype, device=device)
         )
         self._head_matmul: Matmul | None = None
-        # Rounded to the model's dtype, as its makers have it.
+        # Rounded to the model's dtype, as in the reference implementation.
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale, dtype=dtype))
 
     def seal(self) -> None:
-        """Once, after loading: from here on the model computes, and its weights cannot be changed."""
+        """Finish loading: the model can compute from now on, and its weights cannot change. Call it once."""
         for layer in self.layers:
             layer.seal()
         self.norm.seal()
@@ -110,11 +110,11 @@ class Decoder(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """Hidden states `[T, M]`, or those that the context wants.
+        """Hidden states `[T, M]`, or those of `context.wanted_tokens`.
 
-        Writes all of the step's keys and values into `context.kv_caches`. Behind the last layer's attention
-        only wanted tokens are of any use; of a long prompt, leaving out the others saves most of a layer.
-        A dummy run, without metadata, attends to nothing; it warms attention up instead.
+        Writes all of the step's keys and values into `context.kv_caches`. After the last layer's attention
+        only wanted tokens are computed, which saves most of a layer for a long prompt.
+        A dummy run, without metadata, warms attention up instead of calling it.
         """
         rotation = self.rotary(positions)
         local = rotation if self.local_rotary is None else self.local_rotary(positions)
@@ -136,7 +136,7 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             if index in shows:
                 context.show_hidden_states(index, hidden)
-            # Whoever wants to see the last states of all tokens has them computed.
+            # A connector that needs the last hidden states needs them of all tokens.
             wanted = context.wanted_tokens if index == last - 1 and last not in shows else None
             hidden = layer(hidden, context, steps, wanted)
         hidden = self.norm(hidden)
@@ -148,7 +148,7 @@ class Decoder(nn.Module):
 
     @property
     def can_be_recorded(self) -> bool:
-        """Which experts a token goes to is decided on the host, in every step anew."""
+        """False for mixtures of experts, because the host routes tokens to experts in every step."""
         return self.architecture.experts is None
 
     def decode_plans(
@@ -170,8 +170,8 @@ class Decoder(nn.Module):
             self.backend.refill(plans[kind], metadata, kind.window, cache)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Float32 `[S, V]` of the rows of `hidden` that a token is sampled from; the same on every rank."""
-        assert self._head_matmul is not None, "the weights are sealed before they are used"
+        """Logits `[S, V]` in float32 of the rows of `hidden`; the same on every rank."""
+        assert self._head_matmul is not None, "`seal` comes before the first step"
         return self._head_matmul(hidden).float()
 
 
@@ -202,7 +202,7 @@ class DecoderLayer(nn.Module):
         steps: dict[Kind, StepOfKind],
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Of the `wanted` tokens, or of all."""
+        """Hidden states of the `wanted` tokens, or of all."""
         attended = self.attention(self.input_norm(hidden), context, steps)
         if wanted is not None:
             hidden, attended = hidden[wanted], attended[wanted]
@@ -226,7 +226,7 @@ class DecoderLayer(nn.Module):
 class Attention(nn.Module):
     """Projections, rotation and the connector's hooks around the paged attention of one layer.
 
-    What it gives is still to go through `output`, which is the layer's to call: perhaps not for every token.
+    The caller applies `output` to the result, possibly not to every token.
     """
 
     def __init__(
@@ -300,7 +300,7 @@ class Attention(nn.Module):
         context: ForwardContext,
         plan: Any,
     ) -> torch.Tensor:
-        """With the connector's hooks around it: the part of a layer that a piecewise graph leaves out."""
+        """Attention with the connector's hooks: the part of a layer that a piecewise graph excludes."""
         cache_NHPC = context.kv_caches[self._name]
         watcher = context.watcher
         if watcher is not None:
@@ -313,7 +313,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SwiGLU, or GeGLU with the tanh that approximates it."""
+    """SwiGLU, or GeGLU with the tanh approximation."""
 
     def __init__(
         self, a: DecoderArchitecture, group: TensorParallelGroup, dtype: torch.dtype, device: torch.device
@@ -325,21 +325,21 @@ class Mlp(nn.Module):
         self.down = RowParallelLinear(
             wide, a.hidden_size, bias=a.mlp_bias, group=group, dtype=dtype, device=device
         )
-        self._apart: tuple[Matmul, ...] | None = None  # Gate, with its activation, and up.
+        self._split: tuple[Matmul, ...] | None = None  # Gate with its activation, and up.
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self._apart is not None:
-            gate_matmul, up_matmul = self._apart
+        if self._split is not None:
+            gate_matmul, up_matmul = self._split
             return self.down(up_matmul(hidden).mul_(gate_matmul(hidden)))  # type: ignore[no-any-return]
         gate, up = self.gate_up(hidden).chunk(2, dim=-1)
         gate = F.silu(gate) if self._activation == "silu" else F.gelu(gate, approximate="tanh")
         return self.down(gate * up)  # type: ignore[no-any-return]
 
     def seal(self) -> None:
-        """Once, after loading."""
-        # The packed kernel applies SiLU to what it has just computed; of a plain matrix, one product is best.
+        """See `Decoder.seal`."""
+        # The packed kernel applies SiLU to its result. For a plain matrix one product is fastest.
         if self._activation == "silu" and is_packable(self.gate_up.weight):
-            self._apart = self.gate_up.seal_apart(("silu", None))
+            self._split = self.gate_up.seal_split(("silu", None))
         else:
             self.gate_up.seal()
         self.down.seal()

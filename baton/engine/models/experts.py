@@ -1,6 +1,6 @@
-"""GPT-OSS's mixture of experts: a router picks a few of many small MLPs for each token.
+"""Mixture of experts of GPT-OSS: a router selects a few of many small MLPs for each token.
 
-A rank has a slice of every expert, so that the ranks' sums are partial ones as in a dense MLP. Legend: T
+A rank has a slice of every expert, so the ranks' results are partial sums as in a dense MLP. Legend: T
 tokens, E experts, K experts of a token, M hidden size, I inner size of this rank's slices.
 """
 
@@ -27,14 +27,14 @@ class MixtureOfExperts(nn.Module):
             return empty_parameter(*shape, dtype=dtype, device=device)
 
         self.router, self.router_bias = empty(num, hidden), empty(num)
-        # Rows of gate and up alternate, as in the checkpoint; it has them as columns.
+        # Rows of gate and up alternate, as the columns of the checkpoint's matrices do.
         self.gate_up, self.gate_up_bias = empty(num, 2 * inner, hidden), empty(num, 2 * inner)
         self.down, self.down_bias = empty(num, hidden, inner), empty(num, hidden)
         self._gate_up: list[Matmul] = []
         self._down: list[Matmul] = []
 
     def seal(self) -> None:
-        """Once, after loading."""
+        """See `Decoder.seal`."""
         self._gate_up = [
             Matmul(weight, bias) for weight, bias in zip(self.gate_up, self.gate_up_bias, strict=True)
         ]

@@ -1,11 +1,11 @@
-"""The parts of a decoder layer: norm, and linear maps whose rows or columns are split over ranks.
+"""Parts of a decoder layer: norm, and linear layers whose rows or columns are split over ranks.
 
-    column-parallel   each rank has some outputs; the input is whole on every rank, and nothing is exchanged
-    row-parallel      each rank has some inputs; the partial sums are added up over the ranks
+    column-parallel   each rank has some outputs; every rank has the whole input, and nothing is exchanged
+    row-parallel      each rank has some inputs; the partial sums are added over the ranks
 
-Several projections of one input are fused into one `PackedLinear`; a checkpoint's tensors are loaded into
-its parts. Parameters are made empty: `loading.py` fills all of them or fails, and then has the maps `seal`
-their weights, after which they are as fast as they can be and can no longer be changed.
+Several projections of one input are fused into one `PackedLinear`, and a checkpoint's tensors are loaded into
+its parts. Parameters are created empty. `loading.py` fills all of them or fails, and then calls `seal`, which
+packs the weights for speed and makes them immutable.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn
 
 
 class RMSNorm(nn.Module):
-    """In float32 whatever the dtype, as all families define it; `dtype` is that of the weight."""
+    """RMS norm, computed in float32 for every dtype, as all families define it. `dtype`: of the weight."""
 
     def __init__(
         self, size: int, eps: float, dtype: torch.dtype, device: torch.device, *, offset: float = 0.0
@@ -36,21 +36,24 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self._eps)
 
     def seal(self) -> None:
-        """Once, after loading."""
+        """See `Decoder.seal`."""
         self.weight.add_(self._offset)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x` [..., size], `weight` [size]; the result is as `x`, computed in float32 (arXiv 1910.07467)."""
+    """RMS norm of `x` [..., size] with `weight` [size], computed in float32 (arXiv 1910.07467)."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
     if weight.dtype != x.dtype:
-        return (weight * wide).to(x.dtype)  # A family whose weights of norms multiply before the rounding.
+        return (weight * wide).to(x.dtype)  # A family with `wide_norms`: multiply before rounding.
     return weight * wide.to(x.dtype)
 
 
 class PackedLinear(nn.Module):
-    """Column-parallel projections of one input, in one matrix. `part_sizes`: this rank's outputs of each."""
+    """Column-parallel projections of one input, in one matrix.
+
+    `part_sizes`: this rank's outputs per projection.
+    """
 
     def __init__(
         self,
@@ -69,15 +72,15 @@ class PackedLinear(nn.Module):
         self._matmul: Matmul | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert self._matmul is not None, "the weights are sealed before they are used"
+        assert self._matmul is not None, "`seal` comes before the first step"
         return self._matmul(x)
 
     def seal(self) -> None:
-        """Once, after loading."""
+        """See `Decoder.seal`."""
         self._matmul = _sealed(self.weight, self.bias)
 
-    def seal_apart(self, activations: Sequence[Activation | None]) -> tuple[Matmul, ...]:
-        """Once, instead of `seal`: a matrix for each projection, with what follows it in the same kernel."""
+    def seal_split(self, activations: Sequence[Activation | None]) -> tuple[Matmul, ...]:
+        """Call it once instead of `seal`: one matrix per projection, fused with its activation."""
         biases = self.bias_parts() if self.bias is not None else (None,) * len(activations)
         parts = zip(self.weight_parts(), biases, activations, strict=True)
         matmuls = tuple(Matmul(weight, bias, activation=activation) for weight, bias, activation in parts)
@@ -94,7 +97,7 @@ class PackedLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """`in_features` are this rank's. The bias is added once, after the sum."""
+    """Row-parallel projection with `in_features` of this rank. The bias is added once, after the sum."""
 
     def __init__(
         self,
@@ -113,19 +116,19 @@ class RowParallelLinear(nn.Module):
         self._matmul: Matmul | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert self._matmul is not None, "the weights are sealed before they are used"
+        assert self._matmul is not None, "`seal` comes before the first step"
         if self._group.size == 1:
             return self._matmul(x)
         partial = self._group.all_reduce(self._matmul(x))
         return partial if self.bias is None else partial + self.bias
 
     def seal(self) -> None:
-        """Once, after loading."""
+        """See `Decoder.seal`."""
         self._matmul = _sealed(self.weight, self.bias if self._group.size == 1 else None)
 
 
 def _sealed(weight: nn.Parameter, bias: torch.Tensor | None) -> Matmul:
     matmul = Matmul(weight, bias)
     if matmul.is_packed:
-        weight.data = torch.empty(0, dtype=weight.dtype)  # Or every matrix would be in memory twice.
+        weight.data = torch.empty(0, dtype=weight.dtype)  # The packed copy replaces it.
     return matmul

@@ -1,8 +1,8 @@
-"""Fills a rank's parameters from a checkpoint folder, completely and from exactly the right tensors.
+"""Loads a rank's parameters from a checkpoint folder, and checks that every tensor fits.
 
-A tensor is never read beyond the rank's slice. One that is missing, has another shape, or is left over (a
-bias that the architecture does not have) is a UserError: a model that is nearly right answers wrongly
-without a sign of it.
+Only the rank's slice of a tensor is read. A tensor that is missing, has another shape, or is left over (a
+bias that the architecture does not have) raises UserError, because a model with wrong tensors would answer
+wrongly without any error.
 """
 
 from collections.abc import Iterator
@@ -20,30 +20,30 @@ from baton.engine.models.decoder import Attention, Decoder, Mlp
 from baton.engine.models.experts import MixtureOfExperts
 from baton.engine.models.layers import PackedLinear, RowParallelLinear
 
-_RECOMPUTED = ".rotary_emb.inv_freq"  # Old checkpoints carry it; it follows from config.json.
+_RECOMPUTED = ".rotary_emb.inv_freq"  # In old checkpoints; config.json determines it.
 
 
 class _Target(NamedTuple):
-    """`rows` and `columns` of the checkpoint's tensor `name` belong into `destination`.
+    """`rows` and `columns` of the checkpoint's tensor `name` are copied to `destination`.
 
-    Of each of its matrices, if it holds one per expert.
+    If the tensor has one matrix per expert, this applies to each of them.
     """
 
     name: str
-    shape: tuple[int, ...]  # Of the whole tensor, as config.json wants it.
+    shape: tuple[int, ...]  # Of the whole tensor, according to config.json.
     destination: torch.Tensor
     rows: slice = slice(None)
     columns: slice = slice(None)
 
 
 def load_weights(model: Decoder, folder: str | Path) -> None:
-    """After it the model computes. Raises UserError when folder and architecture do not agree."""
+    """Load all weights and seal the model. Raises UserError if folder and architecture do not match."""
     fill_weights(model, folder)
     model.seal()
 
 
 def fill_weights(model: Decoder, folder: str | Path) -> None:
-    """The same, up to where the weights can still be looked at."""
+    """Load all weights without sealing, so that they can be read."""
     targets = list(_targets(model))
     with ExitStack() as stack:
         home: dict[str, Any] = {}
@@ -66,7 +66,7 @@ def _check_names(home: dict[str, Any], targets: list[_Target], *, tied: bool) ->
     left_over = sorted(name for name in home.keys() - wanted - ignored if not name.endswith(_RECOMPUTED))
     if left_over:
         raise UserError(
-            f"the checkpoint has {_some(left_over)}, which its config.json leaves no place for", field="model"
+            f"the checkpoint has {_some(left_over)}, which its config.json does not describe", field="model"
         )
 
 
@@ -79,7 +79,7 @@ def _fill(target: _Target, stored: Any) -> None:
     shape = tuple(stored.get_shape())
     if shape != target.shape:
         raise UserError(
-            f"{target.name} has shape {list(shape)}, config.json wants {list(target.shape)}", field="model"
+            f"{target.name} has shape {list(shape)}, config.json requires {list(target.shape)}", field="model"
         )
     index = (target.rows,) if len(shape) == 1 else (slice(None), target.rows, target.columns)[-len(shape) :]
     piece = stored[index]
@@ -128,7 +128,7 @@ def _attention_targets(model: Decoder, attention: Attention, prefix: str) -> Ite
         mine = slice(group.rank * heads, (group.rank + 1) * heads)
         yield _Target(f"{prefix}.sinks", (a.num_heads,), attention.sinks, mine)
     if attention.qk_norm is not None:
-        # One norm for all heads of a kind, kept once per head: see Attention.
+        # One norm for all heads of a kind, stored once per head: see Attention.
         for row in range(len(attention.qk_norm)):
             kind = "q_norm" if row < heads else "k_norm"
             yield _Target(f"{prefix}.{kind}.weight", (a.head_dim,), attention.qk_norm[row])
@@ -180,7 +180,7 @@ def _packed(linear: PackedLinear, *parts: _Part) -> Iterator[_Target]:
 
 
 def _row_parallel(linear: RowParallelLinear, name: str, num_inputs: int, mine: slice) -> Iterator[_Target]:
-    """This rank has the columns `mine` of `num_inputs`, and the whole bias."""
+    """Targets of a row-parallel layer: this rank's columns `mine` of `num_inputs`, and the whole bias."""
     num_outputs = len(linear.weight)
     yield _Target(f"{name}.weight", (num_outputs, num_inputs), linear.weight, columns=mine)
     if linear.bias is not None:

@@ -1,8 +1,8 @@
-"""A weight matrix in the order in which the CPU's kernels read it.
+"""Matrix product with a weight that is packed for the CPU's kernels.
 
-In float32, oneDNN multiplies by a matrix that was packed once, at load, two to three times as fast as torch
-does by a plain one by itself (docs/log.md), and reads it faster even for a single row. Where there is no such
-kernel (another device or dtype, a torch without it), the plain matrix stays and `F.linear` multiplies.
+In float32, oneDNN multiplies by a matrix that was packed at load two to three times as fast as torch by a
+plain matrix (docs/log), and reads it faster even for a single row. Without such a
+kernel (another device or dtype, a torch without it), `F.linear` multiplies by the plain matrix.
 """
 
 from typing import Literal, TypeAlias
@@ -18,8 +18,7 @@ _ANY_NUM_ROWS = None  # A packing for one number of rows is slower at all others
 class Matmul:
     """`activation(x @ weight.T + bias)` for one fixed weight `[outputs, inputs]`.
 
-    The plain weight is not kept where a packed one is: whoever gives it may drop it. The result is the
-    caller's to change.
+    A packed weight replaces the plain one, which the caller may then drop. The caller may change the result.
     """
 
     def __init__(
@@ -40,8 +39,8 @@ class Matmul:
             product = F.linear(x, self._plain, self._bias)
             return product if self._activation is None else F.silu(product)
         multiply = torch.ops.mkldnn._linear_pointwise
-        behind = "none" if self._activation is None else "swish"  # In the kernel: no pass of its own.
-        packed_product: torch.Tensor = multiply(x, self._packed, self._bias, behind, [], "")
+        fused = "none" if self._activation is None else "swish"  # The kernel applies it to its result.
+        packed_product: torch.Tensor = multiply(x, self._packed, self._bias, fused, [], "")
         return packed_product
 
     @property
@@ -51,7 +50,7 @@ class Matmul:
 
 def is_packable(weight: torch.Tensor) -> bool:
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
-        return False  # float16 and bfloat16 are packed by torch's own linear already, or emulated.
+        return False  # torch's own linear already packs float16 and bfloat16, or emulates them.
     return torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 

@@ -1,7 +1,7 @@
-"""What a model needs to know of the other ranks: who it is, how many there are, and two collectives.
+"""Tensor-parallel group of a model: its rank, the number of ranks, and two collectives.
 
 Attention heads and MLP columns are split over ranks (column-parallel in, row-parallel out), so each layer
-sums twice. Embedding, norms and head are replicated: every rank computes the same logits.
+has two all-reduces. Embedding, norms and head are replicated: every rank computes the same logits.
 """
 
 from abc import ABC, abstractmethod
@@ -22,11 +22,11 @@ class TensorParallelGroup(ABC):
 
     @abstractmethod
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The ranks' tensors, concatenated along `dim` in the order of ranks."""
+        """All ranks' tensors, concatenated along `dim` in rank order."""
 
 
 class SingleRank(TensorParallelGroup):
-    """No other ranks; nothing to exchange."""
+    """A group of one rank, which exchanges nothing."""
 
     rank = 0
     size = 1
@@ -39,7 +39,7 @@ class SingleRank(TensorParallelGroup):
 
 
 class ProcessGroup(TensorParallelGroup):
-    """The ranks of a `torch.distributed` group: gloo on CPU, NCCL on GPU. None: the default group."""
+    """A `torch.distributed` group: gloo on CPU, NCCL on GPU. None: the default group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.rank = dist.get_rank(group)

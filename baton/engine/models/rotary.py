@@ -30,12 +30,12 @@ class Rotary(nn.Module):
         self.register_buffer("sin", both_halves.sin().mul_(gain).to(dtype), persistent=False)
 
     def forward(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines `[T, 1, D]` of a step, for all of its layers."""
+        """Cosines and sines `[T, 1, D]` of a step, for all layers."""
         return self.cos[positions_T].unsqueeze(1), self.sin[positions_T].unsqueeze(1)
 
 
 def rotate(x_TAD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Each head's first half is the real part, its second the imaginary one."""
+    """Rotate `x_TAD`. The first half of each head is the real part, the second half the imaginary part."""
     first, second = x_TAD.chunk(2, dim=-1)
     return torch.addcmul(x_TAD * cos, torch.cat((-second, first), dim=-1), sin)
 
@@ -56,7 +56,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> to
 
 
 def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Slow waves are stretched by `factor`, fast ones kept, those between blended (Llama 3.1)."""
+    """Low frequencies are divided by `factor`, high ones kept, those between interpolated (Llama 3.1)."""
     wavelengths = 2 * math.pi / frequencies
     slowest = scaling.original_max_position / scaling.low_freq_factor
     fastest = scaling.original_max_position / scaling.high_freq_factor
@@ -70,8 +70,8 @@ def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def _yarn(frequencies: torch.Tensor, head_dim: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
-    """Pairs that turn often over the original context are kept, those that turn seldom are stretched, with a
-    linear ramp between ("YaRN", Peng et al. 2023)."""
+    """Pairs with many turns over the original context are kept, those with few turns are scaled, with a
+    linear ramp between them ("YaRN", Peng et al. 2023)."""
 
     def pair_that_turns(num_turns: float) -> float:
         """Index of the pair of dimensions that makes `num_turns` over the original context."""

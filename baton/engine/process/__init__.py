@@ -1,1 +1,1 @@
-"""Child processes: channels to them, and how their death or silence is noticed."""
+"""Child processes: channels to them, and detection of their death or hang."""

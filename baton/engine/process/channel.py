@@ -2,8 +2,8 @@
 
     | length, u32 little endian | payload |
 
-What the peer does not take at once waits here, in order: a slow reader delays nobody but itself. Frames come
-only from a process that we started, over a socket pair that nobody else can reach.
+Data that the peer does not read at once is queued here, in order, so a slow reader delays only itself. Frames
+come only from a process that this one started, over a socket pair that no other process can reach.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RECEIVE_BYTES = 1 << 18
 
 
 class ChannelClosed(ConnectionError):
-    """The process at the other end is gone."""
+    """The process at the other end has ended or closed the socket."""
 
 
 def frame(payload: bytes) -> bytes:
@@ -26,7 +26,7 @@ def frame(payload: bytes) -> bytes:
 
 
 class FrameSplitter:
-    """Bytes in as they arrive, whole payloads out."""
+    """Splits received bytes into payloads."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
@@ -48,7 +48,7 @@ class FrameSplitter:
 
 
 class Channel:
-    """One end, for a process without an event loop. Raises ChannelClosed once the other end is closed."""
+    """One end, for a process without an event loop. Raises ChannelClosed when the other end is closed."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -68,7 +68,7 @@ class Channel:
         self.flush_nowait()
 
     def flush_nowait(self) -> None:
-        """Send what the peer takes now."""
+        """Send as much as the peer accepts now."""
         while self._unsent:
             try:
                 sent = self._socket.send(self._unsent[0])
@@ -82,7 +82,7 @@ class Channel:
                 self._unsent[0] = self._unsent[0][sent:]
 
     def receive_nowait(self) -> list[bytes]:
-        """What has arrived in full; maybe nothing."""
+        """The payloads that have arrived completely; may be empty."""
         payloads: list[bytes] = []
         while True:
             try:
@@ -93,14 +93,14 @@ class Channel:
                 raise ChannelClosed(str(error)) from error
             if not received:
                 if payloads:
-                    return payloads  # The next call finds the end again.
+                    return payloads  # The next call raises ChannelClosed.
                 raise ChannelClosed("end of stream")
             payloads += self._splitter.feed(received)
             if len(received) < RECEIVE_BYTES:
                 return payloads
 
     def wait_readable(self, timeout_s: float | None = None) -> bool:
-        """Flushes meanwhile. True: `receive_nowait` has something to look at, be it the end."""
+        """Wait, and flush meanwhile. True: data or the end of the stream has arrived."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         poll = select.poll()
         while True:
@@ -116,7 +116,7 @@ class Channel:
                 return False
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything is sent; False if the peer does not take it in time."""
+        """Wait until everything is sent. False if the peer does not read it in time."""
         deadline = time.monotonic() + timeout_s
         poll = select.poll()
         poll.register(self._socket, select.POLLOUT)

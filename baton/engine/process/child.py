@@ -1,17 +1,17 @@
-"""Processes of one engine: started fresh, joined to their parent by one socket, never outliving it.
+"""Child processes of an engine: connected to their parent by one socket, and ended with it.
 
     parent  Child.spawn("package.module:function")      child  function(socket)
       |<------------------- socket pair ----------------------->|
-      |  end of stream: the child is gone                        |  end of stream: the parent is gone
+      |  end of stream: the child has ended                      |  end of stream: the parent has ended
 
 A child learns of its parent's death in three ways: the end of the stream where it reads it, a thread that
 waits for that end (a busy child ends after `grace_s`), and on Linux a signal from the kernel. The signal is
 SIGKILL, which also ends a child that holds the GIL, or SIGCONT, which wakes a stopped child (SIGSTOP).
 
-A child that leads a process group takes the whole group with it, for example the processes of a Ray.
+A child that leads a process group ends the whole group with itself, for example the processes of Ray.
 
-A plain interpreter is started rather than `multiprocessing`'s spawn: that one runs the user's main module
-again in each child.
+The child is a plain interpreter. `multiprocessing`'s spawn would run the user's main module again in each
+child.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 logger = logging.getLogger(__name__)
 
 PARENT_GONE = 70  # Exit status of a child that outlived its parent; EX_SOFTWARE.
-KILL_WAIT_S = 10.0  # The kernel ends a killed process at once, unless it sits in a driver.
+KILL_WAIT_S = 10.0  # The kernel ends a killed process at once, unless it is in a driver.
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 
@@ -48,7 +48,7 @@ _BOOTSTRAP = (
 class Child:
     name: str
     process: subprocess.Popen[bytes]
-    socket: socket.socket  # Our end.
+    socket: socket.socket  # The parent's end.
     leads_group: bool = False
 
     @classmethod
@@ -62,10 +62,10 @@ class Child:
         dies_with_thread: bool = False,
         leads_group: bool = False,
     ) -> Child:
-        """Runs `target` ("package.module:function") with the child's end of the socket.
+        """Start a child that runs `target` ("package.module:function") with its end of the socket.
 
-        `environment` is added to ours. `dies_with_thread`: Linux kills the child when the calling *thread*
-        ends. Without it, Linux wakes the child then, which changes nothing for a child that runs.
+        `environment` is added to the parent's. `dies_with_thread`: Linux kills the child when the calling
+        *thread* ends. Without it, Linux wakes the child then, which does not affect a running child.
         """
         ours, theirs = socket.socketpair()
         with ExitStack() as stack, theirs:
@@ -96,7 +96,7 @@ class Child:
         return self.process.poll() is None
 
     def describe_exit(self) -> str:
-        """For messages, once the stream has ended."""
+        """Text for messages, after the end of the stream."""
         try:
             status = self.process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
@@ -106,11 +106,11 @@ class Child:
         return f"{self.name} ended with exit status {status}"
 
     def resume(self) -> None:
-        """Wake it if it is stopped (SIGSTOP), so that it can act on what it was sent."""
+        """Wake the child if it is stopped (SIGSTOP), so that it handles its messages."""
         self.process.send_signal(signal.SIGCONT)
 
     def stop(self, timeout_s: float) -> None:
-        """Wait for it to end, then end it. Idempotent."""
+        """Wait up to `timeout_s` for the child to end, then kill it. Idempotent."""
         try:
             self.process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -120,17 +120,17 @@ class Child:
         self._clear_up()
 
     def kill(self) -> None:
-        """End it now. Idempotent."""
+        """Kill the child. Idempotent."""
         self.process.kill()
         self.process.wait(timeout=KILL_WAIT_S)
         self._clear_up()
 
     def _clear_up(self) -> None:
-        """What is left of its group can only be processes that it has lost."""
+        """Kill the rest of the child's process group."""
         if self.leads_group:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        self.leads_group = False  # From now on the number may be given to another process.
+        self.leads_group = False  # The system may reuse the number from now on.
         self.socket.close()
 
 
@@ -147,9 +147,10 @@ def run(
 ) -> None:
     """The child's first call."""
     logging.basicConfig(level=log_level, format=f"%(asctime)s %(levelname)s {name} %(name)s: %(message)s")
-    # Ctrl-C reaches the whole terminal group; our parent decides what it means for us.
+    # Ctrl-C reaches the whole terminal group; the parent decides what the child does.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The kernel sends SIGHUP and SIGCONT to a group with stopped members when its parent dies: end in order.
+    # The kernel sends SIGHUP and SIGCONT to a group with stopped members when its parent dies. The child then
+    # ends in order.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     end = socket.socket(fileno=fd)
     os.set_inheritable(fd, False)
@@ -157,7 +158,7 @@ def run(
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
     signal_parents_death(signal.SIGKILL if dies_with_thread else signal.SIGCONT)
     if os.getppid() != parent_pid:
-        os._exit(PARENT_GONE)  # It died before we asked to be told.
+        os._exit(PARENT_GONE)  # The parent died before the signal was requested.
     follow = (os.dup(fd), grace_s, leads_group)
     threading.Thread(target=_follow_parent, args=follow, name="parent", daemon=True).start()
     module_name, _, function_name = target.partition(":")
@@ -167,13 +168,13 @@ def run(
 
 
 def signal_parents_death(number: signal.Signals) -> None:
-    """Have the kernel send this process a signal when the thread that has started it ends. Linux only."""
+    """Make the kernel send this process a signal when the thread that started it ends. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def _follow_parent(fd: int, grace_s: float, leads_group: bool) -> None:
-    """Ends this process, or its group, `grace_s` after its parent. A daemon thread, owned by the process."""
+    """End this process, or its group, `grace_s` after its parent. Runs in a daemon thread."""
     poll = select.poll()
     poll.register(fd, getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
     poll.poll()

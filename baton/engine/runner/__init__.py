@@ -1,1 +1,1 @@
-"""What one rank executes in a step: input batch, model, sampler and the connector's hooks."""
+"""Execution of a step on one rank: input batch, model, sampler and the connector's hooks."""

@@ -1,7 +1,7 @@
-"""The KV cache as connectors are told of it: vLLM's `KVCacheConfig`, by name and shape.
+"""Description of the KV cache for connectors, with the names and structure of vLLM's `KVCacheConfig`.
 
-Both roles get one, as the third argument of the connector's constructor. Imports no torch unless a connector
-asks for a dtype: the scheduler's process may have none.
+Both roles get it as the third argument of the connector's constructor. Imports torch only when a connector
+reads a dtype, because the scheduler's process may not have torch.
 
 Source: `vllm/v1/kv_cache_interface.py`.
 """
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """What the layers of a group keep of each token."""
+    """Cache format of the layers of a group."""
 
     block_size: int  # Tokens.
     num_kv_heads: int  # Of this rank; of rank 0 for the scheduler.
     head_size: int
     dtype_name: str
-    sliding_window: int | None  # Tokens; None: the layers see everything.
+    sliding_window: int | None  # Tokens; None: full attention.
 
     @property
     def dtype(self) -> torch.dtype:
@@ -39,7 +39,7 @@ class KVCacheSpec:
 
     @property
     def page_size_bytes(self) -> int:
-        """One block of one layer."""
+        """Size of one block of one layer."""
         return 2 * self.block_size * self.num_kv_heads * self.head_size * self.dtype.itemsize
 
 

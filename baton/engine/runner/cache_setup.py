@@ -1,11 +1,11 @@
-"""The KV cache as a rank's connector wants it: laid out, allocated in its memory, registered.
+"""Setup of a rank's KV cache as its connector requires: layout, allocation, registration.
 
     get_required_kvcache_layout, prefer_cross_layer_blocks -> get_mem_pool_context -> allocate
     -> register_kv_caches | register_cross_layers_kv_cache -> set_host_xfer_buffer_ops
 
-A connector is shown tensors `[num_blocks, kv_heads, block_size, content]` in every layout; a layout changes
-their strides. vLLM 0.32 and later do the same (`create_kv_cache_views` in `vllm/v1/kv_cache_interface.py`),
-and have "NHD" as an old name of LBNHC, "HND" as one of LBHNC (`vllm/config/cache.py`).
+A connector gets tensors `[num_blocks, kv_heads, block_size, content]` in every layout; only their strides
+differ. vLLM 0.32 and later do the same (`create_kv_cache_views` in `vllm/v1/kv_cache_interface.py`).
+There "NHD" is an old name of LBNHC, and "HND" of LBHNC (`vllm/config/cache.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def allocate_for(
     *,
     num_scratch_blocks: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """Layer name to cache, scratch blocks after the pool's. Raises ConfigError as `layout_for`."""
+    """Allocate the caches, by layer name; scratch blocks follow the pool's.
+
+    Raises ConfigError as `layout_for`.
+    """
     with half.get_mem_pool_context() or nullcontext():
         return allocate_kv_cache(
             config.model_config,
@@ -57,8 +60,8 @@ def allocate_for(
 def layout_for(half: KVConnectorWorkerHalf, config: EngineConfig) -> KVCacheLayout:
     """The layout that the connector requires, with all layers in a block if it prefers that.
 
-    "HND" and "NHD" say the order in a block only. Raises ConfigError for a layout that this engine does not
-    have. vLLM takes another one then, and logs a warning.
+    "HND" and "NHD" define only the order in a block. Raises ConfigError for a layout that this engine does
+    not support; vLLM uses another one then, and logs a warning.
     """
     ask = getattr(half, "get_required_kvcache_layout", None)  # Connectors have it, halves do not.
     required: str | None = ask(config) if ask is not None else None
@@ -76,7 +79,7 @@ def layout_for(half: KVConnectorWorkerHalf, config: EngineConfig) -> KVCacheLayo
             return required
         case "LBHNC" | "LBNHC":
             raise ConfigError(
-                f"{name} requires the KV cache layout {required}, in which layers lie apart, and sets "
+                f"{name} requires the KV cache layout {required}, in which layers are separate, and sets "
                 f"prefer_cross_layer_blocks; it must require BL{required[2:]}, or not set that",
                 field=FIELD,
             )
@@ -89,10 +92,10 @@ def layout_for(half: KVConnectorWorkerHalf, config: EngineConfig) -> KVCacheLayo
 
 
 def register(half: KVConnectorWorkerHalf, kv_caches: dict[str, torch.Tensor], num_blocks: int) -> None:
-    """Show the half the blocks of the pool, in the form that it prefers.
+    """Register the blocks of the pool with the half, in the form that it prefers.
 
-    Layers of several cache groups share memory, so no tensor has them all: they are shown one by one, and
-    their strides say that a block holds what its group's layers have of it.
+    Layers of several cache groups share memory, so no tensor contains all of them. They are registered one by
+    one, and their strides show that a block holds the data of its group's layers.
     """
     shared = blocks_of_pool(kv_caches, num_blocks)
     have_memory_each = len({cache.data_ptr() for cache in shared.values()}) == len(shared)
@@ -110,13 +113,13 @@ def copy_blocks(
     destination_blocks: list[int],
     direction: Literal["h2d", "d2h"],
 ) -> None:
-    """The `CopyBlocksOp` of this engine. Caches `[num_blocks, ...]`, equal behind the first dimension.
+    """The `CopyBlocksOp` of this engine. Caches `[num_blocks, ...]` with equal dimensions after the first.
 
-    Returns when the copies have been made. Blocks are packed on the source's device and cross to the other in
-    one copy per layer.
+    Returns when all copies have ended. Blocks are packed on the source's device, and copied to the other
+    device with one copy per layer.
     """
-    assert len(source_blocks) == len(destination_blocks), "a source for each destination"
-    assert source_caches.keys() == destination_caches.keys(), "the same layers on both sides"
+    assert len(source_blocks) == len(destination_blocks), "one source per destination"
+    assert source_caches.keys() == destination_caches.keys(), "both sides have the same layers"
     if not source_blocks:
         return
     first, last = next(iter(source_caches.values())), next(iter(destination_caches.values()))

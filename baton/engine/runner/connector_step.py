@@ -1,4 +1,4 @@
-"""The worker half's part of one step, in vLLM's order, with the model's forward in its middle.
+"""Calls of the worker half in one step, in vLLM's order, around the model's forward pass.
 
     with ConnectorStep(...) as step:    handle_preemptions, bind_connector_metadata
                                         start_load_kv                         (with synchronous loads)
@@ -10,24 +10,24 @@
                                         stats, events, worker meta
                                         clear_connector_metadata
 
-Steps without tokens run the same sequence; a step without metadata (the scheduler half failed, or is retired)
-has no part of it. `clear_connector_metadata` is always last, also when the model
-raises, which is ours and fatal. What a *connector* raises is contained (`baton.contract.guard`), and turned
-into what keeps every token right:
+Steps without tokens make the same calls. A step without metadata (the scheduler half failed, or is retired)
+makes none. `clear_connector_metadata` is always last, also when the model raises, which ends the engine. An
+exception of the *connector* is contained (`baton.contract.guard`) and has these consequences, which keep all
+tokens right:
 
-    raised by                               becomes
+    raised by                      consequence
     anything up to the last load   synchronous loads: every block that this step's new and resumed requests
-                                   already hold is reported invalid (local hits among them: the host cannot
-                                   tell which were loaded; they are computed again)
+                                   already hold is reported invalid (including local hits: the host does not
+                                   know which were loaded; they are computed again)
                                    asynchronous loads: `loads_failed`, and the engine ends the requests that
                                    began to wait in this step. Their blocks stay held until the connector
-                                   reports them: something may still write there
-    get_transfer_results           nothing finished in this step
-    get_block_ids_with_load_errors all that finished in this step has failed
-    everything else                its report is left out
+                                   reports them, because it may still write to them
+    get_transfer_results           no request finished in this step
+    get_block_ids_with_load_errors all loads that finished in this step have failed
+    everything else                the report lacks this part
 
-An answer that is not what the contract says is raised as TypeError, and contained alike: what other processes
-and the scheduler get of a connector is of the types that they rely on.
+A result of a wrong type raises TypeError, which is contained in the same way. So other processes and the
+scheduler get only the types of the contract from a connector.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class ConnectorStep(Guard):
         report.kv_cache_events = self.contain(
             "get_kv_connector_kv_cache_events",
             lambda: _checked(half.get_kv_connector_kv_cache_events(), KVConnectorKVEvents),
-            QuorumKVEvents(),  # Not None, which takes no part: what other ranks say would count without it.
+            QuorumKVEvents(),  # Not None, because reports of other ranks would count without it.
         )
         report.kv_connector_worker_meta = self.contain(
             "build_connector_worker_meta",
@@ -147,7 +147,7 @@ class ConnectorStep(Guard):
             None,
         )
         if invalid is None:
-            # Which blocks are bad is unknown, so none of what arrived may be used.
+            # The bad blocks are unknown, so no loaded block may be used.
             report.failed_recving = results.finished_recving | results.failed_recving
         else:
             report.invalid_block_ids = invalid
@@ -155,7 +155,7 @@ class ConnectorStep(Guard):
             report.invalid_block_ids |= self._blocks_held_before_this_step()
 
     def _blocks_held_before_this_step(self) -> set[int]:
-        """Of new and resumed requests: a superset of what this step loads synchronously."""
+        """Blocks of new and resumed requests: a superset of the blocks of synchronous loads."""
         output = self._scheduler_output
         tables = [(new.num_computed_tokens, new.block_ids) for new in output.scheduled_new_reqs]
         cached = output.scheduled_cached_reqs
@@ -175,7 +175,7 @@ class ConnectorStep(Guard):
 
 
 class _ContainedHooks(NullWorkerHalf):
-    """What attention layers see of the half: their two hooks, which cannot raise."""
+    """The half as attention layers use it: their two hooks, which cannot raise."""
 
     def __init__(self, half: KVConnectorWorkerHalf, step: ConnectorStep) -> None:
         self._half = half
@@ -204,14 +204,14 @@ class _ContainedHooks(NullWorkerHalf):
 
 
 def _checked(answer: Any, kind: type[Any]) -> Any:
-    """`answer`, if it is None or of this kind."""
+    """Return `answer` if it is None or of this type. Raises TypeError otherwise."""
     if answer is None or isinstance(answer, kind):
         return answer
-    raise TypeError(f"answered with {answer!r:.100}, which is no {kind.__name__}")
+    raise TypeError(f"answered with {answer!r:.100}, expected {kind.__name__}")
 
 
 def _checked_ends(answer: Any) -> KVConnectorTransferResults:
-    """Of anything with these three attributes: vLLM's connectors answer with vLLM's class."""
+    """Check for three attributes instead of a class, because vLLM's connectors use vLLM's class."""
     names = ("finished_sending", "finished_recving", "failed_recving")
     missing = [name for name in names if not hasattr(answer, name)]
     if missing:

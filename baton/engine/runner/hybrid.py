@@ -1,4 +1,4 @@
-"""Whether an engine's layers get block tables of their own kind, decided once, before anything is built."""
+"""Decides whether groups of layers get their own block tables, before the engine is built."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 def settle_groups(config: EngineConfig, connector_factory: str | None) -> EngineConfig:
     """The configuration of scheduler, ranks and connector halves, which have to agree on the groups.
 
-    A connector that knows one table only, or cannot do with these groups, is not shown several: the engine
-    then keeps everything, and windows are masks, as in vLLM without its hybrid KV-cache manager.
+    If the connector supports one table only, or not these groups, the engine uses one table: it keeps all
+    blocks, and windows are masks, as in vLLM without its hybrid KV-cache manager.
     """
     if not is_hybrid(config.kv_cache_groups) or knows_groups(connector_factory, config):
         return config

@@ -1,12 +1,12 @@
-"""What one rank remembers of its requests, as arrays: one row per request, kept until the request finishes.
+"""State of one rank's requests as arrays: one row per request, kept until the request finishes.
 
     row    tokens                    num_tokens   blocks          num_blocks
      0   | 5 6 7 8 9 . . . |              5     | 3 4 . . |            2          prompt and output so far
      1   |                 |                                                      free
      2   | 7 7 2 . . . . . |              3     | 9 . . . |            1
 
-A step picks its rows by one fancy index, so the cost of a step hardly depends on the number of requests.
-Preempted requests keep their rows: they come back, and the sampler's state with them.
+A step selects its rows by one array index, so its cost hardly depends on the number of requests.
+Preempted requests keep their rows, with the sampler's state, because they are resumed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class ScoredPrompt:
     """A part of a prompt whose next tokens get log-probabilities from this step's hidden states."""
 
     req_id: str
-    first_row: int  # Of the step's T tokens: the one before the first scored token.
-    first_position: int  # Of the first scored token, in the prompt.
-    token_ids: list[int]  # Those that are scored.
+    first_row: int  # Index into the step's T tokens of the token before the first scored token.
+    first_position: int  # Position of the first scored token in the prompt.
+    token_ids: list[int]  # The scored tokens.
     num_top: int
 
 
@@ -43,11 +43,11 @@ class StepInput:
     req_ids: list[str]
     token_ids: IntArray  # [T]
     attn_metadata: AttentionMetadata
-    group_metadata: tuple[AttentionMetadata, ...]  # Of each KV-cache group; empty if there is one.
-    sampled_index: IntArray  # Which of `req_ids` get a token.
+    group_metadata: tuple[AttentionMetadata, ...]  # Per KV-cache group; empty if there is one group.
+    sampled_index: IntArray  # Indices of the `req_ids` that get a token.
     sampled_rows: IntArray
-    sampled_positions: IntArray  # Where those tokens will stand.
-    only_decodes: bool  # One token of each, and none of them of a prompt.
+    sampled_positions: IntArray  # Positions of those tokens.
+    only_decodes: bool  # Whether every request has one token, and no prompt token.
     scored_prompts: list[ScoredPrompt]
 
 
@@ -61,12 +61,13 @@ class InputBatch:
         capacity = min(16, config.scheduler_config.max_num_seqs)
         self._free = list(range(capacity - 1, -1, -1))
         self._sampling: list[SamplingRow | None] = [None] * capacity
-        # Pages of zeros cost nothing until they are written, so rows may be as long as the longest request.
+        # Pages of zeros take no memory until they are written, so rows can have the length of the longest
+        # request.
         self._tokens = np.zeros((capacity, max_len + 1), np.int32)
         self._num_tokens = np.zeros(capacity, np.int64)
         self._num_prompt_tokens = np.zeros(capacity, np.int64)
-        self._scores_prompt = np.zeros(capacity, np.bool_)  # `prompt_logprobs` are wanted.
-        # One table per KV-cache group, all of one length; what lies behind a window is never read.
+        self._scores_prompt = np.zeros(capacity, np.bool_)  # Whether `prompt_logprobs` are requested.
+        # One table per KV-cache group, all of one length. Blocks outside of a window are never read.
         width = -(-max_len // self._block_size) + 1
         self._blocks = [np.zeros((capacity, width), np.int32) for _ in config.kv_cache_groups]
         self._num_blocks = np.zeros(capacity, np.int64)
@@ -76,7 +77,7 @@ class InputBatch:
         return len(self._row_of)
 
     def update(self, output: SchedulerOutput) -> None:
-        """Take over what the scheduler decided. Finished ids that were never scheduled are not known here."""
+        """Apply a scheduler output. Ignores finished ids that were never scheduled."""
         for req_id in output.finished_req_ids:
             if (row := self._row_of.pop(req_id, None)) is not None:
                 self._sampling[row] = None
@@ -124,11 +125,11 @@ class InputBatch:
                 for table, block_ids in zip(self._blocks, new_blocks, strict=True):
                     table[row, start : start + len(block_ids)] = block_ids
                 self._num_blocks[row] = start + len(new_blocks[0])
-        self._drop_what_the_scheduler_dropped(rows, cached.num_output_tokens)
+        self._drop_void_tokens(rows, cached.num_output_tokens)
 
     def _set_tokens(self, row: int, token_ids: list[int]) -> None:
         self._tokens[row, : len(token_ids)] = token_ids
-        if len(token_ids) > self._num_tokens[row]:  # Some were handed over, not sampled here.
+        if len(token_ids) > self._num_tokens[row]:  # Tokens that the prefill engine sampled.
             self._num_tokens[row] = len(token_ids)
             self._recount(row)
 
@@ -137,14 +138,14 @@ class InputBatch:
             table[row, : len(block_ids)] = block_ids
         self._num_blocks[row] = len(groups[0])
 
-    def _drop_what_the_scheduler_dropped(self, rows: IntArray, num_output_tokens: list[int]) -> None:
-        """A token sampled in a step whose loads failed was thrown away; so it is here."""
+    def _drop_void_tokens(self, rows: IntArray, num_output_tokens: list[int]) -> None:
+        """Drop tokens that the scheduler has dropped, because loads of their step failed."""
         known = self._num_prompt_tokens[rows] + np.array(num_output_tokens, np.int64)
         before = self._num_tokens[rows]
         changed = known != before
         if not changed.any():
             return
-        assert (known <= before).all(), "the scheduler knows of tokens that were never sampled"
+        assert (known <= before).all(), "the scheduler has tokens that were never sampled"
         self._num_tokens[rows] = known
         for row in rows[changed].tolist():
             self._recount(row)
@@ -155,7 +156,7 @@ class InputBatch:
         sampling.recount(self._tokens[row, : self._num_tokens[row]].tolist())
 
     def step_input(self, num_scheduled_tokens: dict[str, int]) -> StepInput:
-        """`num_scheduled_tokens` is not empty, and its requests are known."""
+        """Build the input of a step. `num_scheduled_tokens` is not empty, and its requests have rows."""
         req_ids = list(num_scheduled_tokens)
         rows = np.array([self._row_of[req_id] for req_id in req_ids])
         scheduled = np.fromiter(num_scheduled_tokens.values(), np.int64, len(req_ids))
@@ -186,7 +187,7 @@ class InputBatch:
     def _scored_prompts(
         self, req_ids: list[str], rows: IntArray, computed: IntArray, query_start: IntArray
     ) -> list[ScoredPrompt]:
-        """Prompts of this step that want log-probabilities: the row of a token scores the next token."""
+        """Prompts of this step that need log-probabilities: the row of a token scores the next token."""
         is_scored = self._scores_prompt[rows]
         if not is_scored.any():
             return []
@@ -223,7 +224,7 @@ class InputBatch:
         return [state for state in states if state is not None]
 
     def append(self, rows: IntArray, token_ids: list[int]) -> None:
-        """The tokens that were sampled for `rows`."""
+        """Append the tokens that were sampled for `rows`."""
         self._tokens[rows, self._num_tokens[rows]] = token_ids
         self._num_tokens[rows] += 1
 
@@ -242,7 +243,7 @@ class InputBatch:
 
     @staticmethod
     def _doubled(table: npt.NDArray[np.int32], used: IntArray) -> npt.NDArray[np.int32]:
-        """Copies only what is used, so that untouched pages stay untouched."""
+        """A table of twice the width. Copies only used entries, so unused pages take no memory."""
         doubled = np.zeros((2 * len(table), table.shape[1]), table.dtype)
         for row, length in enumerate(used.tolist()):
             doubled[row, :length] = table[row, :length]

@@ -1,11 +1,12 @@
-"""Memory that a step frees stays with the process, for the next step.
+"""Settings of malloc and of oneDNN's caches for processes that compute.
 
-A prompt's chunk needs tens of megabytes for each intermediate result. glibc maps pieces of this size anew
-each time and gives them back at once, so that every layer pays for the first touch of fresh pages: a sixth of
-the time of a chunk of 2,048 tokens, and more where the system reclaims memory eagerly.
+The process keeps freed memory for the next step. A prompt's chunk needs tens of megabytes for each
+intermediate result. By default glibc maps allocations of this size anew and unmaps them when they are freed,
+so every layer pays for the first touch of new pages: a sixth of the time of a chunk of 2,048 tokens, and more
+if the system reclaims memory early.
 
-Code that oneDNN has generated does not stay for ever. oneDNN makes a primitive of about 0.6 MiB for each
-matrix and each number of rows, so for each length of a prompt. It keeps 1,024 of them, and so does torch.
+The caches of generated code are bounded. oneDNN generates a primitive of about 0.6 MiB for each matrix and
+each number of rows, so for each length of a prompt. By default oneDNN keeps 1,024 of them, and so does torch.
 """
 
 import ctypes
@@ -13,20 +14,20 @@ import os
 import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # From glibc's malloc.h; see mallopt(3).
-_LARGEST_MMAP_THRESHOLD = 32 << 20  # Bytes: what glibc accepts at most on 64 bits.
+_LARGEST_MMAP_THRESHOLD = 32 << 20  # Bytes: the maximum that glibc accepts on 64 bits.
 _LARGEST_INT = 2**31 - 1
 
-# Entries of each cache. A model has about five shapes of matrices, so decode steps of 25 different sizes find
-# their primitives. A new length of a chunk costs about a millisecond for each shape (docs/log.md).
+# Entries of each cache. A model has about five shapes of matrices, so decode steps of 25 different sizes fit.
+# A new length of a chunk costs about a millisecond per shape (docs/log).
 _PRIMITIVES_MAX = "128"
 _CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
 def keep_freed_memory() -> bool:
-    """For the rest of this process's life. False where malloc is not glibc's: nothing has changed then."""
+    """Make malloc keep freed memory in this process. False if malloc is not glibc's: nothing changes then."""
     if not sys.platform.startswith("linux"):
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl does not have it.
     if mallopt is None:
         return False
     kept = mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT)
@@ -34,5 +35,8 @@ def keep_freed_memory() -> bool:
 
 
 def primitive_limits() -> dict[str, str]:
-    """Environment for a process that computes. Torch reads it at its first primitive; the user's own wins."""
+    """Environment variables that bound the caches. Torch reads them at its first primitive.
+
+    The user's own values take precedence.
+    """
     return {name: os.environ.get(name, _PRIMITIVES_MAX) for name in _CAPACITIES}

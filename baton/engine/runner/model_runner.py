@@ -1,14 +1,15 @@
-"""One rank's step: take over the scheduler's decision, run the model, sample, let the connector do its part.
+"""One rank's step: applies the scheduler output, runs the model, samples, and calls the connector.
 
     update rows -> [connector: loads] -> forward -> logits of the last tokens -> sample
                 -> wait for the device -> [connector: report]
 
-A step is over when the device has done it, not when it has been launched. What follows leans on that: a
-connector tells peers that blocks are ready, and the scheduler gives freed ones to loads, which no stream
-orders behind a step's kernels. Only the tokens of a step wait by themselves, and a prompt's chunk has none.
+A step has ended when the device has finished it, not when it has been launched. Two users rely on that: a
+connector announces blocks to peers as ready, and the scheduler gives freed blocks to loads, which no stream
+orders after a step's kernels. Reading the tokens of a step waits for the device, but a partial prefill has no
+tokens.
 
-Rank 0 samples for all. The other ranks compute the same step without logits and learn its tokens with the
-next one, so that ranks cannot disagree about a token even if their arithmetic does.
+Rank 0 samples for all ranks. The other ranks compute the same step without logits and get its tokens with the
+next one, so ranks cannot differ in a token even if their arithmetic differs.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from baton.engine.runner.sampler import Sampler, SamplingRow, prompt_logprobs
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
 WARM_UP_TOKENS = 8
-SCORED_ROWS = 64  # Of a prompt at once: 64 rows of 150,000 logits are 40 MB.
+SCORED_ROWS = 64  # Prompt tokens that are scored at once: 64 rows of 150,000 logits are 40 MB.
 
 
 class Model(Protocol):
-    """What the runner needs of a model. T tokens of the step, H hidden size, B sampled rows, V vocabulary."""
+    """Interface of a model. T tokens of the step, H hidden size, B sampled rows, V vocabulary."""
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
@@ -60,7 +61,7 @@ class ModelRunner:
         graphs: DecodeGraphs | None = None,
         wait_for_device: Callable[[], None] | None = None,
     ) -> None:
-        """`wait_for_device` returns when all that was launched is done; by default, torch's way to know."""
+        """`wait_for_device` returns when all launched work has ended. Default: torch's synchronisation."""
         self._model = model
         self._kv_caches = kv_caches
         self._layers = attention_layers(kv_caches, config.cache_config.num_gpu_blocks, config.kv_cache_groups)
@@ -72,28 +73,34 @@ class ModelRunner:
         self._block_size = config.cache_config.block_size
         self._batch = InputBatch(config)
         self._sampler = Sampler()
-        self._untold_rows: deque[IntArray] = deque()  # Of steps: sampled by rank 0; not yet heard from it.
+        self._awaited_rows: deque[IntArray] = deque()  # Per step: rows whose tokens rank 0 has not sent yet.
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """A dummy run: no cache is touched and no connector is called."""
+        """Make a dummy run, which touches no cache and calls no connector."""
         positions = torch.arange(WARM_UP_TOKENS, device=self._device)
         context = ForwardContext(kv_caches=self._kv_caches)
         hidden = self._model.forward(torch.zeros_like(positions), positions, context)
         self._model.compute_logits(hidden[-1:])
-        self._wait_for_device()  # For the cache's first zeros too: nothing may land before them.
+        self._wait_for_device()  # Also for the zeros of the new cache: no load may be written before them.
 
     @torch.inference_mode()
     def record_graphs(self, metadata: KVConnectorMetadata | None = None) -> None:
-        """Behind `warm_up`. With metadata, of an empty step, the connector's layer hooks are recorded too."""
+        """Record graphs, after `warm_up`.
+
+        With metadata (of an empty step), the layer hooks are recorded too.
+        """
         if self._graphs is not None:
             self._graphs.record(*((self._half, metadata) if metadata is not None else ()))
             self._wait_for_device()
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput, told_token_ids: list[list[int]]) -> ModelRunnerOutput:
-        """`told_token_ids`: what rank 0 sampled in the oldest steps of which we were not told, step by step;
-        rank 0 itself ignores it."""
+        """Run a step.
+
+        `told_token_ids`: the tokens of earlier steps that rank 0 sampled and this rank has not got yet, step
+        by step. Rank 0 ignores it.
+        """
         if not self._is_driver:
             for token_ids in told_token_ids:
                 self._learn(token_ids)
@@ -102,7 +109,7 @@ class ModelRunner:
         result = ModelRunnerOutput()
         step_input: StepInput | None = None
         if output.num_scheduled_tokens:
-            # Before the connector's part: synchronous loads start before the forward and read the metadata.
+            # Before the connector's hooks: synchronous loads start before the forward and read the metadata.
             step_input = self._batch.step_input(output.num_scheduled_tokens)
             context.attn_metadata = step_input.attn_metadata
             context.group_metadata = step_input.group_metadata
@@ -111,7 +118,7 @@ class ModelRunner:
                 self._compute(output, step_input, context, result)
                 self._wait_for_device()
             elif not self._is_driver:
-                self._untold_rows.append(np.zeros(0, np.int64))
+                self._awaited_rows.append(np.zeros(0, np.int64))
         result.connector_error = step.error
         result.loads_failed = step.loads_failed
         result.kv_connector_output = None if step.report.is_empty() else step.report
@@ -129,7 +136,7 @@ class ModelRunner:
         wanted = _wanted_tokens(last_tokens, step_input)
         if len(wanted) < metadata.num_actual_tokens:
             context.wanted_tokens = torch.from_numpy(wanted).to(self._device)
-        # What the connector's hooks do for prompts and loads, no replay would do.
+        # A replay does not call the connector's hooks, which prompts and loads need.
         is_replayable = step_input.only_decodes and not output.has_sync_kv_loads
         if self._graphs is not None and is_replayable and self._graphs.can_run(metadata):
             hidden = self._graphs.run(step_input.token_ids, context)
@@ -144,7 +151,7 @@ class ModelRunner:
                 hidden = hidden[torch.from_numpy(np.searchsorted(wanted, last_tokens)).to(self._device)]
             self._sample(hidden, step_input, result)
         else:
-            self._untold_rows.append(step_input.sampled_rows)
+            self._awaited_rows.append(step_input.sampled_rows)
 
     def _sample(self, hidden_BH: torch.Tensor, step_input: StepInput, result: ModelRunnerOutput) -> None:
         result.req_ids = step_input.req_ids
@@ -173,7 +180,10 @@ class ModelRunner:
         scored_prompts: list[ScoredPrompt],
         result: ModelRunnerOutput,
     ) -> None:
-        """`hidden`: of the tokens `wanted`. A few rows at a time: a whole chunk's logits are gigabytes."""
+        """Score prompt tokens, a few rows at a time, because a whole chunk's logits are gigabytes.
+
+        `hidden`: hidden states of the tokens `wanted`.
+        """
         for scored in scored_prompts:
             first = int(np.searchsorted(wanted, scored.first_row))
             parts: list[PromptLogprobs] = []
@@ -185,14 +195,14 @@ class ModelRunner:
             result.prompt_logprobs[scored.req_id] = (scored.first_position, joined)
 
     def _learn(self, token_ids: list[int]) -> None:
-        rows = self._untold_rows.popleft()
-        assert len(token_ids) == len(rows), "one token for each row that rank 0 sampled"
+        rows = self._awaited_rows.popleft()
+        assert len(token_ids) == len(rows), "rank 0 sent one token per sampled row"
         if token_ids:
             self._batch.append(rows, token_ids)
 
 
 def _wanted_tokens(last_tokens: IntArray, step_input: StepInput) -> IntArray:
-    """Ascending: tokens of the step whose hidden states are needed. The same on every rank."""
+    """Tokens of the step whose hidden states are needed, ascending. The same on every rank."""
     if not step_input.scored_prompts:
         return last_tokens
     scored = [

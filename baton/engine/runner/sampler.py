@@ -1,12 +1,13 @@
-"""Chooses the next token of each row of logits: [B, V] float32 in, one token id a row out.
+"""Sampler: chooses the next token for each row of logits [B, V] (float32).
 
     raw logits --> allowed tokens, bias, min_tokens, bad words, penalties --> greedy rows: argmax
                                                \\-> / temperature --> min-p, top-k, top-p --> draw
     raw logits --> log_softmax                     (what `logprobs` reports)
 
-A draw is a function of the request's seed and the token's absolute position, and of nothing else: no state
-moves along. So batch mates cannot change a request's tokens, a preempted request draws again what it drew
-before, and an engine that continues another engine's sequence draws what that one would have drawn.
+A draw is a function of the request's seed and the token's absolute position only; there is no other state.
+So other requests of a batch cannot change a request's tokens, a preempted request draws the same tokens
+again, and an engine that continues another engine's sequence draws the tokens that the other engine would
+draw.
 
 Shapes: B rows, V vocabulary, R rows that are drawn at random.
 """
@@ -28,11 +29,11 @@ from baton.engine.api import PromptLogprobs, SamplingParams, TokenLogprob, Token
 Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
 
-TOP_P_WIDTH = 1024  # Candidates sorted at first; a distribution so flat that p needs more sorts all of V.
+TOP_P_WIDTH = 1024  # Candidates that are sorted first; if they do not reach p, all of V is sorted.
 
 
 def seed_of(*parts: object) -> int:
-    """64 bits that depend on every part and on their order."""
+    """A 64-bit seed that depends on every part and on their order."""
     text = "\0".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -51,9 +52,9 @@ def _mix(x: UInt64s) -> UInt64s:
 
 
 class TokenCounts:
-    """How often each token occurred in one request's output; tokens of its prompt are there with count 0.
+    """Number of occurrences of each token in one request's output. Prompt tokens are present with count 0.
 
-    Sparse, since V is large and a request's own vocabulary is small.
+    Sparse, because V is large and a request uses few of its tokens.
     """
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int] = ()) -> None:
@@ -84,14 +85,14 @@ class TokenCounts:
 
 @dataclass(slots=True, eq=False)
 class SamplingRow:
-    """What the sampler knows of one request. `counts` exists only if a penalty needs it."""
+    """Sampler state of one request. `counts` exists only if a penalty needs it."""
 
     params: SamplingParams
     seed: int
     num_prompt_tokens: int
-    blocked_token_ids: tuple[int, ...]  # Not before `min_tokens`: the ids that would end the output.
+    blocked_token_ids: tuple[int, ...]  # Ids that would end the output before `min_tokens`.
     counts: TokenCounts | None
-    output: list[int] | None  # So far; only if a bad word has several tokens.
+    output: list[int] | None  # The output so far; only if a bad word has several tokens.
     _forbidden: torch.Tensor | None = None
 
     @classmethod
@@ -108,7 +109,7 @@ class SamplingRow:
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
         return cls(
             params=params,
-            # Without a seed of its own a request still gets one, so that every draw is made the same way.
+            # A request without a seed gets one, so that every draw is made in the same way.
             seed=seed_of(params.seed) if params.seed is not None else seed_of(engine_seed, request_id),
             num_prompt_tokens=len(prompt),
             blocked_token_ids=tuple(sorted(ends)) if params.min_tokens else (),
@@ -117,7 +118,7 @@ class SamplingRow:
         )
 
     def recount(self, token_ids: Sequence[int]) -> None:
-        """Prompt and output as they are now, after tokens were taken back."""
+        """Count prompt and output again, after tokens were dropped."""
         prompt, output = token_ids[: self.num_prompt_tokens], token_ids[self.num_prompt_tokens :]
         if self.counts is not None:
             self.counts = TokenCounts(prompt, output)
@@ -125,7 +126,10 @@ class SamplingRow:
             self.output = list(output)
 
     def forbidden(self, vocab_size: int, device: torch.device) -> torch.Tensor:
-        """Bool [V]: what `allowed_token_ids` leaves out. Made once: the list may have all of V."""
+        """Bool [V]: the tokens that are not in `allowed_token_ids`.
+
+        Computed once, because the list may be long.
+        """
         if self._forbidden is None:
             allowed = np.array(self.params.allowed_token_ids, np.int64)
             mask = np.ones(vocab_size, np.bool_)
@@ -134,7 +138,7 @@ class SamplingRow:
         return self._forbidden
 
     def banned_token_ids(self) -> list[int]:
-        """Tokens that would complete a bad word now."""
+        """Tokens that would complete a bad word at this position."""
         output = self.output or []
         return [
             word[-1]
@@ -151,11 +155,11 @@ def has_penalties(params: SamplingParams) -> bool:
 
 class Sampled(NamedTuple):
     token_ids: list[int]
-    logprobs: dict[int, TokenLogprobs]  # By row; only rows that asked.
+    logprobs: dict[int, TokenLogprobs]  # By row; only for rows with `logprobs`.
 
 
 class _Plan:
-    """What `rows` need, gathered once and reused while the batch does not change."""
+    """Tensors for `rows`, gathered once and reused while the batch does not change."""
 
     def __init__(self, rows: list[SamplingRow], vocab_size: int, device: torch.device) -> None:
         def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
@@ -199,7 +203,10 @@ class Sampler:
         self._plan: _Plan | None = None
 
     def sample(self, logits_BV: torch.Tensor, rows: list[SamplingRow], positions: Int64s) -> Sampled:
-        """`positions[b]` is where row b's new token will stand: the number of tokens it has so far."""
+        """Sample one token per row.
+
+        `positions[b]`: position of row b's new token, its number of tokens so far.
+        """
         assert logits_BV.dtype is torch.float32
         assert logits_BV.shape[0] == len(rows) == len(positions)
         plan = self._plan
@@ -225,7 +232,7 @@ class Sampler:
 
 
 def _adjust(logits_BV: torch.Tensor, plan: _Plan, positions: Int64s) -> torch.Tensor:
-    """What all fields but temperature, min-p, top-k and top-p do, on a copy: logprobs need the raw logits."""
+    """Apply all fields except temperature, min-p, top-k and top-p to a copy: logprobs need the raw logits."""
     if not plan.is_adjusted:
         return logits_BV
     blocked = [
@@ -258,7 +265,7 @@ def _adjust(logits_BV: torch.Tensor, plan: _Plan, positions: Int64s) -> torch.Te
 
 
 def _penalise(logits_BV: torch.Tensor, penalised: list[tuple[int, SamplingRow]]) -> None:
-    """In place, and only where a token has occurred."""
+    """Apply penalties in place, only to tokens that have occurred."""
     counts_of = [state.counts for _, state in penalised if state.counts is not None]
     lengths = [len(counts.tokens) for counts in counts_of]
 
@@ -272,7 +279,7 @@ def _penalise(logits_BV: torch.Tensor, penalised: list[tuple[int, SamplingRow]])
     presence = spread([state.params.presence_penalty for _, state in penalised])
     frequency = spread([state.params.frequency_penalty for _, state in penalised])
     logits = logits_BV[rows, tokens]
-    # Keskar et al., 2019: a penalty above 1 has to push down on both sides of zero.
+    # Keskar et al., 2019: a penalty above 1 has to lower positive and negative logits.
     logits = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits_BV[rows, tokens] = logits - presence * (counts > 0) - frequency * counts
 
@@ -282,25 +289,26 @@ def _draw(logits_RV: torch.Tensor, plan: _Plan, positions: Int64s) -> torch.Tens
     if plan.is_truncated:
         logits_RV = truncate(logits_RV, min_p=plan.min_p, top_k=plan.top_k, top_p=plan.top_p)
     probs_RV = logits_RV.softmax(dim=-1)
-    # Inversion: one random number a row rather than V of them. The first token whose cumulative probability
-    # exceeds u * total; a token of probability 0 adds nothing, so it is never the first to exceed.
+    # Inversion: one random number per row instead of V. The result is the first token whose cumulative
+    # probability exceeds u * total. A token of probability 0 adds nothing, so it is never the first to
+    # exceed.
     cumulative_RV = probs_RV.cumsum(dim=-1)
     u_R = torch.from_numpy(uniforms(plan.seeds, positions[plan.random])).to(cumulative_RV)
     target_R1 = (u_R * cumulative_RV[:, -1])[:, None]
     chosen_R = torch.searchsorted(cumulative_RV, target_R1, right=True)[:, 0]
-    # In float32 u * total may round up to the total, which nothing exceeds.
+    # In float32 u * total may round up to the total, which no token exceeds.
     return torch.where(chosen_R < logits_RV.shape[1], chosen_R, probs_RV.argmax(dim=-1))
 
 
 def truncate(
     logits_RV: torch.Tensor, *, min_p: Sequence[float], top_k: Sequence[int], top_p: Sequence[float]
 ) -> torch.Tensor:
-    """Sets to -inf what min-p, then top-k, then top-p leave out. `top_k` is in [1, V].
+    """Set the logits to -inf that min-p, then top-k, then top-p exclude. `top_k` is in [1, V].
 
         min-p   keeps p >= min_p * the largest p
-        top-k   keeps what is at least the k-th largest
-        top-p   of what is left, renormalised: keeps what is at least the last member of the smallest set of
-                most likely tokens that reaches p
+        top-k   keeps logits that are at least the k-th largest
+        top-p   of the rest, renormalised: keeps logits that are at least the last member of the smallest set
+                of most likely tokens that reaches p
 
     Equal logits are kept or dropped together, so the result does not depend on the order of a sort.
     """
@@ -323,7 +331,7 @@ def _floor(
     top_k: Sequence[int],
     top_p: Sequence[float],
 ) -> torch.Tensor:
-    """The smallest logit that each row keeps, judged by its `width` largest; by all where those do not do."""
+    """The smallest logit that each row keeps, from its `width` largest; from all if these are not enough."""
     R, V = logits_RV.shape
     device = logits_RV.device
     best_RW = logits_RV.topk(width, dim=-1).values
@@ -343,7 +351,7 @@ def _floor(
     cut_R = best_RW.gather(1, (num_kept_R - 1).clamp(min=0)[:, None])[:, 0]
     result_R = torch.where(p_R < 1, torch.maximum(floor_R, cut_R), floor_R)
 
-    # The set has not reached p, and something that counts may lie beyond the width: look again, at all of V.
+    # The set has not reached p, and relevant tokens may be beyond the width: repeat with all of V.
     is_short_R = (p_R < 1) & (cumulative_RW[:, -1] < p_R) & (best_RW[:, -1] >= floor_R)
     if width < V and bool(is_short_R.any()):
         short = is_short_R.nonzero()[:, 0]
@@ -381,11 +389,11 @@ def _logprobs(logits_BV: torch.Tensor, plan: _Plan, token_ids: list[int]) -> dic
 
 
 def prompt_logprobs(logits_LV: torch.Tensor, token_ids: Sequence[int], num_top: int) -> PromptLogprobs:
-    """Of `token_ids[i]` by the raw logits of row i, and of the `num_top` most likely tokens."""
+    """Logprobs of `token_ids[i]` and of the `num_top` most likely tokens, from the raw logits of row i."""
     logprobs_LV = logits_LV.log_softmax(dim=-1)
     ids_L1 = torch.tensor(token_ids, device=logits_LV.device)[:, None]
     own_L1 = logprobs_LV.gather(1, ids_L1)
-    ranks_L = (logprobs_LV >= own_L1).sum(dim=-1)  # As vLLM: of equal ones the last.
+    ranks_L = (logprobs_LV >= own_L1).sum(dim=-1)  # As in vLLM: of equal logprobs the last.
     top = logprobs_LV.topk(min(num_top, logits_LV.shape[1]), dim=-1)
     ids_LW = torch.cat((ids_L1, top.indices), dim=1)
     return PromptLogprobs(

@@ -1,1 +1,1 @@
-"""Text in and out: tokenizer, chat template and detokenizer."""
+"""Text processing: tokenizer, chat template and detokenizer."""

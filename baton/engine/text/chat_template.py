@@ -1,8 +1,8 @@
-"""A model folder's chat template, rendered as `transformers` renders it, without importing transformers.
+"""Chat template of a model folder, rendered as `transformers` does, without importing transformers.
 
-The template is the folder's code: it runs in Jinja's immutable sandbox, with the same settings, filters and
-globals. The sandbox bounds neither time nor memory, so a server compiles and renders in a worker process
-(`check_job`, `render_job`).
+The template is code of the folder. It runs in Jinja's immutable sandbox, with the same settings, filters and
+globals as in transformers. The sandbox bounds neither time nor memory, so a server compiles and renders in a
+worker process (`check_job`, `render_job`).
 """
 
 import datetime
@@ -23,7 +23,7 @@ from baton.engine.text.content_format import takes_parts, with_content
 
 
 class ChatTemplate:
-    """One template. It is compiled when it is first rendered: compiling runs its constant expressions."""
+    """One template. It is compiled at its first use, because compiling evaluates its constant expressions."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self.source = source
@@ -41,7 +41,7 @@ class ChatTemplate:
             return environment.from_string(self.source)
         except MemoryError:
             raise
-        except Exception as error:  # Jinja makes Python of it: a SyntaxError is possible, for example.
+        except Exception as error:  # Jinja compiles to Python, which may raise SyntaxError, for example.
             raise UserError(f"is not a valid template: {error}", field="chat_template") from error
 
     @cached_property
@@ -49,7 +49,7 @@ class ChatTemplate:
         return takes_parts(self._template.environment.parse(self.source))
 
     def check(self) -> None:
-        """Raises UserError for a template that does not compile."""
+        """Raises UserError if the template does not compile."""
         assert self._template is not None
 
     def render(
@@ -61,7 +61,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         max_chars: int | None = None,
     ) -> str:
-        """Raises UserError where the template refuses the conversation, or writes more than `max_chars`."""
+        """Raises UserError if the template refuses the conversation, or its text exceeds `max_chars`."""
         template = self._template
         context = {
             **self.special_tokens,
@@ -84,7 +84,7 @@ class ChatTemplate:
         except RecursionError as error:
             raise UserError("the model's chat template recurses too deeply", field="messages") from error
         except Exception as error:
-            # A template written for strings meets whatever the client sent: it may fail in any way.
+            # The template may fail in any way on the client's values.
             raise UserError(f"the model's chat template refuses it: {error}", field="messages") from error
         if max_chars is not None and num_chars > max_chars:
             raise UserError(f"has more than {max_chars} characters in the model's template", field="messages")
@@ -97,10 +97,10 @@ def _cached(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTem
 
 
 def check_job(source: str, special_tokens: Mapping[str, str]) -> None:
-    """`ChatTemplate.check`, for a worker process; then renders the simplest conversation."""
+    """`ChatTemplate.check` for a worker process. Also renders the simplest conversation."""
     template = _cached(source, tuple(special_tokens.items()))
     template.check()
-    with suppress(UserError):  # A template may insist on a system message, say.
+    with suppress(UserError):  # A template may require a system message, for example.
         template.render([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
 
 
@@ -113,7 +113,7 @@ def render_job(
     variables: Mapping[str, Any] | None,
     max_chars: int,
 ) -> str:
-    """`ChatTemplate.render`, for a worker process."""
+    """`ChatTemplate.render` for a worker process."""
     return _cached(source, tuple(special_tokens.items())).render(
         messages,
         add_generation_prompt=add_generation_prompt,
@@ -124,7 +124,7 @@ def render_job(
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the assistant's tokens for training; plain here."""
+    """`{% generation %} ... {% endgeneration %}` marks the assistant's tokens for training; ignored here."""
 
     tags = {"generation"}  # noqa: RUF012  Jinja reads it from the class.
 
@@ -134,7 +134,7 @@ class _Generation(Extension):
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Jinja's own filter escapes for HTML, which no model was trained on."""
+    """The `tojson` filter without Jinja's escapes for HTML, which no model was trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

@@ -1,7 +1,7 @@
-"""Whether a chat template takes a message's content as a list of parts or as one text; decided as vLLM does.
+"""Content format of a chat template: a list of parts or one text. Detected as in vLLM.
 
-A template that loops over the content of a message gets parts, also where the client sent a text. Every other
-template gets one text: the parts, joined with a newline.
+A template that loops over the content of a message gets parts, even if the client sent a text. Every other
+template gets one text: the parts joined with newlines.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ SEPARATOR = "\n"
 
 
 def with_content(messages: Sequence[Mapping[str, Any]], *, as_parts: bool) -> list[dict[str, Any]]:
-    """The messages as the template takes them. Results of tools are always text."""
+    """The messages in the template's format. Tool results are always text."""
     return [
         {**message, "content": _content(message, as_parts=as_parts and message["role"] != "tool")}
         for message in messages
@@ -28,14 +28,14 @@ def _content(message: Mapping[str, Any], *, as_parts: bool) -> Any:
 
 
 def takes_parts(template: nodes.Template) -> bool:
-    """Scopes are not looked at: a name means the same everywhere in the template."""
+    """Whether the template loops over a message's content. Scopes are ignored: a name has one meaning."""
     messages = _aliases(template, "messages")
     one_message = {
         loop.target.name
         for loop in template.find_all(nodes.For)
         if isinstance(loop.target, nodes.Name) and any(_reads(loop.iter, name) for name in messages)
     }
-    of_macros: dict[int, set[str]] = {}  # By loop: parameters of its macro that get the content of a message.
+    of_macros: dict[int, set[str]] = {}  # Per loop: parameters of its macro that get a message's content.
     for macro in template.find_all(nodes.Macro):
         parameters = {
             name
@@ -54,7 +54,7 @@ def takes_parts(template: nodes.Template) -> bool:
 
 
 def _aliases(template: nodes.Template, name: str) -> set[str]:
-    """The name, and those that are set to it or to a part of it."""
+    """The name, and the variables that are set to it or to a part of it."""
     found, fresh = {name}, [name]
     while fresh:
         known = fresh.pop()
@@ -76,7 +76,7 @@ def _reads_content(node: nodes.Node, one_message: set[str]) -> bool:
 
 
 def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
-    """`name`, or its `key`; filtered, tested or sliced."""
+    """Whether the node reads `name`, or its `key`, possibly filtered, tested or sliced."""
     match node:
         case nodes.Filter() | nodes.Test():
             return _reads(node.node, name, key)

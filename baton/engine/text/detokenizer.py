@@ -1,8 +1,8 @@
-"""Token ids to text as they come: what is emitted never changes, and no half character is ever emitted.
+"""Incremental detokenizer: emitted text never changes, and no partial character is emitted.
 
-A byte-level token may end in the middle of a character; decoded then, it shows U+FFFD at the end. Such an
-end is held back until more tokens say what it is. Decoding all tokens anew each time would be quadratic, so a
-short *window* of tokens is decoded, and its front is cut off where that provably changes nothing:
+A byte-level token may end in the middle of a character. Decoded then, the text ends with U+FFFD. Such an
+end is held back until more tokens complete it. Decoding all tokens for every token would be quadratic, so a
+short *window* of tokens is decoded. Its front is cut off where this provably does not change the text:
 
     window  | i i i i i i i i | i i i i |
               left              right        cut here if text == decode(left) + decode(right)
@@ -16,10 +16,10 @@ _HELD_CHARS = 3  # An incomplete character of n bytes shows as one U+FFFD, or (b
 
 
 class IncrementalDetokenizer:
-    """The pieces returned, joined and followed by `flush`, are what decoding all ids at once gives.
+    """The returned pieces, joined and followed by `flush`, equal the decoding of all ids at once.
 
-    But for one case: sentencepiece's byte fallback decodes a whole run of bytes, and takes back the good
-    characters of a run that a later byte spoils. What was emitted stands.
+    There is one exception: sentencepiece's byte fallback decodes a whole sequence of bytes, and a later
+    invalid byte changes its earlier characters. Emitted characters do not change.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -28,7 +28,7 @@ class IncrementalDetokenizer:
         self._emitted = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that has become certain; possibly empty."""
+        """Add tokens. Returns the text that can no longer change; possibly empty."""
         pieces = []
         for token_id in token_ids:
             self._window.append(token_id)
@@ -42,7 +42,7 @@ class IncrementalDetokenizer:
         return "".join(pieces)
 
     def flush(self) -> str:
-        """At the end of the stream: what was held back, broken characters included."""
+        """Return the held-back text at the end of the stream, including broken characters."""
         rest = self._decode(self._window)[self._emitted :]
         self._window = []
         self._emitted = 0
@@ -51,7 +51,7 @@ class IncrementalDetokenizer:
     def _cut(self, text: str) -> None:
         left, right = self._window[:-_KEPT_TOKENS], self._window[-_KEPT_TOKENS:]
         left_text, right_text = self._decode(left), self._decode(right)
-        # Some decoders drop the space in front of the first word they decode.
+        # Some decoders drop the space before the first word.
         for lost in ("", " "):
             front = len(left_text) + len(lost)
             if right_text and front <= self._emitted and left_text + lost + right_text == text:

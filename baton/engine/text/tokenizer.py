@@ -1,8 +1,8 @@
-"""A model folder's tokenizer: text to ids and back, chat template, special tokens.
+"""Tokenizer of a model folder: text to ids and back, chat template, special tokens.
 
     tokenizer.json           vocabulary, merges, pre- and post-processing (the `tokenizers` library runs it)
     tokenizer_config.json    special tokens by role, chat template
-    chat_template.jinja      the template, where the folder keeps it apart
+    chat_template.jinja      the template, if the folder has it as a separate file
 
 Imports neither torch nor transformers: the server starts in a second. Safe to use from several threads.
 """
@@ -22,15 +22,15 @@ from baton.engine.checkpoints.checkpoint import read_json
 from baton.engine.text.chat_template import ChatTemplate
 from baton.engine.text.detokenizer import IncrementalDetokenizer
 
-MAX_TOKENIZER_BYTES = 256 << 20  # Those of large vocabularies have 33 MiB.
+MAX_TOKENIZER_BYTES = 256 << 20  # Tokenizers with large vocabularies have 33 MiB.
 MAX_TEMPLATE_BYTES = 4 << 20
-MAX_GROWTH = 64  # Of a text by the steps before and after the model; real tokenizers double a space at most.
-LONG_TOKENS = 1 << 12  # Decoded in half a millisecond.
+MAX_GROWTH = 64  # Of a text, by normalizer and decoder steps. Real tokenizers at most double a space.
+LONG_TOKENS = 1 << 12  # This many take half a millisecond to decode.
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class Tokenizer:
-    """Made by `from_folder`."""
+    """A tokenizer; create it with `from_folder`."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """Raises UserError naming the file that is missing or wrong."""
+        """Raises UserError with the file that is missing or wrong."""
         root = Path(folder)
         path = root / "tokenizer.json"
         if not path.exists():
@@ -61,9 +61,9 @@ class Tokenizer:
         try:
             with _panics():
                 fast = FastTokenizer.from_buffer(content)
-        except Exception as error:  # The library raises plain Exception for everything.
+        except Exception as error:  # The library raises plain Exception for all errors.
             raise UserError(f"cannot be read: {error}", field="tokenizer.json") from error
-        # Settings for training batches; a served prompt is whole, and as long as it is.
+        # Truncation and padding are for training batches.
         fast.no_truncation()
         fast.no_padding()
         settings = read_json(root / "tokenizer_config.json", required=False)
@@ -83,9 +83,10 @@ class Tokenizer:
         return self._special_token_id("bos_token")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """`add_special_tokens`: what the tokenizer puts around a text, such as a beginning-of-text token.
+        """Token ids of a text. `add_special_tokens`: add those around a text, such as a beginning-of-text
+        token.
 
-        Raises UserError for a string that is no text: JSON can carry one half of a surrogate pair.
+        Raises UserError for a string that is no valid text: JSON can contain half of a surrogate pair.
         """
         try:
             with _panics():
@@ -94,7 +95,7 @@ class Tokenizer:
             raise UserError("has half of a surrogate pair, which is no character", field="prompt") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Ids beyond the vocabulary decode to nothing; broken characters to U+FFFD."""
+        """The text of token ids. Ids beyond the vocabulary have no text; broken characters become U+FFFD."""
         with _panics():
             if len(token_ids) > LONG_TOKENS:  # Only `decode_batch` releases the interpreter's lock.
                 [text] = self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
@@ -102,13 +103,13 @@ class Tokenizer:
             return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """For one stream of output tokens."""
+        """A detokenizer for one stream of output tokens."""
         return IncrementalDetokenizer(
             lambda token_ids: self.decode(token_ids, skip_special_tokens=skip_special_tokens)
         )
 
     def token_text(self, token_id: int) -> str:
-        """One token for people, special ones included: what logprobs show."""
+        """Text of one token for logprobs, including special tokens."""
         return self.decode([token_id], skip_special_tokens=False)
 
     def render_chat(
@@ -119,8 +120,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The conversation as one text, for trusted input. Raises UserError without a template, or where it
-        refuses."""
+        """The conversation as one text, for trusted input.
+
+        Raises UserError if there is no template, or if it refuses the conversation.
+        """
         if self.chat_template is None:
             raise UserError("the model has no chat template; use /v1/completions", field="messages")
         return self.chat_template.render(
@@ -133,12 +136,12 @@ class Tokenizer:
 
 
 class TokenizerPanic(BatonError):
-    """The tokenizers library failed on an input, by a defect of its own or of the model folder."""
+    """The tokenizers library panicked, because of its own bug or a fault of the model folder."""
 
 
 @contextmanager
 def _panics() -> Iterator[None]:
-    """Turns the library's Rust panics, which are no `Exception`, into TokenizerPanic."""
+    """Converts the library's Rust panics, which are not `Exception`s, to TokenizerPanic."""
     try:
         yield
     except Exception:
@@ -157,11 +160,11 @@ class _Steps(msgspec.Struct):
 
 
 def _check_growth(content: bytes) -> None:
-    """Refuses replacements that would turn a short text into gigabytes. Raises UserError."""
+    """Raises UserError for replacements that would make a short text gigabytes long."""
     try:
         steps = decode_json(content, _Steps)
     except NotJson:
-        return  # The library says what is wrong.
+        return  # The library reports the error.
     for name in ("normalizer", "decoder"):
         growth = _growth_of(getattr(steps, name))
         if growth > MAX_GROWTH:
@@ -172,7 +175,7 @@ def _check_growth(content: bytes) -> None:
 
 
 def _growth_of(step: Any) -> float:
-    """The most characters that one character can become."""
+    """The largest number of characters that one character can become."""
     if not isinstance(step, Mapping):
         return 1.0
     growth = 1.0
@@ -186,11 +189,14 @@ def _growth_of(step: Any) -> float:
     fixed = pattern.get("String") if isinstance(pattern, Mapping) else None
     if isinstance(fixed, str) and fixed:
         return growth * max(1.0, len(written) / len(fixed))
-    return growth * (1 + len(written))  # A regular expression may match between any two characters.
+    return growth * (1 + len(written))  # A regular expression can match between any two characters.
 
 
 def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
-    """Role to token, from the first source that has it; a token is a string or an object with `content`."""
+    """Tokens by role, from the first source that has the role.
+
+    A token is a string or an object with `content`.
+    """
     found: dict[str, str] = {}
     for role in _ROLES:
         for source in sources:
@@ -211,14 +217,14 @@ def _template_source(root: Path, settings: Mapping[str, Any]) -> str | None:
         except UnicodeDecodeError as error:
             raise UserError(f"is not text: {error}", field=apart.name) from error
     value = settings.get("chat_template")
-    if isinstance(value, list):  # Several, by name; the default one is for conversations.
+    if isinstance(value, list):  # Several named templates; the default one is for conversations.
         named = [entry for entry in value if isinstance(entry, Mapping)]
         value = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
     return value if isinstance(value, str) else None
 
 
 def _eos_token_ids(root: Path, fast: FastTokenizer, special_tokens: Mapping[str, str]) -> list[int]:
-    """The tokenizer's own, and those that generation_config.json or config.json name."""
+    """End-of-sequence ids of the tokenizer, and of generation_config.json or config.json."""
     generation = read_json(root / "generation_config.json", required=False)
     config = read_json(root / "config.json", required=False)
     raw = generation.get("eos_token_id")

@@ -11,9 +11,9 @@ from baton.engine.process.liveness import (
     SLICES,
     STALLED_S,
     STOP_LOOK_S,
-    Pulse,
+    HangWatch,
     StopWatch,
-    family,
+    process_tree,
 )
 
 STEP_S = 8.0
@@ -45,12 +45,12 @@ class Core:
         self.pings: list[float] = []
         self.hung_at: list[float] = []
         self.hangs = False
-        self.pulse = Pulse(self._ping, self._on_hang, STEP_S)
+        self.watch = HangWatch(self._ping, self._on_hang, STEP_S)
 
     def _ping(self) -> None:
         self.pings.append(asyncio.get_running_loop().time())
         if not self.hangs:
-            asyncio.get_running_loop().call_later(0.1, self.pulse.felt)
+            asyncio.get_running_loop().call_later(0.1, self.watch.note_message)
 
     def _on_hang(self) -> None:
         self.hung_at.append(asyncio.get_running_loop().time())
@@ -61,11 +61,11 @@ def run(test: Callable[[Core, Clockwork], Awaitable[None]]) -> None:
 
     async def with_core() -> None:
         core = Core()
-        core.pulse.start()
+        core.watch.start()
         try:
             await test(core, loop)
         finally:
-            core.pulse.stop()
+            core.watch.stop()
 
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(with_core())
@@ -99,7 +99,7 @@ def test_anything_that_it_says_shows_that_it_moves() -> None:
         core.hangs = True
         for _ in range(20):
             await asyncio.sleep(STEP_S)
-            core.pulse.felt()  # An output of a step, say.
+            core.watch.note_message()  # An output of a step, say.
         assert core.hung_at == []
 
     run(test)
@@ -112,7 +112,7 @@ def test_time_in_which_we_were_stopped_ourselves_does_not_count() -> None:
         loop.now_s += 1000 * STEP_S  # Both are stopped, and go on.
         await asyncio.sleep(STEP_S / SLICES)
         assert core.hung_at == []
-        core.pulse.felt()
+        core.watch.note_message()
         await asyncio.sleep(STEP_S / SLICES)
         assert core.hung_at == []
 
@@ -121,8 +121,8 @@ def test_time_in_which_we_were_stopped_ourselves_does_not_count() -> None:
 
 def test_stopped_it_asks_nothing_more() -> None:
     async def test(core: Core, loop: Clockwork) -> None:
-        core.pulse.stop()
-        core.pulse.stop()
+        core.watch.stop()
+        core.watch.stop()
         await asyncio.sleep(10 * STEP_S)
         assert core.pings == []
 
@@ -191,4 +191,4 @@ def test_short_stops_are_no_stall_and_neither_is_time_in_which_we_were_stopped()
 
 
 def test_a_process_that_has_ended_has_no_family() -> None:
-    assert family(2**22 + 1) == []
+    assert process_tree(2**22 + 1) == []

@@ -1,10 +1,10 @@
-"""Why an executor has ended, from what its ranks said last.
+"""Determines why an executor has ended, from the failures and ends of its ranks.
 
     rank 1 is killed --> rank 0 fails in the collective that it shares with rank 1
                      --> the end of rank 1 is noticed
 
-Either may be heard first, so after the first the others are listened to for a moment. A rank that is gone
-without a word is the cause, and what the rest say is what came of it.
+Either may arrive first, so after the first report the executor waits shortly for others. A rank that ended
+without a failure message is the cause; the failures of other ranks are its consequences.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from baton.core.errors import BatonError, ConfigError
 from baton.engine.executor import ExecutorDied
 from baton.engine.executor.rank_messages import RankFailed
 
-LISTEN_S = 2.0  # For the others' last words. Ends come within milliseconds, on a busy machine a second.
+REPORT_WAIT_S = 2.0  # For further reports. They come within milliseconds, on a busy machine within a second.
 
 
-class LastWords:
+class RankFailures:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._failed: dict[int, RankFailed] = {}
@@ -29,7 +29,7 @@ class LastWords:
         self._failed.setdefault(rank, failure)
 
     def take_end(self, rank: int, how: str) -> None:
-        """`how`: a sentence's end. Whoever has said why it fails is expected to end."""
+        """Note the end of a rank, unless it has reported a failure before. `how`: the end of a sentence."""
         if rank not in self._failed:
             self._gone.setdefault(rank, how)
 
@@ -37,13 +37,13 @@ class LastWords:
         return rank in self._failed or rank in self._gone
 
     @property
-    def say_why(self) -> bool:
-        """Nobody else could say it better."""
+    def is_explained(self) -> bool:
+        """Whether further reports would not change the cause."""
         users = any(failure.is_users for failure in self._failed.values())
         return users or bool(self._gone) or len(self._failed) == self._num_ranks
 
     def error(self) -> BatonError:
-        """ConfigError if the failure is the user's to mend; else ExecutorDied, which names all that ended."""
+        """ConfigError for a failure that the user has to fix; else ExecutorDied with all failed ranks."""
         for failure in self._failed.values():
             if failure.is_users:
                 return ConfigError(failure.message)
