@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from baton.connectors.decode_bench import BatonDecodeBenchConnector
 from baton.connectors.decode_bench.halves import ANSWERED, DecodeBenchWorkerHalf
@@ -116,7 +116,7 @@ def test_it_goes_on_through_preemption_and_equal_prefixes(start: Start) -> None:
 
 def test_what_is_made_up_is_counted(model: ModelConfig) -> None:
     registry = CollectorRegistry()
-    kinds: dict[type[Any], Any] = {Counter: partial(Counter, registry=registry)}
+    kinds: dict[type[Any], Any] = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge)}
     metrics = BatonDecodeBenchConnector.build_prom_metrics(config_of(model), kinds, ["engine"], {0: ["0"]})
     assert metrics is not None
     metrics.observe({"synthetic_tokens": 49, "synthetic_requests": 1, "failures": {}})

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from baton.connectors.hidden_states import BatonHiddenStatesConnector, load_hidden_states
 from baton.connectors.hidden_states.halves import (
@@ -317,7 +317,7 @@ def test_beside_another_connector_it_is_refused(model: ModelConfig, tmp_path: Pa
 
 def test_what_is_saved_is_counted(model: ModelConfig, tmp_path: Path) -> None:
     registry = CollectorRegistry()
-    kinds: dict[type[Any], Any] = {Counter: partial(Counter, registry=registry)}
+    kinds: dict[type[Any], Any] = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge)}
     config = config_of(model, tmp_path)
     metrics = BatonHiddenStatesConnector.build_prom_metrics(config, kinds, ["engine"], {0: ["0"]})
     assert metrics is not None

@@ -102,7 +102,7 @@ def test_each_layer_is_aligned_whatever_stands_before_it() -> None:
 
 
 def test_a_dtype_that_no_file_can_say_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match=r"kv_caches\.a: is of torch\.complex64"):
+    with pytest.raises(ConfigError, match=r"kv_caches\.a: has dtype torch\.complex64"):
         FileForm({"a": LayerShape((3,), torch.complex64)})
 
 

@@ -423,7 +423,7 @@ def test_chunks_are_whole_blocks() -> None:
 
 def test_a_folder_that_cannot_be_made_is_a_configuration_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"extra_config\.path: cannot be made"):
+    with pytest.raises(ConfigError, match=r"extra_config\.path: cannot be created"):
         StorageSchedulerHalf(identity_in(tmp_path / "file" / "below"))
 
 

@@ -73,5 +73,5 @@ def test_whatever_the_order_it_ends_once_as_if_read_one_by_one(
 
 
 def test_a_load_of_nothing_is_a_bug_of_ours() -> None:
-    with pytest.raises(AssertionError, match="nobody would end it"):
+    with pytest.raises(AssertionError, match="it would never end"):
         load_of(0)
