@@ -15,8 +15,7 @@ def check_enough(
 ) -> Verdict:
     """Call `check_connector`, with further seeds until the counts of `more_than` were exceeded.
 
-    A seed does not determine what Hypothesis draws, because it also draws from the constants of all loaded
-    modules: two runs of the suite may see different events.
+    What is seen depends on when the threads of a connector end: two runs may see different events.
     """
     verdict = check_connector(case, examples=examples, **options)
     for seed in range(1, RUNS_MAX):

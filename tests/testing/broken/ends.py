@@ -105,6 +105,7 @@ class _ForgetsAborted(MemoryWorker):
 
 class ForgetsAborted(MemoryConnector):
     rule = "abort-leaks"
+    seed = 4  # Finds it in 33 examples; others need 100 to 230.
     worker_kind = _ForgetsAborted
 
 
