@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from baton.router.fleet import Engine, Fleet
-from baton.router.loans import RETURNS_MAX, LoanReturns
+from baton.router.loans import LoanReturns
 from baton.router.metrics import RouterMetrics
 from baton.router.pairs import Pairs
 from baton.router.settings import RouterSettings
@@ -170,8 +170,10 @@ def test_a_vllm_is_told_by_a_request(stops: bool) -> None:
     run(main())
 
 
-def test_engines_that_do_not_listen_hold_nobody_up() -> None:
+def test_engines_that_do_not_listen_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """More loans than can be returned at once wait for their turn, and none is dropped silently."""
+    at_once = 16
+    monkeypatch.setattr("baton.router.loans.RETURNS_MAX", at_once)
 
     async def main() -> None:
         settings = RouterSettings(prefill_urls=("http://p:1",), decode_urls=("http://d:1",))
@@ -179,16 +181,16 @@ def test_engines_that_do_not_listen_hold_nobody_up() -> None:
         async with httpx.AsyncClient(trust_env=False, verify=False) as client:
             returns = LoanReturns(client, metrics, 30.0)
             gone = Engine(dead_url(), "prefill", kind="baton")
-            for _ in range(2 * RETURNS_MAX):
+            for _ in range(2 * at_once):
                 returns.give_back(gone, {"baton_ticket": "signed"})
-            assert len(returns._under_way) == RETURNS_MAX
+            assert len(returns._under_way) == at_once
             returns.give_back(gone, {})
             while returns._under_way:
                 await asyncio.wait(returns._under_way)
             failed = metrics.registry.get_sample_value(
                 "baton:router_loan_returns_total", {"outcome": "failed"}
             )
-            assert failed == 2 * RETURNS_MAX
+            assert failed == 2 * at_once
             await returns.close()
 
     run(main())
