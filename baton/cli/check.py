@@ -34,6 +34,7 @@ app = typer.Typer(help="Check whether a KV connector keeps the contract.")
 EXECUTORS = ("toy", "vllm", "inprocess", "multiprocess", "ray")
 OPTIONAL = ("vllm", "ray")  # Executors that need packages of these names.
 TELL_EVERY_S = 30.0
+TRIES = 200  # Further examples, in search of a shorter story.
 ENGINE_EXAMPLES = 2  # With --all, besides the tour: each example starts real engines.
 
 
@@ -184,7 +185,7 @@ def run_case(
     if executor == "vllm" or is_vllms(case.path):
         case, executor = vllms_case(case, executor), "vllm"
         from baton.vllm_kit.hidden_states import make_vllm_site as make_site
-    tries = 200
+    tries = TRIES
     if executor not in ("toy", "vllm"):
         from baton.testing.contract.engine_site import EngineSite
 

@@ -115,7 +115,8 @@ def test_a_connector_that_needs_a_gpu_breaks_no_rule(tmp_path: Path, monkeypatch
     assert "needs CUDA, and torch finds no CUDA device" in " ".join(output.replace("│", " ").split())
 
 
-def test_cut_files_are_a_broken_store(tmp_path: Path) -> None:
+def test_cut_files_are_a_broken_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.cli.check.TRIES", 5)
     options = ("--config", f'{{"path": "{tmp_path}"}}', "--break-files", str(tmp_path), "--examples", "30")
     status, output = check(EXAMPLE, *options)
     assert status == 0, output

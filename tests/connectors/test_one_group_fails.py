@@ -45,6 +45,11 @@ def producer(start: Start, wire: str, tp_size: int = 1) -> LLM:
     return start(connector, num_blocks=200, tp_size=tp_size)
 
 
+@pytest.fixture(scope="module")
+def producer_of_two(start: Start) -> LLM:
+    return producer(start, "tcp", tp_size=2)
+
+
 def consumer(start: Start, wire: str, policy: str, tp_size: int = 1, **breaks: Any) -> LLM:
     return start(
         {
@@ -108,7 +113,7 @@ def test_of_a_prompt_whose_beginning_is_here(start: Start, alone: LLM) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(("group", "policy"), [(EVERYTHING, "recompute"), (WINDOW, "fail")])
-def test_on_one_rank_of_two(start: Start, alone: LLM, group: int, policy: str) -> None:
+def test_on_one_rank_of_two(start: Start, alone: LLM, producer_of_two: LLM, group: int, policy: str) -> None:
     """Its no is the engine's; what the other rank has read of every group is not used."""
-    p = producer(start, "tcp", tp_size=2)
-    check(p, consumer(start, "tcp", policy, tp_size=2, group=group, rank=1), alone, policy)
+    consumer_of_two = consumer(start, "tcp", policy, tp_size=2, group=group, rank=1)
+    check(producer_of_two, consumer_of_two, alone, policy)

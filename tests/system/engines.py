@@ -20,6 +20,7 @@ from baton.cli.processes import Child, Fleet, free_ports
 SECRET = "5ecret-of-the-fault-tests-0123456789"
 START_S = 240.0  # Four engines, two of them over Ray, on a machine that does a lot else.
 WAIT_S = 60.0  # Only reached when something is wrong.
+POLL_S = 0.02  # Between two questions, so that the engine has the processor in between.
 
 # Short, so that bounds are reached soon, and no shorter than a busy machine bears; the inequalities between
 # them are checked when they are read.
@@ -70,6 +71,7 @@ class Engine:
         deadline_s = time.monotonic() + WAIT_S
         while not is_reached(value := self.metric(name)):
             assert time.monotonic() < deadline_s, f"{self.name}: {name} is still {value}"
+            time.sleep(POLL_S)
 
     def wait_at_rest(self) -> None:
         """I5: nothing runs, nothing is lent, every block is free."""

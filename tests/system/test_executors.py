@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from baton.cli.processes import Fleet
-from tests.system.engines import START_S, TIMERS, WAIT_S, Engine, Engines, make_prompt, tokens_of
+from tests.system.engines import POLL_S, START_S, TIMERS, WAIT_S, Engine, Engines, make_prompt, tokens_of
 from tests.system.test_topologies import pulled, pushed
 
 pytestmark = [
@@ -142,6 +142,7 @@ def test_an_engine_that_starts_its_ranks_anew_fails_what_was_open_and_nothing_el
     deadline_s = time.monotonic() + START_S
     while p.client.get(f"{p.url}/health").status_code != 200:
         assert time.monotonic() < deadline_s
+        time.sleep(POLL_S)
     assert tokens_of(p.complete(old)) == expected(old)
     assert tokens_of(d.complete(old, ticket)) == expected(old)
     for seed, hand_over in ((2006, pulled), (2007, pushed)):

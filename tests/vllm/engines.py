@@ -132,6 +132,7 @@ class Server:
         deadline_s = time.monotonic() + within_s
         while not is_reached(value := self.metric(name, **labels)):
             assert time.monotonic() < deadline_s, f"{self.name}: {name} is still {value}"
+            time.sleep(0.05)
         return value
 
     def wait_all_returned(self, prompt: Sequence[int]) -> None:
