@@ -1,1 +1,1 @@
-"""Benchmarks that are not in the wheel: the comparison with peers, and those of single features."""
+"""Benchmarks outside of the wheel: the comparison with peers, and benchmarks of single features."""

@@ -1,4 +1,4 @@
-"""`make bench [ARGS="step handoff"]`: prints benchmarks' tables, and the machine that they ran on.
+"""Runs benchmarks and prints their tables with the machine: `make bench [ARGS="step handoff"]`.
 
 `make bench ARGS="compare --quick"` compares Baton with its peers; see docs/benchmarks.md.
 """
@@ -21,7 +21,7 @@ ALL = {
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status: 0, 1 if a benchmark failed, 2 for an unknown one."""
+    """Return the exit status: 0, 1 if a benchmark failed, 2 for an unknown one."""
     if arguments[:1] == ["compare"]:
         app = typer.Typer(add_completion=False)
         app.command()(compare)

@@ -1,12 +1,13 @@
-"""What keeping a block of all layers in one piece gains a handoff, and what it costs a decode step.
+"""Cross-layer blocks: the gain for a handoff when a block of all layers is contiguous, and the cost of a
+decode step.
 
     per layer     a tensor for each layer: one run of bytes per layer and block
     cross-layer   layers inside of blocks: one run per block
-    mixed         P keeps them together, D apart
+    mixed         cross-layer on P, per layer on D
 
-Two processes on different cores; the same bytes on both sides, seen through either layout; scattered blocks.
-A copy's speed hangs on the length of its runs, so the shapes differ in that. Judge the ratios: all kinds of a
-shape take turns on each transport.
+Two processes on different cores have the same bytes, in either layout, and scattered blocks. The speed of a
+copy depends on the length of its runs, so the shapes differ in that. Compare ratios: all kinds of a shape
+alternate on each transport.
 
     python -m benchmarks.cross_layer --out docs/benchmarks/cross_layer.json
 """
@@ -50,14 +51,18 @@ from baton.transport.memory import MemoryNetwork, MemoryTransport
 
 TOTAL_BYTES = 64 << 20
 REPEATS = 9
-TRANSPORTS = ("local", "tcp", "nixl", "cuda_ipc")  # The last one where there is a GPU.
-KINDS = {"per layer": (False, False), "cross-layer": (True, True), "mixed": (True, False)}  # P, D together?
+TRANSPORTS = ("local", "tcp", "nixl", "cuda_ipc")  # The last one only with a GPU.
+KINDS = {
+    "per layer": (False, False),
+    "cross-layer": (True, True),
+    "mixed": (True, False),
+}  # (P, D) cross-layer.
 DECODE_REQUESTS, DECODE_TOKENS, DECODE_STEPS = 8, 1000, 60
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One rank's cache."""
+    """Shape of one rank's cache."""
 
     name: str
     num_layers: int
@@ -68,7 +73,7 @@ class Shape:
 
     @property
     def head_bytes(self) -> int:
-        """Of one head of a block of one layer."""
+        """Bytes of one head of a block of one layer."""
         return self.block_tokens * 2 * self.head_dim * self.itemsize
 
     @property
@@ -94,7 +99,7 @@ class Row:
     kind: str
     num_descriptors: int  # Runs of bytes, before neighbouring blocks merge.
     gb_per_s: float  # Median.
-    ratio: float  # To per layer, of the same turns; median.
+    ratio: float  # To "per layer" in the same round; median.
 
 
 def layout_of(shape: Shape, region: Region, *, is_together: bool) -> RankLayout:
@@ -163,7 +168,7 @@ def _measure_transport(
                 descriptors[kind] = len(spans) * num_blocks
                 reads[kind] = partial(_read, transport, transport.prepare(peer, spans), local, remote)
             nbytes = num_blocks * shape.block_bytes
-            seconds = _in_turns(reads, repeats)
+            seconds = _alternately(reads, repeats)
             for kind, taken in seconds.items():
                 ratios = [base / this for base, this in zip(seconds["per layer"], taken, strict=True)]
                 speed = nbytes / statistics.median(taken) / 1e9
@@ -180,7 +185,7 @@ def _region(memory: torch.Tensor) -> Region:
 
 
 def _transport(name: str, address: Address, cpu: int) -> Transport:
-    """Raises ConfigError where it cannot be had."""
+    """Make a transport. Raises ConfigError if it is not available."""
     return make_transport(name, address=address) if name == "cuda_ipc" else make(name, address, cpu)
 
 
@@ -193,14 +198,14 @@ def _read(
     assert completion.ok, completion.error
 
 
-def _in_turns(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each call, turn by turn, after one to get warm."""
+def _alternately(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of each call by round, after a warm-up round."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(repeats + 1):
+    for round_ in range(repeats + 1):
         for name, call in calls.items():
             started = time.perf_counter()
             call()
-            if turn:
+            if round_:
                 seconds[name].append(time.perf_counter() - started)
     return seconds
 
@@ -243,9 +248,9 @@ def _produce(pipe: Connection, total_bytes: int, cpu: int) -> None:
 
 
 def decode_cost(num_steps: int = DECODE_STEPS) -> float:
-    """Seconds of a decode step over cross-layer blocks to one over a tensor per layer; median of the turns.
+    """Return the ratio of a decode step over cross-layer blocks to one over a tensor per layer; median.
 
-    A small model over a long context, so that attention, which alone can tell, is much of the step.
+    A small model with a long context, so that attention, the only affected part, is much of the step.
     """
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         write_checkpoint(folder, hidden=256, layers=6, heads=8, kv_heads=4, vocab=512)
@@ -266,7 +271,7 @@ def decode_cost(num_steps: int = DECODE_STEPS) -> float:
             ("cross-layer", allocate_kv_cache(config, cache_config, 0, 1, "cpu", layout="BLHNC")),
         )
     }
-    seconds = _in_turns(steps, num_steps)
+    seconds = _alternately(steps, num_steps)
     ratios = [this / base for base, this in zip(seconds["per layer"], seconds["cross-layer"], strict=True)]
     return statistics.median(ratios)
 
@@ -295,7 +300,7 @@ def print_table(rows: Sequence[Row], console: Console) -> None:
 
 def main(arguments: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, help="where to keep the figures, as JSON")
+    parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 120)

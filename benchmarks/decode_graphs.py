@@ -1,9 +1,9 @@
-"""What replaying decode steps from CUDA graphs gains: eager, piecewise and full, in turns, by batch size.
+"""Decode graphs: the gain of replaying decode steps from CUDA graphs, by batch size; modes alternate.
 
     python -m benchmarks.decode_graphs                 on a GPU
-    python -m benchmarks.decode_graphs --device cpu    the same buckets without graphs: what padding costs
+    python -m benchmarks.decode_graphs --device cpu    the same buckets without graphs: the cost of padding
 
-A step is timed as the engine times it: from the scheduler's decision to the sampled tokens.
+A step is timed as in the engine: from the scheduler's decision to the sampled tokens.
 """
 
 import argparse
@@ -36,11 +36,11 @@ class Row:
     mode: str
     num_running: int
     step_ms: float  # Median.
-    ratio: float  # To eager, of the same turns; median.
+    ratio: float  # To eager in the same round; median.
 
 
 class Engine:
-    """With so many requests that decode for as long as it is asked to."""
+    """An engine core with `num_running` requests that decode without end."""
 
     def __init__(self, model: ModelConfig, mode: str, device: str, num_running: int) -> None:
         blocks_each = (PROMPT_TOKENS + NUM_STEPS + WARM_UP_STEPS) // 16 + 2
@@ -67,7 +67,7 @@ class Engine:
             self._core.step()
 
     def step(self) -> float:
-        """Seconds."""
+        """Run one step; return its seconds."""
         before = self._core.times.execute_s
         self._core.step()
         return self._core.times.execute_s - before
@@ -99,7 +99,7 @@ def run(
 def main(arguments: Sequence[str] = ()) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, help="where to keep the figures, as JSON")
+    parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and (reason := why_unavailable()) is not None:
         print(f"decode graphs were not measured: {reason}")

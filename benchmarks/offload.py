@@ -1,10 +1,10 @@
-"""What offloading to host memory costs, and what it saves a prompt that returns.
+"""Offload to host memory: its cost, and its gain for a prompt that returns.
 
-copies    rows of host memory <-> an engine's blocks, beside a memcpy of as many bytes; taking turns
-returns   a prompt that the engine's own cache has lost: loaded, beside computed (`returns`)
+copies    rows of host memory <-> an engine's blocks, compared with a memcpy of as many bytes; alternating
+returns   a prompt that the engine's own cache has lost: loaded, compared with computed (`returns`)
 
-python -m benchmarks.offload                     a minute or two; JSON behind the tables
-python -m benchmarks.offload --out FILE          and the JSON kept
+python -m benchmarks.offload                     a minute or two; JSON after the tables
+python -m benchmarks.offload --out FILE          and writes the JSON to a file
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from benchmarks.returns import (
     run_command,
 )
 
-COPY_LAYERS, COPY_BLOCKS = 12, 176  # As the model's: 66 MiB in pieces of 32 KiB.
+COPY_LAYERS, COPY_BLOCKS = 12, 176  # As in the model: 66 MiB in pieces of 32 KiB.
 COPY_PIECE_BYTES = 32 << 10
 COPY_TURNS = 15
 
 CPU_GIB = 1.0  # Ten prompts of 4,000 tokens.
-RATIO_MIN = 5.0  # Computed over loaded.
+RATIO_MIN = 5.0  # Time of computing over loading.
 
 
 def measure_copies(num_blocks: int, turns: int) -> Measured:
-    """GB/s, medians; "memcpy" is one contiguous copy of the same number of bytes."""
+    """Return median GB/s; "memcpy" is one contiguous copy of the same number of bytes."""
     shape = (COPY_LAYERS, num_blocks, COPY_PIECE_BYTES)
     caches = {f"layer {i}": layer for i, layer in enumerate(torch.ones(shape, dtype=torch.uint8))}
     rows = HostRows(caches, num_blocks)
@@ -45,14 +45,14 @@ def measure_copies(num_blocks: int, turns: int) -> Measured:
     source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
     in_order = list(range(num_blocks))
     shuffled = np.random.default_rng(0).permutation(num_blocks).tolist()
-    ways: dict[str, Callable[[], None]] = {
+    copies: dict[str, Callable[[], None]] = {
         "memcpy": lambda: np.copyto(target, source),
         "store, neighbours": lambda: rows.store(in_order, in_order),
         "load, neighbours": lambda: rows.load(in_order, in_order),
         "store, shuffled": lambda: rows.store(shuffled, in_order),
         "load, shuffled": lambda: rows.load(shuffled, in_order),
     }
-    rates = median_rates(nbytes, turns, ways)
+    rates = median_rates(nbytes, turns, copies)
     return {
         "mib": nbytes / 2**20,
         "piece_kib": COPY_PIECE_BYTES >> 10,

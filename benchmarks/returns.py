@@ -1,11 +1,11 @@
-"""A prompt that returns when the engine's own cache has lost it: what `offload` and `shared_storage` measure.
+"""Returning prompts: times a prompt that the engine's own cache has lost, for `offload` and `shared_storage`.
 
-    computed   by the engine with the connector, which stores it meanwhile
-    plain      by an engine without, so that the cost of storing shows
+    computed   by the engine with the connector, which also stores it
+    plain      by an engine without a connector, which shows the cost of storing
     loaded     the same prompt, after another one has taken its blocks
 
-The engines live in one process, on one thread, and take turns; the model is that of the handoff's benchmark,
-with 90 million parameters.
+The engines are in one process, on one thread, and alternate. The model is that of the handoff benchmark, with
+90 million parameters.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def measure_returns(
     model: Path | None = None,
     wait_stored: Callable[[LLM], None] = lambda engine: None,
 ) -> Measured:
-    """Seconds to the first token. `wait_stored`: until the connector has kept what it was to keep."""
+    """Measure seconds to the first token. `wait_stored`: waits until the connector has stored the prompt."""
     model = model if model is not None else model_folder()
     prompts = Prompts(seed=prompt_tokens)
     computed, loaded, plain, hits = [], [], [], []
@@ -55,20 +55,20 @@ def measure_returns(
         LLM(_config(model, prompt_tokens, None), FACTORY) as without,
     ):
         for each in (engine, without):
-            _first_token(each, prompts.of(64))  # What a process does once.
+            _first_token(each, prompts.of(64))  # Warm-up of the process.
         for _ in range(repeats):
             prompt, other = prompts.of(prompt_tokens), prompts.of(prompt_tokens)
-            taken_s, said, _ = _first_token(engine, prompt)
+            taken_s, answer, _ = _first_token(engine, prompt)
             computed.append(taken_s)
-            wait_stored(engine)  # Beside the other engine it would slow that down.
-            plain_s, said_without, _ = _first_token(without, prompt)
+            wait_stored(engine)  # Otherwise storing would slow down the other engine.
+            plain_s, plain_answer, _ = _first_token(without, prompt)
             plain.append(plain_s)
-            _first_token(engine, other)  # Takes the blocks of the engine's own cache.
+            _first_token(engine, other)  # Evicts the prompt from the engine's own cache.
             wait_stored(engine)
-            taken_s, said_again, num_loaded = _first_token(engine, prompt)
+            taken_s, loaded_answer, num_loaded = _first_token(engine, prompt)
             loaded.append(taken_s)
             hits.append(num_loaded)
-            are_equal &= said == said_again == said_without
+            are_equal &= answer == loaded_answer == plain_answer
     return {
         "prompt_tokens": prompt_tokens,
         "loaded_tokens": min(hits),
@@ -76,7 +76,7 @@ def measure_returns(
         "loaded_s": loaded,
         "without_connector_s": plain,
         "computed_over_loaded": statistics.median(computed) / statistics.median(loaded),
-        # Of each pair the ratio, then the median: the machine's speed drifts.
+        # The median of ratios of pairs, because the machine's speed drifts.
         "storing_over_without": statistics.median(
             ours / theirs for ours, theirs in zip(computed, plain, strict=True)
         ),
@@ -85,7 +85,7 @@ def measure_returns(
 
 
 def _first_token(engine: LLM, prompt: list[int]) -> tuple[float, list[int], int]:
-    """(seconds, what it said, tokens that were loaded)."""
+    """Return (seconds, token ids, number of loaded tokens)."""
     began = time.perf_counter()
     (completion,) = engine.generate([prompt], ONE_TOKEN)
     taken_s = time.perf_counter() - began
@@ -95,20 +95,20 @@ def _first_token(engine: LLM, prompt: list[int]) -> tuple[float, list[int], int]
 def _config(model: Path, prompt_tokens: int, transfer: KVTransferConfig | None) -> EngineConfig:
     return EngineConfig(
         model_config=load_model_config(model, max_model_len=prompt_tokens + BLOCK_TOKENS),
-        # Room for one prompt: the next one drives it out.
+        # Room for one prompt: the next one evicts it.
         cache_config=CacheConfig(block_size=BLOCK_TOKENS, num_gpu_blocks=prompt_tokens // BLOCK_TOKENS + 4),
         scheduler_config=SchedulerConfig(max_num_batched_tokens=2048),
         kv_transfer_config=transfer,
     )
 
 
-def median_rates(nbytes: int, turns: int, ways: Mapping[str, Callable[[], None]]) -> dict[str, float]:
-    """GB/s of each way to move so many bytes. They take turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+def median_rates(nbytes: int, turns: int, moves: Mapping[str, Callable[[], None]]) -> dict[str, float]:
+    """Return median GB/s of each move of `nbytes`; the moves alternate, `turns` times."""
+    seconds: dict[str, list[float]] = {name: [] for name in moves}
     for _ in range(turns):
-        for name, way in ways.items():
+        for name, move in moves.items():
             began = time.perf_counter()
-            way()
+            move()
             seconds[name].append(time.perf_counter() - began)
     return {name: nbytes / statistics.median(taken) / 1e9 for name, taken in seconds.items()}
 
@@ -127,7 +127,7 @@ def print_rates(
 def print_returns(
     returns: Measured, source: str, console: Console, *, ratio_min: float | None = None
 ) -> None:
-    """`source`: where from the prompt is loaded. `ratio_min`: the goal, of computing over loading."""
+    """Print the results. `source`: of the loaded prompt. `ratio_min`: goal for computing over loading."""
     table = Table(title=f"First token of {returns['prompt_tokens']} tokens (median, ms)")
     for heading in ("what", "ms"):
         table.add_column(heading, justify="left" if heading == "what" else "right")
@@ -155,9 +155,9 @@ def run_command(
     measure: Callable[[int, int], Measured],
     print_tables: Callable[[Measured, Console], None],
 ) -> int:
-    """`measure`: of (tokens of the prompt, repeats), under "returns" what `measure_returns` says."""
+    """Run a benchmark. `measure`: (prompt tokens, repeats) -> figures, with "returns"."""
     parser = argparse.ArgumentParser(prog=f"python -m {prog}")
-    parser.add_argument("--tokens", type=int, default=PROMPT_TOKENS, help="of the prompt that returns")
+    parser.add_argument("--tokens", type=int, default=PROMPT_TOKENS, help="tokens of the prompt")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="file for the figures")
     given = parser.parse_args(list(arguments))

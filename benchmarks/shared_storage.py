@@ -1,14 +1,14 @@
-"""What keeping KV in files costs, and what it saves a prompt that returns.
+"""Shared storage: the cost of storing KV in files, and its gain for a prompt that returns.
 
-    files     chunks of an engine's blocks <-> files, beside plain files of as many bytes; taking turns
-    returns   a prompt that the engine's own cache has lost: loaded, beside computed (`returns`)
+    files     chunks of an engine's blocks <-> files, compared with plain files of as many bytes; alternating
+    returns   a prompt that the engine's own cache has lost: loaded, compared with computed (`returns`)
 
-    python -m benchmarks.shared_storage                      a few minutes; JSON behind the tables
-    python -m benchmarks.shared_storage --out FILE           and the JSON kept
-    TMPDIR=/mnt/kv python -m benchmarks.shared_storage       files there; they are removed again
+    python -m benchmarks.shared_storage                      a few minutes; JSON after the tables
+    python -m benchmarks.shared_storage --out FILE           and writes the JSON to a file
+    TMPDIR=/mnt/kv python -m benchmarks.shared_storage       files in that folder; they are removed again
 
-All is read while it lies in the page cache: what a disk or a network adds is theirs. Files are written
-through to the disk, ours and the plain ones.
+All reads are from the page cache, so the time of a disk or network is not included. Files are written through
+to the disk, ours and the plain ones.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from benchmarks.returns import (
     run_command,
 )
 
-LAYERS, BLOCK_SHAPE = 12, (4, BLOCK_TOKENS, 128)  # As the model's: 32 KiB a block and layer.
+LAYERS, BLOCK_SHAPE = 12, (4, BLOCK_TOKENS, 128)  # As in the model: 32 KiB per block and layer.
 NUM_CHUNKS = 15  # Of 4,000 tokens: 90 MiB.
 TURNS = 5
 IO_THREADS = StorageSettings(path="/").io_threads
@@ -54,7 +54,7 @@ KEY = b"a key of a length as any other"
 
 
 class Files:
-    """The same bytes by our way and by plain ones, each in files of its own."""
+    """The same bytes in our files and in plain files."""
 
     def __init__(self, folder: Path, num_chunks: int) -> None:
         chunk_blocks = CHUNK_TOKENS // BLOCK_TOKENS
@@ -74,7 +74,7 @@ class Files:
             files.write(name.path_in(self._folder), name, self._blocks.form, body, KEY, fsync=True)
 
     def load(self, num_threads: int = 1) -> None:
-        """As the connector's threads do: one takes the next chunk when it is done with its own."""
+        """Load as the connector's threads do: each takes the next chunk when its own is done."""
         with ThreadPoolExecutor(num_threads) as threads:
             list(threads.map(self._load_chunk, self._names, self._tables))
 
@@ -88,8 +88,8 @@ class Files:
         for index in range(len(self._tables)):
             (self._plain / str(index)).read_bytes()
 
-    def prove(self) -> None:
-        """What the checksums take alone."""
+    def checksum(self) -> None:
+        """Compute only the checksums."""
         for _ in self._tables:
             hmac.digest(KEY, self._content, "sha256")
 
@@ -99,7 +99,7 @@ class Files:
 
 
 def measure_files(folder: Path, num_chunks: int = NUM_CHUNKS, turns: int = TURNS) -> Measured:
-    """GB/s, medians. Storing and loading have copies out of and into blocks, and checksums, in them."""
+    """Return median GB/s. Storing and loading include copies from and to blocks, and checksums."""
     kept = Files(folder, num_chunks)
     rates = median_rates(
         kept.nbytes,
@@ -108,7 +108,7 @@ def measure_files(folder: Path, num_chunks: int = NUM_CHUNKS, turns: int = TURNS
             PLAIN_WRITE: kept.write,
             "store": kept.store,
             PLAIN_READ: kept.read,
-            "checksum alone": kept.prove,
+            "checksum alone": kept.checksum,
             "load": kept.load,
             f"load, {IO_THREADS} threads": lambda: kept.load(IO_THREADS),
         },
@@ -125,7 +125,7 @@ def measure_files(folder: Path, num_chunks: int = NUM_CHUNKS, turns: int = TURNS
 
 
 class Written:
-    """Waits until the files of each prompt are there: they are written beside what is computed next."""
+    """Waits until the files of each prompt exist: they are written while the next one is computed."""
 
     def __init__(self, folder: Path, files_per_prompt: int) -> None:
         self._folder = folder
@@ -133,9 +133,9 @@ class Written:
         self._num_expected = 0
 
     def wait(self, engine: LLM) -> None:
-        """Raises TimeoutError."""
+        """Wait for the files of one more prompt. Raises TimeoutError."""
         self._num_expected += self._files_per_prompt
-        engine.settle(PATIENCE_S)  # Ranks have to hear that they may write.
+        engine.settle(PATIENCE_S)  # Steps tell the ranks that they may write.
         deadline_s = time.monotonic() + PATIENCE_S
         while (num_written := len(list(self._folder.glob(f"*/*/*{SUFFIX}")))) < self._num_expected:
             if time.monotonic() > deadline_s:

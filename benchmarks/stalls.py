@@ -1,8 +1,8 @@
-"""`make bench ARGS=stalls`: the longest gap in a stream of tokens while another client attacks.
+"""Stalls: the longest gap in a stream of tokens while another client attacks (`make bench ARGS=stalls`).
 
 A prefill engine, a decode engine and a router with a small model run on this machine. One stream of tokens
-comes from the decode engine, another through the router. Each attack is sent to the same door as the stream
-beside it. The goal is the longest gap of the control run plus 50 ms.
+comes from the decode engine, another through the router. Each attack is sent to the same server as the
+stream. The goal is the longest gap of the control run plus 50 ms.
 """
 
 import json
@@ -23,7 +23,7 @@ from baton.engine.checkpoints.random_model import write_checkpoint
 
 START_TIMEOUT_S = 300.0
 CONTROL_S = 5.0
-BEFORE_S = 0.3  # Of each stream before the attack and after it.
+BEFORE_S = 0.3  # Time of each stream before and after the attack.
 GOAL_S = 0.05
 MAX_POSITION = 4096
 JSON = {"Content-Type": "application/json"}
@@ -34,7 +34,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
 class Attack(NamedTuple):
     path: str
     body: Callable[[], bytes]
-    allowed: tuple[int, ...]  # Statuses.
+    allowed: tuple[int, ...]  # HTTP statuses.
 
 
 def chat(**fields: Any) -> Callable[[], bytes]:
@@ -84,7 +84,7 @@ ATTACKS = {
 
 
 class _Stream:
-    """One stream of tokens after the other, and the longest gap between two chunks."""
+    """Reads one stream of tokens after the other, and measures the longest gap between chunks."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -95,7 +95,7 @@ class _Stream:
         self._thread = threading.Thread(target=self._run)
 
     def longest_s(self) -> float:
-        """Since the last call."""
+        """Return the longest gap since the last call."""
         with self._lock:
             longest_s, self._longest_s = self._longest_s, 0.0
         return longest_s
@@ -125,7 +125,7 @@ class _Stream:
 
 
 def _attack(url: str, attack: Attack, stream: _Stream) -> tuple[int, float, float]:
-    """Status, the attack's own seconds, and the longest gap of the stream beside it."""
+    """Return the status, the attack's own seconds, and the longest gap of the stream meanwhile."""
     body = attack.body()
     time.sleep(BEFORE_S)
     stream.longest_s()
@@ -143,24 +143,24 @@ def main() -> int:
         plan = plan_system(EngineArguments(model, num_blocks=2048), num_prefill=1, num_decode=1)
         with Fleet(Path(folder)) as fleet:
             start_system(fleet, plan, timeout_s=START_TIMEOUT_S, console=Console(stderr=True))
-            doors = {"engine": plan.decode[0].url, "router": plan.router_url}
+            targets = {"engine": plan.decode[0].url, "router": plan.router_url}
             print(
-                f"{'attack':32} {'door':8} {'status':>6} {'took':>9} {'longest':>12} {'beyond control':>15}"
+                f"{'attack':32} {'target':8} {'status':>6} {'took':>9} {'longest':>12} {'beyond control':>15}"
             )
             is_good = True
-            for door, url in doors.items():
+            for target, url in targets.items():
                 with _Stream(url).running() as stream:
                     time.sleep(CONTROL_S)  # The first chunks wait for the model.
                     stream.longest_s()
                     time.sleep(CONTROL_S)
                     control_s = stream.longest_s()
-                    print(f"{'(control)':32} {door:8} {'':6} {CONTROL_S:7.2f} s {control_s * 1e3:9.1f} ms")
+                    print(f"{'(control)':32} {target:8} {'':6} {CONTROL_S:7.2f} s {control_s * 1e3:9.1f} ms")
                     for name, attack in ATTACKS.items():
                         status, took_s, gap_s = _attack(url, attack, stream)
                         beyond_s = gap_s - control_s
                         is_good &= beyond_s <= GOAL_S
                         print(
-                            f"{name:32} {door:8} {status:6} {took_s:7.2f} s {gap_s * 1e3:9.1f} ms "
+                            f"{name:32} {target:8} {status:6} {took_s:7.2f} s {gap_s * 1e3:9.1f} ms "
                             f"{beyond_s * 1e3:12.1f} ms",
                             flush=True,
                         )

@@ -1,4 +1,4 @@
-"""Asks one server for a streamed completion and notes when each token came: what a client feels."""
+"""Sends a streamed completion request to a server and records when each token arrives."""
 
 import json
 import time
@@ -14,12 +14,12 @@ REQUEST_TIMEOUT_S = 300.0  # A long prompt on a small machine.
 
 
 class AskingError(BatonError):
-    """The server did not answer as it should have."""
+    """The server did not answer as expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of one request. Instants are counted from the moment that it was sent."""
+    """Answer to one request. Times are in seconds since the request was sent."""
 
     token_ids: tuple[int, ...]
     arrived_s: tuple[float, ...]  # One per token; tokens of one event arrive together.
@@ -34,7 +34,7 @@ class Answer:
 
     @property
     def later_gaps_s(self) -> tuple[float, ...]:
-        """Between the second token and the third, and so on: decode steps, whoever made the first."""
+        """Gaps from the second token on: decode steps of one engine, in every mode."""
         return tuple(b - a for a, b in zip(self.arrived_s[1:], self.arrived_s[2:], strict=False))
 
 
@@ -47,9 +47,9 @@ def ask(
     kv_transfer_params: dict[str, Any] | None = None,
     timeout_s: float | None = None,
 ) -> Answer:
-    """Greedy, and never ended by a stop token. Raises AskingError.
+    """Send a greedy request that no stop token ends, and read the whole answer. Raises AskingError.
 
-    `timeout_s`: for each piece of the answer; None: as the client has it.
+    `timeout_s`: for each piece of the answer; None: the client's timeout.
     """
     body: dict[str, Any] = {
         "prompt": list(prompt),
@@ -85,12 +85,12 @@ def ask(
 
 
 def lend(client: httpx.Client, url: str, prompt: Sequence[int], transfer_id: str) -> None:
-    """Let a producer prefill and lend, for a consumer that never comes. Raises AskingError."""
+    """Make a producer prefill and lend blocks that no consumer fetches. Raises AskingError."""
     params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
     body = {"prompt": list(prompt), "max_tokens": 1, "temperature": 0, "kv_transfer_params": params}
     response = client.post(f"{url}/v1/completions", json=body)
     if response.status_code != 200 or not response.json().get("kv_transfer_params"):
-        raise AskingError(f"{url} lent nothing: {response.status_code} {response.text[:500]}")
+        raise AskingError(f"{url} has lent no blocks: {response.status_code} {response.text[:500]}")
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:

@@ -1,12 +1,13 @@
-"""Caches without what is to be copied: an engine's steps have run in between, and its KV is in none either.
+"""Eviction of the data under test from processor caches between repeated copies.
 
-A copy that is repeated finds parts of itself in the processor's cache. With 32 MiB of that, the same 64 MiB
-came at 16.3 GB/s again and again, and at 14.6 behind other copies: as much as two ways to copy differ by.
+A repeated copy finds parts of its data in the processor's cache; between an engine's handoffs other steps
+run. With a cache of 32 MiB, the same 64 MiB were copied at 16.3 GB/s again and again, and at 14.6 GB/s
+after other copies: a difference as large as between two ways to copy.
 """
 
 import numpy as np
 
-CACHE_MAX_BYTES = 128 << 20  # Four times the machine's where this was written.
+CACHE_MAX_BYTES = 128 << 20  # Four times the cache of the development machine.
 
 
 class ColdCaches:
@@ -14,5 +15,5 @@ class ColdCaches:
         self._others = np.zeros(CACHE_MAX_BYTES, dtype=np.uint8)
 
     def forget(self) -> None:
-        """Some ten milliseconds: not within what is timed."""
+        """Evict the caches. Takes about ten milliseconds, so call it outside of the timed part."""
         self._others += 1

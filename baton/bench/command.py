@@ -1,6 +1,6 @@
-"""`baton bench [NAME ...]`: what Baton costs on this machine, as ratios against limits of the same run.
+"""`baton bench [NAME ...]`: measures Baton's costs on this machine, as ratios to limits of the same run.
 
-Above the other commands, so that it may drive them; `baton.cli.main` knows it by name.
+It is above the other commands, so that it may use them; `baton.cli.main` finds it by name.
 """
 
 import importlib
@@ -24,7 +24,8 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def bench(
     names: Annotated[
-        list[str] | None, typer.Argument(help=f"Of {', '.join(BENCHMARKS)}; all if none is named.")
+        list[str] | None,
+        typer.Argument(help=f"Benchmarks to run, of {', '.join(BENCHMARKS)} (default: all)."),
     ] = None,
 ) -> None:
     """Measure this machine: the overhead of a step, the transports, a handoff."""
@@ -33,7 +34,7 @@ def bench(
 
 
 def run_benchmarks(names: Sequence[str], known: Mapping[str, str]) -> int:
-    """Runs the `main` of each named module, or of all. Returns 1 if one failed, 2 for an unknown name."""
+    """Run the `main` of each named module, or of all. Returns 1 if one failed, 2 for an unknown name."""
     if unknown := [name for name in names if name not in known]:
         print(f"unknown benchmark {', '.join(unknown)}; there are: {', '.join(known)}", file=sys.stderr)
         return 2

@@ -1,17 +1,17 @@
-"""What a handoff costs a client: prefill and decode on two engines beside one engine that does both.
+"""Handoff benchmark: latency of prefill and decode on two engines, compared with one engine that does both.
 
-    single engine <--- prompt of n tokens --- this ---> routers --> P, D          in turns, each prompt once
+    single engine <--- prompt of n tokens --- this ---> routers --> P, D         alternating, each prompt once
 
-Real engines with a model of about 90 million parameters, one system per mode; the goals stand in
+It uses real engines with a model of about 90 million parameters, one system per mode; the goals are in
 `handoff_goals`. All engines share this machine, and a single engine has all of it to itself while it
-computes: judge differences, and look at what others used of the machine meanwhile.
+computes, so compare differences, and check the load of other programs.
 
     python -m baton.bench.handoff                        a few minutes: two modes, two short lengths
-    python -m baton.bench.handoff --whole                every mode and length; figures and pictures are kept
-    python -m baton.bench.handoff --whole --modes pull   a part of it; the rest is kept as it was
+    python -m baton.bench.handoff --whole                every mode and length; figures and plots are kept
+    python -m baton.bench.handoff --whole --modes pull   a part of it; other results are kept
 
-Results are printed, and with `--out` written, as they come. A mode that fails is named at the end, and the
-others go on.
+Results are printed, and with `--out` written, as they come. A mode that fails is reported at the end; the
+others are still measured.
 """
 
 import argparse
@@ -40,7 +40,7 @@ WHOLE_PATIENCE_S = 180.0
 
 
 class Book:
-    """Says and keeps what is measured."""
+    """Prints and stores results."""
 
     def __init__(self, console: Console, folder: Path | None, machine: str) -> None:
         self.results = Results()
@@ -84,7 +84,7 @@ def print_goals(results: Results, console: Console) -> None:
 
 
 def _verdicts(goals: Sequence[Goal]) -> str:
-    """What it is of once, then each figure with its goal."""
+    """Return the common subject, then each figure with its goal."""
     of, _, _ = goals[0].name.partition(": ")
     parts = [
         f"{goal.name.partition(': ')[2]} {goal.show(goal.measured)} "
@@ -103,7 +103,7 @@ def run(
     *,
     patience_s: float = 0.0,
 ) -> list[str]:
-    """The modes that could not be measured."""
+    """Measure the modes; return those that failed."""
     failed = []
     for mode in modes:
         console.print(f"{mode}: starting")
@@ -117,16 +117,18 @@ def run(
 
 def main(arguments: Sequence[str] = ()) -> int:
     parser = argparse.ArgumentParser(prog="python -m baton.bench.handoff")
-    parser.add_argument("--whole", action="store_true", help=f"every mode and length; kept in {FOLDER}")
-    parser.add_argument("--modes", help="of " + ", ".join(MODES))
-    parser.add_argument("--tokens", help="prompt lengths")
+    parser.add_argument(
+        "--whole", action="store_true", help=f"every mode and length; results are kept in {FOLDER}"
+    )
+    parser.add_argument("--modes", help="comma-separated modes, of " + ", ".join(MODES))
+    parser.add_argument("--tokens", help="comma-separated prompt lengths")
     parser.add_argument("--repeats", type=int)
     parser.add_argument(
         "--patience-s",
         type=float,
-        help="at each length, for how long to take turns again that other programs disturbed",
+        help="at each length, how long to repeat trials that other programs disturbed",
     )
-    parser.add_argument("--out", type=Path, help="folder for the figures and their pictures")
+    parser.add_argument("--out", type=Path, help="folder for the figures and plots")
     given = parser.parse_args(list(arguments))
     modes = given.modes.split(",") if given.modes else list(MODES if given.whole else QUICK_MODES)
     if unknown := [mode for mode in modes if mode not in MODES]:

@@ -1,14 +1,14 @@
-"""What the handoff benchmark has measured, and which goals that meets.
+"""Results of the handoff benchmark and the goals that they meet.
 
     first token      P/D less single: 3% of the single engine's time, plus 5 ms
-    second token     the gap behind the first: one decode step plus 10 ms; pull: plus the copy
+    second token     the gap after the first: one decode step plus 10 ms; pull: plus the copy
     late token       P/D without P's first token, less single: as the first token's, plus the second's
     new pair         the first request of all, less a later one of that length: 20 ms
     idle             processor time of the producer, without and with a loan: 2% of a core
     decode           time between tokens with the connector loaded, over without: 1.02
 
-Differences and ratios are of neighbours in time (a request to one, then the same to the other), since the
-speed of a shared machine drifts; then their median.
+Differences and ratios are taken between requests sent one after the other, because the speed of a shared
+machine drifts; the result is their median.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,26 +45,26 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One request to the single engine, one to P and D, and one to them without P's first token."""
+class Trial:
+    """One request to the single engine, one to P and D, and one to P and D without P's first token."""
 
     single_s: float  # To the first token.
-    step_s: float  # Of the single engine: between later tokens, median.
+    step_s: float  # Median gap between later tokens of the single engine.
     handoff_s: float  # To the first token.
     second_gap_s: float
-    late_s: float  # To the first token that D makes.
-    others_cores: float  # What other programs used meanwhile.
+    late_s: float  # To the first token that D generates.
+    others_cores: float  # Cores used by other programs meanwhile.
 
 
 @dataclass(frozen=True, slots=True)
 class Lengthwise:
-    """One mode at one prompt length."""
+    """Results of one mode at one prompt length."""
 
     mode: str
     num_tokens: int
-    turns: tuple[Turn, ...]
-    copy_s: float  # Of one handoff, on the wire, as D counted it; mean.
-    num_disturbed: int  # Turns that were taken again because others were at work.
+    turns: tuple[Trial, ...]  # The name is a key of the stored JSON.
+    copy_s: float  # Mean time of one handoff on the wire, from D's metrics.
+    num_disturbed: int  # Trials that were repeated because of other programs.
     date: str
 
     @property
@@ -117,7 +117,7 @@ class Lengthwise:
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Of one mode's system."""
+    """Overheads of one mode's system."""
 
     mode: str
     new_pair_s: float
@@ -138,7 +138,7 @@ class Overheads:
 
 
 class Results:
-    """All that is known so far. What is measured again replaces what was."""
+    """All results so far. A new result replaces an older one of the same kind."""
 
     def __init__(self) -> None:
         self._lengths: dict[tuple[str, int], Lengthwise] = {}
@@ -152,7 +152,7 @@ class Results:
 
     @property
     def lengths(self) -> Sequence[Lengthwise]:
-        """By mode, in the order in which they came; then by length."""
+        """Results by mode, in the order of arrival, then by length."""
         modes = list(dict.fromkeys(mode for mode, _ in self._lengths))
         return sorted(self._lengths.values(), key=lambda row: (modes.index(row.mode), row.num_tokens))
 
@@ -169,7 +169,7 @@ class Results:
             yield from result.goals
 
     def to_json(self) -> dict[str, Any]:
-        """Every single measurement, in seconds, and what it comes to."""
+        """Return every measurement, in seconds, and the goals."""
         return {
             "lengths": [asdict(row) for row in self.lengths],
             "overheads": [asdict(row) for row in self.overheads],
@@ -178,10 +178,10 @@ class Results:
 
     @classmethod
     def of_json(cls, stored: dict[str, Any]) -> "Results":
-        """Raises KeyError or TypeError for what `to_json` has not made."""
+        """Read the output of `to_json`. Raises KeyError or TypeError for anything else."""
         results = cls()
         for row in stored["lengths"]:
-            results.add(Lengthwise(**(row | {"turns": tuple(Turn(**turn) for turn in row["turns"])})))
+            results.add(Lengthwise(**(row | {"turns": tuple(Trial(**trial) for trial in row["turns"])})))
         for row in stored["overheads"]:
             results.add(Overheads(**row))
         return results

@@ -1,9 +1,8 @@
-"""Measures one mode: its prompt lengths one after the other, then what surrounds a handoff.
+"""Measurements of one mode: its prompt lengths one after the other, then the overheads around a handoff.
 
-The three ways to ask take turns, each prompt used once. A turn during which other programs were at work is
-taken again, for `patience_s` at each length; what counts in the end are the turns that were disturbed least,
-whatever they measured. What is known is handed on at once (`on_result`): a run that is broken off was not in
-vain.
+The three kinds of request alternate, and each prompt is used once. A trial during which other programs ran
+is repeated, for `patience_s` at each length; in the end the least disturbed trials count, whatever they
+measured. Each result is passed to `on_result` at once, so that an interrupted run keeps its results.
 """
 
 import re
@@ -17,15 +16,15 @@ import httpx
 import psutil
 
 from baton.bench.asking import REQUEST_TIMEOUT_S, Answer, AskingError, ask, lend
-from baton.bench.handoff_goals import Lengthwise, Overheads, Turn
+from baton.bench.handoff_goals import Lengthwise, Overheads, Trial
 from baton.bench.handoff_system import Neighbours, Prompts, System, model_folder, running_system
 from baton.cli.processes import Child
 
 ANSWER_TOKENS = 8
 DECODE_TOKENS = 48
 IDLE_S = 5.0
-SETTLE_S = 0.5  # After the last request, for what it left to do.
-QUIET_CORES = 0.1  # Used by others: more is a disturbance.
+SETTLE_S = 0.5  # After the last request, for its remaining work.
+QUIET_CORES = 0.1  # More use by other programs counts as a disturbance.
 
 OnResult = Callable[[Lengthwise | Overheads], None]
 
@@ -33,7 +32,7 @@ OnResult = Callable[[Lengthwise | Overheads], None]
 def measure(
     mode: str, tokens: Sequence[int], repeats: int, on_result: OnResult, *, patience_s: float = 0.0
 ) -> None:
-    """Raises BatonError if the system does not start, or answers otherwise than it should."""
+    """Measure one mode. Raises BatonError if the system does not start or answers wrongly."""
     with (
         running_system(mode, model_folder(), max(tokens) + 64) as system,
         httpx.Client(timeout=REQUEST_TIMEOUT_S, trust_env=False) as client,
@@ -63,21 +62,21 @@ class _Bench:
         return ask(self._client, url, self._prompts.of(num_tokens), max_tokens=max_tokens)
 
     def warm_up(self, tokens: Sequence[int]) -> None:
-        """First kernels, first allocations; the engines one by one, so that the pair stays a new one."""
+        """Run first kernels and allocations on each engine alone, so that the pair is still new."""
         for url in (self._system.producer, self._system.consumer, self._system.single):
             for num_tokens in (tokens[0], tokens[-1]):
                 self.ask(url, num_tokens, max_tokens=4)
 
     def at_length(self, num_tokens: int) -> Lengthwise:
         copied_s, num_copies = self._copies()
-        turns, num_disturbed = self._turns(num_tokens)
+        trials, num_disturbed = self._trials(num_tokens)
         copied_after_s, num_after = self._copies()
         if num_after == num_copies:
-            raise AskingError("the consumer has counted no handoff: it computes what it should fetch")
+            raise AskingError("the consumer counted no handoff: it computes prompts instead of fetching KV")
         return Lengthwise(
             self._mode,
             num_tokens,
-            tuple(turns),
+            tuple(trials),
             copy_s=(copied_after_s - copied_s) / (num_after - num_copies),
             num_disturbed=num_disturbed,
             date=_now(),
@@ -96,24 +95,24 @@ class _Bench:
             date=_now(),
         )
 
-    def _turns(self, num_tokens: int) -> tuple[list[Turn], int]:
-        """(those that count, how many do not)."""
+    def _trials(self, num_tokens: int) -> tuple[list[Trial], int]:
+        """Return (the trials that count, the number of those that do not)."""
         give_up_at = time.monotonic() + self._patience_s
-        turns: list[Turn] = []
+        trials: list[Trial] = []
         while True:
-            turns.append(self._turn(num_tokens))
-            num_quiet = sum(turn.others_cores <= QUIET_CORES for turn in turns)
-            is_over = len(turns) >= self._repeats and time.monotonic() >= give_up_at
+            trials.append(self._trial(num_tokens))
+            num_quiet = sum(trial.others_cores <= QUIET_CORES for trial in trials)
+            is_over = len(trials) >= self._repeats and time.monotonic() >= give_up_at
             if num_quiet >= self._repeats or is_over:
-                turns.sort(key=lambda turn: turn.others_cores)
-                return turns[: self._repeats], len(turns) - self._repeats
+                trials.sort(key=lambda trial: trial.others_cores)
+                return trials[: self._repeats], len(trials) - self._repeats
 
-    def _turn(self, num_tokens: int) -> Turn:
+    def _trial(self, num_tokens: int) -> Trial:
         neighbours = Neighbours()
         single = self.ask(self._system.single, num_tokens)
         handoff = self.ask(self._system.router, num_tokens)
         late = self.ask(self._system.late_router, num_tokens)
-        return Turn(
+        return Trial(
             single.first_token_s,
             median(single.later_gaps_s),
             handoff.first_token_s,
@@ -123,7 +122,7 @@ class _Bench:
         )
 
     def _copies(self) -> tuple[float, int]:
-        """(seconds on the wire, number of handoffs) of the consumer since its start."""
+        """Return (seconds on the wire, number of handoffs) of the consumer since its start."""
         text = self._client.get(f"{self._system.consumer}/metrics").text
         return _metric(text, "kv_transfer_wire_seconds_sum"), int(
             _metric(text, "kv_transfer_wire_seconds_count")
@@ -134,7 +133,7 @@ class _Bench:
         return _idle_share(self._system.producer_process)
 
     def _decode_ratio(self) -> float:
-        """Time per token of an engine with a connector, asked directly, over one without."""
+        """Return the time per token of an engine with a connector over that of one without."""
         ratios = []
         for _ in range(self._repeats):
             single = self.ask(self._system.single, 64, DECODE_TOKENS)
@@ -144,7 +143,7 @@ class _Bench:
 
 
 def _metric(text: str, name: str) -> float:
-    """The sum over its labels."""
+    """Return the sum of a metric over its labels."""
     return sum(
         float(value)
         for value in re.findall(rf"^baton:{name}(?:\{{[^}}]*\}})? (\S+)", text, flags=re.MULTILINE)
@@ -152,7 +151,7 @@ def _metric(text: str, name: str) -> float:
 
 
 def _idle_share(child: Child) -> float:
-    """CPU seconds per second of a process and its children."""
+    """Return CPU seconds per second of an idle process and its children."""
     process = psutil.Process(child.pid)
     tree = [process, *process.children(recursive=True)]
     time.sleep(SETTLE_S)

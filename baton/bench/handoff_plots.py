@@ -1,4 +1,4 @@
-"""Pictures of the handoff's results, PNG: one for each goal that depends on the prompt's length."""
+"""Plots of the handoff benchmark as PNG: one for each goal that depends on the prompt's length."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ PICTURES: dict[str, tuple[str, Callable[[Lengthwise], Goal]]] = {
 
 
 def plot(rows: Sequence[Lengthwise], folder: Path) -> list[Path]:
-    """Solid: measured, median; dashed, in the same colour: the goal."""
+    """Draw the plots. Solid: measured median; dashed, in the same colour: goal."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,9 +1,9 @@
-"""What the handoff benchmark measures: P, D and a single engine with one checkpoint, and two routers.
+"""System under test of the handoff benchmark: P, D and a single engine with one checkpoint, and two routers.
 
     router         --first-token      the client sees P's token at once
-    late router    --no-first-token   the client hears from D only
+    late router    --no-first-token   the client sees only D's tokens
 
-All of it on this machine, loopback only, ended with the block that started it.
+All of it runs on this machine's loopback and ends with the block that started it.
 """
 
 import json
@@ -47,7 +47,7 @@ MODEL: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Root URLs, and the processes whose time is measured."""
+    """Root URLs, and the process whose time is measured."""
 
     producer: str
     consumer: str
@@ -58,7 +58,7 @@ class System:
 
 
 class Prompts:
-    """Random tokens, never the same twice: no prefix may be cached anywhere."""
+    """Random prompts, all different, so that no prefix is cached anywhere."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
@@ -68,7 +68,7 @@ class Prompts:
 
 
 class Neighbours:
-    """How busy other programs keep this machine, which is what spoils a measurement."""
+    """Measures how much of this machine other programs use, which disturbs measurements."""
 
     def __init__(self) -> None:
         ours = psutil.Process()
@@ -76,25 +76,25 @@ class Neighbours:
         self._began = self._now()
 
     def cores(self) -> float:
-        """Used by others since this was made, on average."""
+        """Return the mean number of cores used by other programs since this object was made."""
         wall_s, others_s = (after - before for before, after in zip(self._began, self._now(), strict=True))
         if wall_s <= 0:
-            return 0.0  # Less than the kernel counts by.
+            return 0.0  # Less than the resolution of the kernel's counters.
         return max(0.0, others_s) / wall_s * (os.cpu_count() or 1)
 
     def _now(self) -> tuple[float, float]:
-        """CPU seconds since boot: (of everybody, idling too; of others, working)."""
+        """Return CPU seconds since boot: (of all, including idle time; of other programs, busy)."""
         times = psutil.cpu_times()
-        all_s = sum(times) - times.guest - times.guest_nice  # Those are in `user` and `nice` as well.
+        all_s = sum(times) - times.guest - times.guest_nice  # `user` and `nice` contain these too.
         ours_s = 0.0
         for process in self._tree:
-            with suppress(psutil.NoSuchProcess):  # Whoever asks it for something will find out.
+            with suppress(psutil.NoSuchProcess):  # A request to it will report its end.
                 ours_s += sum(process.cpu_times()[:2])
         return all_s, all_s - times.idle - times.iowait - ours_s
 
 
 def model_folder() -> Path:
-    """A checkpoint, made the first time and kept in the folder for temporary files."""
+    """Return the folder of a checkpoint, made once in the folder for temporary files."""
     from baton.engine.checkpoints.random_model import write_checkpoint
 
     folder = Path(tempfile.gettempdir()) / f"baton-bench-model-{os.getuid()}"
@@ -107,7 +107,7 @@ def model_folder() -> Path:
 
 @contextmanager
 def running_system(mode: str, model: Path, max_tokens: int) -> Iterator[System]:
-    """Raises ChildDied or StartTimeout."""
+    """Start the system. Raises ChildDied or StartTimeout."""
     connector, extra = MODES[mode]
     arguments = EngineArguments(
         model, max_model_len=max_tokens, num_blocks=4 * max_tokens // 16, served_model_name="bench"
@@ -129,9 +129,9 @@ def running_system(mode: str, model: Path, max_tokens: int) -> Iterator[System]:
 
     def route(url: str, *options: str) -> list[str]:
         command = [sys.executable, "-m", "baton.cli", "route", "--port", str(httpx.URL(url).port)]
-        # The router's way is not the connector's: an engine that pushes serves a router that pulls as well.
-        way = ["--mode", mode.partition("-")[0]]
-        return [*command, *way, "--prefill", producer, "--decode", consumer, *options]
+        # The router has its own mode: an engine with the push connector also serves a pull router.
+        router_mode = ["--mode", mode.partition("-")[0]]
+        return [*command, *router_mode, "--prefill", producer, "--decode", consumer, *options]
 
     environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
     environment |= {"BATON_SECRET": secrets.token_hex(32), "TOKENIZERS_PARALLELISM": "false"}

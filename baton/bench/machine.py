@@ -1,4 +1,4 @@
-"""The machine that a benchmark runs on, in words."""
+"""Description of the machine that a benchmark runs on."""
 
 import os
 import platform
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def machine_line() -> str:
-    """What a reader needs to judge the figures by."""
+    """Return processor, cores, kernel, Python and load in one line."""
     load_1min = os.getloadavg()[0]
     return (
         f"{_processor()}, {os.cpu_count()} cores, Linux {platform.release()}, "

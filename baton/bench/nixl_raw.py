@@ -1,8 +1,9 @@
-"""NIXL by itself, as its own examples use it: two processes, prepared lists, reads by index, a poll loop.
+"""NIXL without Baton, used as in its own examples: two processes, prepared lists, reads by index, a poll
+loop.
 
-Public Python API, no protocol of ours. `tls` goes to UCX: None for what UCX chooses on one host, "tcp" for
-what it does between hosts without RDMA. With its defaults each agent has a progress thread that polls without
-a pause; on a machine with few cores the reader does better without (`reader_thread=False`).
+It uses the public Python API and no protocol of ours. `tls` goes to UCX: None for UCX's choice on one
+host, "tcp" for its choice between hosts without RDMA. By default each agent has a progress thread that
+polls without a pause; on a machine with few cores the reader is faster without it (`reader_thread=False`).
 """
 
 import importlib.util
@@ -32,7 +33,7 @@ def measure(
     repeats: int,
     reader_thread: bool = True,
 ) -> dict[int, float]:
-    """GB/s by block size; median. Raises TransferError if NIXL does not work here."""
+    """Return median GB/s by block size. Raises TransferError if NIXL does not work here."""
     measured = measure_with_cost(
         tls, block_sizes, total_bytes=total_bytes, repeats=repeats, reader_thread=reader_thread
     )
@@ -47,12 +48,12 @@ def measure_with_cost(
     repeats: int,
     reader_thread: bool = True,
 ) -> dict[int, tuple[float, float]]:
-    """By block size: GB/s (median), and CPU seconds of both processes per GB (mean, in steps of 10 ms).
+    """Return by block size: median GB/s, and mean CPU seconds of both processes per GB (resolution 10 ms).
 
     Raises TransferError if NIXL does not work here.
     """
     if importlib.util.find_spec("nixl") is None:
-        raise TransferError("NIXL is not installed: pip install nixl")
+        raise TransferError("NIXL is not installed; run: pip install nixl")
     spawn = get_context("spawn")
     owner_end, owner_pipe = spawn.Pipe()
     reader_end, reader_pipe = spawn.Pipe()
@@ -80,13 +81,13 @@ def measure_with_cost(
         reader_end.close()
 
 
-def _answer(pipe: Connection, who: str) -> Any:
+def _answer(pipe: Connection, process: str) -> Any:
     try:
         if pipe.poll(ANSWER_TIMEOUT_S):
             return pipe.recv()
     except EOFError:
-        raise TransferError(f"NIXL's {who} ended without an answer") from None
-    raise TransferError(f"NIXL's {who} did not answer within {ANSWER_TIMEOUT_S:g} s")
+        raise TransferError(f"NIXL's {process} ended without an answer") from None
+    raise TransferError(f"NIXL's {process} did not answer within {ANSWER_TIMEOUT_S:g} s")
 
 
 def _make_agent(name: str, tls: str | None, *, thread: bool = True) -> Any:
@@ -104,7 +105,7 @@ def _own(pipe: Connection, tls: str | None, total_bytes: int) -> None:
     memory = np.random.default_rng(0).integers(0, 256, total_bytes, dtype=np.uint8)
     agent.register_memory([(memory.ctypes.data, total_bytes, 0, "")], "DRAM")
     pipe.send((agent.get_agent_metadata(), memory.ctypes.data))
-    pipe.poll(None)  # Until it is killed, or its parent is gone.
+    pipe.poll(None)  # Until it is killed or its parent has ended.
 
 
 def _read(
@@ -135,7 +136,7 @@ def _read(
         rng = np.random.default_rng(block_bytes)
         local = rng.permutation(count).astype(np.int32)
         remote = rng.permutation(count).astype(np.int32)
-        _time_read(agent, ours, local, theirs, remote)  # Warm: pages, connections.
+        _time_read(agent, ours, local, theirs, remote)  # Warm-up of pages and connections.
         timed, used_s = [], 0.0
         for _ in range(repeats):
             caches.forget()

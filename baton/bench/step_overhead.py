@@ -1,10 +1,10 @@
-"""What a decode step costs besides the model: everything of the engine is real, only the model is nothing.
+"""Step overhead benchmark: cost of a decode step besides the model, with a real engine and a null model.
 
     schedule    the scheduler decides the step
     runner      rows, attention metadata, connector hooks, sampler (greedy, a tiny vocabulary)
     update      tokens into requests, outputs, stats
-    transport   outputs encoded and handed to a socket, as the core's process does
-    front end   the same bytes decoded, in the other process; no part of the step
+    transport   outputs encoded and passed to a socket, as in the core's process
+    front end   the same bytes decoded in the other process; not part of the step
 
 Medians over the steps of one run. The budget: 0.3 ms at 16 running requests, 1.5 ms at 256.
 """
@@ -44,7 +44,7 @@ VOCAB_SIZE = 8
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Medians, in milliseconds."""
+    """Medians of one run, in milliseconds."""
 
     num_running: int
     schedule_ms: float
@@ -59,7 +59,7 @@ class Row:
 
 
 class NullModel:
-    """Always says token 1."""
+    """Always generates token 1."""
 
     def __init__(self) -> None:
         self._logits = torch.zeros(1, VOCAB_SIZE)
@@ -123,7 +123,7 @@ def null_config(num_running: int) -> EngineConfig:
 
 
 class OutputPipe:
-    """From the core's encoder to the front end's decoder, through a real socket."""
+    """Passes outputs from the core's encoder to the front end's decoder through a real socket."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -153,7 +153,7 @@ def measure(num_running: int, *, num_steps: int = NUM_STEPS) -> Row:
             core.add_request(
                 EngineRequest(
                     request_id=f"request-{index}",
-                    # Of different lengths, so that not all of them need a new block in the same step.
+                    # Different lengths, so that they do not all need a new block in the same step.
                     prompt_token_ids=[2] * (PROMPT_TOKENS + index % 16),
                     sampling_params=SamplingParams(max_tokens=1024, temperature=0, ignore_eos=True),
                     arrival_time_s=0.0,

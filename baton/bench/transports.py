@@ -1,9 +1,10 @@
-"""How fast each transport moves scattered blocks, beside the limits of the machine in the same run.
+"""Transport benchmark: speed of moving scattered blocks, compared with the machine's limits in the same
+run.
 
-Two processes on different cores; 64 MiB in shuffled blocks. The limits: memcpy (one thread, contiguous,
-warm) for what copies by cross-memory attach, a plain loopback stream (large buffers, no protocol) for `tcp`.
-NIXL by itself follows, with its defaults and without the reader's progress thread. Judge the ratios, not the
-figures: those belong to the machine and to whoever else was using it.
+Two processes on different cores move 64 MiB in shuffled blocks. The limits are memcpy (one thread,
+contiguous, warm) for transports that use cross-memory attach, and a plain loopback stream (large buffers,
+no protocol) for `tcp`. NIXL without Baton follows, with its defaults and without the reader's progress
+thread. Compare ratios, because the figures depend on the machine and its load.
 """
 
 import contextlib
@@ -40,8 +41,8 @@ BLOCK_SIZES = (2 << 10, 4 << 10, 16 << 10, 256 << 10, 1 << 20)
 REPEATS = 9
 STREAM_BUFFER_BYTES = 1 << 20
 TIMEOUT_S = 120.0
-TARGETS = {("local", 16 << 10): 0.5, ("tcp", 16 << 10): 0.8}  # Of the limit.
-NIXL_TARGETS = {("local", 16 << 10): 4.0, ("tcp", 16 << 10): 4.0}  # Times NIXL with its defaults.
+TARGETS = {("local", 16 << 10): 0.5, ("tcp", 16 << 10): 0.8}  # Ratio to the limit.
+NIXL_TARGETS = {("local", 16 << 10): 4.0, ("tcp", 16 << 10): 4.0}  # Ratio to NIXL with its defaults.
 TCP_ENOUGH_GB_PER_S = 2.0  # Reaching this is enough where the loopback stream is faster than 2.5.
 
 LIMITS = {
@@ -64,7 +65,7 @@ class Row:
     gb_per_s: float
     limit: str
     limit_gb_per_s: float
-    cpu_s_per_gb: float = 0.0  # Of both processes; the kernel counts in steps of 10 ms.
+    cpu_s_per_gb: float = 0.0  # Of both processes; resolution 10 ms.
 
     @property
     def ratio(self) -> float:
@@ -72,7 +73,7 @@ class Row:
 
     @property
     def meets_target(self) -> bool | None:
-        """None where there is no target."""
+        """None if there is no target."""
         target = TARGETS.get((self.transport, self.block_bytes))
         if target is None:
             return None
@@ -81,7 +82,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ours beside NIXL by itself on the same kind of way."""
+    """A transport of ours compared with NIXL without Baton over the same kind of path."""
 
     transport: str
     nixl: str
@@ -90,18 +91,18 @@ class Comparison:
 
     @property
     def meets_target(self) -> bool | None:
-        target = NIXL_TARGETS.get((self.transport, self.block_bytes)) if self.nixl in NIXL_WAYS else None
+        target = NIXL_TARGETS.get((self.transport, self.block_bytes)) if self.nixl in NIXL_PATHS else None
         return None if target is None else self.ratio >= target
 
 
-NIXL_WAYS = {"NIXL": "local", "NIXL over tcp": "tcp"}  # What a user gets who changes nothing.
-NIXL_TUNED_WAYS = {"NIXL, no reader thread": "local", "NIXL over tcp, no reader thread": "tcp"}
+NIXL_PATHS = {"NIXL": "local", "NIXL over tcp": "tcp"}  # NIXL's defaults.
+NIXL_TUNED_PATHS = {"NIXL, no reader thread": "local", "NIXL over tcp, no reader thread": "tcp"}
 
 
 def run(total_bytes: int = TOTAL_BYTES, repeats: int = REPEATS) -> list[Row]:
-    """Measure ours. Takes a few seconds on an idle machine.
+    """Measure our transports. Takes a few seconds on an idle machine.
 
-    Everything at one block size takes turns, so that whoever else uses the machine disturbs all alike.
+    All measurements at one block size alternate, so that other programs disturb them equally.
     """
     cpus = sorted(os.sched_getaffinity(0))
     our_cpu, their_cpu = cpus[0], cpus[-1]
@@ -115,9 +116,9 @@ def run(total_bytes: int = TOTAL_BYTES, repeats: int = REPEATS) -> list[Row]:
                 "loopback stream": opened.enter_context(_stream(stream_port, memory)),
             }
             readers = {
-                name: opened.enter_context(_reader(name, our_cpu, endpoints[_way(name)], memory))
+                name: opened.enter_context(_reader(name, our_cpu, endpoints[_path(name)], memory))
                 for name in LIMITS
-                if _way(name) in endpoints
+                if _path(name) in endpoints
             }
             rows: list[Row] = []
             for block_bytes in BLOCK_SIZES:
@@ -133,16 +134,16 @@ def run(total_bytes: int = TOTAL_BYTES, repeats: int = REPEATS) -> list[Row]:
 
 
 def run_nixl(total_bytes: int = TOTAL_BYTES, repeats: int = REPEATS) -> dict[str, dict[int, float]]:
-    """GB/s of NIXL by itself, by way and block size; empty where it does not work."""
+    """Return GB/s of NIXL without Baton, by path and block size; empty if it does not work."""
     speeds: dict[str, dict[int, float]] = {}
-    for name, way in {**NIXL_WAYS, **NIXL_TUNED_WAYS}.items():
+    for name, path in {**NIXL_PATHS, **NIXL_TUNED_PATHS}.items():
         try:
             speeds[name] = nixl_raw.measure(
-                None if way == "local" else "tcp",
+                None if path == "local" else "tcp",
                 BLOCK_SIZES,
                 total_bytes=total_bytes,
                 repeats=repeats,
-                reader_thread=name in NIXL_WAYS,
+                reader_thread=name in NIXL_PATHS,
             )
         except (TransferError, ImportError) as error:
             print(f"{name} was not measured: {error}")
@@ -152,25 +153,25 @@ def run_nixl(total_bytes: int = TOTAL_BYTES, repeats: int = REPEATS) -> dict[str
 def compare(rows: list[Row], nixl: dict[str, dict[int, float]]) -> list[Comparison]:
     ours = {(row.transport, row.block_bytes): row.gb_per_s for row in rows}
     return [
-        Comparison(way, name, block_bytes, ours[way, block_bytes] / speed)
-        for name, way in {**NIXL_WAYS, **NIXL_TUNED_WAYS}.items()
+        Comparison(path, name, block_bytes, ours[path, block_bytes] / speed)
+        for name, path in {**NIXL_PATHS, **NIXL_TUNED_PATHS}.items()
         for block_bytes, speed in nixl.get(name, {}).items()
-        if (way, block_bytes) in ours
+        if (path, block_bytes) in ours
     ]
 
 
 def make(name: str, address: Address, cpu: int) -> Transport:
-    """Raises ConfigError where it cannot be had."""
+    """Make a transport. Raises ConfigError if it is not available."""
     match name:
         case "local":
-            return LocalTransport(address)  # Its threads go where there is room, as in an engine.
+            return LocalTransport(address)  # Its threads run on any core, as in an engine.
         case "nixl":
             return NixlTransport(address)
         case _:
             return TcpTransport(address, TcpOptions(integrity=TCP_LEVELS[name]), thread_cpus={cpu})
 
 
-def _way(name: str) -> str:
+def _path(name: str) -> str:
     return name.partition(",")[0]
 
 
@@ -178,7 +179,7 @@ def _way(name: str) -> str:
 def _reader(
     name: str, cpu: int, endpoint: bytes, memory: NDArray[np.uint8]
 ) -> Iterator[Callable[[int], Callable[[], None]]]:
-    """Gives a function from the block size to a read of everything in shuffled blocks of it."""
+    """Yield a function that prepares, for a block size, a read of everything in shuffled blocks."""
     transport = make(name, CONSUMER, cpu)
     try:
         transport.register([Region(memory.ctypes.data, memory.nbytes)])
@@ -210,7 +211,7 @@ def _memcpy(memory: NDArray[np.uint8]) -> Callable[[], None]:
 
 @contextmanager
 def _stream(port: int, memory: NDArray[np.uint8]) -> Iterator[Callable[[], None]]:
-    """The other end sends its whole memory each time that it gets a byte."""
+    """Yield a function that asks the other end for its whole memory and receives it."""
     view = memory.data
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as sock:
         sock.settimeout(None)
@@ -227,7 +228,7 @@ def _stream(port: int, memory: NDArray[np.uint8]) -> Iterator[Callable[[], None]
 def _measure(
     moves: dict[str, Callable[[], None]], nbytes: int, repeats: int, producer_pid: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """By name: GB/s (median), and CPU seconds of both processes per GB (mean)."""
+    """Return by name: median GB/s, and mean CPU seconds of both processes per GB."""
     producer = psutil.Process(producer_pid)
 
     def cpu_s() -> float:
@@ -235,7 +236,7 @@ def _measure(
 
     caches = ColdCaches()
     for move in moves.values():
-        move()  # Warm: pages, connections.
+        move()  # Warm-up of pages and connections.
     speeds: dict[str, list[float]] = {name: [] for name in moves}
     costs = dict.fromkeys(moves, 0.0)
     for _ in range(repeats):
@@ -254,7 +255,7 @@ def _measure(
 
 @contextmanager
 def _producer(total_bytes: int, cpu: int) -> Iterator[tuple[Connection, int]]:
-    """The pipe to it, and its process id."""
+    """Start the producer; yield the pipe to it and its process id."""
     spawn = get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=_produce, args=(theirs, total_bytes, cpu), daemon=True)
@@ -277,10 +278,10 @@ def _produce(pipe: Connection, total_bytes: int, cpu: int) -> None:
     memory = np.random.default_rng(0).integers(0, 256, total_bytes, dtype=np.uint8)
     regions = [Region(memory.ctypes.data, memory.nbytes)]
     transports: dict[str, Transport] = {}
-    # A connection has the stronger level of its two ends, so the readers choose.
+    # A connection uses the stronger level of its two ends, so the readers select it.
     for name in ("local", "nixl", "tcp, off"):
         with contextlib.suppress(ConfigError):  # NIXL is optional.
-            transports[_way(name)] = make(name, PRODUCER, cpu)
+            transports[_path(name)] = make(name, PRODUCER, cpu)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoints = {name: transport.register(regions) for name, transport in transports.items()}
         pipe.send((endpoints, listener.getsockname()[1]))
@@ -315,19 +316,19 @@ def print_table(rows: list[Row], console: Console) -> None:
 
 
 def print_comparisons(comparisons: list[Comparison], console: Console) -> None:
-    table = Table(title="Times as fast as NIXL by itself")
+    table = Table(title="Speed relative to NIXL without Baton")
     table.add_column("ours")
     table.add_column("NIXL")
     for block_bytes in BLOCK_SIZES:
         table.add_column(f"{block_bytes >> 10} KiB", justify="right")
     table.add_column("goal at 16 KiB", justify="right")
-    for name, way in {**NIXL_WAYS, **NIXL_TUNED_WAYS}.items():
-        line = {c.block_bytes: c for c in comparisons if (c.transport, c.nixl) == (way, name)}
+    for name, path in {**NIXL_PATHS, **NIXL_TUNED_PATHS}.items():
+        line = {c.block_bytes: c for c in comparisons if (c.transport, c.nixl) == (path, name)}
         if line:
             verdicts = [c.meets_target for c in line.values() if c.meets_target is not None]
             verdict = "" if not verdicts else "met" if all(verdicts) else "missed"
             ratios = (f"{line[size].ratio:.1f}" if size in line else "" for size in BLOCK_SIZES)
-            table.add_row(way, name, *ratios, verdict)
+            table.add_row(path, name, *ratios, verdict)
     console.print(table)
 
 
@@ -349,14 +350,14 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a level of integrity, beside `off`."""
+    """Cost of a level of integrity compared with `off`."""
 
-    share: float  # Of the rate.
+    share: float  # Share of the rate.
     cpu_s_per_gb: float  # Of both processes.
 
 
 def integrity_costs(rows: list[Row], name: str) -> dict[int, Cost]:
-    """By block size."""
+    """Return the cost by block size."""
     found = {(row.transport, row.block_bytes): row for row in rows}
     return {
         size: Cost(

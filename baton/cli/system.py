@@ -1,4 +1,5 @@
 """P/D system of child processes: their commands, and their start in the right order.
+
     engines (all at once) --all healthy--> router --healthy--> ready
 
 The router starts last, so that its first check finds every engine. All processes share BATON_SECRET, or a

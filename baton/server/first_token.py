@@ -1,4 +1,5 @@
 """First token from P, the rest from D: one answer by two engines. Requested with
+
     kv_transfer_params: {"baton_first_token": true, ...}
 
 on both legs, whose bodies are otherwise the client's own, limits included:

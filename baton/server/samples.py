@@ -1,4 +1,5 @@
 """Samples of one HTTP request: converts engine outputs to pieces of text and merges them into one stream.
+
     engine.generate -> SampleText -> Piece --+
     engine.generate -> SampleText -> Piece --+--> pieces()          one task per sample
     ...                                      +

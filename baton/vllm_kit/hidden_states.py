@@ -1,4 +1,5 @@
 """Kit's vLLM site for connectors that save hidden states: vLLM speculates, so its cache has one more layer.
+
     one group        model's layers + states' layer       one block table
     several groups   model's groups + states' group       block table of the layers without a window
 

@@ -1,4 +1,5 @@
 """Kit site for connectors of vLLM's own base class: translates the kit's objects to vLLM's, and answers back.
+
     the kit's engine --Request, SchedulerOutput, KVConnectorOutput--> VllmScheduler --vLLM's--> connector
     the kit's ranks  --ConnectorContext, which has vLLM's shape---------------------------> connector
 

@@ -1,4 +1,5 @@
 """KV events for blocks in vLLM's terms, so that a consumer can join them with the events of vLLM's own cache.
+
     hash, parent, extra keys, group     as vLLM's BlockPool reports them for the same blocks (medium GPU)
     kind and window of the group        as vLLM's own offloading adds them
     medium                              ours: CPU

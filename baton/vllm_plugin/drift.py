@@ -1,4 +1,5 @@
 """Drift check: compares vLLM's classes with our records of them, member by member.
+
     python -m baton.vllm_plugin.drift FOLDER      compare the vllm package in FOLDER (or the installed one)
     python -m baton.vllm_plugin.drift FOLDER --record 0.34
 

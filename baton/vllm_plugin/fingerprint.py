@@ -1,4 +1,5 @@
 """Model fingerprint inside vLLM: equal to that of Baton's other engines for equal checkpoints.
+
     config.json   of a family that the embedded engine knows: the digest of its meaning, the same as there
                   of another family: the digest of the file, without fields that do not describe the model
     weights       the digest of all their bytes, the same as in the embedded engine; or a name given to it

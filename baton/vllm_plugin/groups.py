@@ -1,4 +1,5 @@
 """vLLM's KV-cache groups in our types: layers that share a block table, and how much of it they need.
+
     FullAttentionSpec, MLAAttentionSpec     every block of a prompt
     SlidingWindowSpec                       the last few; vLLM's null block, 0, stands for the others
     anything else                           refused: a state or a chunk is no cache of a prompt's tokens

@@ -1,4 +1,5 @@
 """Detection of the packing of a block by vLLM's attention backend.
+
     GPU, backends whose source we have read   K beside V for each token: slots
     CPU                                       probed: vLLM's own operation writes into a scratch cache
     anything else                             a name of its own: whole blocks, between engines of that name

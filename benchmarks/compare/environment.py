@@ -1,4 +1,4 @@
-"""Under a session: the checkpoint, the peers' environments; and what has to be said of the machine."""
+"""Environment of a session: the checkpoint, the peers' environments, and facts about the machine."""
 
 import json
 import os
@@ -22,14 +22,16 @@ FLOAT32_BYTES = 4
 
 
 def stock_proxies_folder() -> Path | None:
-    """Where scripts/setup-peers (and the tests) put vLLM's example proxies: the newest, if there is one."""
+    """Return the newest folder of vLLM's example proxies, put there by scripts/setup-peers or the tests,
+    or None.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton-tests"
     found = sorted(path.parent for path in cache.glob("vllm-*/toy_proxy.py"))
     return found[-1] if found else None
 
 
 def kv_bytes_per_token(model: Path) -> int:
-    """In float32, from config.json."""
+    """Return the bytes of KV per token in float32, from config.json."""
     config = json.loads((model / "config.json").read_text())
     return int(
         config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * config["head_dim"] * FLOAT32_BYTES
@@ -41,7 +43,7 @@ def vocab_size(model: Path) -> int:
 
 
 def versions_in(python: Path, *names: str) -> dict[str, str]:
-    """Of distributions in another environment; those that it lacks are left out."""
+    """Return the versions of distributions in another environment, without missing ones."""
     program = (
         "import importlib.metadata as m, json, sys\n"
         "found = {d.metadata['Name'].lower(): d.version for d in m.distributions()}\n"

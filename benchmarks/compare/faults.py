@@ -1,11 +1,10 @@
-"""An engine killed in the middle of a load: what becomes of the requests, and when answers come again.
+"""Kills an engine during a load: counts what happens to the requests, and times the recovery.
 
-    load ... kill -9 of all of the engine's processes ... the load goes on to its end
-         ... does anything answer without it? ... the engine is started again ... who answers, after how long
+    load ... kill -9 of all of the engine's processes ... the load continues to its end
+         ... the system is asked without the engine ... the engine is restarted ... time to the first answer
 
-Each answer is compared with what the engine that was started again says by itself: it has an empty cache, so
-it cannot repeat a mistake of the handoff. A request without an answer has an error, or it hung: no byte for
-`HANG_S`.
+Each answer is compared with that of the restarted engine alone: it has an empty cache, so it cannot repeat a
+mistake of the handoff. A request without an answer has an error, or it hung: no byte for `HANG_S`.
 """
 
 import threading
@@ -27,8 +26,8 @@ NUM_CLIENTS = 3
 PROMPT_TOKENS = 400
 ANSWER_TOKENS = 24
 HANG_S = 40.0
-ALONE_S = 15.0  # How long the rest of the system may take to answer without the killed engine.
-AGAIN_S = 60.0  # And how long after its restart.
+ALONE_S = 15.0  # Limit for an answer of the rest of the system without the killed engine.
+AGAIN_S = 60.0  # Limit for an answer after the engine's restart.
 PROBE_TIMEOUT_S = 15.0
 
 Ending = Literal["answered", "error", "hung"]
@@ -37,15 +36,15 @@ Ending = Literal["answered", "error", "hung"]
 @dataclass(frozen=True, slots=True)
 class Outcome:
     prompt: tuple[int, ...]
-    sent_s: float  # Monotonic.
+    sent_s: float  # On the monotonic clock.
     ended_s: float
     ending: Ending
     token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Damage:
-    """Of one kill. Seconds are None where nothing answered in time."""
+class KillResult:
+    """Result of one kill. Seconds are None if there was no answer in time."""
 
     outcomes: tuple[Outcome, ...]
     killed_s: float
@@ -58,8 +57,10 @@ class Damage:
         return sum(one.ending == ending for one in self.outcomes)
 
 
-def measure(system: RunningSystem, role: Role, prompts: Prompts, num_requests: int) -> Damage:
-    """Raises ChildDied or StartTimeout if the engine does not come back, AskingError if it then is mute."""
+def measure(system: RunningSystem, role: Role, prompts: Prompts, num_requests: int) -> KillResult:
+    """Run the load and the kill. Raises ChildDied or StartTimeout if the engine does not restart, AskingError
+    if it then does not answer.
+    """
     with httpx.Client(timeout=HANG_S, trust_env=False) as client:
         load = _Load(client, system.url, [prompts.of(PROMPT_TOKENS) for _ in range(num_requests)])
         with ThreadPoolExecutor(NUM_CLIENTS) as pool:
@@ -76,7 +77,7 @@ def measure(system: RunningSystem, role: Role, prompts: Prompts, num_requests: i
         restart_s = system.wait_engine(role, since_s=started_s)
         ready_s = time.monotonic()
         again = _first_answer(client, system.url, prompts, AGAIN_S)
-        return Damage(
+        return KillResult(
             outcomes=tuple(load.outcomes),
             killed_s=killed_s,
             alone_s=None if alone_s is None else alone_s - killed_s,
@@ -86,7 +87,7 @@ def measure(system: RunningSystem, role: Role, prompts: Prompts, num_requests: i
         )
 
 
-def write(journal: Journal, system: str, role: Role, number: int, damage: Damage) -> None:
+def write(journal: Journal, system: str, role: Role, number: int, damage: KillResult) -> None:
     setting = f"kill -9 of {'P' if role == 'prefill' else 'D'}"
 
     def note(metric: str, *values: float | None) -> None:
@@ -103,7 +104,7 @@ def write(journal: Journal, system: str, role: Role, number: int, damage: Damage
 
 
 class _Load:
-    """Prompts that several clients take in turn."""
+    """Prompts that several clients take from."""
 
     def __init__(self, client: httpx.Client, url: str, prompts: Sequence[list[int]]) -> None:
         self._client = client
@@ -125,7 +126,7 @@ class _Load:
                 self._changed.notify_all()
 
     def wait_third(self, timeout_s: float) -> None:
-        """Until a third of the answers are there; more are under way then."""
+        """Wait for a third of the answers; more requests are then running."""
         with self._changed:
             self._changed.wait_for(lambda: len(self.outcomes) >= self._third, timeout_s)
 
@@ -142,14 +143,14 @@ def _ask(client: httpx.Client, url: str, prompt: Sequence[int]) -> Outcome:
 
 
 def _first_answer(client: httpx.Client, url: str, prompts: Prompts, within_s: float) -> float | None:
-    """When the first answer had ended (monotonic), asking again and again; None if none came."""
+    """Ask repeatedly; return the monotonic time of the first answer's end, or None if there was none."""
     deadline_s = time.monotonic() + within_s
     pause = threading.Event()
     while (left_s := deadline_s - time.monotonic()) > 0:
         try:
             ask(client, url, prompts.of(PROMPT_TOKENS), max_tokens=2, timeout_s=min(left_s, PROBE_TIMEOUT_S))
         except AskingError:
-            pause.wait(0.2)  # A refusal comes at once; nobody is helped by thousands of them.
+            pause.wait(0.2)  # A refusal comes at once; this avoids thousands of requests.
         else:
             return time.monotonic()
     return None

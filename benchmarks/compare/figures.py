@@ -1,8 +1,8 @@
-"""Percentiles and ratios of what was measured. Pure.
+"""Percentiles and ratios of measurements, as pure functions.
 
-Systems are measured in turns, round by round, because the machine's speed changes while they run. So two of
-them are compared within each round, and what is reported is the median of those ratios, with the lowest and
-the highest: a difference that changes its sign between rounds is noise.
+Systems are measured alternately, round by round, because the machine's speed changes meanwhile. So two
+systems are compared within each round, and the report has the median of those ratios, with the lowest and the
+highest: a difference that changes its sign between rounds is noise.
 """
 
 import math
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Of at least one value, `share` in [0, 1], by linear interpolation between neighbours."""
+    """Return the percentile of at least one value, `share` in [0, 1], by linear interpolation."""
     assert values
     assert 0 <= share <= 1
     ordered = sorted(values)
@@ -24,7 +24,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """One figure per round, put together."""
+    """Median and range of one figure per round."""
 
     median: float
     low: float
@@ -37,16 +37,16 @@ class Spread:
 
 
 def median_by_round(rounds: Mapping[int, Sequence[float]]) -> dict[int, float]:
-    """Rounds in which something was measured."""
+    """Return the median of each round in which something was measured."""
     return {number: statistics.median(values) for number, values in rounds.items() if values}
 
 
 def ratio(
     ours: Mapping[int, Sequence[float]], theirs: Mapping[int, Sequence[float]], *, extra: float = 0.0
 ) -> Spread | None:
-    """Ours over theirs, round by round; None if they have no round in common.
+    """Return ours over theirs, round by round; None without a common round.
 
-    `extra` is taken off ours first: what a goal allows on top.
+    `extra` is first subtracted from ours: an allowance of the goal.
     """
     a, b = median_by_round(ours), median_by_round(theirs)
     ratios = [(a[number] - extra) / b[number] for number in sorted(a.keys() & b.keys()) if b[number] > 0]
@@ -54,7 +54,7 @@ def ratio(
 
 
 def difference(ours: Mapping[int, Sequence[float]], theirs: Mapping[int, Sequence[float]]) -> Spread | None:
-    """Ours less theirs, round by round; None if they have no round in common."""
+    """Return ours less theirs, round by round; None without a common round."""
     a, b = median_by_round(ours), median_by_round(theirs)
     found = [a[number] - b[number] for number in sorted(a.keys() & b.keys())]
     return Spread.of(found) if found else None

@@ -1,6 +1,6 @@
-"""What was wanted, and whether it was reached: each a ratio or a difference within one session. Pure.
+"""Goals of the comparison and their verdicts: ratios or differences within one session. Pure.
 
-A goal is judged by the median over rounds; the range beside it says how sure that is.
+The median over rounds decides; the range shows how certain that is.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,12 +16,14 @@ LOADED_SHARE_MAX = 1.03  # (a) of TTFT and ITL without a connector
 LEG_MAX_S = {129: 0.010, 513: 0.010, 3841: 0.025}  # (b) over the same prompt, cached
 TTFT_SHARE_MAX, TTFT_EXTRA_S = 1.03, 0.005  # (c) of the single engine's TTFT, plus
 EMBEDDED_SHARE_MIN = 1.1  # (d) of vLLM's throughput
-WORSE_SHARE = 1.03  # (e) less than this is not worse, whatever the rounds say
+WORSE_SHARE = 1.03  # (e) a smaller factor is not worse, in any rounds
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`is_met` None: measured beside it, for comparison; no goal of ours. `why`: of a missed one."""
+    """Verdict on one goal. `is_met` None: a peer's figure for comparison, not a goal. `why`: reason for a
+    miss.
+    """
 
     goal: str
     what: str
@@ -31,7 +33,7 @@ class Verdict:
     why: str = ""
 
 
-def judge(findings: Findings) -> list[Verdict]:
+def verdicts_of(findings: Findings) -> list[Verdict]:
     return [
         *_loaded(findings),
         *_legs(findings),
@@ -77,7 +79,7 @@ def _legs(findings: Findings) -> Iterator[Verdict]:
 def _handed(findings: Findings) -> Iterator[Verdict]:
     for setting in findings.settings("c"):
         if not setting.endswith(" 1 at once"):
-            continue  # A pair has two cores and a single engine one: under load the race is another.
+            continue  # A pair has two cores and a single engine one, so loads are not comparable.
         for system in findings.systems("c", setting):
             single = single_of(system)
             ours = findings.rounds("c", setting, system, "ttft_s")
@@ -104,7 +106,7 @@ def _embedded(findings: Findings) -> Iterator[Verdict]:
 
 
 def _never_worse(findings: Findings) -> Iterator[Verdict]:
-    """What is worse than the peer in every round, and by more than `WORSE_SHARE`; all others in one line."""
+    """Yield each comparison that is clearly worse in every round; the others in one line."""
     found = list(_comparisons(findings))
     worse = [(one, spread) for one, spread in found if is_worse(spread)]
     for one, spread in worse:
@@ -118,18 +120,18 @@ def _never_worse(findings: Findings) -> Iterator[Verdict]:
 
 
 def _why(goal: str, system: str, setting: str, is_met: bool | None, *, is_close: bool = False) -> str:
-    """`is_close`: a round has met it."""
+    """Return the reason for a missed goal. `is_close`: at least one round met it."""
     return why(goal, system, setting, is_on_both_sides=is_close) if is_met is False else ""
 
 
 def is_worse(spread: Spread) -> bool:
-    """Of a ratio in which less is better."""
+    """Whether a ratio, in which less is better, is worse in every round."""
     return spread.low > 1 and spread.median > WORSE_SHARE
 
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """`what`: part, setting and figure."""
+    """One comparison with a peer. `what`: part, setting and figure."""
 
     ours: str
     theirs: str
@@ -141,7 +143,7 @@ class _Comparison:
 
 
 def _comparisons(findings: Findings) -> Iterator[tuple[_Comparison, Spread]]:
-    """Ratios ours over theirs, turned so that less is better."""
+    """Yield ratios of ours to theirs, inverted where necessary so that less is better."""
     for ours, theirs in PEERS.items():
         for part, metrics in (
             ("a", ("ttft_s", "itl_s")),
@@ -176,7 +178,7 @@ def is_ours(system: str) -> bool:
 
 
 def single_of(system: str) -> str:
-    """The engine without a connector that a system is judged against."""
+    """Return the engine without a connector that a system is compared with."""
     return system.split()[0]
 
 

@@ -1,4 +1,4 @@
-"""What a session has measured, one JSON object a line, written as it comes: an interrupted session keeps it.
+"""Journal of a session: one JSON object per line, written at once, so that an interrupted session keeps it.
 
 {"kind": "session", "date": ..., "machine": ..., "commit": ..., "versions": {...}, "options": {...}}
 {"kind": "samples", "part": "c", "setting": "in 512", "system": "vllm", "metric": "ttft_s", "round": 1,
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-DIGITS = 6  # Of a value: microseconds, where it is seconds.
+DIGITS = 6  # Of a value; for seconds, microseconds.
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Skipped:
 
 @dataclass(slots=True)
 class Findings:
-    """A journal, read back."""
+    """Contents of a journal."""
 
     sessions: list[dict[str, Any]] = field(default_factory=list)
     samples: list[Samples] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Findings:
         return list(dict.fromkeys(one.setting for one in self.samples if one.part == part))
 
     def not_measured(self, parts: Sequence[str]) -> list[str]:
-        """Those of `parts` that have no figure of any system."""
+        """Return the `parts` without a figure of any system."""
         measured = {one.part for one in self.samples}
         return [part for part in parts if part not in measured]
 
@@ -71,7 +71,7 @@ class Findings:
 
 
 class Journal:
-    """The file being written. It may be added to: new rounds are numbered behind those that it has."""
+    """Writes a journal. An existing file is extended: new rounds are numbered after its own."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -89,7 +89,7 @@ class Journal:
         self._file.close()
 
     def next_round(self) -> int:
-        """What has one number was measured in turns, and may be compared."""
+        """Return a new round number. Measurements of one round alternated and may be compared."""
         self._round += 1
         return self._round
 
@@ -99,7 +99,7 @@ class Journal:
     def samples(
         self, part: str, setting: str, system: str, metric: str, number: int, values: Iterable[float]
     ) -> None:
-        """`number`: of `next_round`."""
+        """Write samples. `number`: from `next_round`."""
         rounded = tuple(round(value, DIGITS) for value in values)
         one = Samples(part, setting, system, metric, number, rounded)
         self._write({"kind": "samples", **asdict(one)})
@@ -113,7 +113,7 @@ class Journal:
 
 
 def read_journal(path: Path) -> Findings:
-    """A last line that was cut off is left out. Raises ValueError for anything else that is no record."""
+    """Read a journal without an unfinished last line. Raises ValueError for another bad record."""
     findings = Findings()
     for record in _records(path.read_text(encoding="utf-8").split("\n")):
         match record.pop("kind", None):
@@ -129,14 +129,14 @@ def read_journal(path: Path) -> Findings:
 
 
 def _drop_unfinished_line(path: Path) -> None:
-    """Of a session that was killed while it wrote."""
+    """Drop the last line of a session that was killed while it wrote."""
     with path.open("r+b") as file:
         content = file.read()
         file.truncate(content.rfind(b"\n") + 1)
 
 
 def _records(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """All but the last line ended with a newline, so they are whole."""
+    """Yield the records. All but the last line ended with a newline, so they are complete."""
     for line in lines[:-1]:
         if line:
             yield json.loads(line)

@@ -1,4 +1,4 @@
-"""Loads by vLLM's own client: which prompts, how many at once, against which server; what it measured."""
+"""Loads sent by vLLM's own client, and their results."""
 
 import json
 import os
@@ -13,9 +13,9 @@ from typing import Any
 from baton.core.errors import BatonError
 from benchmarks.compare.prompts import CHUNK_TOKENS, Prompt, write_trace
 
-START_TIMEOUT_S = 180.0  # Importing vLLM, on a machine that does other things as well.
+START_TIMEOUT_S = 180.0  # Importing vLLM on a busy machine.
 STOP_GRACE_S = 5.0
-MODEL_NAME = "bench"  # By which every engine here serves its model.
+MODEL_NAME = "bench"  # Served model name of every engine here.
 
 _PROGRAM = Path(__file__).with_name("client_process.py")
 
@@ -26,11 +26,11 @@ class LoadError(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What `vllm bench serve` found. Per request, in the order of the prompts; failed ones have an error."""
+    """Result of `vllm bench serve`, per request in the order of the prompts; failed ones have an error."""
 
     duration_s: float
     ttft_s: tuple[float, ...]
-    itl_s: tuple[tuple[float, ...], ...]  # The gaps behind the first token.
+    itl_s: tuple[tuple[float, ...], ...]  # The gaps after the first token.
     answer_tokens: tuple[int, ...]
     latency_s: tuple[float, ...]
     texts: tuple[str, ...]
@@ -50,7 +50,7 @@ class LoadResult:
 
     @property
     def tpot_s(self) -> tuple[float, ...]:
-        """Time per token behind the first, of good requests with more than one."""
+        """Time per token after the first, for good requests with more than one."""
         return tuple(
             (self.latency_s[i] - self.ttft_s[i]) / (self.answer_tokens[i] - 1)
             for i in self.good
@@ -59,7 +59,7 @@ class LoadResult:
 
 
 class LoadClient:
-    """vLLM's client as a child process, kept for the session; started again if it had to be ended."""
+    """vLLM's client as a child process for the whole session; restarted if it had to be killed."""
 
     def __init__(self, python: Path, tokenizer: Path, log_path: Path, env: Mapping[str, str]) -> None:
         self._python = python
@@ -79,7 +79,7 @@ class LoadClient:
     def run(
         self, url: str, prompts: Sequence[Prompt], *, concurrency: int | None, timeout_s: float
     ) -> LoadResult:
-        """`concurrency` None: each prompt at its own time. Raises LoadError."""
+        """Send the prompts. `concurrency` None: each prompt at its own time. Raises LoadError."""
         trace = Path(self._folder.name, "trace.jsonl")
         write_trace(prompts, trace)
         arguments = [
@@ -110,7 +110,7 @@ class LoadClient:
         )
 
     def stop(self) -> None:
-        """Idempotent."""
+        """End the client. Idempotent."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -148,7 +148,7 @@ class LoadClient:
         return self._process
 
     def _answer(self, process: "subprocess.Popen[str]", timeout_s: float) -> dict[str, Any]:
-        """It answers whole lines, one per question, so one line is read once something can be."""
+        """Read an answer. The client writes whole lines, one per question."""
         assert process.stdout is not None
         if not select.select([process.stdout], [], [], timeout_s)[0]:
             process.kill()
@@ -160,13 +160,13 @@ class LoadClient:
             raise LoadError(f"vLLM's client ended; see {self._log_path}")
         answer = json.loads(line)
         if "error" in answer:
-            raise LoadError(f"vLLM's client says: {answer['error']}")
+            raise LoadError(f"vLLM's client failed: {answer['error']}")
         result: dict[str, Any] = answer["result"]
         return result
 
 
 def client_environment() -> dict[str, str]:
-    """Ours, without what is Baton's own, and with vLLM's telemetry off."""
+    """Return our environment without Baton's variables, and with vLLM's telemetry off."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
     return {
         **kept,

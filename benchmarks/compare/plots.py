@@ -1,4 +1,4 @@
-"""Pictures of a journal, one PNG each; what was not measured has none."""
+"""Plots of a journal, one PNG each; parts that were not measured have none."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ DOTS_PER_INCH = 110
 
 
 def draw(findings: Findings, stem: Path) -> list[Path]:
-    """Files named after `stem`. None where matplotlib is not installed."""
+    """Write files named after `stem`; none if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -21,7 +21,7 @@ def draw(findings: Findings, stem: Path) -> list[Path]:
     from matplotlib import pyplot
 
     pictures: list[tuple[str, str, Callable[[Any, Findings], bool]]] = [
-        ("ttft", "Time to the first token behind the front, ms (p50)", _first_tokens),
+        ("ttft", "Time to the first token through the proxy, ms (p50)", _first_tokens),
         ("second-leg", "Second leg over the same prompt cached on D, ms (median)", _second_legs),
         ("embedded", "Tokens per second of one engine on one core (median)", _singles),
         ("raw", "Raw transports, GB/s", _raw),
@@ -82,7 +82,7 @@ def _bars(
     settings: Sequence[str],
     height: Callable[[Findings, str, str], float | None],
 ) -> bool:
-    """Groups of bars: one per setting, in it one per system."""
+    """Draw groups of bars: one group per setting, one bar per system."""
     systems = findings.systems(part)
     width = 0.8 / max(1, len(systems))
     for index, system in enumerate(systems):

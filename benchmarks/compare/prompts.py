@@ -1,8 +1,8 @@
-"""Prompts, as traces that `vllm bench serve --dataset-name timed_trace` replays. Pure, but for one writer.
+"""Prompts as traces that `vllm bench serve --dataset-name timed_trace` replays. Pure except for one writer.
 
-A prompt is a list of numbered chunks; equal numbers at equal places are an equal prefix, and a number that is
-new makes a prompt that no cache has seen. vLLM's client draws each chunk's tokens from its number, so all
-systems get the same tokens.
+A prompt is a list of numbered chunks. Equal numbers at equal positions are an equal prefix, and a new number
+makes a prompt that no cache has seen. vLLM's client draws each chunk's tokens from its number, so all systems
+get the same tokens.
 """
 
 import json
@@ -20,11 +20,11 @@ class Prompt:
     num_tokens: int
     answer_tokens: int
     chunks: tuple[int, ...]
-    at_s: float = 0.0  # From the start of the load; only for loads that keep their own time.
+    at_s: float = 0.0  # From the start of the load; only for loads with arrival times.
 
 
 class FreshPrompts:
-    """Prompts that share nothing with any other. `base`: where a session's numbers begin."""
+    """Makes prompts without common chunks. `base`: the first chunk number of a session."""
 
     def __init__(self, base: int = 1_000_000) -> None:
         self._next = base
@@ -47,12 +47,12 @@ def slice_of_trace(
     answer_share: float,
     duration_s: float,
 ) -> list[Prompt]:
-    """The first requests of a Mooncake trace that fit, in their order, scaled to a small machine.
+    """Return the first requests of a Mooncake trace that fit, in order, scaled to a small machine.
 
-    Prompts longer than `tokens_max` are left out rather than cut, so that the others share what they share in
-    it. Answers are cut to `answer_share` of themselves, at most `answer_tokens_max`. The arrivals are spread
-    over `duration_s`, with the trace's own gaps; those of one tick of its clock, in their order, over the
-    tick. (If they came at one moment, chance would say who is served first, and whose TTFT has the others'.)
+    Prompts longer than `tokens_max` are left out rather than cut, so that the others keep their common
+    prefixes. Answers are cut to `answer_share` of their length, at most `answer_tokens_max`. Arrivals are
+    spread over `duration_s` with the trace's own gaps; arrivals in one tick of its clock are spread over the
+    tick, in order. (If they arrived together, the order of service would be random, and TTFT with it.)
     """
     chosen: list[tuple[float, int, int, tuple[int, ...]]] = []
     for line in lines:
@@ -74,7 +74,7 @@ def slice_of_trace(
 
 
 def _within_ticks(times: Sequence[float]) -> list[float]:
-    """Equal times are taken for one tick of a clock that ticks as often as the smallest gap says."""
+    """Spread equal times over one tick; the tick is the smallest gap between times."""
     ticks = Counter(times)
     tick = min((after - before for before, after in pairwise(sorted(ticks))), default=1.0)
     seen: Counter[float] = Counter()
@@ -86,7 +86,7 @@ def _within_ticks(times: Sequence[float]) -> list[float]:
 
 
 def offset_chunks(prompts: Sequence[Prompt], offset: int) -> list[Prompt]:
-    """The same prompts of other tokens: for another round, in which no cache may have seen them."""
+    """Return the same prompts with other tokens, for a round in which no cache has seen them."""
     return [
         Prompt(p.num_tokens, p.answer_tokens, tuple(chunk + offset for chunk in p.chunks), p.at_s)
         for p in prompts
@@ -94,7 +94,7 @@ def offset_chunks(prompts: Sequence[Prompt], offset: int) -> list[Prompt]:
 
 
 def shared_share(prompts: Sequence[Prompt]) -> float:
-    """Share of the prompts' tokens that an endless prefix cache would have had already."""
+    """Return the share of the prompts' tokens that an unlimited prefix cache would have."""
     seen: set[tuple[int, ...]] = set()
     shared = total = 0
     for prompt in prompts:

@@ -1,7 +1,8 @@
-"""Raw transports: 64 MiB in shuffled blocks between two processes, by ours and by the peers', in turns.
+"""Raw transports: 64 MiB in shuffled blocks between two processes, by our transports and the peers',
+alternately.
 
-Each turn is a run of `baton.bench.transports` (ours: local, tcp, nixl), of NIXL by itself (UCX's own choice,
-and over TCP), and of Mooncake's Transfer Engine over TCP; repeated as often as the time allows.
+A round is a run of `baton.bench.transports` (ours: local, tcp, nixl), of NIXL without Baton (UCX's own
+choice, and over TCP), and of Mooncake's Transfer Engine over TCP. Rounds are repeated while there is time.
 """
 
 import json
@@ -18,14 +19,14 @@ from benchmarks.compare.journal import Journal
 TOTAL_BYTES = 64 << 20
 REPEATS = 5
 MOONCAKE_TIMEOUT_S = 180.0
-NIXL_WAYS = {
+NIXL_PATHS = {
     "NIXL": (None, True),
     "NIXL, no reader thread": (None, False),
     "NIXL over tcp": ("tcp", True),
     "NIXL over tcp, no reader thread": ("tcp", False),
 }
 MOONCAKE = "Mooncake over tcp"
-# Ours beside theirs on the same kind of way.
+# Our transports and the peers over the same kind of path.
 RAW_PEERS: dict[str, tuple[str, ...]] = {
     "baton local": ("NIXL", "NIXL, no reader thread"),
     "baton tcp": ("NIXL over tcp", "NIXL over tcp, no reader thread", MOONCAKE),
@@ -43,21 +44,21 @@ def setting(block_bytes: int) -> str:
 def measure(
     journal: Journal, peers: Path, *, rounds_max: int, budget_s: float, say: Callable[[str], None]
 ) -> None:
-    """At least one round. What does not work here is noted once, with its reason."""
+    """Run at least one round. A transport that does not work here is recorded once, with the reason."""
     end_s = time.monotonic() + budget_s
-    ways = _ways(peers)
+    paths = _paths(peers)
     for index in range(rounds_max):
         if index and time.monotonic() > end_s:
             return
         number = journal.next_round()
         journal.samples("machine", "raw", "all", "load_1min", number, [os.getloadavg()[0]])
-        for name, run in list(ways.items()):
+        for name, run in list(paths.items()):
             try:
                 measured = run()
             except (TransferError, ImportError, OSError, subprocess.SubprocessError) as error:
-                del ways[name]
+                del paths[name]
                 journal.skipped("raw", name, str(error))
-                say(f"left out: {name}: {error}")
+                say(f"skipped: {name}: {error}")
                 continue
             for system, speeds in measured.items():
                 for block_bytes, (gb_per_s, cpu_s_per_gb) in speeds.items():
@@ -69,12 +70,12 @@ def measure(
                 say(f"  raw: {system:32} GB/s {shown}")
 
 
-def _ways(peers: Path) -> dict[str, Callable[[], dict[str, Speeds]]]:
-    ways: dict[str, Callable[[], dict[str, Speeds]]] = {"Baton's transports": _ours}
-    for name, (tls, has_thread) in NIXL_WAYS.items():
-        ways[name] = lambda name=name, tls=tls, thread=has_thread: {name: _nixl(tls, thread)}  # type: ignore[misc]
-    ways[MOONCAKE] = lambda: {MOONCAKE: _mooncake(peers)}
-    return ways
+def _paths(peers: Path) -> dict[str, Callable[[], dict[str, Speeds]]]:
+    paths: dict[str, Callable[[], dict[str, Speeds]]] = {"Baton's transports": _ours}
+    for name, (tls, has_thread) in NIXL_PATHS.items():
+        paths[name] = lambda name=name, tls=tls, thread=has_thread: {name: _nixl(tls, thread)}  # type: ignore[misc]
+    paths[MOONCAKE] = lambda: {MOONCAKE: _mooncake(peers)}
+    return paths
 
 
 def _ours() -> dict[str, Speeds]:
@@ -96,10 +97,10 @@ def _nixl(tls: str | None, has_thread: bool) -> Speeds:
 
 
 def _mooncake(peers: Path) -> Speeds:
-    """Raises TransferError."""
+    """Run the Mooncake program. Raises TransferError."""
     python = peers / "bin" / "python"
     if not python.exists():
-        raise TransferError(f"{peers} is not here: scripts/setup-peers makes it")
+        raise TransferError(f"{peers} does not exist; make it with scripts/setup-peers")
     sizes = [str(size) for size in transports.BLOCK_SIZES]
     answer = subprocess.run(
         [str(python), str(_MOONCAKE_PROGRAM), str(TOTAL_BYTES), str(REPEATS), *sizes],
@@ -110,8 +111,8 @@ def _mooncake(peers: Path) -> Speeds:
         check=False,
     )
     if answer.returncode != 0 or not answer.stdout.strip():
-        said = [line for line in answer.stderr.splitlines() if line.strip()]
-        raise TransferError(said[-1] if said else f"it ended with status {answer.returncode}")
+        errors = [line for line in answer.stderr.splitlines() if line.strip()]
+        raise TransferError(errors[-1] if errors else f"Mooncake ended with status {answer.returncode}")
     return {
         int(size): (sorted(speeds)[len(speeds) // 2], cost)
         for size, (speeds, cost) in json.loads(answer.stdout.splitlines()[-1]).items()
@@ -119,7 +120,7 @@ def _mooncake(peers: Path) -> Speeds:
 
 
 def _library_folders(peers: Path) -> Iterator[str]:
-    """What scripts/setup-peers unpacked, before what the system has."""
+    """Yield the library folders unpacked by scripts/setup-peers, then the system's."""
     yield from (str(path) for path in sorted((peers / "debian").glob("**/x86_64-linux-gnu")))
     if inherited := os.environ.get("LD_LIBRARY_PATH"):
         yield inherited

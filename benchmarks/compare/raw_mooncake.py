@@ -1,12 +1,13 @@
-"""Mooncake's Transfer Engine by itself, over TCP: two processes, registered memory, scattered reads.
+"""Mooncake's Transfer Engine without Baton, over TCP: two processes, registered memory, scattered reads.
 
-Run by the Python of scripts/setup-peers' environment, by path (this file imports nothing of Baton):
+It is run by path with the Python of scripts/setup-peers' environment and imports nothing of Baton:
 
     python raw_mooncake.py TOTAL_BYTES REPEATS BLOCK_BYTES...  -> {"16384": [[GB/s, ...], CPU s per GB], ...}
 
-Its public Python API with the settings that its documentation starts with: "P2PHANDSHAKE" instead of a
-metadata server, protocol "tcp". Its queues refuse more than about a thousand pieces at once, so larger reads
-go in batches. What arrives is checked. A block size that fails is left out, and says why on standard error.
+It uses the public Python API with the settings that its documentation starts with: "P2PHANDSHAKE" instead of
+a metadata server, protocol "tcp". Its queues refuse more than about a thousand pieces at once, so larger
+reads are split into batches. The bytes are checked. A block size that fails is left out, with the reason on
+standard error.
 """
 
 import importlib
@@ -24,15 +25,15 @@ import numpy as np
 HOST = "127.0.0.1"
 TIMEOUT_S = 60.0
 CACHE_MAX_BYTES = 128 << 20
-PIECES_MAX = 512  # Of one batch. Its queues take about a thousand; half of that never failed here.
+PIECES_MAX = 512  # Per batch. The queues hold about a thousand; half of that never failed here.
 
 
 def make_engine(memory: "np.ndarray[Any, Any]") -> tuple[Any, str]:
     engine: Any = importlib.import_module("mooncake.engine").TransferEngine()
     if engine.initialize(HOST, "P2PHANDSHAKE", "tcp", "") != 0:
-        raise RuntimeError("Mooncake's engine does not initialize")
+        raise RuntimeError("Mooncake's engine cannot be initialized")
     if engine.register_memory(memory.ctypes.data, memory.nbytes) != 0:
-        raise RuntimeError("Mooncake's engine does not register memory")
+        raise RuntimeError("Mooncake's engine cannot register memory")
     return engine, f"{HOST}:{engine.get_rpc_port()}"
 
 
@@ -46,7 +47,7 @@ def own(pipe: Connection, total_bytes: int) -> None:
 
 
 class ReadError(Exception):
-    """A read failed, or brought other bytes."""
+    """A read failed or returned wrong bytes."""
 
 
 def measure(
@@ -59,7 +60,7 @@ def measure(
     repeats: int,
     owners_cpu_s: Callable[[], float],
 ) -> list[object]:
-    """[GB/s of each repeat], CPU seconds of both processes per GB. `total`: the sum of the owner's bytes."""
+    """Return [[GB/s of each repeat], CPU s of both processes per GB]. `total`: sum of the owner's bytes."""
     count = memory.nbytes // block_bytes
     rng = np.random.default_rng(block_bytes)
     to = [memory.ctypes.data + int(i) * block_bytes for i in rng.permutation(count)]
@@ -70,7 +71,7 @@ def measure(
     took = []
     cpu_s = 0.0
     for repeat in range(repeats + 1):
-        others += 1  # Nothing of a copy is left in a cache, as with the others (`baton.bench.cold`).
+        others += 1  # Evicts processor caches, as for the other transports (`baton.bench.cold`).
         before_s = time.process_time() + owners_cpu_s()
         began = time.perf_counter()
         for first in range(0, count, PIECES_MAX):
@@ -78,10 +79,10 @@ def measure(
             if engine.batch_transfer_sync_read(name, to[batch], source[batch], sizes[batch]) != 0:
                 raise ReadError("a read failed")
         took.append(time.perf_counter() - began)
-        if repeat > 0:  # The first one warms connections and pages.
+        if repeat > 0:  # The first repeat is a warm-up of connections and pages.
             cpu_s += time.process_time() + owners_cpu_s() - before_s
     if int(memory.sum(dtype=np.uint64)) != total:
-        raise ReadError("other bytes came")
+        raise ReadError("the bytes are wrong")
     return [[memory.nbytes / seconds / 1e9 for seconds in took[1:]], cpu_s / (repeats * memory.nbytes / 1e9)]
 
 
@@ -115,7 +116,7 @@ def main() -> None:
     finally:
         owner.kill()
         owner.join()
-    os._exit(0)  # The engine's threads have no end of their own.
+    os._exit(0)  # The engine's threads do not end by themselves.
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""Why a goal is missed: what has been found out, beside each missed row of the page. Pure.
+"""Known reasons for missed goals, shown with each missed row of the page. Pure.
 
-Kept here, because the page is made anew from every journal. A reason belongs to a goal and to systems; the
-log says how it was found. Whoever mends the cause takes the reason out.
+They are kept here because the page is generated from every journal. A reason belongs to a goal and to
+systems; docs/log.md describes how it was found. Remove a reason when its cause is fixed.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 NOT_KNOWN = "not yet known"
-BOTH_SIDES = "the rounds lie on both sides of the limit: not more than this session's noise"
+BOTH_SIDES = "the rounds are on both sides of the limit: within this session's noise"
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """`systems`: beginnings of names. `settings`: beginnings, too; none: all."""
+    """A reason for a goal. `systems` and `settings` are prefixes of names; no settings: all."""
 
     goal: str
     systems: Sequence[str]
@@ -32,8 +32,8 @@ REASONS = (
     Reason(
         "b",
         ["vllm baton pull tcp"],
-        "the bytes go through a socket and a checksum, 4 GB/s: 3 ms for 513 tokens, 24 ms for 3,841; on one "
-        "host Baton chooses `local` by itself",
+        "the bytes pass a socket and a checksum at 4 GB/s: 3 ms for 513 tokens, 24 ms for 3,841; on one host "
+        "Baton selects `local` by default",
         ["513 ", "3841 "],
     ),
     Reason(
@@ -46,7 +46,7 @@ REASONS = (
 
 
 def why(goal: str, system: str, setting: str, *, is_on_both_sides: bool) -> str:
-    """Of a missed goal. `is_on_both_sides`: some rounds met it."""
+    """Return the reason for a missed goal. `is_on_both_sides`: some rounds met it."""
     if is_on_both_sides:
         return BOTH_SIDES
     found = [reason.text for reason in REASONS if reason.explains(goal, system, setting)]

@@ -1,28 +1,28 @@
-"""The page made of a journal: what ran where, the goals, then every table, and what was left out."""
+"""Report page of a journal: sessions, goals, all tables, and skipped parts."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.compare.figures import Spread, difference, percentile, ratio
-from benchmarks.compare.goals import Verdict, judge, num_missed, single_of, verdict_word
+from benchmarks.compare.goals import Verdict, num_missed, single_of, verdict_word, verdicts_of
 from benchmarks.compare.journal import Findings, read_journal
 from benchmarks.compare.plots import draw
 
 NOTHING = ""
 INTRODUCTION = """\
 Made by `scripts/bench compare` (see [benchmarks.md](../benchmarks.md)). Loads and their figures are those of
-`vllm bench serve`. Systems take turns round by round with the same prompts; while one is measured the others
+`vllm bench serve`. Systems alternate round by round with the same prompts; while one is measured the others
 are stopped. Ratios are medians over rounds, with the lowest and the highest."""
 LOADS = {
-    "c": "Pairs behind their fronts, beside a single engine",
-    "a": "Decode engines asked directly, beside a single engine without a connector",
-    "d": "Single engines, each with one core for all of it",
-    "trace": "A slice of the Mooncake conversation trace, at its own pace",
+    "c": "Pairs with their proxies, compared with a single engine",
+    "a": "Decode engines asked directly, compared with a single engine without a connector",
+    "d": "Single engines, each with one core for everything",
+    "trace": "A slice of the Mooncake conversation trace, with its arrival times",
 }
 
 
 def write_report(journal: Path, page: Path) -> list[Path]:
-    """The page, and its pictures beside it. Raises ValueError for a journal that is none."""
+    """Write the page and its plots. Raises ValueError for a file that is not a journal."""
     findings = read_journal(journal)
     page.parent.mkdir(parents=True, exist_ok=True)
     pictures = draw(findings, page.with_suffix(""))
@@ -31,9 +31,9 @@ def write_report(journal: Path, page: Path) -> list[Path]:
 
 
 def page_of(findings: Findings, pictures: Sequence[Path] = ()) -> str:
-    verdicts = judge(findings)
+    verdicts = verdicts_of(findings)
     parts = [
-        "# Baton beside its peers",
+        "# Baton compared with its peers",
         INTRODUCTION,
         "\n".join((*_session_lines(findings), *_load_lines(findings))),
     ]
@@ -44,21 +44,21 @@ def page_of(findings: Findings, pictures: Sequence[Path] = ()) -> str:
         if findings.settings(part):
             parts += [f"## {title}", _load_table(findings, part)]
     for title, table in (
-        ("Answers of the embedded engine and of vLLM, held against float64", _ties_table),
-        ("Second legs on D, beside the same prompt cached there", _legs_table),
+        ("Answers of the embedded engine and of vLLM, compared with float64", _ties_table),
+        ("Second legs on D, compared with the same prompt cached there", _legs_table),
         ("Raw transports: 64 MiB in shuffled blocks between two processes", _raw_table),
-        ("An engine killed with -9 in the middle of a load", _faults_table),
+        ("An engine killed with -9 during a load", _faults_table),
         ("Start-up and memory", _start_table),
     ):
         if text := table(findings):
             parts += [f"## {title}", text]
     if findings.skipped:
-        parts += ["## Left out", "\n".join(_skipped_lines(findings))]
+        parts += ["## Skipped", "\n".join(_skipped_lines(findings))]
     return "\n\n".join(parts) + "\n"
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown; all columns but the first are numbers."""
+    """Return a Markdown table; all columns but the first are numbers."""
     lines = ["| " + " | ".join(headings) + " |", "|---|" + "---:|" * (len(headings) - 1)]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     return "\n".join(lines)
@@ -73,7 +73,7 @@ def _session_lines(findings: Findings) -> Iterator[str]:
 
 
 def _load_lines(findings: Findings) -> Iterator[str]:
-    """One system at a time keeps about two processes busy; what is beyond is others' doing."""
+    """Yield load averages. The system under test causes about two; the rest is other programs."""
     for part in findings.settings("machine"):
         loads = findings.values("machine", part, "all", "load_1min")
         median, most = percentile(loads, 0.5), max(loads)
@@ -82,7 +82,7 @@ def _load_lines(findings: Findings) -> Iterator[str]:
 
 def _goals_table(verdicts: Sequence[Verdict]) -> str:
     rows = [(v.goal, v.what, v.measured, v.limit, verdict_word(v.is_met), v.why) for v in verdicts]
-    return table(("goal", "what", "measured", "limit", "", "why, where it is missed"), rows)
+    return table(("goal", "what", "measured", "limit", "", "reason for a miss"), rows)
 
 
 def _load_table(findings: Findings, part: str) -> str:
@@ -215,7 +215,7 @@ def _faults_table(findings: Findings) -> str:
             rows.append((setting, system, *counts, *seconds))
     headings = (
         *("fault", "system", "requests", "right", "wrong", "errors", "hung"),
-        *("s to an answer without it", "s to start it again", "s to an answer after that"),
+        *("s to an answer without it", "s to restart it", "s to an answer after that"),
     )
     return table(headings, rows) if rows else NOTHING
 

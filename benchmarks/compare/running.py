@@ -1,11 +1,11 @@
-"""Systems while they run: started, paused while another is measured, killed on purpose, stopped.
+"""Running systems: started, paused while another is measured, killed on purpose, stopped.
 
     starting --> running <--> paused        one system runs at a time, the others are stopped (SIGSTOP)
                     |
                   killed --> starting        for the faults
 
-A paused system costs nothing. That matters: with NIXL's connector an idle engine keeps a core busy, and
-nobody else's figures should pay for it.
+A paused system uses no CPU. This matters because an idle engine with NIXL's connector keeps a core busy,
+which would affect the figures of the others.
 """
 
 import os
@@ -34,19 +34,19 @@ from benchmarks.compare.systems import (
     front_command,
 )
 
-START_TIMEOUT_S = 600.0  # Against hanging; a vLLM takes half a minute where it is alone.
+START_TIMEOUT_S = 600.0  # A vLLM takes half a minute on an idle machine.
 FRONT_TIMEOUT_S = 60.0
 KILL_TIMEOUT_S = 10.0
-SPARE_GIB = 1.0  # Left for everything else on the machine.
+SPARE_GIB = 1.0  # Left for other programs.
 
 
 class CannotRun(BatonError):
-    """A system needs what this machine, or its set-up, does not have. Says what, and how to get it."""
+    """A system needs something that this machine lacks. The message tells what, and how to get it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
-    """What all systems of a session have in common."""
+class SessionSetup:
+    """Facts common to all systems of a session."""
 
     model: Path
     kv_bytes_per_token: int
@@ -56,27 +56,27 @@ class Ground:
     has_nixl: bool
 
     def check(self, system: System) -> None:
-        """Raises CannotRun."""
+        """Raise CannotRun if the system cannot run here."""
         if system.kind == "vllm" and self.vllm_python is None:
-            raise CannotRun("no vLLM: make it with scripts/setup-vllm, or give --vllm-python")
+            raise CannotRun("vLLM is not installed; run scripts/setup-vllm, or give --vllm-python")
         if system.needs_nixl and not self.has_nixl:
             raise CannotRun("NIXL is not installed in vLLM's environment")
         if system.front in ("toy proxy", "push demo") and self.proxies is None:
-            raise CannotRun("vLLM's example proxies are not here: scripts/setup-peers fetches them")
+            raise CannotRun("vLLM's example proxies are missing; fetch them with scripts/setup-peers")
 
     @property
     def num_blocks(self) -> int:
-        """Of the embedded engine: as much cache as vLLM gets."""
+        """Blocks of the embedded engine, for as much cache as vLLM has."""
         return (KV_CACHE_GIB << 30) // (BLOCK_TOKENS * self.kv_bytes_per_token)
 
 
 class RunningSystem:
-    """`url` is where clients go; `engine_url` goes around the front."""
+    """A system's processes. `url` is for clients; `engine_url` bypasses the proxy."""
 
-    def __init__(self, system: System, ground: Ground, fleet: Fleet) -> None:
-        ground.check(system)
+    def __init__(self, system: System, setup: SessionSetup, fleet: Fleet) -> None:
+        setup.check(system)
         self.system = system
-        self._ground = ground
+        self._setup = setup
         self._fleet = fleet
         ports = iter(free_ports(2 * len(system.roles) + 1))
         self._ports = {role: Ports(next(ports), next(ports)) for role in system.roles}
@@ -97,12 +97,12 @@ class RunningSystem:
     def engine_url(self, role: Role) -> str:
         return self._ports[role].url
 
-    # --- Life --------------------------------------------------------------------------------------------
+    # --- Start and stop ----------------------------------------------------------------------------------
 
     def start_engine(self, role: Role) -> Child:
-        """Returns at once; `wait_engine` waits for it."""
-        system, ground = self.system, self._ground
-        assert ground.vllm_python is not None or system.kind == "baton"
+        """Start an engine without waiting; `wait_engine` waits for it."""
+        system, setup = self.system, self._setup
+        assert setup.vllm_python is not None or system.kind == "baton"
         self._num_starts += 1
         child = self._fleet.start(
             f"{system.name} {role} {self._num_starts}".replace(" ", "-"),
@@ -110,9 +110,9 @@ class RunningSystem:
                 system,
                 role,
                 self._ports[role],
-                model=ground.model,
-                vllm_python=ground.vllm_python or Path(),
-                num_blocks=ground.num_blocks,
+                model=setup.model,
+                vllm_python=setup.vllm_python or Path(),
+                num_blocks=setup.num_blocks,
             ),
             env={**self._env, **engine_environment(system, role, self._ports[role])},
         )
@@ -120,7 +120,7 @@ class RunningSystem:
         return child
 
     def wait_engine(self, role: Role, *, since_s: float, timeout_s: float = START_TIMEOUT_S) -> float:
-        """Seconds from `since_s` (monotonic) until it is ready. Raises ChildDied or StartTimeout."""
+        """Return seconds from `since_s` (monotonic) to readiness. Raises ChildDied or StartTimeout."""
         self._fleet.wait_ready({self._engines[role]: f"{self.engine_url(role)}/health"}, timeout_s=timeout_s)
         return time.monotonic() - since_s
 
@@ -134,10 +134,10 @@ class RunningSystem:
             self._front_port,
             prefill,
             decode,
-            model=self._ground.model,
-            proxies=self._ground.proxies,
+            model=self._setup.model,
+            proxies=self._setup.proxies,
         )
-        paths = [str(self._ground.proxies / "site")] if self._ground.proxies else []
+        paths = [str(self._setup.proxies / "site")] if self._setup.proxies else []
         self._front = self._fleet.start(
             f"{self.system.name} front {self._num_starts}".replace(" ", "-"),
             command,
@@ -146,15 +146,15 @@ class RunningSystem:
         self._fleet.wait_ready({self._front: f"{self.url}/{HEALTH_PATHS[front]}"}, timeout_s=FRONT_TIMEOUT_S)
 
     def kill(self, role: Role) -> None:
-        """SIGKILL to all of an engine's processes at once; returns when they are gone."""
+        """Send SIGKILL to all of an engine's processes at once, and wait for their end."""
         child = self._engines.pop(role)
         os.killpg(child.pid, signal.SIGKILL)
         if not _wait_ended(child, time.monotonic() + KILL_TIMEOUT_S):
-            raise CannotRun(f"{child.name} is not gone {KILL_TIMEOUT_S:.0f} s after SIGKILL")
+            raise CannotRun(f"{child.name} still runs {KILL_TIMEOUT_S:.0f} s after SIGKILL")
         self._fleet.forget(child)
 
     def stop(self) -> None:
-        """All of it; ended on purpose, so the fleet forgets it."""
+        """Stop all processes, which the fleet then forgets."""
         self.resume()
         for child in self._children():
             child.send_signal(signal.SIGTERM)
@@ -169,7 +169,7 @@ class RunningSystem:
         self._engines.clear()
         self._front = None
 
-    # --- Taking turns ------------------------------------------------------------------------------------
+    # --- Pause and resume --------------------------------------------------------------------------------
 
     def pause(self) -> None:
         if not self._is_paused:
@@ -182,7 +182,7 @@ class RunningSystem:
             self._is_paused = False
 
     def cpu_s(self) -> float:
-        """Processor seconds of all its processes so far."""
+        """Return the processor seconds of all processes so far."""
         return sum(_cpu_s(child.pid) for child in self._children())
 
     def memory_gib(self) -> float:
@@ -211,8 +211,8 @@ def _free_gib() -> float:
 
 
 @contextmanager
-def running(systems: Iterable[System], ground: Ground, fleet: Fleet) -> Iterator[list[RunningSystem]]:
-    """All of them, ready and paused. Raises CannotRun, ChildDied or StartTimeout."""
+def running(systems: Iterable[System], setup: SessionSetup, fleet: Fleet) -> Iterator[list[RunningSystem]]:
+    """Start all systems; yield them ready and paused. Raises CannotRun, ChildDied or StartTimeout."""
     systems = list(systems)
     if not fits(systems):
         raise CannotRun(
@@ -221,7 +221,7 @@ def running(systems: Iterable[System], ground: Ground, fleet: Fleet) -> Iterator
     started: list[RunningSystem] = []
     try:
         for system in systems:
-            one = RunningSystem(system, ground, fleet)
+            one = RunningSystem(system, setup, fleet)
             started.append(one)
             since_s = time.monotonic()
             for role in system.roles:
@@ -237,7 +237,7 @@ def running(systems: Iterable[System], ground: Ground, fleet: Fleet) -> Iterator
 
 
 @contextmanager
-def turn_of(system: RunningSystem) -> Iterator[RunningSystem]:
+def resumed(system: RunningSystem) -> Iterator[RunningSystem]:
     system.resume()
     try:
         yield system
@@ -246,14 +246,14 @@ def turn_of(system: RunningSystem) -> Iterator[RunningSystem]:
 
 
 def _wait_ended(child: Child, deadline_s: float) -> bool:
-    """A child is readable once it has ended."""
+    """Wait for the child's end, when its descriptor becomes readable."""
     return child.has_ended() or bool(
         select.select([child], [], [], max(0.0, deadline_s - time.monotonic()))[0]
     )
 
 
 def _cpu_s(pid: int) -> float:
-    """Of the process and its descendants; those that have ended count with their parent."""
+    """Return CPU seconds of the process and its descendants; ended ones count with their parent."""
     total = 0.0
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
@@ -265,7 +265,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _memory_bytes(pid: int) -> int:
-    """Proportional set size: pages that processes share are counted once."""
+    """Return the proportional set size, in which shared pages count once."""
     total = 0
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)

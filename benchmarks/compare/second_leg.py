@@ -1,11 +1,11 @@
-"""What a handoff costs the decode engine: its leg of a request beside the same prompt, fully cached there.
+"""Cost of a handoff for the decode engine: its leg of a request compared with the same prompt in its cache.
 
     leg 1    P computes the prompt and lends it                          not timed
     leg 2    D gets the prompt and P's params: first token after ...     timed
-    cached   D gets the prompt again, and has all of its blocks          timed, and taken off
+    cached   D gets the prompt again, and has all of its blocks          timed, and subtracted
 
-vLLM recomputes at least the last token of a cached prompt, and all that is not a whole block. So the lengths
-are one more than a multiple of its block size: the cached prompt costs one token, as the handoff does.
+vLLM recomputes at least the last token of a cached prompt, and every incomplete block. So the lengths are one
+more than a multiple of its block size: the cached prompt costs one token, as the handoff does.
 """
 
 import random
@@ -18,7 +18,7 @@ import httpx
 from baton.bench.asking import Answer, AskingError, ask
 from benchmarks.compare.journal import Journal
 from benchmarks.compare.load import MODEL_NAME
-from benchmarks.compare.running import RunningSystem, turn_of
+from benchmarks.compare.running import RunningSystem, resumed
 
 LENGTHS = (129, 513, 3841)
 ANSWER_TOKENS = 6
@@ -35,7 +35,7 @@ class Prompts:
 
 
 def prefill(client: httpx.Client, url: str, prompt: Sequence[int]) -> dict[str, Any]:
-    """Leg 1, as vLLM's proxies ask it. The params that P answers with. Raises AskingError."""
+    """Send leg 1 as vLLM's proxies do; return the params of P's answer. Raises AskingError."""
     wanted = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -57,7 +57,7 @@ def prefill(client: httpx.Client, url: str, prompt: Sequence[int]) -> dict[str, 
         raise AskingError(f"{url} did not answer: {type(error).__name__}: {error}") from error
     params = response.json().get("kv_transfer_params") if response.status_code == 200 else None
     if not isinstance(params, dict):
-        raise AskingError(f"{url} lent nothing: {response.status_code} {response.text[:300]}")
+        raise AskingError(f"{url} has lent no blocks: {response.status_code} {response.text[:300]}")
     return params
 
 
@@ -70,9 +70,9 @@ def measure(
     lengths: Sequence[int],
     kv_bytes_per_token: int,
 ) -> None:
-    """One round. Raises AskingError; an answer that differs is written down."""
+    """Measure one round. Differing answers are recorded. Raises AskingError."""
     decode = system.engine_url("decode")
-    with turn_of(system):
+    with resumed(system):
         for num_tokens in lengths:
             prompt = prompts.of(num_tokens)
             params = prefill(client, system.engine_url("prefill"), prompt)
@@ -104,6 +104,6 @@ def _write(
     write("cached_s", cached.first_token_s)
     write("more_cpu_s", more_cpu_s)
     write("cpu_s_per_gb", more_cpu_s / gigabytes)
-    if more_s > 0:  # In a noisy round the cached prompt may have been the slower one.
+    if more_s > 0:  # In a noisy round the cached prompt may be the slower one.
         write("gb_per_s", gigabytes / more_s)
     write("differing_answers", float(handed.token_ids != cached.token_ids))

@@ -1,10 +1,11 @@
-"""One session: the parts that were asked for, each with its share of the time, each failing by itself.
+"""One session: runs the chosen parts, each with its share of the time. A part that fails does not end the
+others.
 
-a  decode engines asked directly, beside a single engine      what a loaded connector costs
-b  second legs, beside the same prompt cached                 what a handoff costs the decode engine
-c  pairs behind their fronts, beside a single engine          what a client feels
-d  single engines of both kinds, each on one core             the embedded engine itself
-raw, faults, trace                                            see those modules
+    a  decode engines asked directly, compared with a single engine    cost of a loaded connector
+    b  second legs, compared with the same prompt cached               cost of a handoff for the decode engine
+    c  pairs with their proxies, compared with a single engine         latency for a client
+    d  single engines of both kinds, each on one core                  the embedded engine itself
+    raw, faults, trace                                                 see those modules
 """
 
 import random
@@ -26,16 +27,16 @@ from benchmarks.compare.environment import vocab_size
 from benchmarks.compare.journal import Journal
 from benchmarks.compare.load import LoadClient, LoadError
 from benchmarks.compare.prompts import FreshPrompts, shared_share, slice_of_trace
-from benchmarks.compare.running import CannotRun, Ground, RunningSystem, fits, running, turn_of
+from benchmarks.compare.rounds import AlternatingLoads, Setting, Target
+from benchmarks.compare.running import CannotRun, RunningSystem, SessionSetup, fits, resumed, running
 from benchmarks.compare.systems import MAX_MODEL_LEN, SYSTEMS, Role
-from benchmarks.compare.turns import Setting, Target, Turns
 
 TRACE_PATH = Path(__file__).with_name("traces") / "mooncake_conversation.jsonl"
 TRACE_ANSWER_TOKENS_MAX = 64
-TRACE_ANSWER_SHARE = 0.1  # Of the trace's answers, which are hundreds of tokens long.
+TRACE_ANSWER_SHARE = 0.1  # Of the length of the trace's answers, which have hundreds of tokens.
 LEG_ROUNDS_MIN = 3
-LEG_TIMEOUT_S = 90.0  # Without a byte from the server: a peer that hangs is noted, not waited for.
-STARTING_SHARE = 0.4  # Of a session, in which twenty engines are started.
+LEG_TIMEOUT_S = 90.0  # Without a byte from the server; a peer that hangs is recorded and skipped.
+STARTING_SHARE = 0.4  # Share of a session for starting its twenty engines.
 SHARES = {"a": 0.12, "b": 0.08, "c": 0.30, "d": 0.10, "raw": 0.06, "faults": 0.14, "trace": 0.20}
 
 
@@ -44,7 +45,7 @@ KILLED: tuple[Role, ...] = ("prefill", "decode")
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is measured in a round, and how many rounds at most."""
+    """Amount measured in a round, and the limit of rounds."""
 
     rounds_max: int
     direct: tuple[Setting, ...]
@@ -58,7 +59,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured. Budgets bound the rounds; starting systems comes on top."""
+    """Parts and systems to measure. Budgets limit the rounds; starting systems takes extra time."""
 
     parts: tuple[str, ...]
     groups: tuple[tuple[str, ...], ...]
@@ -70,7 +71,7 @@ class Plan:
     one_pair_at_a_time: bool
 
     def budget_s(self, part: str) -> float:
-        """Its share of what is left of the time beside starting systems."""
+        """Return the part's share of the time that is left after starting systems."""
         total = sum(SHARES[name] for name in self.parts)
         return self.minutes * 60 * (1 - STARTING_SHARE) * SHARES[part] / total
 
@@ -98,26 +99,26 @@ QUICK = Size(
 
 
 class Session:
-    """Owns the client and all processes; leaving it ends them."""
+    """Runs the parts of a plan with one client and one fleet of processes."""
 
     def __init__(
         self,
         plan: Plan,
-        ground: Ground,
+        setup: SessionSetup,
         journal: Journal,
         client: LoadClient,
         fleet: Fleet,
         say: Callable[[str], None],
     ) -> None:
         self._plan = plan
-        self._ground = ground
+        self._setup = setup
         self._journal = journal
         self._client = client
         self._fleet = fleet
         self._say = say
         self._end_s = time.monotonic() + 60 * plan.minutes
-        self._turns = Turns(client, journal, FreshPrompts(int(time.time()) << 8), say, self._end_s)
-        self._leg_prompts = second_leg.Prompts(random.Random(time.time_ns()), vocab_size(ground.model))
+        self._loads = AlternatingLoads(client, journal, FreshPrompts(int(time.time()) << 8), say, self._end_s)
+        self._leg_prompts = second_leg.Prompts(random.Random(time.time_ns()), vocab_size(setup.model))
 
     def run(self) -> None:
         plan = self._plan
@@ -146,7 +147,7 @@ class Session:
             direct = [Target(single.system.name, single, single.url), *direct]
             fronts = [*fronts[:1], *self._warm(fronts[1:])]
             direct = [one for one in direct if one.system in {front.system for front in fronts}]
-            self._turns.warm_up(fronts[:1])
+            self._loads.warm_up(fronts[:1])
             if "a" in self._plan.parts and single.system.kind == "vllm":
                 self._rounds("a", direct, self._plan.size.direct, num_groups)
             if "b" in self._plan.parts:
@@ -164,11 +165,11 @@ class Session:
                 )
 
     def _warm(self, targets: list[Target]) -> list[Target]:
-        """Those that answer at all."""
+        """Warm up the targets; return those that answer."""
         good = []
         for target in targets:
             try:
-                self._turns.warm_up([target])
+                self._loads.warm_up([target])
             except LoadError as error:
                 self._skip("c", target.name, str(error))
             else:
@@ -179,10 +180,10 @@ class Session:
         self, part: str, targets: list[Target], settings: tuple[Setting, ...], num_groups: int
     ) -> None:
         budget_s = self._plan.budget_s(part) / num_groups
-        self._turns.rounds(part, targets, settings, rounds_max=self._plan.size.rounds_max, budget_s=budget_s)
+        self._loads.rounds(part, targets, settings, rounds_max=self._plan.size.rounds_max, budget_s=budget_s)
 
     def _second_legs(self, pairs: list[RunningSystem], num_groups: int) -> None:
-        """Of pulls: a push has no leg that can be timed by itself."""
+        """Measure second legs of pulls; a push has no leg that can be timed alone."""
         end_s = time.monotonic() + self._plan.budget_s("b") / num_groups
         pulls = [one for one in pairs if one.system.connector and not one.system.connector.is_push]
         with httpx.Client(timeout=LEG_TIMEOUT_S, trust_env=False) as client:
@@ -200,7 +201,7 @@ class Session:
                             self._leg_prompts,
                             number,
                             self._plan.size.leg_lengths,
-                            self._ground.kv_bytes_per_token,
+                            self._setup.kv_bytes_per_token,
                         )
                     except AskingError as error:
                         pulls.remove(one)
@@ -209,8 +210,8 @@ class Session:
     def _singles(self) -> None:
         with self._running(("vllm", "baton"), confined=True) as systems:
             targets = [Target(one.system.name, one, one.url) for one in systems]
-            self._turns.warm_up(targets)
-            self._turns.rounds(
+            self._loads.warm_up(targets)
+            self._loads.rounds(
                 "d",
                 targets,
                 self._plan.size.singles,
@@ -221,12 +222,12 @@ class Session:
                 self._compare_answers(setting, systems)
 
     def _compare_answers(self, setting: Setting, systems: list[RunningSystem]) -> None:
-        """Answers of two single engines; where they differ, whether it is a tie. Raises AskingError."""
+        """Compare answers of two single engines, and check differences for ties. Raises AskingError."""
         prompts = [self._leg_prompts.of(setting.prompt_tokens) for _ in range(setting.num_prompts)]
-        said = []
+        answers = []
         for system in systems:
-            with turn_of(system):
-                said.append(
+            with resumed(system):
+                answers.append(
                     ties.ask_at_once(
                         system.url,
                         prompts,
@@ -235,8 +236,8 @@ class Session:
                         timeout_s=LEG_TIMEOUT_S,
                     )
                 )
-        theirs, ours = said
-        compared = ties.compare(ours, theirs, ties.exact_model(self._ground.model))
+        theirs, ours = answers
+        compared = ties.compare(ours, theirs, ties.exact_model(self._setup.model))
         ties.write(self._journal, setting.name, compared)
         self._say(
             f"  d: {setting.name:24} answers: {compared.num_equal} equal, {compared.num_tied} ties, "
@@ -246,7 +247,7 @@ class Session:
     def _raw(self) -> None:
         raw.measure(
             self._journal,
-            self._ground.peers,
+            self._setup.peers,
             rounds_max=self._plan.size.rounds_max,
             budget_s=self._plan.budget_s("raw"),
             say=self._say,
@@ -279,8 +280,8 @@ class Session:
         setting = f"{len(prompts)} requests, {shared_share(prompts):.0%} of their tokens seen before"
         with self._running(names) as systems:
             targets = [Target(one.system.name, one, one.url) for one in systems]
-            self._turns.warm_up(targets)
-            self._turns.replays(
+            self._loads.warm_up(targets)
+            self._loads.replays(
                 "trace",
                 setting,
                 targets,
@@ -289,12 +290,12 @@ class Session:
                 budget_s=self._plan.budget_s("trace"),
             )
 
-    # --- Around them -------------------------------------------------------------------------------------
+    # --- Groups and errors -------------------------------------------------------------------------------
 
     def _in_affordable_groups(
         self, part: str, names: tuple[str, ...], measure: Callable[[tuple[str, ...]], None]
     ) -> None:
-        """The group; or its first with each of the others, where there is no memory for all at once."""
+        """Measure the group, or without memory for all, its first system with each of the others."""
         systems = [SYSTEMS[name] for name in names]
         groups = [names]
         if len(names) > 2 and (self._plan.one_pair_at_a_time or not fits(systems)):
@@ -304,12 +305,12 @@ class Session:
 
     @contextmanager
     def _running(self, names: tuple[str, ...], *, confined: bool = False) -> Iterator[list[RunningSystem]]:
-        """Those that can run here; the first has to."""
+        """Run the systems that can run here; the first one must."""
         systems = []
         for name in names:
             system = SYSTEMS[name].confined() if confined else SYSTEMS[name]
             try:
-                self._ground.check(system)
+                self._setup.check(system)
             except CannotRun as error:
                 if name == names[0]:
                     raise
@@ -317,7 +318,7 @@ class Session:
             else:
                 systems.append(system)
         self._say(f"starting {', '.join(system.name for system in systems)}")
-        with running(systems, self._ground, self._fleet) as started:
+        with running(systems, self._setup, self._fleet) as started:
             yield started
 
     def _note_start(self, systems: list[RunningSystem]) -> None:
@@ -328,9 +329,9 @@ class Session:
             )
 
     def _attempt(self, part: str, what: str, measure: Callable[[], None]) -> None:
-        """The border: a part that fails is noted with its reason, and the next one begins."""
+        """Run a part; if it fails, record the reason and continue with the next one."""
         if time.monotonic() > self._end_s:
-            self._skip(part, what, "the session's time was over")
+            self._skip(part, what, "the session's time was up")
             return
         try:
             measure()
@@ -341,4 +342,4 @@ class Session:
 
     def _skip(self, part: str, what: str, reason: str) -> None:
         self._journal.skipped(part, what, reason)
-        self._say(f"left out: {what}: {reason}")
+        self._say(f"skipped: {what}: {reason}")

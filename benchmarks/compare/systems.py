@@ -1,11 +1,11 @@
-"""The systems that are compared, as data: which engines, with which connector, behind which front.
+"""Systems under comparison, as data: their engines, connectors and proxies.
 
     single engine     client ------------------------> engine
     pair              client --> front --> P, D        front: vLLM's own example proxy, or `baton route`
 
 An engine computes on one core: P on the first that this process may use, D and single engines on the last.
-What serves beside the computing (HTTP, scheduler, proxies, the client) goes where there is room, unless an
-engine is `confined`: then all of it has to do with its one core.
+Other threads and processes (HTTP, scheduler, proxies, the client) run on any core, unless an engine is
+`confined`: then all of it runs on its one core.
 """
 
 import json
@@ -21,7 +21,7 @@ from benchmarks.compare.load import MODEL_NAME
 HOST = "127.0.0.1"
 MAX_MODEL_LEN = 4096
 KV_CACHE_GIB = 1
-BLOCK_TOKENS = 16  # Of the embedded engine; vLLM-CPU has its own.
+BLOCK_TOKENS = 16  # Of the embedded engine; vLLM on CPU has its own.
 VLLM_NEEDS_GIB = 2.6  # Memory of one engine, cache included; measured as the resident sets of its processes.
 BATON_NEEDS_GIB = 2.0
 
@@ -52,7 +52,7 @@ class Connector:
                 "kv_connector_module_path": "baton.vllm_plugin",
                 "kv_load_failure_policy": "recompute",
             }
-        return {**config, "kv_role": "kv_both", "kv_buffer_device": "cpu"}  # As NIXL's own guide has it.
+        return {**config, "kv_role": "kv_both", "kv_buffer_device": "cpu"}  # As in NIXL's own guide.
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ SYSTEMS: dict[str, System] = {
     )
 }
 
-# Alive at the same time, so that they can take turns; each with the single engine that it is judged against.
+# Systems that run at the same time, so that they can alternate; the first is the reference of the others.
 GROUPS: tuple[tuple[str, ...], ...] = (
     ("vllm", "vllm nixl pull", "vllm baton pull local"),
     ("vllm", "vllm nixl push", "vllm baton push chunk"),
@@ -120,7 +120,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
 
 
 def chosen_groups(names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Of each group its single engine and those of `names`; all groups if there are no names."""
+    """Return each group with its single engine and the systems of `names`; all groups without names."""
     if not names:
         return GROUPS
     cut = ((group[0], *(name for name in group[1:] if name in names)) for group in GROUPS)
@@ -131,7 +131,7 @@ FAULT_SYSTEMS = ("vllm nixl pull", "vllm baton pull local", "baton pull")
 QUICK_FAULT_SYSTEMS = ("vllm baton pull local",)
 TRACE_GROUP = ("vllm", "vllm nixl pull", "vllm baton pull local")
 
-# Ours, and the peer that it must not be worse than.
+# Our systems, and the peers that they must not be worse than.
 PEERS: dict[str, str] = {
     "vllm baton pull local": "vllm nixl pull",
     "vllm baton push chunk": "vllm nixl push",
@@ -140,7 +140,7 @@ PEERS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Of one engine. `side`: where NIXL's connector listens for handshakes."""
+    """Ports of one engine. `side`: for handshakes of NIXL's connector."""
 
     http: int
     side: int
@@ -199,7 +199,7 @@ def engine_environment(system: System, role: Role, ports: Ports) -> dict[str, st
 def front_command(
     system: System, port: int, prefill: Ports, decode: Ports, *, model: Path, proxies: Path | None
 ) -> list[str]:
-    """`proxies`: the folder with vLLM's example proxies (scripts/setup-peers)."""
+    """Return the proxy's command. `proxies`: folder with vLLM's example proxies (scripts/setup-peers)."""
     assert system.connector is not None
     match system.front:
         case "toy proxy":

@@ -1,11 +1,11 @@
-"""Whether two answers that differ are a tie: what was said, held against the same model in float64.
+"""Tie analysis of differing answers: compares the generated tokens with the same model in float64.
 
-    shortfall   the best exact logprob less that of the token that was said; 0 for the exact best
-    error       of the said token's logprob, as its engine reported it
+    shortfall   the best exact logprob less that of the generated token; 0 for the exact best
+    error       of the generated token's logprob, as reported by its engine
 
-An engine whose logits are wrong by at most e can take a token for the best that falls short by up to 2e, and
-no other. e is measured where the exact best was said: there it owes nothing to what it is to explain.
-Answers are compared up to their first difference; behind it they answer different questions.
+An engine whose logits are wrong by at most e can generate a token that falls short by up to 2e. e is measured
+at tokens that are the exact best, so it does not depend on the differences that it should explain. Answers
+are compared up to their first difference; after it they continue different texts.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
     import torch
 
-EQUAL_HELD = 4  # Equal answers, of which nothing is in doubt: they only say how large errors are.
+EQUAL_SCORED = 4  # Equal answers to score: they only show how large errors are.
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class EngineAnswer:
     """An engine's answer to one prompt, and the logprob that it gave each token."""
 
     prompt: tuple[int, ...]
@@ -38,21 +38,21 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """An answer, held against the exact model: a figure per token, up to a first difference or the end."""
+class Scores:
+    """Figures of an answer against the exact model, per token up to a first difference or the end."""
 
     shortfalls: tuple[float, ...]
     errors: tuple[float, ...]
 
     @property
     def error_max(self) -> float:
-        """Over the tokens that are the exact best."""
+        """The largest error of tokens that are the exact best."""
         exact = (e for e, short in zip(self.errors, self.shortfalls, strict=True) if short == 0)
         return max(exact, default=0.0)
 
 
 Exact = Callable[[Sequence[int], Sequence[int]], "torch.Tensor"]
-"""(prompt, answer) -> float64 logprobs [answer, vocabulary], each behind the tokens before it."""
+"""(prompt, answer) -> float64 logprobs [answer, vocabulary], each given the tokens before it."""
 
 
 def exact_model(folder: Path) -> Exact:
@@ -70,32 +70,32 @@ def exact_model(folder: Path) -> Exact:
     return logprobs
 
 
-def hold(said: Said, exact: Exact, num_tokens: int) -> Held:
-    """The first `num_tokens` of what was said."""
+def score(answer: EngineAnswer, exact: Exact, num_tokens: int) -> Scores:
+    """Score the first `num_tokens` of an answer."""
     import torch
 
-    token_ids = torch.tensor(said.token_ids[:num_tokens])
-    logprobs = exact(said.prompt, said.token_ids[:num_tokens])
+    token_ids = torch.tensor(answer.token_ids[:num_tokens])
+    logprobs = exact(answer.prompt, answer.token_ids[:num_tokens])
     of_said = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-    reported = torch.tensor(said.logprobs[:num_tokens], dtype=torch.float64)
-    return Held(
+    reported = torch.tensor(answer.logprobs[:num_tokens], dtype=torch.float64)
+    return Scores(
         shortfalls=tuple((logprobs.max(dim=1).values - of_said).tolist()),
         errors=tuple((reported - of_said).abs().tolist()),
     )
 
 
-def first_difference(ours: Said, theirs: Said) -> int | None:
+def first_difference(ours: EngineAnswer, theirs: EngineAnswer) -> int | None:
     pairs = zip(ours.token_ids, theirs.token_ids, strict=True)
     return next((index for index, (a, b) in enumerate(pairs) if a != b), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Two answers to a prompt, held up to and with the first token in which they differ."""
+    """Scores of two answers to a prompt, up to and with the first token in which they differ."""
 
-    index: int  # Of that token.
-    ours: Held
-    theirs: Held
+    index: int  # Index of that token.
+    ours: Scores
+    theirs: Scores
 
     def is_tie(self, error_max: float) -> bool:
         return max(*self.ours.shortfalls, *self.theirs.shortfalls) <= 2 * error_max
@@ -105,42 +105,42 @@ class Difference:
 class Comparison:
     num_equal: int
     differences: tuple[Difference, ...]
-    error_max: float  # Of either engine, where it said the exact best.
+    error_max: float  # Of both engines, over tokens that are the exact best.
 
     @property
     def num_tied(self) -> int:
         return sum(difference.is_tie(self.error_max) for difference in self.differences)
 
 
-def compare(ours: Sequence[Said], theirs: Sequence[Said], exact: Exact) -> Comparison:
-    """Answers of two engines to the same prompts, in the same order."""
-    held: list[Held] = []
+def compare(ours: Sequence[EngineAnswer], theirs: Sequence[EngineAnswer], exact: Exact) -> Comparison:
+    """Compare answers of two engines to the same prompts, in the same order."""
+    scores: list[Scores] = []
     differences = []
     num_equal = 0
     for a, b in zip(ours, theirs, strict=True):
         assert a.prompt == b.prompt
         index = first_difference(a, b)
         if index is not None:
-            difference = Difference(index, hold(a, exact, index + 1), hold(b, exact, index + 1))
+            difference = Difference(index, score(a, exact, index + 1), score(b, exact, index + 1))
             differences.append(difference)
-            held += [difference.ours, difference.theirs]
+            scores += [difference.ours, difference.theirs]
             continue
-        if num_equal < EQUAL_HELD:
-            held += [hold(said, exact, len(said.token_ids)) for said in (a, b)]
+        if num_equal < EQUAL_SCORED:
+            scores += [score(answer, exact, len(answer.token_ids)) for answer in (a, b)]
         num_equal += 1
-    return Comparison(num_equal, tuple(differences), max((each.error_max for each in held), default=0.0))
+    return Comparison(num_equal, tuple(differences), max((each.error_max for each in scores), default=0.0))
 
 
 def ask_at_once(
     url: str, prompts: Sequence[Sequence[int]], *, max_tokens: int, concurrency: int, timeout_s: float
-) -> list[Said]:
-    """Greedy. Raises AskingError."""
+) -> list[EngineAnswer]:
+    """Send greedy requests with several clients. Raises AskingError."""
     with (
         httpx.Client(timeout=timeout_s, trust_env=False) as client,
         ThreadPoolExecutor(concurrency) as asking,
     ):
 
-        def ask(prompt: Sequence[int]) -> Said:
+        def ask(prompt: Sequence[int]) -> EngineAnswer:
             body = {
                 "prompt": list(prompt),
                 "max_tokens": max_tokens,
@@ -156,7 +156,7 @@ def ask_at_once(
             if answer.status_code != 200:
                 raise AskingError(f"{url} answered {answer.status_code}: {answer.text[:500]}")
             choice: dict[str, Any] = answer.json()["choices"][0]
-            return Said(
+            return EngineAnswer(
                 tuple(prompt), tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"])
             )
 
@@ -164,14 +164,16 @@ def ask_at_once(
 
 
 def write(journal: Journal, setting: str, compared: Comparison) -> None:
-    """Under the part "ties", as samples of the system "baton"."""
+    """Write the comparison to the journal under the part "ties", as samples of the system "baton"."""
     number = journal.next_round()
-    held = [held for difference in compared.differences for held in (difference.ours, difference.theirs)]
+    scores = [
+        scores for difference in compared.differences for scores in (difference.ours, difference.theirs)
+    ]
     for metric, values in (
         ("equal", [compared.num_equal]),
         ("tied", [compared.num_tied]),
         ("different", [len(compared.differences) - compared.num_tied]),
-        ("shortfall", [max(each.shortfalls) for each in held]),
+        ("shortfall", [max(each.shortfalls) for each in scores]),
         ("error", [compared.error_max]),
     ):
         journal.samples("ties", setting, "baton", metric, number, values)

@@ -1,4 +1,4 @@
-"""Percentiles and ratios between systems that took turns."""
+"""Percentiles and ratios of systems that were measured alternately."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ values = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40)
 
 
 @given(values, st.floats(0, 1))
-def test_a_percentile_is_numpys(measured: list[float], share: float) -> None:
+def test_a_percentile_agrees_with_numpy(measured: list[float], share: float) -> None:
     assert percentile(measured, share) == pytest.approx(np.percentile(measured, share * 100), abs=1e-6)
 
 
@@ -21,11 +21,11 @@ def test_a_ratio_is_taken_within_each_round() -> None:
     assert ratio(ours, theirs) == Spread(median=2.5, low=2.0, high=3.0, num_rounds=2)
 
 
-def test_what_a_goal_allows_on_top_is_taken_off_first() -> None:
+def test_the_allowance_of_a_goal_is_subtracted_first() -> None:
     assert ratio({1: [1.25]}, {1: [1.0]}, extra=0.25) == Spread(1.0, 1.0, 1.0, 1)
 
 
-def test_systems_that_never_met_have_no_ratio() -> None:
+def test_systems_without_a_common_round_have_no_ratio() -> None:
     assert ratio({1: [1.0]}, {2: [1.0]}) is None
     assert ratio({1: []}, {1: [1.0]}) is None
     assert difference({}, {}) is None

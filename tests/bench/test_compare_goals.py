@@ -1,9 +1,9 @@
-"""A goal is judged by the median over rounds; what is worse than a peer is named."""
+"""The median over rounds decides a goal; systems that are worse than a peer are named."""
 
 import pytest
 
 from benchmarks.compare.figures import Spread
-from benchmarks.compare.goals import Verdict, is_worse, judge
+from benchmarks.compare.goals import Verdict, is_worse, verdicts_of
 from benchmarks.compare.journal import Findings, Samples
 from benchmarks.compare.raw import RAW_PEERS
 from benchmarks.compare.reasons import BOTH_SIDES, NOT_KNOWN, REASONS, Reason
@@ -11,7 +11,7 @@ from benchmarks.compare.systems import SYSTEMS
 
 
 def findings(*samples: tuple[str, str, str, str, list[float]]) -> Findings:
-    """One value per round: (part, setting, system, metric, values)."""
+    """Make findings of (part, setting, system, metric, values), one value per round."""
     return Findings(
         samples=[
             Samples(part, setting, system, metric, number, (value,))
@@ -22,7 +22,7 @@ def findings(*samples: tuple[str, str, str, str, list[float]]) -> Findings:
 
 
 def verdicts(goal: str, found: Findings) -> list[Verdict]:
-    return [verdict for verdict in judge(found) if verdict.goal == goal]
+    return [verdict for verdict in verdicts_of(found) if verdict.goal == goal]
 
 
 def test_a_loaded_connector_may_cost_three_in_a_hundred() -> None:
@@ -61,7 +61,7 @@ def test_the_first_token_has_five_milliseconds_on_top() -> None:
     assert [verdict.is_met for verdict in verdicts("c", found)] == [True, None]
 
 
-def test_an_embedded_pair_is_judged_by_the_embedded_engine() -> None:
+def test_an_embedded_pair_is_compared_with_the_embedded_engine() -> None:
     setting = "64 tokens, 1 at once"
     found = findings(
         ("c", setting, "vllm", "ttft_s", [9.0]),
@@ -84,7 +84,7 @@ def test_the_embedded_engine_has_to_be_a_tenth_faster() -> None:
     assert verdict.measured.startswith("1.100")
 
 
-def test_what_is_worse_than_its_peer_in_every_round_is_named() -> None:
+def test_a_system_worse_than_its_peer_in_every_round_is_named() -> None:
     setting = "64 tokens, 1 at once"
     found = findings(
         ("c", setting, "vllm nixl pull", "ttft_s", [1.0, 1.0]),
@@ -108,7 +108,7 @@ def test_noise_is_not_worse() -> None:
     assert is_worse(Spread(1.2, 1.1, 1.5, 3))
 
 
-def test_a_missed_goal_says_why() -> None:
+def test_a_missed_goal_has_a_reason() -> None:
     tcp, push, setting = "vllm baton pull tcp", "vllm baton push chunk", "64 tokens, 1 at once"
     found = findings(
         ("b", "3841 tokens", tcp, "leg_s", [0.15, 0.15]),
@@ -125,7 +125,7 @@ def test_a_missed_goal_says_why() -> None:
     assert (noisy.why, unknown.why, peer.why, met.why) == (BOTH_SIDES, NOT_KNOWN, "", "")
 
 
-def test_a_comparison_that_is_lost_says_why_and_their_sum_where() -> None:
+def test_a_lost_comparison_has_a_reason() -> None:
     found = findings(
         ("raw", "1024 KiB", "NIXL, no reader thread", "gb_per_s", [4.0, 4.0]),
         ("raw", "1024 KiB", "baton local", "gb_per_s", [3.0, 3.0]),
@@ -134,11 +134,11 @@ def test_a_comparison_that_is_lost_says_why_and_their_sum_where() -> None:
 
 
 @pytest.mark.parametrize("reason", REASONS, ids=lambda reason: reason.text[:20])
-def test_a_reason_is_of_systems_that_are_measured(reason: Reason) -> None:
+def test_a_reason_names_measured_systems(reason: Reason) -> None:
     names = [*SYSTEMS, *RAW_PEERS]
     assert all(any(name.startswith(start) for name in names) for start in reason.systems)
     assert reason.goal in "abcde"
 
 
-def test_nothing_measured_is_nothing_judged() -> None:
-    assert judge(Findings()) == []
+def test_without_measurements_there_are_no_verdicts() -> None:
+    assert verdicts_of(Findings()) == []

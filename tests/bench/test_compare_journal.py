@@ -1,4 +1,4 @@
-"""A journal keeps what a session measured, also of one that was broken off."""
+"""A journal keeps the measurements of a session, including an interrupted one."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def test_a_second_session_has_rounds_of_its_own(tmp_path: Path) -> None:
     assert sorted(findings.rounds("c", "64 tokens", "vllm", "ttft_s")) == [1, 2]
 
 
-def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+def test_an_unfinished_line_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     write_some(path)
     whole = path.read_bytes()
@@ -46,7 +46,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
         assert len(read_journal(path).samples) <= 1
 
 
-def test_a_journal_that_was_cut_off_can_be_added_to(tmp_path: Path) -> None:
+def test_an_interrupted_journal_can_be_extended(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     write_some(path)
     path.write_bytes(path.read_bytes()[:-5])
@@ -56,7 +56,7 @@ def test_a_journal_that_was_cut_off_can_be_added_to(tmp_path: Path) -> None:
     assert len(findings.skipped) == 1
 
 
-def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"kind": "recipe"}\n')
     with pytest.raises(ValueError, match="recipe"):

@@ -1,4 +1,4 @@
-"""Prompts are fresh when they have to be, and a slice of a trace keeps what makes the trace."""
+"""Fresh prompts share no chunks, and a slice of a trace keeps its properties."""
 
 import json
 from itertools import pairwise
@@ -47,7 +47,7 @@ def test_a_slice_takes_the_first_that_fit_and_keeps_their_order_and_gaps() -> No
 
 
 def test_requests_of_one_tick_are_spread_over_it() -> None:
-    """At one moment, chance would order them: a median of eight was 2.5 s or 5 s, by who came first."""
+    """If they arrived together, their order would be random: a median of eight was 2.5 s or 5 s."""
     trace = [line(at, 100, 10, at) for at in (0, 0, 3000, 9000, 9000, 9000)]
     times = [
         p.at_s
@@ -72,7 +72,7 @@ def test_a_slice_keeps_order_and_length_whatever_the_clock(ticks: list[int]) -> 
     assert len(ticks) == 1 or times[-1] == pytest.approx(5.0)
 
 
-def test_the_trace_that_comes_with_the_benchmark_fills_a_session() -> None:
+def test_the_included_trace_fills_a_session() -> None:
     for size in (QUICK, FULL):
         with TRACE_PATH.open(encoding="utf-8") as lines:
             prompts = slice_of_trace(
@@ -86,7 +86,7 @@ def test_the_trace_that_comes_with_the_benchmark_fills_a_session() -> None:
         assert len(prompts) == size.trace_requests
 
 
-def test_a_slice_of_nothing_or_of_one_is_no_accident() -> None:
+def test_a_slice_may_be_empty_or_have_one_request() -> None:
     assert sliced(tokens_max=10) == []
     assert [prompt.at_s for prompt in sliced(num_requests=1)] == [0.0]
 
@@ -98,7 +98,7 @@ def test_the_share_of_tokens_seen_before_counts_equal_prefixes_only() -> None:
     assert shared_share([]) == 0
 
 
-def test_other_tokens_share_what_the_first_ones_did() -> None:
+def test_other_tokens_keep_the_common_prefixes() -> None:
     prompts = sliced()
     moved = offset_chunks(prompts, 1000)
     assert shared_share(moved) == shared_share(prompts)
@@ -113,7 +113,7 @@ def test_fresh_prompts_share_nothing() -> None:
     assert len(set(chunks)) == len(chunks) == 3 * 3 + 2
 
 
-def test_a_written_trace_is_one_that_vllms_client_reads(tmp_path: Path) -> None:
+def test_vllms_client_reads_a_written_trace(tmp_path: Path) -> None:
     write_trace([Prompt(600, 8, (4, 5), 1.5)], tmp_path / "trace.jsonl")
     (entry,) = map(json.loads, (tmp_path / "trace.jsonl").read_text().splitlines())
     assert entry == {"timestamp": 1.5, "input_length": 600, "output_length": 8, "hash_ids": [4, 5]}

@@ -1,4 +1,4 @@
-"""The page and its pictures, from a journal."""
+"""The page and its plots, from a journal."""
 
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def test_a_page_has_every_table(tmp_path: Path) -> None:
                for i, row in enumerate(text.splitlines()) if row.startswith("|---"))  # fmt: skip
 
 
-def test_its_pictures_lie_beside_it(tmp_path: Path) -> None:
+def test_its_plots_are_in_the_same_folder(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     journal_with_everything(tmp_path / "a.jsonl")
     page, *pictures = write_report(tmp_path / "a.jsonl", tmp_path / "compare.md")
@@ -83,8 +83,8 @@ def test_its_pictures_lie_beside_it(tmp_path: Path) -> None:
 def test_an_empty_journal_makes_a_page(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").touch()
     (page,) = write_report(tmp_path / "a.jsonl", tmp_path / "compare.md")
-    assert page.read_text().startswith("# Baton beside its peers")
+    assert page.read_text().startswith("# Baton compared with its peers")
 
 
-def test_a_bar_in_a_cell_does_not_end_it() -> None:
+def test_a_bar_in_a_cell_is_escaped() -> None:
     assert table(("a", "b"), [("x|y", "1")]).splitlines()[-1] == "| x\\|y | 1 |"

@@ -1,4 +1,4 @@
-"""What is started, as data."""
+"""Systems under comparison, as data."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def config_of(name: str, role: str) -> dict[str, object]:
     return config
 
 
-def test_every_name_is_that_of_a_system() -> None:
+def test_every_name_belongs_to_a_system() -> None:
     named = {name for group in GROUPS for name in group} | set(FAULT_SYSTEMS) | set(TRACE_GROUP)
     assert named | set(PEERS) | set(PEERS.values()) <= set(SYSTEMS)
 

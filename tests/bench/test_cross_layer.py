@@ -1,4 +1,4 @@
-"""The benchmark of cross-layer blocks runs, and what it reads is what it says."""
+"""The benchmark of cross-layer blocks runs, and its reads have the expected runs of bytes."""
 
 import pytest
 
@@ -12,7 +12,7 @@ TOTAL_BYTES = 4 << 20
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_block_is_one_run_only_where_both_sides_keep_its_layers_together(shape: cross_layer.Shape) -> None:
+def test_a_block_is_one_run_only_if_both_sides_are_cross_layer(shape: cross_layer.Shape) -> None:
     for kind, (theirs, ours) in KINDS.items():
         local = layout_of(shape, Region(1 << 20, TOTAL_BYTES), is_together=ours)
         remote = layout_of(shape, Region(1 << 30, TOTAL_BYTES), is_together=theirs)

@@ -1,4 +1,4 @@
-"""The benchmark of replayed decode steps runs, on whatever there is."""
+"""The benchmark of replayed decode steps runs on any device."""
 
 from pathlib import Path
 
@@ -20,6 +20,6 @@ def test_it_runs_in_every_mode(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(why_unavailable() is None, reason="there is a GPU")
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_reports_that(capsys: pytest.CaptureFixture[str]) -> None:
     assert decode_graphs.main() == 0
     assert "torch finds no CUDA device" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The benchmarks of offload and of shared storage measure what they say, on a model that takes no time."""
+"""The benchmarks of offload and shared storage measure what they report, with a tiny model."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def said_of(bench: Any, measured: dict[str, Any]) -> str:
 
 
 @pytest.mark.slow
-def test_a_prompt_returns_from_host_memory_and_the_tables_say_so(model: Path) -> None:
+def test_a_prompt_returns_from_host_memory_and_the_tables_show_it(model: Path) -> None:
     measured = offload.measure(200, 2, num_blocks=8, turns=3, model=model)
     copies, returns = measured["copies"], measured["returns"]
     assert copies["of_memcpy"]["memcpy"] == 1
@@ -37,14 +37,14 @@ def test_a_prompt_returns_from_host_memory_and_the_tables_say_so(model: Path) ->
 
 
 @pytest.mark.slow
-def test_a_prompt_returns_from_files_and_the_tables_say_so(model: Path) -> None:
+def test_a_prompt_returns_from_files_and_the_tables_show_it(model: Path) -> None:
     measured = shared_storage.measure(200, 2, num_chunks=2, chunk_tokens=80, model=model)
     kept, returns = measured["files"], measured["returns"]
     assert kept["of_plain"]["plain write"] == kept["of_plain"]["plain read"] == 1
     assert kept["of_plain"]["load"] == kept["gb_per_s"]["load"] / kept["gb_per_s"]["plain read"]
     assert kept["of_plain"]["store"] == kept["gb_per_s"]["store"] / kept["gb_per_s"]["plain write"]
     assert returns["tokens_are_equal"]
-    assert 100 < returns["loaded_tokens"] <= 160, "two chunks, less what the engine still has"
+    assert 100 < returns["loaded_tokens"] <= 160, "two chunks, less the blocks that the engine still has"
     said = said_of(shared_storage, measured)
     assert "tokens are equal" in said
     assert "loaded from files" in said

@@ -1,4 +1,4 @@
-"""The transport benchmark runs, and says of each transport how near its limit it comes."""
+"""The transport benchmark runs, and reports each transport's ratio to its limit."""
 
 import io
 
@@ -47,7 +47,7 @@ def test_the_table_names_transport_block_and_verdict() -> None:
     ]  # fmt: skip
 
 
-def test_ours_is_compared_with_nixl_on_the_same_kind_of_way() -> None:
+def test_ours_is_compared_with_nixl_over_the_same_kind_of_path() -> None:
     at_16k = 16 << 10
     rows = [Row("local", at_16k, 6.0, "memcpy", 10.0), Row("tcp", at_16k, 1.0, "loopback stream", 2.0)]
     nixl = {"NIXL": {at_16k: 1.0}, "NIXL over tcp": {at_16k: 0.5}, "NIXL, no reader thread": {at_16k: 3.0}}

@@ -1,4 +1,4 @@
-"""The handoff benchmark's own arithmetic, tables and pictures; engines are started by `make bench` only."""
+"""Arithmetic, tables and plots of the handoff benchmark; only `make bench` starts engines."""
 
 import io
 import json
@@ -14,7 +14,7 @@ from rich.console import Console
 from baton.bench import handoff
 from baton.bench.asking import Answer, AskingError, ask, lend
 from baton.bench.handoff import Book, main, print_goals
-from baton.bench.handoff_goals import Lengthwise, Overheads, Results, Turn
+from baton.bench.handoff_goals import Lengthwise, Overheads, Results, Trial
 from baton.bench.handoff_measures import OnResult, _Bench, _metric
 from baton.bench.handoff_plots import plot
 from baton.bench.handoff_system import Neighbours, Prompts
@@ -29,9 +29,9 @@ def row(
     num_tokens: int = 512,
     copy_s: float = 0.02,
 ) -> Lengthwise:
-    """Of a machine whose speed drifts: what is compared lies within a turn."""
+    """Results of a machine whose speed drifts: comparisons are within a trial."""
     turns = tuple(
-        Turn(speed, 0.045, speed + handoff_s - 1, second_gap_s, speed + late_s - 1, 0.3)
+        Trial(speed, 0.045, speed + handoff_s - 1, second_gap_s, speed + late_s - 1, 0.3)
         for speed in (0.5, 1.0, 2.0)
     )
     return Lengthwise(mode, num_tokens, turns, copy_s, 0, "2026-11-20T12:00:00+00:00")
@@ -55,7 +55,7 @@ def test_only_pull_is_given_the_time_of_the_copy() -> None:
     assert row("pull", late_s=1.109).late_goal.is_met
 
 
-def test_the_table_says_what_is_met_and_who_else_was_at_work() -> None:
+def test_the_table_shows_met_goals_and_the_load_of_others() -> None:
     console = Console(record=True, width=150, file=io.StringIO())
     results = Results()
     for result in (row(), row(handoff_s=2.0, num_tokens=64), OVERHEADS):
@@ -69,7 +69,7 @@ def test_the_table_says_what_is_met_and_who_else_was_at_work() -> None:
         assert shown in text
 
 
-def test_what_is_measured_is_kept_at_once_and_replaces_what_was(tmp_path: Path) -> None:
+def test_a_result_is_stored_at_once_and_replaces_an_older_one(tmp_path: Path) -> None:
     console = Console(file=io.StringIO())
     book = Book(console, tmp_path, "a machine")
     book.enter(row())
@@ -86,7 +86,7 @@ def test_what_is_measured_is_kept_at_once_and_replaces_what_was(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["handoff.json"]
 
 
-def test_a_mode_that_fails_keeps_nobody_else_from_being_measured(
+def test_a_failed_mode_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def measure(mode: str, tokens: object, repeats: int, on_result: OnResult, *, patience_s: float) -> None:
@@ -102,7 +102,7 @@ def test_a_mode_that_fails_keeps_nobody_else_from_being_measured(
     assert [row.mode for row in Book(Console(), tmp_path, "").results.lengths] == ["pull", "push-off"]
 
 
-def test_pictures_are_drawn_where_they_are_asked_for(tmp_path: Path) -> None:
+def test_plots_are_drawn_in_the_given_folder(tmp_path: Path) -> None:
     pictures = plot([row(), row("pull", num_tokens=64)], tmp_path / "benchmarks")
     assert [picture.name for picture in pictures] == [
         "handoff-first-token.png",
@@ -118,7 +118,7 @@ def test_a_metric_is_summed_over_its_labels() -> None:
     assert _metric(text, "x_sum") == 0.65
 
 
-def test_ones_own_work_is_nobody_elses() -> None:
+def test_our_own_load_is_not_counted_as_others() -> None:
     """Bounded by the machine, and never negative, however short the time."""
     assert 0.0 <= Neighbours().cores() < 4096
 
@@ -184,36 +184,36 @@ def test_a_refusal_is_no_measurement(server: str, monkeypatch: pytest.MonkeyPatc
     with httpx.Client(trust_env=False) as client:
         with pytest.raises(AskingError, match="503"):
             ask(client, server, [1], max_tokens=1)
-        with pytest.raises(AskingError, match="lent nothing"):
+        with pytest.raises(AskingError, match="has lent no blocks"):
             lend(client, server, [1], "t")
 
 
 def test_an_answer_that_lends_nothing_is_no_measurement(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Handler, "answer", b"{}")
-    with httpx.Client(trust_env=False) as client, pytest.raises(AskingError, match="lent nothing"):
+    with httpx.Client(trust_env=False) as client, pytest.raises(AskingError, match="has lent no blocks"):
         lend(client, server, [1], "t")
 
 
 class Scripted(_Bench):
-    """Turns whose neighbours are written down, each as fast as they let it."""
+    """Trials with a given load of others, which slows each of them down."""
 
     def __init__(self, others_cores: list[float], *, repeats: int, patience_s: float) -> None:
         self._repeats, self._patience_s = repeats, patience_s
         self._others_cores = others_cores
 
-    def _turn(self, num_tokens: int) -> Turn:
+    def _trial(self, num_tokens: int) -> Trial:
         others_cores = self._others_cores.pop(0)
-        return Turn(1 + others_cores, 0.03, 1.0, 0.04, 1.1, others_cores)
+        return Trial(1 + others_cores, 0.03, 1.0, 0.04, 1.1, others_cores)
 
 
-def test_a_disturbed_turn_is_taken_again() -> None:
+def test_a_disturbed_trial_is_repeated() -> None:
     bench = Scripted([0.0, 1.5, 0.9, 0.05, 0.02, 1.0], repeats=3, patience_s=3600)
-    turns, num_disturbed = bench._turns(64)
-    assert [turn.others_cores for turn in turns] == [0.0, 0.02, 0.05]
+    trials, num_disturbed = bench._trials(64)
+    assert [trial.others_cores for trial in trials] == [0.0, 0.02, 0.05]
     assert num_disturbed == 2
 
 
-def test_a_machine_that_is_never_quiet_is_measured_all_the_same() -> None:
-    turns, num_disturbed = Scripted([1.5, 0.9, 0.4], repeats=3, patience_s=0)._turns(64)
-    assert [turn.others_cores for turn in turns] == [0.4, 0.9, 1.5]
+def test_a_machine_that_is_never_quiet_is_still_measured() -> None:
+    trials, num_disturbed = Scripted([1.5, 0.9, 0.4], repeats=3, patience_s=0)._trials(64)
+    assert [trial.others_cores for trial in trials] == [0.4, 0.9, 1.5]
     assert num_disturbed == 0

@@ -1,4 +1,5 @@
 """Table of every request field of vLLM 0.32's server, with its status in this server.
+
     implemented   the request structs of this package have the field
     refused       HTTP 400 for any value but null and the neutral ones
     ignored       the field has no effect on the answer of this server, so any value is accepted

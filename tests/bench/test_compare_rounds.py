@@ -1,10 +1,10 @@
-"""Rounds: two at least, for their noise, unless the session is over; more while there is time."""
+"""Number of rounds: at least two, to show noise, unless the session is over; more while there is time."""
 
 import math
 
 import pytest
 
-from benchmarks.compare.turns import Deadline, is_same_answer
+from benchmarks.compare.rounds import Deadline, is_same_answer
 
 PAST = -math.inf
 
@@ -21,7 +21,7 @@ def test_a_part_without_time_has_two_rounds() -> None:
     assert begun(0.0) == 2
 
 
-def test_a_part_with_time_has_as_many_as_are_wanted() -> None:
+def test_a_part_with_time_has_all_its_rounds() -> None:
     assert begun(1e6) == 5
 
 
@@ -40,6 +40,6 @@ def test_a_session_that_is_over_begins_no_second_round() -> None:
         ("x answer", "answer", False),
     ],
 )
-def test_an_answer_behind_the_prompts_text_is_the_same(one: str, other: str, is_same: bool) -> None:
-    """As vLLM's detokenizer, primed with a prompt that ends within a character, begins an answer."""
+def test_an_answer_with_the_prompts_text_is_the_same(one: str, other: str, is_same: bool) -> None:
+    """vLLM's detokenizer begins an answer so if it is primed with a prompt that ends within a character."""
     assert is_same_answer(one, other, prompt_tokens=16) == is_same

@@ -1,7 +1,7 @@
-"""Loads in turns: each system gets the same prompts, one after the other, round after round.
+"""Alternating loads: each system gets the same prompts, one system after the other, round after round.
 
 round 1    vllm   nixl   baton
-round 2    nixl   baton  vllm           the order rotates, so that nobody is always first
+round 2    nixl   baton  vllm           the order rotates, so that no system is always first
 ...                                     as many rounds as the time allows, at least two
 """
 
@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from benchmarks.compare.journal import Journal
 from benchmarks.compare.load import LoadClient, LoadError, LoadResult
 from benchmarks.compare.prompts import CHUNK_TOKENS, FreshPrompts, Prompt, offset_chunks
-from benchmarks.compare.running import RunningSystem, turn_of
+from benchmarks.compare.running import RunningSystem, resumed
 
-ROUNDS_MIN = 2  # One says nothing of noise.
+ROUNDS_MIN = 2  # One round does not show noise.
 WARM_UP_TOKENS = (64, 700)
-REPLAY_EXTRA_S = 300.0  # For what a slow system still has to do when the last request has come.
-UTF8_BYTES_MAX = 4  # Of a character.
-LOAD_TIMEOUT_S = 240.0  # Bounds a load that hangs; a good one takes seconds.
+REPLAY_EXTRA_S = 300.0  # For a slow system after the last request has arrived.
+UTF8_BYTES_MAX = 4  # Per character.
+LOAD_TIMEOUT_S = 240.0  # Limits a load that hangs; others take seconds.
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One load: `num_prompts` fresh prompts, `concurrency` of them at a time."""
+    """One load: `num_prompts` new prompts, `concurrency` of them at a time."""
 
     num_prompts: int
     prompt_tokens: int
@@ -40,7 +40,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A place to send prompts to. `name` as the report has it."""
+    """A URL to send prompts to. `name`: as in the report."""
 
     name: str
     system: RunningSystem
@@ -48,9 +48,9 @@ class Target:
 
 
 class Deadline:
-    """Of a part: it begins no round that would probably end behind it, but the first two.
+    """Deadline of a part: after the first two rounds, no round starts that would probably end later.
 
-    Behind the session's end, none but the first.
+    After the end of the session only the first round starts.
     """
 
     def __init__(self, budget_s: float, session_end_s: float = math.inf) -> None:
@@ -70,8 +70,8 @@ class Deadline:
         return number < rounds_max and probable_end_s <= min(self._end_s, self._session_end_s)
 
 
-class Turns:
-    """Sends loads to targets and writes down what vLLM's client measured."""
+class AlternatingLoads:
+    """Sends loads to targets and records the results of vLLM's client."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Turns:
         say: Callable[[str], None],
         session_end_s: float = math.inf,
     ) -> None:
-        """`session_end_s`: on `time.monotonic`."""
+        """`session_end_s`: a time of `time.monotonic`."""
         self._session_end_s = session_end_s
         self._client = client
         self._journal = journal
@@ -89,10 +89,10 @@ class Turns:
         self._say = say
 
     def warm_up(self, targets: Sequence[Target]) -> None:
-        """First kernels, first allocations, first handshakes. Raises LoadError."""
+        """Run first kernels, allocations and handshakes. Raises LoadError."""
         for target in targets:
             prompts = [prompt for n in WARM_UP_TOKENS for prompt in self._fresh.take(1, n, 4)]
-            with turn_of(target.system):
+            with resumed(target.system):
                 self._client.run(target.url, prompts, concurrency=1, timeout_s=LOAD_TIMEOUT_S)
 
     def rounds(
@@ -104,7 +104,7 @@ class Turns:
         rounds_max: int,
         budget_s: float,
     ) -> None:
-        """The first target is what the others' answers are compared with."""
+        """Run rounds of the settings. The answers of the first target are the reference."""
         deadline = Deadline(budget_s, self._session_end_s)
         for index in itertools.count():
             if not deadline.begins_round(index, rounds_max):
@@ -126,7 +126,7 @@ class Turns:
         rounds_max: int,
         budget_s: float,
     ) -> None:
-        """The same, with prompts that keep their own time; in each round they are of other tokens."""
+        """Run rounds of prompts with arrival times; each round has other tokens."""
         deadline = Deadline(budget_s, self._session_end_s)
         timeout_s = max(prompt.at_s for prompt in prompts) + REPLAY_EXTRA_S
         num_chunks = 1 + max(chunk for prompt in prompts for chunk in prompt.chunks)
@@ -151,11 +151,11 @@ class Turns:
         concurrency: int | None,
         timeout_s: float = LOAD_TIMEOUT_S,
     ) -> None:
-        """To each target in `order`. One whose load fails is noted and left out."""
+        """Send one load to each target in `order`. A failed load is recorded and skipped."""
         results: dict[str, LoadResult] = {}
         self._journal.samples("machine", part, "all", "load_1min", number, [os.getloadavg()[0]])
         for target in order:
-            with turn_of(target.system):
+            with resumed(target.system):
                 before_s = target.system.cpu_s()
                 try:
                     result = self._client.run(
@@ -201,13 +201,13 @@ class Turns:
 
 
 def is_same_answer(one: str, other: str, prompt_tokens: int) -> bool:
-    """Equal texts, or one that has the prompt's text in front of it.
+    """Whether texts are equal, or one of them has the prompt's text before the other.
 
-    vLLM 0.32 primes its detokenizer with the prompt. Where that ends within a character, as some of the
-    client's random prompts do, the first piece of the answer's text brings the prompt's along.
+    vLLM 0.32 primes its detokenizer with the prompt. If the prompt ends within a character, as some of the
+    client's random prompts do, the first piece of the answer's text includes the prompt's text.
     """
     short, long = sorted((one, other), key=len)
-    prompt_chars_min = prompt_tokens // UTF8_BYTES_MAX  # Of tokens of one byte each.
+    prompt_chars_min = prompt_tokens // UTF8_BYTES_MAX  # For tokens of one byte each.
     return short == long or (long.endswith(short) and len(long) - len(short) >= prompt_chars_min > 0)
 
 
