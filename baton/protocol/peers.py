@@ -143,9 +143,10 @@ class PeerTable:
 
     @property
     def next_deadline(self) -> float:
+        if not self._peers:
+            return NEVER
         return min(
-            (p.next_hello if p.state == "asking" else self._idle_at(p) for p in self._peers.values()),
-            default=NEVER,
+            [p.next_hello if p.state == "asking" else self._idle_at(p) for p in self._peers.values()]
         )
 
     @property

@@ -100,7 +100,9 @@ class PullProducer:
 
     @property
     def next_deadline(self) -> float:
-        return min((self._ends_at(loan) for loan in self._loans.values()), default=NEVER)
+        if not self._loans:
+            return NEVER
+        return min([self._ends_at(loan) for loan in self._loans.values()])
 
     @property
     def num_open(self) -> int:
