@@ -5,9 +5,9 @@ Every event runs inside the guard, so an exception that escapes is a violation. 
 code contains by itself: a world gives it no reason for one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from baton.core.errors import PeerError
 from baton.core.reasons import FailureCode
@@ -70,3 +70,9 @@ def check_step(engine: "Engine") -> None:
         raise Violation("I6", "the connector raised in a hook", engine.name)
     if engine.scheduler.remote.num_ignored_reports:
         raise Violation("I6", "the connector reported a request that it has not got", engine.name)
+
+
+def check_children(of_multi: Mapping[str, Any]) -> None:
+    """What a Multi reports of itself: errors of its children, and children that it has retired."""
+    if of_multi:
+        raise Violation("I6", "a Multi contained a fault of a child", str(of_multi))

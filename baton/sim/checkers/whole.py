@@ -43,6 +43,7 @@ def check_engine(engine: Engine) -> None:
             + scheduler.queues.num_waiting,
             "an open load": scheduler.remote.num_loading,
             "a held block table": scheduler.remote.num_held,
+            "a store": int(engine.offload is not None and engine.offload.has_pending_push_work()),
             "a loan": half.num_open_loans,
             "a fetch": half.num_open_fetches,
             "a read in a rank's links": sum(

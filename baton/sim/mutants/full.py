@@ -108,7 +108,15 @@ PUSH: dict[str, Parts] = {
     "computed_first": Parts(half=halves.AnnouncesEarly),
 }
 
+SECOND: dict[str, Parts] = {
+    "store_fence": Parts(offload_half=halves.StoresUnfenced),
+    "store_failed": Parts(offload_half=halves.FindsFailedStores),
+    "loader_told": Parts(multi_half=halves.TellsNoLoader),
+    "lender_counts": Parts(multi_half=halves.FirstEndCounts),
+}
+"""Guards of offload and of Multi."""
+
 MUTANTS: dict[str, dict[str, Parts]] = {
-    "pull": {**PULL, **GROUPS},
-    "push": {**PULL, **PUSH, **GROUPS, **EARLY_GROUPS},
+    "pull": {**PULL, **GROUPS, **SECOND},
+    "push": {**PULL, **PUSH, **GROUPS, **EARLY_GROUPS, **SECOND},
 }

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from baton.connectors.multi import MultiSchedulerHalf
+from baton.connectors.offload.metadata import OffloadMetadata, OffloadReport
+from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.pull.metadata import FailedLoad, Order, PullMetadata, PullWorkerReport, ReadBlocks
 from baton.connectors.push.scheduler import PushSchedulerHalf
 from baton.contract import KVConnectorOutput
 from baton.core.kv_groups import NULL_BLOCK_ID
 
 if TYPE_CHECKING:
-    Half = PushSchedulerHalf
+    Half: TypeAlias = PushSchedulerHalf
+    OffloadHalf: TypeAlias = OffloadSchedulerHalf
+    MultiHalf: TypeAlias = MultiSchedulerHalf
 else:
-    Half = object  # Combined with the half of a world's mode.
+    Half = OffloadHalf = MultiHalf = object  # A world combines them with the real half.
 
 
 class LendsNothing(Half):
@@ -143,3 +148,46 @@ class ReadsFromFront(_ChangesOrders):
                 yield replace(order, remote_blocks=held + held[-1:] * missing)
             else:
                 yield order
+
+
+# --- Offload and Multi ----------------------------------------------------------------------------
+
+
+class StoresUnfenced(OffloadHalf):
+    """A step does not wait for stores whose blocks it may overwrite."""
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metadata = super().build_connector_meta(scheduler_output)
+        assert isinstance(metadata, OffloadMetadata)
+        return replace(metadata, fence=())
+
+
+class FindsFailedStores(OffloadHalf):
+    """A store that failed can be found."""
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, OffloadReport):
+            for of_rank in (report, *report.others):
+                of_rank.failed_stores = None
+        super().update_connector_output(connector_output)
+
+
+class TellsNoLoader(MultiHalf):
+    """The child whose tokens were promised is not told where they go."""
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, 0)
+
+
+class FirstEndCounts(MultiHalf):
+    """Blocks are free although a child still lends them."""
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, super().request_finished_all_groups(request, block_ids)[1]
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        connector_output.finished_sending = None

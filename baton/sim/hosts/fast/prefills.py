@@ -183,6 +183,8 @@ class Prefills:
 
     def _layer_computed(self, step: _Step) -> None:
         """The first layer of each chunk is in memory. All ranks report it."""
+        if self._step is not step:
+            return  # The process stood still until the step had ended.
         reports = self._host.layer_reports
         assert reports is not None
         for prefill, _, count in step.chunks:

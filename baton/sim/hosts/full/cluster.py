@@ -22,6 +22,7 @@ from baton.sim.kernel.world import World
 
 TOKENS_MAX = 40  # Of a prompt and its answer; any pool has to be able to hold them.
 
+OFFLOADS = 0.3  # Engines with a second connector.
 ONE_TABLE: Windows = (None, None)
 
 
@@ -111,6 +112,15 @@ class Cluster:
         )
         if self.is_hybrid:
             spec = self._with_groups(spec)
+        of_models = self.world.rng_of_models
+        if of_models.random() < OFFLOADS:
+            num_slots, is_first = of_models.choice([3, 8, 30]), of_models.random() < 0.5
+            spec = replace(
+                spec,
+                num_slots=num_slots,
+                is_offload_first=is_first,
+                caches_prefixes=of_models.random() < 0.5,  # Else all hits are those of host memory.
+            )
         assert heads % spec.num_ranks == 0 or spec.num_ranks % heads == 0
         self.specs[name] = spec
         self._boot(spec, EngineId(name))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from baton.connectors.multi.children import MAIN
 from baton.engine.api import SchedulerStats
 from baton.sim.checkers import contained
 from baton.sim.hosts.full.faults import FullFaults
@@ -16,9 +19,19 @@ def count_stats(world: World[FullFaults], stats: SchedulerStats, *, is_hybrid: b
     world.count("preempted", stats.num_preempted)
     world.count("prefix hits", bool(stats.prefix_cache_hits))
     world.count("load failures", stats.num_kv_load_failures)
-    connector = stats.kv_connector_stats
-    if connector is None:
+    if stats.kv_connector_stats is None:
         return
+    parts: dict[str, Any] = stats.kv_connector_stats
+    if "transfers" in parts:
+        parts = {"handoff": parts}
+    contained.check_children(parts.get(MAIN, {}))
+    if "handoff" in parts:
+        _count_handoffs(world, parts["handoff"], is_hybrid=is_hybrid)
+    if "offload" in parts:
+        world.count("loaded from host memory", bool(parts["offload"]["hit_tokens"]))
+
+
+def _count_handoffs(world: World[FullFaults], connector: dict[str, Any], *, is_hybrid: bool) -> None:
     world.count("handoffs delivered", len(connector["transfers"]))
     world.count("handoffs of cache groups", is_hybrid * len(connector["transfers"]))
     num_early = sum(bool(record["early_tokens"]) for record in connector["transfers"])

@@ -13,17 +13,27 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
+from baton.connectors.multi import MultiSchedulerHalf, MultiWorkerHalf
+from baton.connectors.offload.identity import OffloadIdentity
+from baton.connectors.offload.scheduler import OffloadSchedulerHalf
+from baton.connectors.offload.worker import OffloadWorkerHalf
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
 from baton.connectors.pull.control.agent import PullAgent
 from baton.connectors.push.scheduler import PushSchedulerHalf
 from baton.connectors.push.settings import PushSettings
 from baton.connectors.push.worker import PushWorkerHalf
-from baton.contract import KVConnectorOutput, KVOutputAggregator
+from baton.contract import (
+    KVConnectorOutput,
+    KVConnectorSchedulerHalf,
+    KVConnectorWorkerHalf,
+    KVOutputAggregator,
+)
 from baton.core.config import (
     EngineConfig,
 )
@@ -41,6 +51,7 @@ from baton.sim.hosts.full.faults import FullFaults
 from baton.sim.hosts.full.host_spec import HostSpec, engine_config
 from baton.sim.hosts.full.layers import reports_layers, stream_layers
 from baton.sim.hosts.full.memory import RankMemory
+from baton.sim.hosts.full.offload import HostCopies, offload_identity
 from baton.sim.hosts.full.pool import WatchedPool
 from baton.sim.hosts.full.ranks import Ranks
 from baton.sim.hosts.full.reads import Port
@@ -54,6 +65,7 @@ if TYPE_CHECKING:
 EMPTY_STEP_S = 0.0002
 NAP_S = 1.0  # Without anything happening; in production shorter, which would show nothing more.
 NEVER = float("inf")
+T = TypeVar("T")
 
 
 class Listener(Protocol):
@@ -61,6 +73,14 @@ class Listener(Protocol):
 
     def say(self, output: EngineOutput) -> None: ...
     def break_off(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """A `baton.contract.host.ForwardContext`."""
+
+    attn_metadata: dict[str, object] | None  # None: an empty step.
+    no_compile_layers: None = None
 
 
 class Engine:
@@ -107,7 +127,18 @@ class Engine:
             control=lambda agent, lock: self._station(agent, lock, key),
             machines=self.cluster.parts.machines,
         )
-        self.scheduler = Scheduler(config, self.half)
+        self.offload: OffloadSchedulerHalf | None = None
+        self.connector: KVConnectorSchedulerHalf = self.half
+        if spec.num_slots:
+            offload = _with_methods(OffloadSchedulerHalf, self.cluster.parts.offload_half)
+            self.offload = offload(offload_identity(self, 0))
+            multi = _with_methods(MultiSchedulerHalf, self.cluster.parts.multi_half)
+            self.connector = multi(
+                self._children(self.half, self.offload),
+                block_tokens=spec.block_tokens,
+                num_ranks=spec.num_ranks,
+            )
+        self.scheduler = Scheduler(config, self.connector)
         self.pool = WatchedPool(
             config.cache_config,
             num_groups=len(self.groups),
@@ -124,6 +155,7 @@ class Engine:
 
         self.scheduler.remote.settle = settle_checked  # type: ignore[method-assign]
         self.ports: list[Port] = []
+        self.rank_halves: list[KVConnectorWorkerHalf] = []  # As the executor has them.
         self.workers = [self._worker(config, rank) for rank in range(spec.num_ranks)]
         if is_push and spec.stream == "layer":
             assert isinstance(self.half, PushSchedulerHalf)
@@ -131,9 +163,9 @@ class Engine:
         self.ranks = Ranks(
             self.cluster.model, [port.memory for port in self.ports], self.groups, spec.block_tokens
         )
-        handshakes = [worker.get_handshake_metadata() for worker in self.workers]
-        self.half.set_xfer_handshake_metadata({r: h for r, h in enumerate(handshakes) if h is not None})
-        self._aggregator = KVOutputAggregator.from_connector(self.half, spec.num_ranks)
+        handshakes = [half.get_handshake_metadata() for half in self.rank_halves]
+        self.connector.set_xfer_handshake_metadata({r: h for r, h in enumerate(handshakes) if h is not None})
+        self._aggregator = KVOutputAggregator.from_connector(self.connector, spec.num_ranks)
 
     def _station(self, agent: PullAgent, lock: threading.Lock, key: ProcessKey) -> Station:
         self.station = Station(self, self.spec.url, agent, lock, key)
@@ -164,8 +196,21 @@ class Engine:
             run_in_background=self._in_background,
             clock=self.clock,
         )
-        worker.register_kv_caches(memory.kv_caches)
+        half: KVConnectorWorkerHalf = worker
+        if self.offload is not None:
+
+            def copies(caches: object, identity: OffloadIdentity) -> HostCopies:
+                return HostCopies(self, memory, identity.num_rows)
+
+            offload = OffloadWorkerHalf(offload_identity(self, rank), copies)
+            half = MultiWorkerHalf(self._children(worker, offload), rank=rank)
+        half.register_kv_caches(memory.kv_caches)
+        self.rank_halves.append(half)
         return worker
+
+    def _children(self, handoff: T, offload: T) -> list[tuple[str, T]]:
+        children = [("handoff", handoff), ("offload", offload)]
+        return children[::-1] if self.spec.is_offload_first else children
 
     def _identity(self, config: EngineConfig) -> EngineIdentity:
         if self.cluster.mode == "push":
@@ -229,9 +274,9 @@ class Engine:
 
     def shut_down(self) -> None:
         """In order, with last words to the peers."""
-        self.half.shutdown()
-        for worker in self.workers:
-            worker.shutdown()
+        self.connector.shutdown()
+        for half in self.rank_halves:
+            half.shutdown()
 
     def _report_drained(self) -> None:
         scheduler = self.scheduler
@@ -309,9 +354,9 @@ class Engine:
         output = self.scheduler.schedule()
         metadata = output.kv_connector_metadata
         assert metadata is not None
-        for worker in self.workers:
-            worker.handle_preemptions(metadata)
-            worker.bind_connector_metadata(metadata)
+        for half in self.rank_halves:
+            half.handle_preemptions(metadata)
+            half.bind_connector_metadata(metadata)
         for request_id in output.preempted_req_ids:
             self.world.note(self.name, f"preempted {request_id}")
         if output.num_scheduled_tokens and self.world.trace is not None:
@@ -356,22 +401,22 @@ class Engine:
                 return ModelRunnerOutput()
             result = self.ranks.execute(output)
             self._pass_layers(0, self.cluster.model.num_layers)
-        for worker in self.workers:
-            worker.finish_forward()
+        for half in self.rank_halves:
+            half.finish_forward()
         return result
 
     def _pass_layers(self, first: int, last: int) -> None:
         """What attention layers call."""
-        for worker, port in zip(self.workers, self.ports, strict=True):
+        for half, port in zip(self.rank_halves, self.ports, strict=True):
             for name, cache in list(port.memory.kv_caches.items())[first:last]:
-                worker.wait_for_layer_load(name)
-                worker.save_kv_layer(name, cache, None)
+                half.wait_for_layer_load(name)
+                half.save_kv_layer(name, cache, None)
 
     def _end_step(self, output: SchedulerOutput) -> None:
         self._is_stepping = False
         result = self._compute(output)
         result.kv_connector_output = self._aggregator.aggregate(
-            [self._collect(worker, output) for worker in self.workers]
+            [self._collect(half, output) for half in self.rank_halves]
         )
         outputs = self.scheduler.update_from_output(output, result)
         bounded.check_step(self)
@@ -391,8 +436,8 @@ class Engine:
         if self.is_alive:
             self.poke()
 
-    def _collect(self, worker: PullWorkerHalf, output: SchedulerOutput) -> KVConnectorOutput | None:
-        worker.start_load_kv(None)  # type: ignore[arg-type]  # Which ours do not look at.
+    def _collect(self, worker: KVConnectorWorkerHalf, output: SchedulerOutput) -> KVConnectorOutput | None:
+        worker.start_load_kv(_Forward(None if not output.num_scheduled_tokens else {}))
         worker.wait_for_save()
         ended = worker.get_transfer_results(output.finished_req_ids)
         report = KVConnectorOutput(
@@ -447,5 +492,5 @@ class Engine:
         fenced.check_free(self, block_ids)
 
 
-def _with_methods(half: type[PullSchedulerHalf], methods: type | None) -> type[PullSchedulerHalf]:
+def _with_methods(half: type[T], methods: type | None) -> type[T]:
     return half if methods is None else type("MutantHalf", (methods, half), {})

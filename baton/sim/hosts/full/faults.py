@@ -1,7 +1,7 @@
 """Faults of a full world, drawn from its seed."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.sim.kernel.faults import Faults
 
@@ -16,6 +16,8 @@ class FullFaults(Faults):
     read_partial: float = 0.0  # Something is copied before the error.
     read_corrupt: float = 0.0  # Everything is copied, one bit wrong; the checksum makes it an error.
     connect_error: float = 0.0
+    copy_mean_s: float = 0.001  # Between a cache and host memory.
+    copy_error: float = 0.0  # Half of it is copied.
     # Processes
     new_name: float = 0.0  # A restarted engine has another engine_id.
     wall_steps: float = 0.0  # The wall clock of the front ends jumps.
@@ -53,4 +55,12 @@ class FullFaults(Faults):
             ticket_replay=pick([0.0, 0.4]),
             ticket_alter=pick([0.0, 0.2]),
             router_retry=pick([0.0, 0.2]),
+        )
+
+    def with_lies(self, rng: random.Random) -> "FullFaults":
+        """Faults of copies come from this generator too, so that they leave the rest of a world as it is."""
+        return replace(
+            super(FullFaults, self).with_lies(rng),
+            copy_mean_s=rng.choice([0.001, 0.05, 0.5]),
+            copy_error=rng.choice([0.0, 0.0, 0.2]),
         )

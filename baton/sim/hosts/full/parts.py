@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class Parts:
     machines: Machines = PRODUCTION_MACHINES
     half: type | None = None  # Methods that override those of the scheduler half.
+    offload_half: type | None = None  # The same of the offload connector,
+    multi_half: type | None = None  # and of Multi.
     process_key: type[ProcessKey] = ProcessKey
     window_error: int = 0  # Tokens by which the halves take windows for shorter than they are.
     tamper: Callable[[Engine], None] | None = None  # Called when an engine has booted.

@@ -37,6 +37,7 @@ from baton.transport.spans import SpanTable
 if TYPE_CHECKING:
     from baton.sim.hosts.full.engine import Engine
     from baton.sim.hosts.full.memory import RankMemory
+    from baton.sim.hosts.full.offload import HostCopy
 
 SLOW = 100.0
 TRIES = 2  # An answer that does not verify is asked for once more.
@@ -91,8 +92,9 @@ class ReadNetwork:
         checks: Checks = ALL_CHECKS,
     ) -> None:
         self.world = world
-        self.reads: dict[int, Read] = {}  # All that were ever posted, by number: provenance.
-        self.live: list[Read] = []
+        self.reads: dict[int, Read | HostCopy] = {}  # All that were ever posted, by number: provenance.
+        self.running: list[Read] = []
+        self.loads: list[HostCopy] = []  # From host memory.
         self.ports: dict[bytes, Port] = {}  # By endpoint.
         self.links: list[Connection] = []
         self.lost_ways: dict[tuple[str, str], None] = {}  # (source, reader) that lost a connection, in order.
@@ -100,6 +102,11 @@ class ReadNetwork:
         self.verified_reads = verified_reads
         self.replaces_links = replaces_links
         self.checks = checks
+
+    @property
+    def live(self) -> list[Read | HostCopy]:
+        """All that can still write to a cache."""
+        return [*self.running, *self.loads]
 
     def enter(self, port: Port) -> bytes:
         endpoint = b"%d" % (len(self.ports) + 1)
@@ -129,7 +136,7 @@ class ReadNetwork:
             self._draw_fate(),
         )
         self.reads[read.number] = read
-        self.live.append(read)
+        self.running.append(read)
         world.count(f"read: {read.fate.name.lower()}")
         if world.trace is not None:
             world.note(
@@ -264,7 +271,7 @@ class ReadNetwork:
         if link.is_lost:
             return
         link.is_lost, link.is_stalled = True, False
-        broken = [read for read in self.live if read.link is link]
+        broken = [read for read in self.running if read.link is link]
         for read in broken:
             self.lost_ways[read.source.engine.name, read.reader.engine.name] = None
         self.end_soon(broken, "the connection is lost")
@@ -286,7 +293,7 @@ class ReadNetwork:
             return
         read.is_live = False
         read.ok = error is None
-        self.live.remove(read)
+        self.running.remove(read)
         if error is None:
             self._check_source(read, read.source)
         if not read.reader.engine.is_alive:
@@ -390,11 +397,13 @@ class Port(Transport):
         return bool(self._ended)
 
     def cancel(self, op: OpId) -> None:
-        self.network.end_soon([r for r in self.network.live if r.reader is self and r.op == op], "cancelled")
+        self.network.end_soon(
+            [r for r in self.network.running if r.reader is self and r.op == op], "cancelled"
+        )
 
     def disconnect(self, peer: PeerHandle) -> None:
         assert isinstance(peer, _Peer)
-        theirs = [r for r in self.network.live if r.reader is self and r.link is peer.link]
+        theirs = [r for r in self.network.running if r.reader is self and r.link is peer.link]
         self.network.end_soon(theirs, "disconnected")
 
     def close(self) -> None:
