@@ -145,9 +145,7 @@ class PeerTable:
     def next_deadline(self) -> float:
         if not self._peers:
             return NEVER
-        return min(
-            [p.next_hello if p.state == "asking" else self._idle_at(p) for p in self._peers.values()]
-        )
+        return min([p.next_hello if p.state == "asking" else self._idle_at(p) for p in self._peers.values()])
 
     @property
     def num_open(self) -> int:
