@@ -11,6 +11,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.metadata import PullHandshake, PullMetadata
 from baton.connectors.pull.settings import PullSettings
+from baton.connectors.pull.stats import PullPromMetrics, PullStats
 from baton.connectors.push.settings import PushSettings
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.core.errors import ConfigError
@@ -19,15 +20,14 @@ from baton.vllm_plugin.groups import groups_of
 from baton.vllm_plugin.identity import identity_of
 from baton.vllm_plugin.packing import find_packing
 from baton.vllm_plugin.scheduler_half import VllmPullSchedulerHalf, VllmPushSchedulerHalf
-from baton.vllm_plugin.stats import PullVllmPromMetrics, PullVllmStats
 from baton.vllm_plugin.worker_half import VllmPullWorkerHalf, VllmPushWorkerHalf
 
 
 class BatonPullConnector(ForwardingConnector):
     _cache_hit_source = CacheHitSource.P2P
     _empty_metadata = PullMetadata()
-    _stats_kind = PullVllmStats
-    _prom_kind = PullVllmPromMetrics
+    _stats_kind = PullStats
+    _prom_kind = PullPromMetrics
     _settings_kind: ClassVar[type[PullSettings]] = PullSettings
     _scheduler_kind: ClassVar[type[VllmPullSchedulerHalf]] = VllmPullSchedulerHalf
     _worker_kind: ClassVar[type[VllmPullWorkerHalf]] = VllmPullWorkerHalf

@@ -19,24 +19,15 @@ from baton.connectors.decode_bench.settings import DecodeBenchSettings
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.vllm_plugin.forwarding import ForwardingConnector
 from baton.vllm_plugin.groups import groups_of
-from baton.vllm_plugin.stats import BatonPromMetrics, BatonStats
 
 logger = logging.getLogger(__name__)
-
-
-class DecodeBenchVllmStats(BatonStats):
-    _ours = DecodeBenchStats
-
-
-class DecodeBenchVllmPromMetrics(BatonPromMetrics):
-    _ours = DecodeBenchPromMetrics
 
 
 class BatonDecodeBenchConnector(ForwardingConnector):
     _cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
     _empty_metadata = DecodeBenchMetadata()
-    _stats_kind = DecodeBenchVllmStats
-    _prom_kind = DecodeBenchVllmPromMetrics
+    _stats_kind = DecodeBenchStats
+    _prom_kind = DecodeBenchPromMetrics
     _stands_alone: ClassVar[bool] = True
 
     @classmethod

@@ -3,7 +3,7 @@
     class BatonOtherConnector(ForwardingConnector):
         _cache_hit_source = CacheHitSource.DISK
         _empty_metadata = OtherMetadata()
-        _stats_kind, _prom_kind = OtherVllmStats, OtherVllmPromMetrics      # see `stats`
+        _stats_kind, _prom_kind = OtherStats, OtherPromMetrics
 
         @classmethod
         def make_scheduler_half(cls, vllm_config, kv_cache_config, settings): return OtherSchedulerHalf(...)
@@ -34,6 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from baton import contract
 from baton.contract import KVConnectorMetadata, KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.contract import SupportsHMA as KnowsGroups
 from baton.contract.halves import HoldsOneHalf, forward_to_half
@@ -75,8 +76,8 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
         Any  # vLLM's CacheHitSource, an attribute of its base class: where loaded tokens are from.
     )
     _empty_metadata: ClassVar[KVConnectorMetadata]  # Used for a step in which the scheduler half failed.
-    _stats_kind: ClassVar[type[BatonStats]]  # Its data has "failures": {reason: count}.
-    _prom_kind: ClassVar[type[BatonPromMetrics]]
+    _stats_kind: ClassVar[type[contract.KVConnectorStats]]  # Its data has "failures": {reason: count}.
+    _prom_kind: ClassVar[type[contract.KVConnectorPromMetrics]]
     _stands_alone: ClassVar[bool] = False  # Must not be a child of MultiConnector.
 
     @classmethod
@@ -147,7 +148,7 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BatonStats | None:
-        return cls._stats_kind(data if data is not None else {})
+        return BatonStats(cls._stats_kind, data)
 
     @classmethod
     def build_prom_metrics(
@@ -157,7 +158,7 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> BatonPromMetrics | None:
-        return cls._prom_kind(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return BatonPromMetrics(cls._prom_kind, vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # --- Scheduler half ------------------------------------------------------------------------
 
@@ -216,7 +217,7 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
         num_new = self._contained.num_errors - self._num_contained_counted
         if taken is None and num_new == 0:
             return None
-        stats = self._stats_kind(taken.data if taken is not None else {})
+        stats = BatonStats(self._stats_kind, None if taken is None else taken.data)
         if num_new:
             self._num_contained_counted += num_new
             failures = stats.data["failures"]

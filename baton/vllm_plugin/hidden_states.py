@@ -34,7 +34,6 @@ from baton.connectors.hidden_states.settings import HiddenStatesSettings
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
 from baton.core.errors import BadTransferParams, ConfigError
 from baton.vllm_plugin.forwarding import ForwardingConnector
-from baton.vllm_plugin.stats import BatonPromMetrics, BatonStats
 from baton.vllm_plugin.stores import refuse_split_blocks
 
 if TYPE_CHECKING:
@@ -48,14 +47,6 @@ EXAMPLE = (
 )
 
 logger = logging.getLogger(__name__)
-
-
-class HiddenStatesVllmStats(BatonStats):
-    _ours = HiddenStatesStats
-
-
-class HiddenStatesVllmPromMetrics(BatonPromMetrics):
-    _ours = HiddenStatesPromMetrics
 
 
 class VllmHiddenStatesSchedulerHalf(HiddenStatesSchedulerHalf):
@@ -116,8 +107,8 @@ class VllmHiddenStatesWorkerHalf(HiddenStatesWorkerHalf):
 class BatonHiddenStatesConnector(ForwardingConnector):
     _cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
     _empty_metadata = HiddenStatesMetadata()
-    _stats_kind = HiddenStatesVllmStats
-    _prom_kind = HiddenStatesVllmPromMetrics
+    _stats_kind = HiddenStatesStats
+    _prom_kind = HiddenStatesPromMetrics
     _stands_alone: ClassVar[bool] = True
 
     @classmethod

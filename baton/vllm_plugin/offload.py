@@ -20,16 +20,7 @@ from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
 from baton.core.errors import ConfigError
 from baton.vllm_plugin.forwarding import ForwardingConnector
 from baton.vllm_plugin.groups import FIELD, WAY_OUT, groups_of, specs_of
-from baton.vllm_plugin.stats import BatonPromMetrics, BatonStats
 from baton.vllm_plugin.stores import begin_load, refuse_split_blocks
-
-
-class OffloadVllmStats(BatonStats):
-    _ours = OffloadStats
-
-
-class OffloadVllmPromMetrics(BatonPromMetrics):
-    _ours = OffloadPromMetrics
 
 
 class VllmOffloadSchedulerHalf(OffloadSchedulerHalf):
@@ -44,8 +35,8 @@ class VllmOffloadSchedulerHalf(OffloadSchedulerHalf):
 class BatonOffloadConnector(ForwardingConnector):
     _cache_hit_source = CacheHitSource.HOST
     _empty_metadata = OffloadMetadata()
-    _stats_kind = OffloadVllmStats
-    _prom_kind = OffloadVllmPromMetrics
+    _stats_kind = OffloadStats
+    _prom_kind = OffloadPromMetrics
 
     @property
     def requires_kv_delivery(self) -> bool:

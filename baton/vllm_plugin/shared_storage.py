@@ -30,19 +30,10 @@ from baton.vllm_plugin.groups import groups_of
 from baton.vllm_plugin.identity import find_folder
 from baton.vllm_plugin.packing import find_packing
 from baton.vllm_plugin.settings import PluginSettings
-from baton.vllm_plugin.stats import BatonPromMetrics, BatonStats
 from baton.vllm_plugin.stores import begin_load, refuse_split_blocks
 
 if TYPE_CHECKING:
     import torch
-
-
-class StorageVllmStats(BatonStats):
-    _ours = StorageStats
-
-
-class StorageVllmPromMetrics(BatonPromMetrics):
-    _ours = StoragePromMetrics
 
 
 class VllmStorageSchedulerHalf(StorageSchedulerHalf):
@@ -68,8 +59,8 @@ class VllmStorageWorkerHalf(StorageWorkerHalf):
 class BatonSharedStorageConnector(ForwardingConnector):
     _cache_hit_source = CacheHitSource.DISK
     _empty_metadata = StorageMetadata()
-    _stats_kind = StorageVllmStats
-    _prom_kind = StorageVllmPromMetrics
+    _stats_kind = StorageStats
+    _prom_kind = StoragePromMetrics
 
     @property
     def requires_kv_delivery(self) -> bool:
