@@ -1,8 +1,21 @@
-"""`baton route`: the P/D router in front of running engines."""
+"""`baton route`: the P/D router in front of running engines.
 
+Its configuration file is TOML with one table, [route], whose keys are the options' names:
+
+    [route]
+    prefill = ["http://10.0.0.7:8100"]
+    decode = ["http://10.0.0.8:8200"]
+    mode = "push"
+
+Flags override the environment (BATON_ROUTE_MODE=push), which overrides the file, which overrides defaults.
+"""
+
+import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from baton.cli.http_options import (
@@ -14,18 +27,48 @@ from baton.cli.http_options import (
     read_api_keys,
     warn_if_open,
 )
+from baton.cli.settings import read_toml
+from baton.cli.show_config import to_toml
+from baton.core.errors import ConfigError, UserError
 
 app = typer.Typer(help="Route requests between prefill and decode engines.")
 
 ENV_PREFIX = "BATON_ROUTE"
+TABLE = "route"
+OWN_OPTIONS = ("config", "show_config", "help")  # Not keys of the table.
+
+
+def read_route_config(path: Path, known: Collection[str]) -> dict[str, Any]:
+    """Read the table. Raises ConfigError that names file and key."""
+    document = read_toml(path)
+    values = document.pop(TABLE, None)
+    if document or not isinstance(values, dict):
+        raise ConfigError(f"{path} must have one table, [{TABLE}]", field="config")
+    for name in values:
+        if name not in known:
+            raise ConfigError(
+                f"unknown in {path}; [{TABLE}] has {', '.join(sorted(known))}", field=f"{TABLE}.{name}"
+            )
+    return values
+
+
+_ORIGINS = {"COMMANDLINE": "command line", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file"}
+
+
+def show_route_config(context: typer.Context) -> str:
+    """Return the options of `baton route` in the format of `--config`, each with its origin."""
+    lines = [f"[{TABLE}]"]
+    for name, value in context.params.items():
+        if name not in OWN_OPTIONS and value is not None:
+            source = context.get_parameter_source(name)
+            origin = _ORIGINS.get(source.name, "default") if source is not None else "default"
+            lines.append(f"{name} = {to_toml(value)}  # {origin}")
+    return "\n".join(lines)
 
 
 def _use_config(context: typer.Context, path: Path | None) -> Path | None:
     """Make the file's values the defaults, before the other options are parsed."""
     if path is not None:
-        from baton.cli.route_config import OWN_OPTIONS, read_route_config
-        from baton.core.errors import UserError
-
         known = {option.name for option in context.command.params if option.name} - {*OWN_OPTIONS}
         try:
             context.default_map = read_route_config(path, known)
@@ -113,11 +156,6 @@ def route(
 
     Every option can also come from the environment (BATON_ROUTE_MODE) or from a TOML file (--config).
     """
-    import os
-
-    import msgspec
-
-    from baton.core.errors import UserError
     from baton.core.validation import explain
     from baton.http.gate import hosts_to_check, is_loopback
     from baton.http.settings import HttpLimits, HttpSettings
@@ -166,8 +204,6 @@ def route(
     except UserError as error:
         raise typer.BadParameter(str(error)) from error
     if show_config:
-        from baton.cli.route_config import show_route_config
-
         typer.echo(show_route_config(context))
         return
     warn_if_open(host, keys, is_loopback=is_loopback(host))

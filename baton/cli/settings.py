@@ -236,14 +236,18 @@ def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
             raise ConfigError(f"is set in the environment but is not a setting{advice}", field=name)
 
 
-def _from_file(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a configuration file. Raises ConfigError."""
     text = read_limited(path, MAX_CONFIG_BYTES, field="config")
     try:
-        document = tomllib.loads(text.decode())
+        return tomllib.loads(text.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}", field="config") from error
+
+
+def _from_file(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for section, content in document.items():
+    for section, content in read_toml(path).items():
         if section not in SECTIONS or not isinstance(content, dict):
             known = ", ".join(f"[{name}]" for name in SECTIONS)
             raise ConfigError(f"unknown in {path}; the sections are {known}", field=section)

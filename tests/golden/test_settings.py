@@ -5,7 +5,7 @@ The fields of EngineConfig and SamplingParams are in `engine_fields`, since they
 
 import msgspec
 
-from baton.cli.route_config import OWN_OPTIONS, TABLE
+from baton.cli.route import OWN_OPTIONS, TABLE
 from baton.cli.settings import SECTIONS, ServeSettings
 from baton.connectors.decode_bench.settings import DecodeBenchSettings
 from baton.connectors.extra_config import NIXL

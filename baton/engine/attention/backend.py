@@ -79,9 +79,11 @@ class AttentionBackend(ABC):
     ) -> None:
         """Set the contents of a `decode_plan` to those that `plan` would return."""
 
-    @abstractmethod
     def write(self, k_THD: torch.Tensor, v_THD: torch.Tensor, cache_NHPC: torch.Tensor, plan: Any) -> None:
-        """Write the step's keys and values to their slots."""
+        """Write the step's keys and values to their slots, the `write_rows` of the plan."""
+        width = cache_NHPC.shape[-1]
+        rows = torch.cat((k_THD, v_THD), dim=-1).view(-1, width)
+        rows_of(cache_NHPC).index_copy_(0, plan.write_rows, rows)
 
     @abstractmethod
     def attend(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from baton.core.errors import UserError
-from baton.engine.attention.backend import AttentionBackend, AttentionShape, rows_of, write_rows
+from baton.engine.attention.backend import AttentionBackend, AttentionShape, write_rows
 from baton.engine.attention.static_array import StaticArray
 from baton.engine.forward_context import AttentionMetadata, IntArray, build_attention_metadata
 
@@ -121,11 +121,6 @@ class CudaBackend(AttentionBackend):
     def _rows_per_tile(self, tokens_per_tile: int) -> int:
         rows = tokens_per_tile * self.shape.group_size
         return max(_DOT_ROWS_MIN, 1 << (rows - 1).bit_length())
-
-    def write(self, k_THD: torch.Tensor, v_THD: torch.Tensor, cache_NHPC: torch.Tensor, plan: _Plan) -> None:
-        width = cache_NHPC.shape[-1]
-        rows = torch.cat((k_THD, v_THD), dim=-1).view(-1, width)
-        rows_of(cache_NHPC).index_copy_(0, plan.write_rows, rows)
 
     def attend(
         self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: _Plan, sinks_Q: torch.Tensor | None = None

@@ -242,11 +242,6 @@ class SdpaBackend(AttentionBackend):
 
     # --- In every layer --------------------------------------------------------------------------
 
-    def write(self, k_THD: torch.Tensor, v_THD: torch.Tensor, cache_NHPC: torch.Tensor, plan: _Plan) -> None:
-        width = cache_NHPC.shape[-1]
-        rows = torch.cat((k_THD, v_THD), dim=-1).view(-1, width)
-        rows_of(cache_NHPC).index_copy_(0, plan.write_rows, rows)
-
     def attend(
         self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: _Plan, sinks_Q: torch.Tensor | None = None
     ) -> torch.Tensor:
