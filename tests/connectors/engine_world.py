@@ -27,6 +27,7 @@ from baton.engine.request import Request
 from tests.connectors.faulty_store import FaultyStore, StoreSchedulerHalf, StoreWorkerHalf
 
 BLOCK = 4
+SECRET = ClusterSecret(b"sixteen bytes or more")
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
 SETTLE_S = 30.0  # Only reached when something is wrong.
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
@@ -47,32 +48,61 @@ def windowed_model(folder: Path, family: str) -> ModelConfig:
     return load_model_config(folder)
 
 
+def three_layers(folder: Path) -> ModelConfig:
+    """A dense model of three layers."""
+    write_checkpoint(folder, hidden=64, layers=3, heads=4, kv_heads=2, vocab=512)
+    return load_model_config(folder, max_model_len=256)
+
+
+def config_of(
+    model: ModelConfig,
+    transfer: dict[str, Any] | KVTransferConfig | None = None,
+    *,
+    num_blocks: int = 64,
+    block_size: int = BLOCK,
+    tp_size: int = 1,
+    budget: int = 256,
+    cache: dict[str, Any] | None = None,
+    **fields: Any,
+) -> EngineConfig:
+    """Config of an engine. `transfer`: fields of a KVTransferConfig. `budget`: tokens of a step.
+
+    `cache`: further fields of the CacheConfig. `fields`: further fields of the EngineConfig.
+    """
+    if isinstance(transfer, dict):
+        transfer = KVTransferConfig(**{"kv_role": "kv_both", **transfer})
+    executor: Any = "multiprocess" if tp_size > 1 else "inprocess"
+    return EngineConfig(
+        model_config=model,
+        cache_config=CacheConfig(num_gpu_blocks=num_blocks, block_size=block_size, **(cache or {})),
+        kv_transfer_config=transfer,
+        **{
+            "scheduler_config": SchedulerConfig(max_num_batched_tokens=budget),
+            "parallel_config": ParallelConfig(tensor_parallel_size=tp_size, executor=executor),
+            "cluster_secret": SECRET,
+            **fields,
+        },
+    )
+
+
 @contextmanager
 def engines(model: ModelConfig) -> Iterator[Start]:
+    """Function that starts an engine with the arguments of `config_of` after the model."""
     with ExitStack() as stack:
+        yield lambda *args, **options: start_in(stack, config_of(model, *args, **options))
 
-        def start(
-            transfer: dict[str, Any] | None = None,
-            *,
-            num_blocks: int = 64,
-            tp_size: int = 1,
-            budget: int = 256,
-        ) -> LLM:
-            config = EngineConfig(
-                model_config=model,
-                cache_config=CacheConfig(num_gpu_blocks=num_blocks, block_size=BLOCK),
-                scheduler_config=SchedulerConfig(max_num_batched_tokens=budget),
-                parallel_config=ParallelConfig(
-                    tensor_parallel_size=tp_size, executor="multiprocess" if tp_size > 1 else "inprocess"
-                ),
-                kv_transfer_config=KVTransferConfig(**{"kv_role": "kv_both", **transfer})
-                if transfer
-                else None,
-                cluster_secret=ClusterSecret(b"sixteen bytes or more"),
-            )
-            return stack.enter_context(LLM(config, "baton.assemble:connector_factory"))
 
-        yield start
+def start_in(stack: ExitStack, config: EngineConfig) -> LLM:
+    """Start an engine that ends with `stack`."""
+    return stack.enter_context(LLM(config, "baton.assemble:connector_factory"))
+
+
+def hands_over(engine_id: str | None, kind: str = "Pull", **extra: Any) -> dict[str, Any] | None:
+    """Fields of the KVTransferConfig of `engine_id`; None without an id: an engine that answers alone."""
+    if engine_id is None:
+        return None
+    connector = f"Baton{kind}Connector"
+    return {"kv_connector": connector, "engine_id": engine_id, "kv_connector_extra_config": extra}
 
 
 def faulty_store(folder: Path, **fields: Any) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from baton.connectors.offload.worker import OffloadWorkerHalf, copies_of
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.contract.events import KVCacheEvent
 from baton.core.config import (
-    CacheConfig,
     EngineConfig,
     KVEventsConfig,
     KVTransferConfig,
@@ -26,9 +25,10 @@ from baton.core.config import (
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.core.engine_core import EngineCore
 from baton.engine.llm import Completion
+from tests.connectors import engine_world
+from tests.connectors.engine_world import BLOCK
 
 PATIENCE_S = 60.0
-BLOCK = 4  # Tokens.
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 
 
@@ -54,11 +54,11 @@ def config_of(
             kv_connector_extra_config={"cpu_gib": cpu_gib, **(extra or {})},
             kv_load_failure_policy=policy,  # type: ignore[arg-type]
         )
-    return EngineConfig(
-        model_config=model,
-        cache_config=CacheConfig(num_gpu_blocks=num_blocks, block_size=BLOCK),
+    return engine_world.config_of(
+        model,
+        transfer,
+        num_blocks=num_blocks,
         scheduler_config=SchedulerConfig(**scheduler),
-        kv_transfer_config=transfer,
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
         **(engine or {}),
     )
@@ -237,7 +237,3 @@ class Engine:
         assert not half._loads
         assert not half._prompts
         half._index.assert_consistent()
-
-
-def prompt_of(num_tokens: int, step: int = 7) -> list[int]:
-    return [(step * i) % 500 + 5 for i in range(num_tokens)]

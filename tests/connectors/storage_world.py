@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from baton.connectors.shared_storage.chunk_name import SUFFIX
-from baton.core.config import (
-    CacheConfig,
-    ClusterSecret,
-    EngineConfig,
-    KVTransferConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-)
+from baton.core.config import ClusterSecret, EngineConfig, KVTransferConfig, ModelConfig
 from baton.core.hashing import block_hash, root_hash
 from baton.engine.api import SamplingParams
 from baton.engine.llm import LLM
+from tests.connectors import engine_world
+from tests.connectors.engine_world import BLOCK, SECRET, Start, prompt_of, start_in
 
-BLOCK = 4
+__all__ = ["BLOCK", "SECRET", "Start", "prompt_of"]
+
 CHUNK = 8
 WAIT_S = 30.0  # Only reached when something is wrong.
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-SECRET = ClusterSecret(b"sixteen bytes or more")
-
-Start = Callable[..., LLM]
 
 
 def settings_in(folder: Path, **extra: Any) -> dict[str, Any]:
@@ -49,39 +41,19 @@ def config_of(
     model: ModelConfig,
     transfer: KVTransferConfig | None,
     *,
-    tp: int = 1,
     secret: ClusterSecret | None = SECRET,
-    num_blocks: int = 64,
     budget: int = 2048,
-    **cache: Any,
+    **options: Any,
 ) -> EngineConfig:
-    """`budget`: tokens of a step."""
-    return EngineConfig(
-        model_config=model,
-        cache_config=CacheConfig(**{"num_gpu_blocks": num_blocks, "block_size": BLOCK, **cache}),
-        scheduler_config=SchedulerConfig(max_num_batched_tokens=budget),
-        parallel_config=ParallelConfig(
-            tensor_parallel_size=tp, executor="multiprocess" if tp > 1 else "inprocess"
-        ),
-        kv_transfer_config=transfer,
-        cluster_secret=secret,
-        insecure_no_secret=secret is None,
-    )
+    """`options`: of `engine_world.config_of`."""
+    secrets = {"cluster_secret": secret, "insecure_no_secret": secret is None}
+    return engine_world.config_of(model, transfer, budget=budget, **secrets, **options)
 
 
 @contextmanager
 def starting(model: ModelConfig) -> Iterator[Start]:
     with ExitStack() as stack:
-
-        def start(transfer: KVTransferConfig | None = None, **options: Any) -> LLM:
-            config = config_of(model, transfer, **options)
-            return stack.enter_context(LLM(config, "baton.assemble:connector_factory"))
-
-        yield start
-
-
-def prompt_of(num_tokens: int, step: int = 7) -> list[int]:
-    return [(step * i) % 500 + 5 for i in range(num_tokens)]
+        yield lambda transfer=None, **options: start_in(stack, config_of(model, transfer, **options))
 
 
 def files_in(folder: Path) -> list[Path]:

@@ -4,8 +4,7 @@ That every number ends in its place, whatever either side looks like, `test_topo
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,24 +14,19 @@ from baton.connectors.pull import EngineIdentity, PullWorkerHalf
 from baton.connectors.pull.metadata import ReadBlocks
 from baton.contract import KVConnectorBase_V1, KVConnectorRole, NullWorkerHalf, TwoHalves
 from baton.core.config import (
-    CacheConfig,
     DeviceConfig,
-    EngineConfig,
-    KVTransferConfig,
     ModelConfig,
-    ParallelConfig,
 )
 from baton.core.errors import ConfigError
 from baton.core.ids import Address
 from baton.engine.api import SamplingParams
 from baton.engine.attention.kv_memory import KVCacheLayout, allocate_kv_cache, cross_layer_cache
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
 from baton.engine.models import SingleRank
 from baton.engine.runner.cache_setup import allocate_for, register
 from baton.transport.base import Transport
 from baton.transport.memory import MemoryNetwork, MemoryTransport
+from tests.connectors.engine_world import ONE_TOKEN, Start, engines, hands_over, three_layers
 from tests.connectors.pull_world import engine_config, model_config
 from tests.connectors.topology_world import Engine, Memory, Reader, Shape
 
@@ -205,24 +199,20 @@ def test_the_pull_connector_describes_both_kinds_to_its_peers() -> None:
 
 # --- Engines --------------------------------------------------------------------------------------------
 
-Start = Callable[..., LLM]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
 PROMPTS = [[(7 * i) % 500 + 5 for i in range(50)], [(11 * i) % 500 + 5 for i in range(31)]]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    folder = tmp_path_factory.mktemp("model")
-    write_checkpoint(folder, hidden=64, layers=3, heads=4, kv_heads=2, vocab=512)
-    return load_model_config(folder, max_model_len=256)
+    return three_layers(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def start(model: ModelConfig) -> Iterator[Start]:
-    with ExitStack() as stack:
+    with engines(model) as start_engine:
 
-        def start_engine(
+        def start(
             engine_id: str | None = None,
             *,
             is_together: bool = False,
@@ -230,26 +220,11 @@ def start(model: ModelConfig) -> Iterator[Start]:
             kind: str = "Pull",
             graph_mode: Any = "off",
         ) -> LLM:
-            transfer = None
-            if engine_id is not None:
-                transfer = KVTransferConfig(
-                    kv_connector=f"Baton{kind}Connector",
-                    kv_role="kv_both",
-                    engine_id=engine_id,
-                    kv_connector_extra_config={"cross_layer_blocks": is_together},
-                )
-            config = EngineConfig(
-                model_config=model,
-                cache_config=CacheConfig(num_gpu_blocks=96, block_size=4),
-                parallel_config=ParallelConfig(
-                    tensor_parallel_size=tp, executor="inprocess" if tp == 1 else "multiprocess"
-                ),
-                device_config=DeviceConfig(graph_mode=graph_mode),
-                kv_transfer_config=transfer,
-            )
-            return stack.enter_context(LLM(config, "baton.assemble:connector_factory"))
+            transfer = hands_over(engine_id, kind, cross_layer_blocks=is_together)
+            device = DeviceConfig(graph_mode=graph_mode)
+            return start_engine(transfer, num_blocks=96, tp_size=tp, device_config=device)
 
-        yield start_engine
+        yield start
 
 
 @pytest.fixture(scope="module")

@@ -15,24 +15,20 @@ from baton.connectors.decode_bench import BatonDecodeBenchConnector
 from baton.connectors.decode_bench.halves import ANSWERED, DecodeBenchWorkerHalf
 from baton.connectors.decode_bench.settings import DecodeBenchSettings
 from baton.connectors.multi.children import children_of
-from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig, ModelConfig
+from baton.core.config import EngineConfig, KVTransferConfig, ModelConfig
 from baton.core.errors import ConfigError
 from baton.engine.api import SamplingParams
 from baton.engine.llm import LLM
-from tests.connectors.engine_world import WINDOW, windowed_model
+from tests.connectors import engine_world
+from tests.connectors.engine_world import WINDOW, start_in, windowed_model
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 PROMPT = [(7 * i) % 500 + 5 for i in range(50)]
 
 
 def config_of(model: ModelConfig, num_blocks: int = 64, **extra: Any) -> EngineConfig:
-    return EngineConfig(
-        model_config=model,
-        cache_config=CacheConfig(num_gpu_blocks=num_blocks, block_size=4),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="BatonDecodeBenchConnector", kv_role="kv_both", kv_connector_extra_config=extra
-        ),
-    )
+    transfer = {"kv_connector": "BatonDecodeBenchConnector", "kv_connector_extra_config": extra}
+    return engine_world.config_of(model, transfer, num_blocks=num_blocks, budget=2048)
 
 
 class Start:
@@ -40,8 +36,7 @@ class Start:
         self.stack, self.model = stack, model
 
     def __call__(self, **options: Any) -> LLM:
-        config = config_of(self.model, **options)
-        return self.stack.enter_context(LLM(config, "baton.assemble:connector_factory"))
+        return start_in(self.stack, config_of(self.model, **options))
 
 
 @pytest.fixture

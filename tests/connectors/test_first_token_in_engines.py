@@ -1,15 +1,16 @@
 """P's first token, whatever it was asked with, and D's answer behind it: those of one engine alone."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import msgspec
 import pytest
 
-from baton.core.config import CacheConfig, ClusterSecret, EngineConfig, KVTransferConfig, ModelConfig
+from baton.core.config import ModelConfig
 from baton.engine.api import SamplingParams
 from baton.engine.llm import LLM, Completion
+from tests.connectors.engine_world import engines as starting
+from tests.connectors.engine_world import hands_over
 
 pytestmark = pytest.mark.slow
 
@@ -20,24 +21,8 @@ SETTLE_S = 10.0  # Only reached when something is wrong; a loan lasts longer.
 def engines(model: ModelConfig) -> Iterator[tuple[LLM, LLM, LLM]]:
     """P, D, and one alone."""
 
-    def config(engine_id: str | None) -> EngineConfig:
-        transfer = None
-        if engine_id is not None:
-            transfer = KVTransferConfig(
-                kv_connector="BatonPullConnector", kv_role="kv_both", engine_id=engine_id
-            )
-        return EngineConfig(
-            model_config=model,
-            cache_config=CacheConfig(num_gpu_blocks=96, block_size=4),
-            kv_transfer_config=transfer,
-            cluster_secret=ClusterSecret(b"sixteen bytes or more"),
-        )
-
-    with ExitStack() as stack:
-        p, d, alone = (
-            stack.enter_context(LLM(config(name), "baton.assemble:connector_factory"))
-            for name in ("p", "d", None)
-        )
+    with starting(model) as start:
+        p, d, alone = (start(hands_over(name), num_blocks=96) for name in ("p", "d", None))
         yield p, d, alone
 
 

@@ -22,20 +22,17 @@ from baton.connectors.hidden_states.halves import (
 from baton.connectors.hidden_states.settings import HiddenStatesSettings
 from baton.connectors.multi.children import children_of
 from baton.core.config import (
-    CacheConfig,
     DeviceConfig,
     EngineConfig,
     KVTransferConfig,
     ModelConfig,
-    ParallelConfig,
     SchedulerConfig,
 )
 from baton.core.errors import BadTransferParams, ConfigError
 from baton.engine.api import SamplingParams
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM, Completion
-from tests.connectors.engine_world import windowed_model
+from tests.connectors import engine_world
+from tests.connectors.engine_world import prompt_of, start_in, three_layers, windowed_model
 
 SETTLE_S = 30.0  # Only reached when something is wrong.
 GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
@@ -45,9 +42,7 @@ Start = Callable[..., LLM]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    folder = tmp_path_factory.mktemp("model")
-    write_checkpoint(folder, hidden=64, layers=3, heads=4, kv_heads=2, vocab=512)
-    return load_model_config(folder, max_model_len=256)
+    return three_layers(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -70,46 +65,32 @@ def config_of(
     folder: Path,
     *,
     tp: int = 1,
-    graph_mode: str = "off",
+    graph_mode: Any = "off",
     max_num_seqs: int = 8,
     caching: bool = True,
     **extra: Any,
 ) -> EngineConfig:
-    return EngineConfig(
-        model_config=model,
-        cache_config=CacheConfig(num_gpu_blocks=48, block_size=4, enable_prefix_caching=caching),
-        scheduler_config=SchedulerConfig(
-            max_num_batched_tokens=16, max_num_seqs=max_num_seqs
-        ),  # Prompts take several steps.
-        parallel_config=ParallelConfig(
-            tensor_parallel_size=tp, executor="multiprocess" if tp > 1 else "inprocess"
-        ),
-        device_config=DeviceConfig(graph_mode=graph_mode),  # type: ignore[arg-type]
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="BatonHiddenStatesConnector",
-            kv_role="kv_producer",
-            kv_connector_extra_config={
-                "shared_storage_path": str(folder),
-                "layer_ids": list(LAYERS),
-                **extra,
-            },
-        ),
+    transfer = {
+        "kv_connector": "BatonHiddenStatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder), "layer_ids": [*LAYERS], **extra},
+    }
+    return engine_world.config_of(
+        model,
+        transfer,
+        num_blocks=48,
+        tp_size=tp,
+        cache={"enable_prefix_caching": caching},
+        # Prompts take several steps.
+        scheduler_config=SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=max_num_seqs),
+        device_config=DeviceConfig(graph_mode=graph_mode),
     )
 
 
 @pytest.fixture
 def start(model: ModelConfig, tmp_path: Path) -> Iterator[Start]:
     with ExitStack() as stack:
-
-        def start_engine(**options: Any) -> LLM:
-            config = config_of(model, tmp_path, **options)
-            return stack.enter_context(LLM(config, "baton.assemble:connector_factory"))
-
-        yield start_engine
-
-
-def prompt_of(num_tokens: int, step: int = 7) -> list[int]:
-    return [(step * i) % 500 + 5 for i in range(num_tokens)]
+        yield lambda **options: start_in(stack, config_of(model, tmp_path, **options))
 
 
 def saved_of(llm: LLM, completion: Completion) -> dict[str, torch.Tensor]:

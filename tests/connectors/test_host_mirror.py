@@ -1,6 +1,6 @@
 """A cache on a device whose peers see a copy in host memory: right tokens, also when a copy fails."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,12 +12,8 @@ from baton.connectors.pull import EngineIdentity
 from baton.connectors.pull.metadata import ReadBlocks
 from baton.connectors.pull.reads.host_mirror import HostMirror
 from baton.core.config import (
-    CacheConfig,
     DeviceConfig,
-    EngineConfig,
-    KVTransferConfig,
     ModelConfig,
-    SchedulerConfig,
 )
 from baton.core.errors import ConfigError
 from baton.core.ids import Address, EngineId, Epoch
@@ -28,13 +24,12 @@ from baton.engine.forward_context import build_attention_metadata
 from baton.engine.llm import LLM
 from baton.engine.runner.cache_setup import copy_blocks
 from tests.connectors import mirrored
-from tests.connectors.engine_world import windowed_model
+from tests.connectors.engine_world import ONE_TOKEN, Start, config_of, hands_over, start_in, windowed_model
 from tests.connectors.mirrored import COUNTED
 from tests.connectors.pull_world import BLOCK, engine_config
 
 FACTORY = "baton.assemble:connector_factory"
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
 PROMPT = [(7 * i) % 500 + 5 for i in range(50)]
 # The same beginning, so that P finds some of it computed.
 PROMPTS = [PROMPT, [*PROMPT[:30], *range(100, 117)], [(11 * i) % 500 + 5 for i in range(31)]]
@@ -139,8 +134,6 @@ def test_blocks_cross_between_a_gpu_and_its_mirror() -> None:
 
 # --- Engines ---------------------------------------------------------------------------------------------
 
-Start = Callable[..., LLM]
-
 
 @pytest.fixture(scope="module")
 def model_with_windows(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
@@ -158,24 +151,11 @@ def start(model: ModelConfig) -> Iterator[Start]:
             of_model: ModelConfig = model,
             **extra: Any,
         ) -> LLM:
-            transfer = None
-            if engine_id is not None:
-                transfer = KVTransferConfig(
-                    kv_connector=connector,
-                    kv_role="kv_both",
-                    engine_id=engine_id,
-                    kv_connector_extra_config=extra,
-                    kv_connector_module_path=(
-                        mirrored.__name__ if connector.startswith("Mirrored") else None
-                    ),
-                )
-            config = EngineConfig(
-                model_config=of_model,
-                cache_config=CacheConfig(num_gpu_blocks=64, block_size=4),
-                scheduler_config=SchedulerConfig(max_num_batched_tokens=24),  # Prompts come in chunks.
-                kv_transfer_config=transfer,
-            )
-            return stack.enter_context(LLM(config, FACTORY))
+            transfer = hands_over(engine_id, **extra)
+            if transfer is not None:
+                module = mirrored.__name__ if connector.startswith("Mirrored") else None
+                transfer |= {"kv_connector": connector, "kv_connector_module_path": module}
+            return start_in(stack, config_of(of_model, transfer, budget=24))  # Prompts come in chunks.
 
         yield start_engine
         COUNTED.fails = None

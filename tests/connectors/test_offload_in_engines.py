@@ -19,6 +19,7 @@ from baton.engine.api import SamplingParams
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.core.engine_core import EngineCore
+from tests.connectors.engine_world import prompt_of
 from tests.connectors.offload_world import (
     BLOCK,
     GREEDY,
@@ -27,7 +28,6 @@ from tests.connectors.offload_world import (
     FailingCopies,
     LazyCopies,
     config_of,
-    prompt_of,
 )
 
 pytestmark = pytest.mark.slow

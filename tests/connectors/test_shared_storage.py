@@ -241,7 +241,7 @@ def test_one_evicts_while_the_other_loads(start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_two_ranks_share_files_with_two_ranks_only(start: Start, tmp_path: Path) -> None:
-    a, b, alone = start(storage(tmp_path), tp=2), start(storage(tmp_path), tp=2), start()
+    a, b, alone = start(storage(tmp_path), tp_size=2), start(storage(tmp_path), tp_size=2), start()
     prompt = prompt_of(43)
     fill(a, tmp_path, prompt, num_files=12)
     (expected,) = alone.generate([prompt], GREEDY)
@@ -254,6 +254,6 @@ def test_two_ranks_share_files_with_two_ranks_only(start: Start, tmp_path: Path)
     assert by_one.num_transferred_tokens == 0
     b.settle(WAIT_S)
     b.close()
-    (by_c,) = start(storage(tmp_path), tp=2).generate([prompt], GREEDY)
+    (by_c,) = start(storage(tmp_path), tp_size=2).generate([prompt], GREEDY)
     assert by_c.token_ids == expected.token_ids
     assert by_c.num_transferred_tokens == 40

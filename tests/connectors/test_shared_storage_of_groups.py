@@ -70,7 +70,9 @@ def expected(model: ModelConfig) -> Iterator[Ask]:
     """What an engine without a connector answers, which keeps everything in one table. Each prompt once."""
     answers: dict[tuple[tuple[int, ...], int | None], list[int]] = {}
     with starting(model) as start_engine:
-        alone = start_engine(hybrid_kv_cache="off", num_blocks=NUM_BLOCKS, enable_prefix_caching=False)
+        alone = start_engine(
+            num_blocks=NUM_BLOCKS, cache={"hybrid_kv_cache": "off", "enable_prefix_caching": False}
+        )
 
         def answer(prompt: list[int], sampling: SamplingParams = GREEDY) -> list[int]:
             key = (tuple(prompt), sampling.max_tokens)
@@ -198,7 +200,7 @@ def test_another_grouping_another_block_size_find_nothing_and_harm_nothing(
 ) -> None:
     fill(start(storage(tmp_path)), tmp_path, PROMPT, num_files)
     kept = {path: path.read_bytes() for path in files_in(tmp_path)}
-    for other in ({"hybrid_kv_cache": "off"}, {"block_size": 8}):
+    for other in ({"cache": {"hybrid_kv_cache": "off"}}, {"block_size": 8}):
         (by_other,) = start(storage(tmp_path), **other).generate([PROMPT], GREEDY)
         assert by_other.token_ids == expected(PROMPT)
         assert by_other.num_transferred_tokens == 0
@@ -231,9 +233,9 @@ def test_tokens_survive_preemption_and_a_restart(
 def test_two_ranks_share_their_halves_of_each_group(
     start: Start, expected: Ask, tmp_path: Path, num_files: int
 ) -> None:
-    a = start(storage(tmp_path), tp=2)
+    a = start(storage(tmp_path), tp_size=2)
     assert fill(a, tmp_path, PROMPT, 2 * num_files) == expected(PROMPT)
     a.close()
-    (by_b,) = start(storage(tmp_path), tp=2).generate([PROMPT], GREEDY)
+    (by_b,) = start(storage(tmp_path), tp_size=2).generate([PROMPT], GREEDY)
     assert by_b.token_ids == expected(PROMPT)
     assert by_b.num_transferred_tokens == 64

@@ -1,46 +1,27 @@
 """A conversation of three turns between two engines: the tokens are one engine's, the past travels back."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from baton.core.config import CacheConfig, ClusterSecret, EngineConfig, KVTransferConfig, ModelConfig
+from baton.core.config import ModelConfig
 from baton.engine.api import SamplingParams
-from baton.engine.llm import LLM
+from tests.connectors.engine_world import ONE_TOKEN, Start, engines, hands_over
 
 GREEDY = SamplingParams(max_tokens=11, temperature=0, ignore_eos=True)
-ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
-Start = Callable[..., LLM]
 
 
 @pytest.fixture
 def start(model: ModelConfig) -> Iterator[Start]:
-    with ExitStack() as stack:
-
-        def start_engine(engine_id: str | None = None, connector: str = "BatonPullConnector") -> LLM:
-            transfer = None
-            if engine_id is not None:
-                transfer = KVTransferConfig(
-                    kv_connector=connector,
-                    kv_role="kv_both",
-                    engine_id=engine_id,
-                    kv_connector_extra_config={"turns": {"min_tokens": 8}},
-                )
-            config = EngineConfig(
-                model_config=model,
-                cache_config=CacheConfig(num_gpu_blocks=96, block_size=4),
-                kv_transfer_config=transfer,
-                cluster_secret=ClusterSecret(b"sixteen bytes or more"),
-            )
-            return stack.enter_context(LLM(config, "baton.assemble:connector_factory"))
-
-        yield start_engine
+    with engines(model) as start_engine:
+        yield lambda engine_id=None, kind="Pull": start_engine(
+            hands_over(engine_id, kind, turns={"min_tokens": 8}), num_blocks=96
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("connector", ["BatonPullConnector", "BatonPushConnector"])
+@pytest.mark.parametrize("connector", ["Pull", "Push"])
 def test_three_turns_give_the_tokens_of_one_engine_and_p_computes_only_what_is_new(
     start: Start, connector: str
 ) -> None:
