@@ -1,4 +1,4 @@
-"""Events as they stand on vLLM's wire; stats as they travel; factories by path."""
+"""Events in vLLM's format, serialised statistics, and factories by path."""
 
 from functools import partial
 
@@ -25,16 +25,16 @@ def stored(number: int) -> BlockStored:
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=6), min_size=1, max_size=4))
-def test_only_what_every_rank_has_said_is_common(said: list[list[int]]) -> None:
-    aggregator = KVEventAggregator(len(said))
-    for numbers in said:
+def test_only_events_reported_by_every_rank_are_common(reported: list[list[int]]) -> None:
+    aggregator = KVEventAggregator(len(reported))
+    for numbers in reported:
         aggregator.add_events(stored(number) for number in numbers)
     common = {event.block_hashes[0] for event in aggregator.get_common_events()}
-    assert common == set.intersection(*map(set, said))
-    assert {event.block_hashes[0] for event in aggregator.get_all_events()} == set().union(*said)
+    assert common == set.intersection(*map(set, reported))
+    assert {event.block_hashes[0] for event in aggregator.get_all_events()} == set().union(*reported)
 
 
-def test_what_is_not_common_yet_waits_for_the_next_step() -> None:
+def test_events_that_are_not_common_wait_for_the_next_step() -> None:
     aggregator = KVEventAggregator(2)
     aggregator.add_events([stored(1), stored(2)])
     aggregator.add_events([stored(1)])
@@ -44,7 +44,7 @@ def test_what_is_not_common_yet_waits_for_the_next_step() -> None:
     assert aggregator.get_all_events() == []
 
 
-def test_a_quorum_of_nobody_is_refused() -> None:
+def test_a_quorum_of_zero_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match="positive"):
         KVEventAggregator(0)
 
@@ -69,14 +69,14 @@ def some_stats() -> PullStats:
     return stats
 
 
-def test_stats_survive_the_way_to_another_process() -> None:
+def test_stats_survive_serialisation() -> None:
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(some_stats().to_dict()))
     rebuilt = BatonPullConnector.build_kv_connector_stats(sent)
     assert rebuilt == some_stats()
     assert BatonPullConnector.build_kv_connector_stats() == PullStats()
 
 
-def test_stats_add_up() -> None:
+def test_stats_of_ranks_are_added() -> None:
     total = some_stats().aggregate(some_stats())
     assert total.data["num_loans"] == 2
     assert total.data["failures"] == {"read failed": 2}
@@ -125,7 +125,7 @@ def test_prometheus_shows_what_was_counted() -> None:
 # --- Factories ---------------------------------------------------------------------------------------
 
 
-def test_no_path_is_no_connector() -> None:
+def test_without_a_path_there_is_no_connector() -> None:
     assert isinstance(load_factory(None), ConnectorFactory)
 
 

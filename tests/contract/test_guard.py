@@ -1,4 +1,4 @@
-"""What a connector raises: answered as the table says, and charged to a request or to a step."""
+"""Errors of a connector: answered as the table defines, and charged to a request or to a step."""
 
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ def test_a_failure_is_answered_safely_and_charged_by_its_scope(row: Row) -> None
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_user_error_passes_where_the_request_can_still_be_refused(row: Row) -> None:
+def test_a_user_error_is_raised_while_the_request_can_be_refused(row: Row) -> None:
     guard = Guard()
     ask: Any = partial(guard.contain, row.name, partial(fail, BadTransferParams("expired")))
     if row.scope is Scope.REQUEST:
@@ -38,14 +38,14 @@ def test_a_user_error_passes_where_the_request_can_still_be_refused(row: Row) ->
     assert guard.num_errors == (row.scope is not Scope.REQUEST)
 
 
-def test_a_load_that_fails_marks_the_step_and_one_after_it_does_not_clear_the_mark() -> None:
+def test_a_failed_load_marks_the_step_even_if_later_loads_succeed() -> None:
     guard = Guard()
     assert not guard.load("start_load_kv", partial(fail, RuntimeError("no")))
     assert guard.load("wait_for_layer_load", lambda: None)
     assert guard.loads_failed
 
 
-def test_only_a_step_can_say_that_the_connector_is_dead() -> None:
+def test_only_a_step_method_can_report_a_dead_connector() -> None:
     guard = SchedulerGuard(NullSchedulerHalf())
     guard.contain("request_finished", partial(fail, ConnectorDead("its thread")))
     assert guard.end_step() is None

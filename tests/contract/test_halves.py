@@ -1,4 +1,4 @@
-"""One class that is two: every method of the base reaches the half that is there."""
+"""One class for two halves: every method of the base reaches the half of the role."""
 
 import enum
 import inspect
@@ -40,7 +40,7 @@ class Joined(TwoHalves):
 
 
 class Recorder:
-    """Answers every method with its name."""
+    """Returns the name of any method that is called."""
 
     def __getattr__(self, name: str) -> Any:
         if SURFACE[name].kind == "property":
@@ -75,7 +75,7 @@ def test_every_member_is_forwarded_with_its_arguments(role: KVConnectorRole, nam
         assert answer == (name, arguments, extra)
 
 
-def test_cross_layer_blocks_are_false_on_the_class_and_the_halfs_on_the_instance() -> None:
+def test_cross_layer_blocks_are_a_preference_of_the_instance() -> None:
     class Prefers(Joined):
         @classmethod
         def make_worker_half(cls, vllm_config: Any, kv_cache_config: Any) -> KVConnectorWorkerHalf:
@@ -96,7 +96,7 @@ class TheirRoles(enum.Enum):
 TheirRoles.__name__ = "KVConnectorRole"
 
 
-def test_a_host_may_have_an_enum_of_its_own_for_roles() -> None:
+def test_a_host_may_have_its_own_enum_of_roles() -> None:
     assert TheirRoles.WORKER == KVConnectorRole.WORKER
     assert KVConnectorRole.SCHEDULER != TheirRoles.WORKER
     connector = Joined(Config(), TheirRoles.SCHEDULER)  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ def test_a_host_may_have_an_enum_of_its_own_for_roles() -> None:
     assert connector.scheduler_half is not None
 
 
-def test_the_other_half_is_not_there() -> None:
+def test_the_other_half_is_not_accessible() -> None:
     with pytest.raises(AssertionError, match="scheduler role"):
         joined(KVConnectorRole.SCHEDULER).wait_for_save()
     with pytest.raises(AssertionError, match="worker role"):
@@ -119,7 +119,7 @@ def test_a_connector_needs_a_transfer_config() -> None:
         Joined(Bare(), KVConnectorRole.SCHEDULER)  # type: ignore[arg-type]
 
 
-def test_null_halves_say_nothing() -> None:
+def test_null_halves_answer_nothing() -> None:
     scheduler, worker = NullSchedulerHalf(), NullWorkerHalf()
     request: Any = None
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -149,7 +149,7 @@ def test_the_guide_lists_the_hooks_that_the_embedded_engine_does_not_call() -> N
         for name in vars(half)
         if not name.startswith("_")
     }
-    # Called through a hook that is called: `bind_kv_cache_manager`, `get_transfer_results` and the handshake.
+    # Called by other hooks: `bind_kv_cache_manager`, `get_transfer_results` and the handshake.
     called |= {"bind_gpu_block_pool", "get_finished", "set_xfer_handshake_metadata"}
     guide = (root / "docs" / "connectors.md").read_text()
     section = guide.partition("## Hooks that only one host calls")[2].partition("\n## ")[0]

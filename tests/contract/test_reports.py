@@ -1,4 +1,4 @@
-"""However ranks and steps interleave, what comes out of their reports is the same, and each id once."""
+"""Combined reports: the same for any interleaving of ranks and steps, and each id once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ IDS = [f"r{i}" for i in range(6)]
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[int, dict[str, list[int]], list[set[str]]]:
-    """(ranks, in which step each rank reports each id, which ids each rank calls failed)."""
+    """(number of ranks, step in which each rank reports each id, ids that each rank reports as failed)."""
     num_ranks = draw(st.integers(1, 4))
     steps = draw(
         st.fixed_dictionaries(
@@ -68,12 +68,12 @@ def test_each_id_comes_out_once_when_the_last_rank_has_reported_it(
         for id_ in (output and output.failed_recving) or ():
             failures[id_] = step
     assert received == {i: max(at) for i, at in steps.items()}
-    # A failure of one rank is the whole's, and is told together with the end.
+    # If one rank fails, the combined result is a failure, emitted together with the end.
     assert failures == {i: received[i] for i in set().union(*failed)}
 
 
 @given(histories(), st.randoms(use_true_random=False))
-def test_the_order_of_ranks_is_irrelevant(
+def test_the_order_of_ranks_does_not_matter(
     history: tuple[int, dict[str, list[int]], list[set[str]]], order: random.Random
 ) -> None:
     num_ranks, steps, failed = history
@@ -91,7 +91,7 @@ def test_the_order_of_ranks_is_irrelevant(
         assert one.aggregate(outputs) == other.aggregate([outputs[rank] for rank in renamed])
 
 
-def test_a_rank_that_repeats_itself_counts_once() -> None:
+def test_a_repeated_report_of_a_rank_counts_once() -> None:
     aggregator = KVOutputAggregator(2)
     again = KVConnectorOutput(finished_sending={"r"})
     assert aggregator.aggregate([again, None]) is None
@@ -99,7 +99,7 @@ def test_a_rank_that_repeats_itself_counts_once() -> None:
     assert aggregator.aggregate([None, again]) == KVConnectorOutput(finished_sending={"r"})
 
 
-def test_invalid_blocks_come_out_at_once() -> None:
+def test_invalid_blocks_are_emitted_at_once() -> None:
     aggregator = KVOutputAggregator(2)
     output = aggregator.aggregate(
         [KVConnectorOutput(invalid_block_ids={1}), KVConnectorOutput(invalid_block_ids={2})]
@@ -107,7 +107,7 @@ def test_invalid_blocks_come_out_at_once() -> None:
     assert output == KVConnectorOutput(invalid_block_ids={1, 2})
 
 
-def test_nothing_from_anybody_is_none() -> None:
+def test_no_reports_combine_to_none() -> None:
     aggregator = KVOutputAggregator(2)
     assert aggregator.aggregate([None, None]) is None
     assert aggregator.aggregate([KVConnectorOutput(), None]) is None
@@ -156,7 +156,7 @@ def test_events_of_ranks_need_a_quorum() -> None:
 
 
 class Talk(KVConnectorWorkerMetadata):
-    """Everybody's words; those of a rank that says "unheard of" cannot be combined with others."""
+    """Concatenated words; those of a rank that reports "unheard of" cannot be combined with others."""
 
     def __init__(self, *words: str) -> None:
         self.words = sorted(words)
@@ -173,7 +173,7 @@ def loans(count: int) -> PullStats:
     return stats
 
 
-def test_what_only_the_connector_understands_is_combined_by_its_own_aggregate() -> None:
+def test_connector_metadata_is_combined_by_its_own_aggregate() -> None:
     output = KVOutputAggregator(3).aggregate(
         [
             KVConnectorOutput(kv_connector_worker_meta=Talk("a"), kv_connector_stats=loans(1)),
@@ -187,7 +187,7 @@ def test_what_only_the_connector_understands_is_combined_by_its_own_aggregate() 
     assert output.kv_connector_stats == loans(3)
 
 
-def test_words_that_cannot_be_combined_are_lost_and_nothing_else() -> None:
+def test_only_a_field_that_cannot_be_combined_is_dropped() -> None:
     aggregator = KVOutputAggregator(2)
     garbled = [
         KVConnectorOutput(
@@ -243,7 +243,7 @@ def test_reports_are_gathered_in_any_order(order: list[int]) -> None:
     assert (combined.jobs, combined.nbytes) == ({1}, 6)
 
 
-def test_gathering_leaves_the_originals_alone() -> None:
+def test_gathering_does_not_change_the_reports() -> None:
     first, second = Stored(rank=0, jobs={1}), Stored(rank=1, jobs={2})
     first.aggregate(second)
     assert (first, second) == (Stored(rank=0, jobs={1}), Stored(rank=1, jobs={2}))
@@ -270,7 +270,7 @@ def test_failures_of_no_field_are_refused() -> None:
 # --- Requests that are gone --------------------------------------------------------------------------
 
 
-def test_what_was_counted_for_a_request_is_dropped_with_it() -> None:
+def test_the_counts_of_a_request_are_dropped_with_it() -> None:
     aggregator = KVOutputAggregator(2)
     first = KVConnectorOutput(finished_recving={"gone", "held"}, failed_recving={"gone", "held"})
     assert aggregator.aggregate([first, None]) is None
@@ -279,7 +279,7 @@ def test_what_was_counted_for_a_request_is_dropped_with_it() -> None:
     assert aggregator.aggregate([None, late]) == KVConnectorOutput(
         finished_recving={"held"}, failed_recving={"held"}
     )
-    # A namesake that comes later waits for both ranks, and has not failed.
+    # A later request with the same id waits for both ranks, and has not failed.
     aggregator.forget_all_but(set())
     again = KVConnectorOutput(finished_recving={"gone"})
     assert aggregator.aggregate([again, None]) is None
@@ -287,7 +287,7 @@ def test_what_was_counted_for_a_request_is_dropped_with_it() -> None:
 
 
 @given(histories(), st.sets(st.sampled_from(IDS)), st.integers(0, 7))
-def test_those_who_live_on_are_counted_as_if_nobody_had_gone(
+def test_forgetting_requests_does_not_affect_the_others(
     history: tuple[int, dict[str, list[int]], list[set[str]]], gone: set[str], gone_at: int
 ) -> None:
     num_ranks, steps, failed = history
@@ -304,47 +304,47 @@ def test_those_who_live_on_are_counted_as_if_nobody_had_gone(
             )
             for rank in range(num_ranks)
         ]
-        said, wanted = aggregator.aggregate(reports), undisturbed.aggregate(without)
-        assert ((said and said.finished_recving) or set()) - gone == (
+        reported, wanted = aggregator.aggregate(reports), undisturbed.aggregate(without)
+        assert ((reported and reported.finished_recving) or set()) - gone == (
             (wanted and wanted.finished_recving) or set()
         )
-        assert ((said and said.failed_recving) or set()) - gone == (
+        assert ((reported and reported.failed_recving) or set()) - gone == (
             (wanted and wanted.failed_recving) or set()
         )
         if step >= gone_at:
             aggregator.forget_all_but(set(IDS) - gone)
 
 
-def test_a_rank_may_change_how_many_reports_an_id_waits_for_that_has_some_already() -> None:
+def test_a_changed_count_applies_to_ids_with_reports() -> None:
     aggregator = KVOutputAggregator(3)
-    said = KVConnectorOutput(finished_sending={"r"})
-    assert aggregator.aggregate([said, said, None]) is None
+    reported = KVConnectorOutput(finished_sending={"r"})
+    assert aggregator.aggregate([reported, reported, None]) is None
     two_are_enough = KVConnectorOutput(expected_finished_count=2)
-    assert not two_are_enough.is_empty(), "or it would never be sent"
+    assert not two_are_enough.is_empty(), "an empty report would not be sent"
     assert aggregator.aggregate([None, None, two_are_enough]) == KVConnectorOutput(
         finished_sending={"r"}, expected_finished_count=2
     )
 
 
-def test_where_ranks_differ_the_last_ones_number_stands() -> None:
+def test_if_ranks_differ_the_last_ranks_count_is_used() -> None:
     aggregator = KVOutputAggregator(2)
-    said = [KVConnectorOutput(expected_finished_count=count) for count in (1, 2)]
-    output = aggregator.aggregate(said)
+    reported = [KVConnectorOutput(expected_finished_count=count) for count in (1, 2)]
+    output = aggregator.aggregate(reported)
     assert output is not None
     assert output.expected_finished_count == 2
     assert aggregator.aggregate([KVConnectorOutput(finished_sending={"r"}), None]) is None
 
 
-def test_a_number_that_has_grown_holds_for_ids_that_wait_already() -> None:
+def test_an_increased_count_applies_to_waiting_ids() -> None:
     aggregator = KVOutputAggregator(2)
-    said = KVConnectorOutput(finished_recving={"r"})
-    assert aggregator.aggregate([said, None]) is None
+    reported = KVConnectorOutput(finished_recving={"r"})
+    assert aggregator.aggregate([reported, None]) is None
     aggregator.aggregate([None, KVConnectorOutput(expected_finished_count=3)])
-    assert aggregator.aggregate([None, said]) is None
-    assert aggregator.aggregate([None, said]) == said
+    assert aggregator.aggregate([None, reported]) is None
+    assert aggregator.aggregate([None, reported]) == reported
 
 
-def test_what_comes_out_of_a_step_is_shared_with_no_other_step() -> None:
+def test_the_results_of_steps_share_no_objects() -> None:
     aggregator = KVOutputAggregator(1)
     report = KVConnectorOutput(finished_sending={"a"})
     first = aggregator.aggregate([report])

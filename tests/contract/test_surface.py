@@ -1,4 +1,4 @@
-"""The table of the contract: complete, true to the base classes, and what forwarding makes of it."""
+"""Table of the contract: complete, consistent with the base classes, and used for forwarding."""
 
 import copy
 import inspect
@@ -21,7 +21,7 @@ from baton.vllm_plugin.relied_on import EXTENDED
 
 
 def defined(*kinds: type) -> dict[str, str]:
-    """By name, what of the contract these classes define themselves: "method" or "property"."""
+    """The contract's members that these classes define themselves, as "method" or "property" by name."""
     return {
         name: "property" if isinstance(value, property) else "method"
         for kind in kinds
@@ -46,7 +46,7 @@ def test_each_member_of_the_base_has_one_row() -> None:
     assert names(Half.CLASS).items() <= defined(KVConnectorBase_V1).items()
 
 
-def test_the_rows_of_vllm_are_those_that_were_recorded() -> None:
+def test_vllms_rows_equal_the_recorded_ones() -> None:
     recorded = {
         name
         for record in RECORDS.glob("*.json")
@@ -65,17 +65,17 @@ def test_the_rows_of_vllm_are_those_that_were_recorded() -> None:
         (WatchedWorker, (Half.WORKER, Half.BOTH)),
     ],
 )
-def test_what_stands_before_a_half_inherits_nothing(kind: type, halves: tuple[Half, ...]) -> None:
+def test_a_forwarding_class_inherits_no_contract_method(kind: type, halves: tuple[Half, ...]) -> None:
     own = vars(kind).keys() | SupportsHMA.__abstractmethods__
-    assert names(*halves).keys() - own == set(), "never reaches the half"
+    assert names(*halves).keys() - own == set(), "an inherited method does not reach the half"
 
 
 @pytest.mark.parametrize(
     "row", [row for row in ROWS if row.name in vars(TwoHalves)], ids=lambda row: row.name
 )
-def test_a_forwarded_method_looks_like_the_contracts(row: Row) -> None:
+def test_a_forwarded_method_has_the_contracts_signature(row: Row) -> None:
     own, base = vars(TwoHalves)[row.name], getattr(KVConnectorBase_V1, row.name)
-    assert own is not base, "hosts ask whether a connector overrides a method"
+    assert own is not base, "hosts check whether a connector overrides a method"
     assert isinstance(own, property) == (row.kind == "property")
     assert not getattr(own, "__isabstractmethod__", False)
     if row.kind == "method":
@@ -85,7 +85,7 @@ def test_a_forwarded_method_looks_like_the_contracts(row: Row) -> None:
         assert pickle.loads(pickle.dumps(own)) is own
 
 
-def test_a_safe_answer_that_can_be_modified_is_a_new_one_each_time() -> None:
+def test_a_mutable_safe_answer_is_made_anew() -> None:
     for row in ROWS:
         before = copy.copy(row.safe_answer())
         if isinstance(before, set | dict):

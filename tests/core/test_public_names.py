@@ -1,4 +1,4 @@
-"""What `from baton import ...` offers."""
+"""Public names of `from baton import ...`."""
 
 import subprocess
 import sys
@@ -34,6 +34,6 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = baton.LMM
 
 
-def test_importing_baton_loads_nothing_of_it() -> None:
+def test_importing_baton_loads_no_submodule() -> None:
     command = [sys.executable, "-c", f"import sys, baton; {ENGINES_AND_TORCH}"]
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip() == "[]"

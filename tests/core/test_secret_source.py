@@ -1,4 +1,4 @@
-"""Source of the cluster secret: who gives it, in which order, and what is generated."""
+"""Source of the cluster secret: the order of its sources, and the generated secret."""
 
 import os
 import stat
@@ -81,7 +81,7 @@ def test_a_file_that_others_can_read_is_warned_about(tmp_path: Path) -> None:
     assert NEW not in warning
 
 
-def test_without_a_secret_one_is_generated_and_kept(tmp_path: Path) -> None:
+def test_a_missing_secret_is_generated_and_kept(tmp_path: Path) -> None:
     environment = {"XDG_STATE_HOME": str(tmp_path / "state")}
     first = found(environment)
     path = tmp_path / "state" / "baton" / "secret"
@@ -125,18 +125,18 @@ def test_a_generated_secret_that_others_can_read_is_refused(tmp_path: Path) -> N
         found(environment)
 
 
-def test_where_none_can_be_kept_the_error_names_the_variable(tmp_path: Path) -> None:
+def test_an_error_names_the_variable_if_no_secret_can_be_kept(tmp_path: Path) -> None:
     (tmp_path / "baton").write_text("a file where the folder should be")
     for environment in ({}, {"XDG_STATE_HOME": str(tmp_path)}):
         with pytest.raises(ConfigError, match="BATON_SECRET: is required"):
             found(environment)
 
 
-def test_an_engine_that_moves_no_kv_needs_none() -> None:
+def test_an_engine_that_moves_no_kv_needs_no_secret() -> None:
     assert found({}, moves_kv=False) == FoundSecret()
 
 
-def test_moving_kv_without_a_secret_takes_an_explicit_setting_and_warns() -> None:
+def test_moving_kv_without_a_secret_needs_an_explicit_setting_and_warns() -> None:
     insecure = found({}, is_insecure=True)
     assert insecure.secret is None
     assert insecure.warning is not None

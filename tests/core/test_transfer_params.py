@@ -1,4 +1,4 @@
-"""The door: whatever a client sends as `kv_transfer_params` is parsed, or refused by the field's name."""
+"""Parsing of `kv_transfer_params`: any input is parsed, or refused with the field's name."""
 
 from typing import Any
 
@@ -49,13 +49,13 @@ STREAM: dict[str, Any] = {
 }
 
 
-def test_a_decode_leg_that_streams_has_a_name_and_an_introduction() -> None:
+def test_a_streaming_decode_leg_has_a_transfer_id_and_an_introduction() -> None:
     assert parse_transfer_params(STREAM) == Stream("t", "abc", "P0")  # type: ignore[arg-type]
     with_ticket = {**STREAM, "baton_ticket": "xyz"}
     assert parse_transfer_params(with_ticket) == Fetch("xyz", "P0")  # type: ignore[arg-type]
 
 
-def test_a_prefill_leg_may_bring_the_ticket_of_the_turn_before() -> None:
+def test_a_prefill_leg_may_carry_the_ticket_of_the_previous_turn() -> None:
     leg = {"do_remote_decode": True, "transfer_id": "t", "baton_ticket": "abc"}
     assert parse_transfer_params(leg) == Compute("t", "abc")  # type: ignore[arg-type]
 
@@ -87,12 +87,12 @@ def test_a_bad_field_of_a_stream_is_named(change: dict[str, Any], field: str) ->
         parse_transfer_params({**STREAM, **change})
 
 
-def test_a_bad_ticket_of_the_turn_before_is_named() -> None:
+def test_a_bad_ticket_of_the_previous_turn_is_named() -> None:
     with pytest.raises(BadTransferParams, match=r"kv_transfer_params\.baton_ticket: "):
         parse_transfer_params({"do_remote_decode": True, "baton_ticket": 7})
 
 
-def test_vllms_own_nulls_are_fine_on_the_prefill_leg() -> None:
+def test_vllms_null_fields_are_accepted_on_the_prefill_leg() -> None:
     leg = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -129,12 +129,12 @@ def test_a_bad_field_is_named(change: dict[str, Any], field: str) -> None:
     assert caught.value.field == f"kv_transfer_params.{field}"
 
 
-def test_the_request_that_killed_other_engines_is_a_clear_400() -> None:
+def test_a_request_that_crashed_other_engines_is_refused_clearly() -> None:
     with pytest.raises(BadTransferParams, match="baton_ticket: is missing"):
         parse_transfer_params({"do_remote_prefill": True})
 
 
-def test_both_directions_at_once_make_no_sense() -> None:
+def test_both_directions_at_once_are_refused() -> None:
     with pytest.raises(BadTransferParams, match="must not set both"):
         parse_transfer_params({**ANSWER, "do_remote_decode": True})
 
@@ -147,7 +147,7 @@ json_values = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from([*ANSWER, "transfer_id", "other"]), json_values))
-def test_no_json_gets_past_the_door_but_as_a_typed_value(raw: dict[str, Any]) -> None:
+def test_json_is_parsed_to_a_typed_value_or_refused(raw: dict[str, Any]) -> None:
     assert (field := _field_refused(raw)) is None or field.startswith("kv_transfer_params")
 
 

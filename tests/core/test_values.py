@@ -128,7 +128,7 @@ def test_a_refusal_names_every_field_that_differs() -> None:
     ]
 
 
-def test_a_dtype_that_converts_is_a_difference_only_for_who_does_not_convert() -> None:
+def test_a_convertible_dtype_differs_only_without_conversion() -> None:
     ours = ModelFingerprint("m", "r", "float32", 2, 2, 64, "s")
     theirs = msgspec.structs.replace(ours, dtype="bfloat16")
     assert differences(ours, theirs) == []
@@ -147,7 +147,7 @@ def test_a_conversion_declares_what_it_loses() -> None:
     )
 
 
-def test_the_secret_is_never_printed_and_never_short() -> None:
+def test_the_secret_is_not_printed_and_not_short() -> None:
     secret = ClusterSecret(b"0123456789abcdef")
     assert "0123" not in f"{secret} {secret!r}"
     assert secret.derive("a") != secret.derive("b")
@@ -167,6 +167,6 @@ def test_a_previous_secret_is_accepted_and_never_signs() -> None:
 
 
 def test_a_guess_of_the_secret_costs_more_than_one_hash() -> None:
-    """A weak secret must not be found by hashing a dictionary and comparing signatures."""
+    """A weak secret must not be found by hashing a dictionary and comparing the signatures."""
     key = b"a weak secret of sixteen bytes"
     assert ClusterSecret(key).derive("a") != hmac.digest(key, b"a", "sha256")

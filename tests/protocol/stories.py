@@ -1,12 +1,12 @@
 """Plays a transcript: a script of verbs, and everything that the machines answer.
 
 at 12.5               the time of all clocks
-drift D 1.01          ... but this one's runs faster or slower
+drift D 1.01          ... but this clock runs faster or slower
 lend                  P lends; loans are named by their number
 fetch D 1 0-0 1-0     D fetches loan 1 with these pairs (none: nothing to move)
 reserve D 1, start D 1 0-0, abort D 1
 read D 1 0-0 ok       a read of claim 1 has ended (or: error)
-deliver, lose         everything under way; answers are under way next
+deliver, lose         all messages in flight; answers are in flight next
 again                 the last delivery once more
 wake                  all timers that are due
 drain 20              P drains until then
@@ -15,16 +15,16 @@ restart P             the successor has the same name
 Push: a prompt of 8 tokens, a block per token, two layers; a transfer is a letter.
 
 expect x 8            P: a prefill comes (expect x 8 other: of another prompt)
-progress x 4 10-17    so many tokens are ready, in these blocks (... partial 8 1: and one layer up to 8)
+progress x 4 10-17    4 tokens are ready, in these blocks (... partial 8 1: and one layer up to 8)
 preempt x, fail x     the run is over, or the prefill
 finish x 10-17        P lends these blocks and signs a ticket
-want D x 8            D waits for it, from P as it is now
-seek D Q x 8          ... from whoever is Q, where P listens
-ready D 1 0 0-0       ... and may read, behind token 0, with these pairs
+want D x 8            D waits for it, from the current incarnation of P
+seek D Q x 8          ... from the engine named Q, at P's address
+ready D 1 0 0-0       ... and may read, from token 0 on, with these pairs
 accept D 1            the ticket is of our cluster; refuse D 1: it is not
-progress x 4 10-13,none from 0,5      ... of two cache groups, whose blocks begin at these places
-ready D 1 0 0-0 groups 3    ... of which layer 1 sees everything, and layer 0 the last three tokens
-ready D 1 0 0-0 table 3     ... at D; P has one table for both
+progress x 4 10-13,none from 0,5      ... of two cache groups, whose blocks begin at these indices
+ready D 1 0 0-0 groups 3    ... layer 1 has full attention, layer 0 sees the last three tokens
+ready D 1 0 0-0 table 3     ... the same at D; P has one table for both
 """
 
 import hashlib
@@ -115,13 +115,13 @@ class Story:
         self.under_way: list[bytes] = []
         self.last_delivery: list[bytes] = []
         self.loans: dict[int, tuple[LoanId, Address]] = {}
-        self.prompts: dict[str, PromptHash] = {}  # Of what P prefills, by transfer.
+        self.prompts: dict[str, PromptHash] = {}  # Prompts that P prefills, by transfer.
         self.tickets: dict[str, Ticket] = {}
         self.to_open: dict[tuple[str, int], str] = {}
         self.lines: list[str] = []
 
     def play(self, script: str) -> str:
-        """The script with its reactions, whatever reactions it came with."""
+        """The script with its reactions; reactions in `script` are replaced."""
         steps = [step.split("----")[0].strip() for step in script.split("\n\n") if step.strip()]
         played = []
         for step in steps:
@@ -173,9 +173,9 @@ class Story:
                 node = self.nodes[name]
                 ok, error = outcome == "ok", "" if outcome == "ok" else "link down"
                 [edge] = _pairs([pair])
-                said = (int(claim), edge, ok, self._clock(node), error)
-                self._react(name, node.streams.read_ended(*said))
-                self._react(name, node.consumer.read_ended(*said))
+                read_end = (int(claim), edge, ok, self._clock(node), error)
+                self._react(name, node.streams.read_ended(*read_end))
+                self._react(name, node.consumer.read_ended(*read_end))
             case ["deliver"]:
                 self.last_delivery, self.under_way = self.under_way, []
                 self._deliver(self.last_delivery)
@@ -196,7 +196,7 @@ class Story:
                 self.nodes[name] = Node(name, self.nodes[name].address.epoch + 1)
             case _:
                 self._do_push(words)
-        assert self.now >= now, "time runs forward"
+        assert self.now >= now, "time must not run backward"
 
     def _do_push(self, words: list[str]) -> None:
         node = self.nodes["P"]
@@ -281,7 +281,7 @@ class Story:
             envelope = decode_envelope(frame)
             name = envelope.target.engine_id
             if envelope.target.is_named_only:
-                name = EngineId("P")  # Whatever it is called: only P listens to such.
+                name = EngineId("P")  # Regardless of the name: only P listens at this address.
             node = self.nodes[name]
             messages, answers = admit(node.address, envelope)
             effects: list[Effect | StreamEffect] = [*answers]
@@ -406,6 +406,6 @@ def _ticket(p: Address, loan_id: LoanId, transfer: str, blocks: BlockTables, pro
     )
 
 
-if __name__ == "__main__":  # Rewrites the reactions; the diff is for the reviewer.
+if __name__ == "__main__":  # Rewrites the reactions; review the diff.
     for path in sorted(FOLDER.glob("*.txt")):
         path.write_text(Story().play(path.read_text()))

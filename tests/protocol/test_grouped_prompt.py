@@ -1,4 +1,4 @@
-"""What of a prompt moves through which tables, against a walk over every token and layer."""
+"""Parts and tables of a prompt with cache groups, compared with a walk over every token and layer."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ Groups = tuple[KVCacheGroup, ...]
 
 @dataclass(frozen=True)
 class World:
-    """Two engines with one model, each with groups of its own; one prompt."""
+    """Two engines with one model, each with its own groups; one prompt."""
 
     windows: tuple[int | None, ...]  # Of each layer.
     ours: Groups
@@ -28,7 +28,7 @@ class World:
     prompt: GroupedPrompt
 
     def moves(self, token: int, layer: int) -> bool:
-        """Is the token in a block of which the last token, or the next one behind it, sees anything?"""
+        """Whether the last token, or the next one, sees anything of the token's block."""
         window = self.ours[group_of(self.ours, layer)].window
         if window is None:
             return True
@@ -36,7 +36,7 @@ class World:
         return token // self.prompt.block_tokens >= first_seen // self.prompt.block_tokens
 
     def cells_of(self, part: Part) -> list[tuple[int, int]]:
-        """Tokens and layers that a driver would read."""
+        """Tokens and layers that a driver would read for this part."""
         layers = range(len(self.windows))
         if part.groups is not None:
             ours, theirs = self.ours[part.groups.local], self.theirs[part.groups.remote]
@@ -72,7 +72,7 @@ def worlds(draw: st.DrawFn) -> World:
     window = draw(st.integers(1, 12))
     windows = tuple(draw(st.lists(st.sampled_from([None, window]), min_size=1, max_size=6)))
     ours = group_layers(windows)
-    # Another order of the same groups, layers dealt out one by one, or one table that keeps everything.
+    # The same groups in another order, layers dealt out one by one, or one table that keeps everything.
     theirs = draw(
         st.sampled_from(
             [
@@ -95,14 +95,14 @@ fronts = st.builds(
 
 
 @given(worlds(), fronts, fronts)
-def test_each_cell_that_moves_is_in_one_part_and_no_other_is(
+def test_each_moving_cell_is_in_exactly_one_part(
     world: World, old: ProgressFrontier, new: ProgressFrontier
 ) -> None:
     num_layers, num_tokens = len(world.windows), world.prompt.num_tokens
     new = new.between(0, num_tokens)
     parts = world.prompt.cut(parts_between(old, new, num_layers))
     cells = [cell for part in parts for cell in world.cells_of(part)]
-    assert all(world.cells_of(part) for part in parts), "an order that moves nothing"
+    assert all(world.cells_of(part) for part in parts), "a part that moves nothing"
     assert len(set(cells)) == len(cells), "a cell is read twice"
     assert set(cells) == {
         (token, layer)
@@ -114,8 +114,8 @@ def test_each_cell_that_moves_is_in_one_part_and_no_other_is(
 
 
 @given(worlds(), st.integers(0, MAX_TOKENS))
-def test_each_token_that_moves_is_found_in_its_own_block(world: World, num_ready: int) -> None:
-    """As P names them: whole blocks, from the first of each group that stays."""
+def test_each_moving_token_is_in_its_own_block(world: World, num_ready: int) -> None:
+    """P names whole blocks, from the first one of each group that it keeps."""
     prompt = world.prompt
     size = prompt.block_tokens
     num_ready = min(num_ready, prompt.num_tokens) // size * size
@@ -141,10 +141,10 @@ def blocks(*tables: tuple[int, ...]) -> tuple[tuple[BlockId, ...], ...]:
     return tuple(tuple(map(BlockId, table)) for table in tables)
 
 
-def test_the_picture_in_the_module_is_true() -> None:
+def test_the_example_in_the_module_docstring_holds() -> None:
     needed = PROMPT.needed(blocks((7, 3, 9, 4), (8,)), (0, 3), 16)
     assert needed == blocks((7, 3, 9, 4), (8,))
-    assert PROMPT.needed(blocks((7, 3, 9, 4), (0, 0, 0, 8)), (), 16) == needed, "of who keeps everything"
+    assert PROMPT.needed(blocks((7, 3, 9, 4), (0, 0, 0, 8)), (), 16) == needed, "P keeps all blocks"
     parts = PROMPT.cut([Part(8, 8), Part(16, 2, (0, 1))])
     assert parts == (
         Part(8, 8, None, GroupPair(0, 0)),
@@ -170,13 +170,13 @@ def test_the_picture_in_the_module_is_true() -> None:
         ((), (), 0, True),
     ],
 )
-def test_tokens_without_a_block_are_seen(
+def test_tokens_without_a_block_are_detected(
     tables: tuple[tuple[BlockId, ...], ...], first_blocks: tuple[int, ...], end_token: int, is_covered: bool
 ) -> None:
     assert (PROMPT.needed(tables, first_blocks, end_token) is not None) == is_covered
 
 
-def test_tokens_are_counted_once_whatever_the_groups() -> None:
+def test_tokens_are_counted_once_over_all_groups() -> None:
     one, other = GroupPair(0, 0), GroupPair(1, 1)
     assert num_tokens_in([]) == 0
     parts = [Part(4, 8, None, one), Part(8, 4, None, other), Part(16, 2), Part(4, 2, (0, 1))]

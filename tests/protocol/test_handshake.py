@@ -1,4 +1,4 @@
-"""The handshake and the table of peers."""
+"""Handshake, and table of peers."""
 
 from typing import Any
 
@@ -101,7 +101,7 @@ def test_the_largest_engine_fits_into_a_frame() -> None:
 
 
 @given(st.binary(max_size=100))
-def test_garbage_for_rank_cards_is_a_peer_error(payload: bytes) -> None:
+def test_malformed_rank_cards_are_a_peer_error(payload: bytes) -> None:
     with pytest.raises(PeerError):
         decode_ranks(payload)
 
@@ -159,7 +159,7 @@ def test_a_very_long_name_does_not_make_a_refusal_too_long_to_send() -> None:
     encode_envelope(Envelope(WIRE_VERSION, P, D, (answer,)))
 
 
-def test_the_payload_of_an_incompatible_peer_is_not_even_decoded() -> None:
+def test_the_payload_of_an_incompatible_peer_is_not_decoded() -> None:
     peers = table()
     peers.want(P, 0.0)
     other = msgspec.structs.replace(MODEL, revision="x")
@@ -170,7 +170,7 @@ def test_the_payload_of_an_incompatible_peer_is_not_even_decoded() -> None:
 # --- The table ------------------------------------------------------------------------------------
 
 
-def test_a_peer_is_asked_once_and_then_known() -> None:
+def test_a_peer_is_greeted_once() -> None:
     peers = table()
     assert peers.want(P, 0.0) == [Send(P, make_hello(D, MODEL))]
     assert peers.want(P, 0.1) == []
@@ -181,7 +181,7 @@ def test_a_peer_is_asked_once_and_then_known() -> None:
     assert peers.is_ready(P)
 
 
-def test_a_lost_hello_is_repeated_and_then_given_up() -> None:
+def test_a_lost_hello_is_repeated_a_few_times() -> None:
     peers = table()
     num_hellos = len(peers.want(P, 0.0))
     effects: list[PeerEffect] = []
@@ -192,7 +192,7 @@ def test_a_lost_hello_is_repeated_and_then_given_up() -> None:
     assert lost(effects).code is FailureCode.NO_ANSWER
 
 
-def test_failures_are_answered_from_memory_for_one_second_then_two_up_to_a_minute() -> None:
+def test_the_back_off_doubles_from_one_second_to_a_minute() -> None:
     peers, now, waits = table(), 0.0, []
     for _ in range(9):
         [hello] = peers.want(P, now)
@@ -202,13 +202,13 @@ def test_failures_are_answered_from_memory_for_one_second_then_two_up_to_a_minut
         while isinstance(peers.want(P, now)[0], PeerLost):
             now += 0.5
         waits.append(now - since)
-        peers.receive(P, Refused(("no room",)), now)  # The question that ended the wait.
+        peers.receive(P, Refused(("no room",)), now)  # Answers the Hello after the wait.
         now += 60.0
     assert waits == sorted(waits)
     assert (waits[0], waits[-1]) == (1.0, 60.0)
 
 
-def test_a_success_ends_the_doubling() -> None:
+def test_a_success_resets_the_back_off() -> None:
     peers = table()
     peers.want(P, 0.0)
     peers.receive(P, Refused(()), 0.0)
@@ -217,38 +217,38 @@ def test_a_success_ends_the_doubling() -> None:
     assert peers.want(P, 2.0) == [Send(P, make_hello(D, MODEL))]
 
 
-def test_an_unsound_welcome_rests_the_peer() -> None:
+def test_a_peer_with_an_unsound_welcome_rests() -> None:
     peers = table()
     peers.want(P, 0.0)
     reason = lost(peers.receive(P, Welcome(PROTOCOL_VERSION, MODEL, b"\x91"), 0.0))
     assert reason.code is FailureCode.BAD_RANK_CARDS
-    assert lost(peers.want(P, 0.5)) == reason, "answered from memory"
+    assert lost(peers.want(P, 0.5)) == reason, "answered from the record"
 
 
-def test_nobody_grows_the_table_by_talking_to_us() -> None:
+def test_messages_from_peers_do_not_grow_the_table() -> None:
     peers = table()
     for epoch in range(100):
-        who = Address(EngineId("x"), Epoch(epoch))
-        [answer] = peers.receive(who, make_hello(who, MODEL), 0.0)
+        sender = Address(EngineId("x"), Epoch(epoch))
+        [answer] = peers.receive(sender, make_hello(sender, MODEL), 0.0)
         assert isinstance(answer, Send)
         assert isinstance(answer.message, Welcome)
-        for message in (Welcome(PROTOCOL_VERSION, MODEL, PAYLOAD), Refused(()), Stranger(who)):
-            assert peers.receive(who, message, 0.0) == []
+        for message in (Welcome(PROTOCOL_VERSION, MODEL, PAYLOAD), Refused(()), Stranger(sender)):
+            assert peers.receive(sender, message, 0.0) == []
     assert peers.num_open == 0
 
 
-def test_a_hello_in_anothers_name_is_not_answered() -> None:
+def test_a_hello_with_another_senders_address_is_not_answered() -> None:
     assert table().receive(P, make_hello(D, MODEL), 0.0) == []
 
 
-def test_nobody_is_answered_before_our_memory_is_registered() -> None:
+def test_no_hello_is_answered_before_our_memory_is_registered() -> None:
     peers = table(payload=None)
     assert peers.receive(P, make_hello(P, MODEL), 0.0) == []
     peers.announce(PAYLOAD)
     assert peers.receive(P, make_hello(P, MODEL), 0.0) == [Send(P, Welcome(PROTOCOL_VERSION, MODEL, PAYLOAD))]
 
 
-def test_an_idle_peer_is_forgotten_and_a_used_one_is_not() -> None:
+def test_only_an_idle_peer_is_forgotten() -> None:
     peers = table()
     used = Address(EngineId("p2"), Epoch(1))
     ready(peers, P)
@@ -259,7 +259,7 @@ def test_an_idle_peer_is_forgotten_and_a_used_one_is_not() -> None:
     assert peers.next_deadline == 1100.0
 
 
-def test_a_full_table_gives_up_who_rests_and_then_who_has_waited_longest() -> None:
+def test_a_full_table_drops_resting_peers_then_the_least_recently_used() -> None:
     peers = table(peers_max=2)
     first, second, third, fourth = (Address(EngineId(f"p{i}"), Epoch(1)) for i in range(4))
     ready(peers, first, 0.0)
@@ -273,7 +273,7 @@ def test_a_full_table_gives_up_who_rests_and_then_who_has_waited_longest() -> No
 # --- Incarnations ---------------------------------------------------------------------------------
 
 
-def test_what_is_for_a_predecessor_reaches_no_machine_and_its_writer_hears_so() -> None:
+def test_messages_for_a_predecessor_are_answered_with_stranger() -> None:
     old = Address(EngineId("d"), Epoch(0))
     gone = Gone(LoanId(Epoch(1), 1), 1)
     assert admit(D, Envelope(WIRE_VERSION, P, D, (gone,))) == ((gone,), [])

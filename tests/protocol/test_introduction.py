@@ -1,4 +1,4 @@
-"""Introductions: believed only as they were signed, never for a ticket, and only of an engine like us."""
+"""Introductions: accepted only as signed, never as a ticket, and only from a compatible engine."""
 
 from typing import Any
 
@@ -50,13 +50,13 @@ def test_an_introduction_arrives_as_it_was_signed(key: bytes | None) -> None:
 
 
 @pytest.mark.parametrize(("signed_with", "opened_with"), [(KEY, None), (None, KEY), (KEY, b"o" * 32)])
-def test_engines_of_another_cluster_are_not_believed(
+def test_introductions_of_another_cluster_are_refused(
     signed_with: bytes | None, opened_with: bytes | None
 ) -> None:
     assert fault_of(sign_introduction(introduction(), signed_with), opened_with) is Fault.SIGNATURE
 
 
-def test_one_paper_never_passes_for_another() -> None:
+def test_a_signed_token_is_not_accepted_as_another_kind() -> None:
     text = sign_introduction(introduction(), KEY)
     with pytest.raises(BadTicket):
         open_ticket(text, KEY)
@@ -71,7 +71,7 @@ def test_an_altered_introduction_is_refused(data: st.DataObject) -> None:
         assert fault_of(altered) in (Fault.SCHEMA, Fault.VERSION, Fault.SIGNATURE)
 
 
-def test_size_comes_first() -> None:
+def test_the_size_is_checked_first() -> None:
     assert fault_of("") is Fault.SIZE
     assert fault_of("A" * (MAX_INTRODUCTION_CHARS + 1)) is Fault.SIZE
     assert fault_of("täglich") is Fault.SCHEMA
@@ -86,12 +86,12 @@ def test_size_comes_first() -> None:
         {"block_tokens": 0},
     ],
 )
-def test_nobody_can_introduce_what_cannot_be(change: dict[str, Any]) -> None:
+def test_an_impossible_introduction_cannot_be_made(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected"):
         introduction(**change)
 
 
-def test_an_engine_that_is_not_like_us_is_named() -> None:
+def test_an_incompatible_engine_is_named() -> None:
     check_introduction(introduction(), fingerprint=MODEL)
     other = ModelFingerprint(
         model="m", revision="r", dtype="bfloat16", num_layers=3, num_kv_heads=4, head_dim=8, hash_seed="s"

@@ -1,4 +1,4 @@
-"""The frame: what is sent arrives as it was, and what nobody would send is a PeerError."""
+"""Frames: what is sent arrives unchanged, and a malformed frame is a PeerError."""
 
 import math
 from collections.abc import Callable
@@ -85,7 +85,7 @@ def test_an_envelope_arrives_as_it_was_sent(envelope: Envelope) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_garbage_is_a_peer_error(garbage: bytes) -> None:
+def test_any_malformed_frame_is_a_peer_error(garbage: bytes) -> None:
     with pytest.raises(PeerError):
         decode_envelope(garbage)
 
@@ -168,7 +168,7 @@ def test_a_hostile_frame_is_a_peer_error(what: str) -> None:
         decode_envelope(HOSTILE[what])
 
 
-def test_a_frame_of_another_version_is_called_that_and_not_malformed() -> None:
+def test_a_frame_of_another_version_is_not_reported_as_malformed() -> None:
     with pytest.raises(PeerError, match="wire version 3, ours is 2"):
         decode_envelope(HOSTILE["another version with another shape"])
 
@@ -182,12 +182,12 @@ def test_a_frame_of_another_version_is_called_that_and_not_malformed() -> None:
         lambda: Stranger(Address(EngineId(""), Epoch(1))),
     ],
 )
-def test_we_cannot_even_make_what_a_peer_would_refuse(make: Callable[[], object]) -> None:
+def test_messages_that_a_peer_would_refuse_cannot_be_made(make: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=r"2\*\*64|finite|engine_id"):
         make()
 
 
-def test_what_one_turn_says_to_one_peer_travels_in_one_envelope_in_order() -> None:
+def test_messages_of_one_turn_to_one_peer_share_an_envelope_in_order() -> None:
     sends = [Send(D, Gone(LOAN, 1)), Send(P, Gone(LOAN, 2)), Send(D, Gone(LOAN, 3))]
     to_d, to_p = pack_sends(P, sends)
     assert (to_d.sender, to_d.target, to_d.messages) == (P, D, (Gone(LOAN, 1), Gone(LOAN, 3)))
@@ -195,18 +195,18 @@ def test_what_one_turn_says_to_one_peer_travels_in_one_envelope_in_order() -> No
     assert pack_sends(P, []) == []
 
 
-def test_very_much_to_say_is_split() -> None:
+def test_many_messages_are_split_over_envelopes() -> None:
     packed = pack_sends(P, [Send(D, Gone(LOAN, claim)) for claim in range(MAX_MESSAGES + 1)])
     assert [len(envelope.messages) for envelope in packed] == [MAX_MESSAGES, 1]
 
 
-def test_what_is_said_twice_in_one_turn_is_sent_once() -> None:
+def test_equal_messages_of_one_turn_are_sent_once() -> None:
     [envelope] = pack_sends(P, [Send(D, Gone(LOAN, 1)), Send(D, Gone(LOAN, 2)), Send(D, Gone(LOAN, 1))])
     assert envelope.messages == (Gone(LOAN, 1), Gone(LOAN, 2))
 
 
-def test_whatever_a_turn_has_to_say_fits_into_its_frames() -> None:
-    """A hostile frame of hellos that all differ earns as many long refusals."""
+def test_all_messages_of_a_turn_fit_into_its_frames() -> None:
+    """A hostile frame of Hellos that all differ is answered with as many long refusals."""
     refusals = [Refused((f"{number}" + "x" * 500,) * 32) for number in range(600)]
     packed = pack_sends(P, [Send(D, refusal) for refusal in refusals])
     assert len(packed) > 1

@@ -1,4 +1,4 @@
-"""Plans against brute force: memories are labelled bytes, and a plan is right if it makes them equal."""
+"""Copy plans, compared by brute force: memories are labelled bytes, and a plan must make them equal."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def test_every_wanted_head_is_read_once_from_a_rank_that_holds_it(sizes: tuple[i
 
 
 @given(powers, powers)
-def test_equal_ranks_read_from_their_like(num_heads: int, tp: int) -> None:
+def test_equal_ranks_read_from_the_same_rank(num_heads: int, tp: int) -> None:
     assert plan_pairs(tp, tp, num_heads) == tuple(Pair(rank, rank) for rank in range(tp))
 
 
@@ -59,13 +59,13 @@ def test_replicas_share_the_readers_evenly(sizes: tuple[int, int, int]) -> None:
 
 
 def layout(rank: int, tp: int, num_heads: int, **shape: Any) -> RankLayout:
-    """Layers and heads with gaps between, in one region or one each; a byte per token."""
+    """Layers and heads with gaps between them, in one region or one region each; a byte per token."""
     layers, block_tokens, num_blocks = shape.get("layers", 2), shape.get("block_tokens", 2), 3
     head_gap, block_gap = shape.get("head_gap", 0), shape.get("block_gap", 0)
     heads = len(kv_heads_of(rank, tp_size=tp, num_kv_heads=num_heads))
     head_stride = block_tokens + head_gap
     block_stride = heads * head_stride + block_gap
-    interleaved = shape.get("interleaved", False)  # Block by block, layers within.
+    interleaved = shape.get("interleaved", False)  # Block by block, with the layers inside.
     if interleaved:
         offsets = [layer * block_stride for layer in range(layers)]
         block_stride *= layers
@@ -90,7 +90,7 @@ def layout(rank: int, tp: int, num_heads: int, **shape: Any) -> RankLayout:
 
 
 def cells(rank: RankLayout, block: int) -> list[tuple[int, tuple[str, int, int]]]:
-    """(offset, what lies there) for each byte of one block: the layout, read by hand."""
+    """(offset, content) of each byte of one block, computed from the layout's definition."""
     heads = kv_heads_of(rank.tp_rank, tp_size=rank.tp_size, num_kv_heads=rank.num_kv_heads)
     return [
         (layer.offset + block * layer.block_stride + i * layer.head_stride + byte, (layer.name, head, byte))
@@ -125,7 +125,7 @@ def test_the_spans_of_all_pairs_move_every_byte_of_a_block_to_its_place(
                 assert span.nbytes <= min(span.local_stride, span.remote_stride)
                 for i in range(span.nbytes):
                     at = span.local_offset + span.local_stride + i  # Block 1.
-                    assert at not in memory, "a byte is moved once"
+                    assert at not in memory, "a byte must be moved once"
                     memory[at] = source[span.remote_offset + 2 * span.remote_stride + i]
         assert memory == dict(cells(local, 1))
 
@@ -166,7 +166,7 @@ def test_ranks_that_share_no_head_have_nothing_to_move() -> None:
         ({"layers": 3}, r"layers differ: only ours \[\], only theirs \['layer.2'\]"),
     ],
 )
-def test_what_does_not_fit_is_named_with_both_values(change: dict[str, Any], message: str) -> None:
+def test_an_incompatibility_is_named_with_both_values(change: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan_spans(layout(0, 1, 4), layout(0, 1, 4, **change))
 
@@ -181,7 +181,7 @@ HOSTILE_LAYERS: dict[str, dict[str, Any]] = {
     "region that is not there": {"region": 1},
     "negative region": {"region": -1},
     "negative offset": {"offset": -1},
-    "offset behind the region": {"offset": 48},
+    "offset beyond the region": {"offset": 48},
     "last block outside": {"offset": 30},
     "stride that overflows": {"block_stride": 2**63},
     "overlapping blocks": {"block_stride": 7},

@@ -1,4 +1,4 @@
-"""Ranges of tokens cut into pieces, against a walk over every token."""
+"""Ranges of tokens cut into block runs, compared with a walk over every token."""
 
 import random
 
@@ -31,7 +31,7 @@ def test_every_token_of_the_range_moves_once_between_its_slots(
         first, count, ours, theirs, local, remote, rounds_up=rounds_up
     ):
         assert len(local_blocks) == len(remote_blocks) > 0
-        assert len(set(local_blocks)) == len(local_blocks), "no block is the target of an operation twice"
+        assert len(set(local_blocks)) == len(local_blocks), "a block is the target of an operation twice"
         for target, source in zip(local_blocks, remote_blocks, strict=True):
             for i in range(shape.num_tokens):
                 slot = (target, shape.local_token + i)
@@ -47,7 +47,7 @@ def test_every_token_of_the_range_moves_once_between_its_slots(
     if not rounds_up:
         assert not extra
     last = first + count - 1
-    assert all(slot[0] == local[last // ours] for slot in extra), "junk stays in the last block"
+    assert all(slot[0] == local[last // ours] for slot in extra), "junk must stay in the last block"
     assert all(moved[slot][0] == remote[last // theirs] for slot in extra)
 
 
@@ -56,11 +56,11 @@ def test_the_shapes_of_a_period_are_those_of_any_long_prompt(ours: int, theirs: 
     shapes = period_shapes(ours, theirs)
     assert len(set(shapes)) == len(shapes) == num_shapes(ours, theirs)
     local, remote = tables(ours * theirs * 2, ours, theirs, 0)
-    pieces = plan_block_runs(0, ours * theirs * 2, ours, theirs, local, remote, rounds_up=True)
-    assert {piece.shape for piece in pieces} == set(shapes)
+    runs = plan_block_runs(0, ours * theirs * 2, ours, theirs, local, remote, rounds_up=True)
+    assert {run.shape for run in runs} == set(shapes)
 
 
-def test_equal_blocks_are_one_piece_and_perhaps_an_edge() -> None:
+def test_equal_blocks_are_one_run_and_at_most_one_edge() -> None:
     local, remote = list(range(10)), list(range(10, 20))
     (whole,) = plan_block_runs(8, 21, 4, 4, local, remote, rounds_up=True)
     assert whole == (Shape(0, 0, 4), (2, 3, 4, 5, 6, 7), (12, 13, 14, 15, 16, 17))
@@ -69,7 +69,7 @@ def test_equal_blocks_are_one_piece_and_perhaps_an_edge() -> None:
     assert edge == (Shape(0, 0, 1), (7,), (17,))
 
 
-def test_tokens_behind_the_end_of_a_table_are_refused() -> None:
+def test_tokens_after_the_end_of_a_table_are_refused() -> None:
     with pytest.raises(TransferError, match="9 tokens do not fit into 2 local blocks of 4"):
         plan_block_runs(0, 9, 4, 4, [1, 2], [1, 2, 3], rounds_up=True)
     with pytest.raises(TransferError, match="9 tokens do not fit into 1 remote blocks of 8"):
@@ -125,13 +125,13 @@ ALL = Share(range(4), ("l0", "l1"))
         (rank(token_major=True), rank(), ALL, True),
         (rank(), rank(token_major=True), ALL, True),
         (rank(token_major=True, slot_bytes=4096), rank(slot_bytes=4096), ALL, False),  # Long runs.
-        (rank(token_major=True), rank(), Share(range(1, 2), ("l0",)), False),  # No longer ones there.
+        (rank(token_major=True), rank(), Share(range(1, 2), ("l0",)), False),  # P's runs are no longer.
         (rank(), rank(token_major=True), Share(range(1, 2), ("l0",)), True),
         (rank(block_tokens=1), rank(block_tokens=1024), ALL, True),
         (rank(dtype="bfloat16", slot_bytes=128), rank(), ALL, True),
     ],
 )
-def test_a_way_is_straight_unless_runs_would_be_short_or_numbers_change(
+def test_a_read_is_staged_only_for_short_runs_or_conversions(
     theirs: RankLayout, ours: RankLayout, share: Share, is_staged: bool
 ) -> None:
     assert plan_conversion(ours, theirs, share).is_staged == is_staged

@@ -1,4 +1,4 @@
-"""Who reads from whom, for any two engines: all that is wanted comes once, and no replica is a hot spot."""
+"""Plans for any two engines: everything wanted is read once, and replicas are read evenly."""
 
 from collections import Counter
 from typing import Any
@@ -26,7 +26,7 @@ def engine(
     replicated: bool = False,
     reverse: bool = False,
 ) -> list[RankLayout]:
-    """All ranks, in order of index; `stages` says how many layers each has."""
+    """All ranks, in order of index; `stages`: number of layers of each stage."""
     ranks = []
     for pp_rank, size in enumerate(stages):
         first = sum(stages[:pp_rank])
@@ -79,7 +79,7 @@ def test_every_wanted_layer_and_head_comes_once_from_a_rank_that_holds_it(data: 
     for index, local in enumerate(consumers):
         sources = [pair.producer_rank for pair in pairs if pair.consumer_rank == index]
         shares = plan_shares(local, {source: producers[source] for source in sources})
-        assert set(shares) == set(sources), "nobody is asked for nothing"
+        assert set(shares) == set(sources), "a rank is read for nothing"
         taken = Counter()
         for source, share in shares.items():
             assert set(share.heads) <= set(heads_of(producers[source]))
@@ -90,7 +90,7 @@ def test_every_wanted_layer_and_head_comes_once_from_a_rank_that_holds_it(data: 
 
 
 @given(st.data())
-def test_without_stages_both_ways_to_plan_agree(data: st.DataObject) -> None:
+def test_without_stages_both_planners_agree(data: st.DataObject) -> None:
     num_heads = data.draw(st.sampled_from([1, 2, 3, 4]))
     sizes = [tp for tp in (1, 2, 3, 4, 6, 8) if num_heads % tp == 0 or tp % num_heads == 0]
     p, d = data.draw(st.sampled_from(sizes)), data.draw(st.sampled_from(sizes))
@@ -100,10 +100,10 @@ def test_without_stages_both_ways_to_plan_agree(data: st.DataObject) -> None:
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8, 16]), st.booleans(), st.integers(0, 100))
-def test_no_replica_is_asked_more_often_than_another_by_more_than_one_reader(
+def test_replicas_differ_by_at_most_one_reader(
     producer_tp: int, consumer_tp: int, flag: bool, rotation: int
 ) -> None:
-    """MLA: every rank of P holds everything, and every rank of D wants all of it, from one of them."""
+    """MLA: every rank of P holds everything, and every rank of D reads all of it from one of them."""
     producers = engine(producer_tp, 1, replicated=flag)
     consumers = engine(consumer_tp, 1, replicated=flag)
     pairs = plan_pairs_of_layouts(producers, consumers, rotation=rotation)
@@ -113,13 +113,13 @@ def test_no_replica_is_asked_more_often_than_another_by_more_than_one_reader(
     assert max(readers.values()) - min(readers.values()) <= 1
 
 
-def test_engines_of_one_rank_take_turns_at_the_replicas() -> None:
+def test_engines_of_one_rank_are_spread_over_the_replicas() -> None:
     producers, consumer = engine(8, 1), engine(1, 1)
     sources = {plan_pairs_of_layouts(producers, consumer, rotation=r)[0].producer_rank for r in range(8)}
     assert sources == set(range(8))
 
 
-def test_ranks_that_are_alike_read_from_their_like_whatever_the_rotation() -> None:
+def test_equal_ranks_read_from_the_same_rank_for_any_rotation() -> None:
     for tp, heads in ((4, 4), (8, 2), (8, 1)):
         pairs = plan_pairs(tp, tp, heads, rotation=5)
         assert pairs == tuple(Pair(rank, rank) for rank in range(tp))
@@ -130,7 +130,7 @@ def test_a_consumer_with_stages_reads_from_the_stages_that_have_its_layers() -> 
     assert pairs == (Pair(0, 0), Pair(0, 1), Pair(1, 1))
 
 
-def test_a_rank_that_has_nothing_of_it_is_left_out() -> None:
+def test_a_rank_without_wanted_layers_is_left_out() -> None:
     producers = engine(2, 2)
     local = engine(2, 2)[0]
     assert set(plan_shares(local, dict(enumerate(producers)))) == {0}
@@ -155,14 +155,14 @@ def test_a_rank_that_has_nothing_of_it_is_left_out() -> None:
         ),
     ],
 )
-def test_what_cannot_be_planned_is_named(
+def test_an_impossible_plan_is_explained(
     producers: list[RankLayout], consumers: list[RankLayout], message: str
 ) -> None:
     with pytest.raises(PlanError, match=message):
         plan_pairs_of_layouts(producers, consumers)
 
 
-def test_ranks_that_do_not_have_all_are_refused_before_anything_is_read() -> None:
+def test_an_incomplete_set_of_ranks_is_refused_before_any_read() -> None:
     producers, (local,) = engine(2, 2), engine(1, 2)
     with pytest.raises(PlanError, match=r"none of ranks \[0\] has heads \[1\] of a"):
         plan_shares(local, {0: producers[0]})
@@ -171,8 +171,8 @@ def test_ranks_that_do_not_have_all_are_refused_before_anything_is_read() -> Non
         plan_shares(local, {0: hostile, 1: producers[1]})
 
 
-def test_ranks_whose_offers_cross_are_refused() -> None:
-    """One has half of the layers and all heads, the other all layers: who is to give what?"""
+def test_overlapping_offers_of_ranks_are_refused() -> None:
+    """One rank has half of the layers and all heads, another has all layers: the source is ambiguous."""
     (local,) = engine(1, 2)
     half = engine(1, 2, (2, 2))[0]
     with pytest.raises(PlanError, match="some of which others offer"):
@@ -180,10 +180,10 @@ def test_ranks_whose_offers_cross_are_refused() -> None:
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.data())
-def test_a_layout_is_sound_exactly_if_its_slots_lie_apart_in_their_region(
+def test_a_layout_is_sound_if_its_slots_are_disjoint_and_in_their_region(
     num_heads: int, block_tokens: int, slot_bytes: int, data: st.DataObject
 ) -> None:
-    """All strides there are, against a look at every byte. What passes is sound; what is plain passes."""
+    """Tries all strides, compared with a check of every byte. What passes is sound; plain layouts pass."""
     layer = LayerLayout(
         "a",
         0,

@@ -1,4 +1,4 @@
-"""Fronts and what lies between two of them, against cells counted one by one."""
+"""Progress frontiers and the parts between them, compared with cells counted one by one."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ def cells_of(front: ProgressFrontier) -> set[tuple[int, int]]:
 
 
 @given(fronts, fronts)
-def test_the_parts_between_two_fronts_are_exactly_what_lies_between_and_never_overlap(
+def test_the_parts_between_two_frontiers_cover_the_difference_without_overlap(
     old: ProgressFrontier, new: ProgressFrontier
 ) -> None:
     cells = [
@@ -30,13 +30,13 @@ def test_the_parts_between_two_fronts_are_exactly_what_lies_between_and_never_ov
 
 
 @given(fronts, fronts)
-def test_a_front_that_reaches_another_has_all_of_it(new: ProgressFrontier, old: ProgressFrontier) -> None:
+def test_a_frontier_that_reaches_another_covers_it(new: ProgressFrontier, old: ProgressFrontier) -> None:
     if new.reaches(old):
         assert cells_of(new) >= cells_of(old)
 
 
 @given(fronts, st.integers(0, 9), st.integers(0, 9))
-def test_between_keeps_what_is_wanted(front: ProgressFrontier, first: int, end: int) -> None:
+def test_between_limits_the_frontier_to_a_range(front: ProgressFrontier, first: int, end: int) -> None:
     first = min(first, end)
     kept = cells_of(front.between(first, end))
     inside = {cell for cell in cells_of(front) if cell[0] < end}

@@ -1,4 +1,4 @@
-"""What the transcripts do not show of the two lease machines: caps, false senders, timers."""
+"""Properties of the two lease machines that the transcripts do not show: caps, false senders, timers."""
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,7 @@ LOAN = LoanId(Epoch(5), 1)
 GONE = FailureReason(FailureCode.GONE)
 
 
-def said(effects: object) -> list[Message]:
+def messages_of(effects: object) -> list[Message]:
     assert isinstance(effects, list)
     return [effect.message for effect in effects if isinstance(effect, Send)]
 
@@ -43,14 +43,14 @@ def test_a_loan_is_capped_and_its_answers_shrink() -> None:
     promised = []
     now = 0.0
     while True:
-        [answer] = said(producer.receive(D, Renew(loan_id, 1, 1), now))
+        [answer] = messages_of(producer.receive(D, Renew(loan_id, 1, 1), now))
         if isinstance(answer, Gone):
             break
         assert isinstance(answer, Renewed)
         promised.append(now + answer.ttl_s)
         now += T.renew_every_s
     assert max(promised) == T.loan_max_s == now
-    assert promised == sorted(promised), "a promise is never taken back"
+    assert promised == sorted(promised), "a promise must not be shortened"
 
 
 def test_loans_are_numbered_by_their_lender_for_ever() -> None:
@@ -60,32 +60,32 @@ def test_loans_are_numbered_by_their_lender_for_ever() -> None:
     assert lent(producer) == LoanId(Epoch(5), 2)
 
 
-def test_a_loan_that_has_run_out_cannot_be_renewed_in_the_same_breath() -> None:
+def test_an_expired_loan_cannot_be_renewed() -> None:
     producer = PullProducer(Epoch(5), T)
     loan_id = lent(producer)
     effects = producer.receive(D, Renew(loan_id, 1, 1), T.ttl_s)
     assert effects == [FreeLoan(loan_id, expired=True), Send(D, Gone(loan_id, 1))]
 
 
-def test_nobody_but_the_claimer_releases() -> None:
+def test_only_the_claimer_releases() -> None:
     producer = PullProducer(Epoch(5), T)
     loan_id = lent(producer)
     producer.receive(D, Renew(loan_id, 1, 1), 0.0)
     restarted = Address(D.engine_id, Epoch(6))
     for sender, claim in ((E, 1), (D, 2), (restarted, 1)):
         assert producer.receive(sender, Released(loan_id, claim), 0.0) == []
-        assert said(producer.receive(sender, Renew(loan_id, claim, 1), 0.0)) == [Gone(loan_id, claim)]
+        assert messages_of(producer.receive(sender, Renew(loan_id, claim, 1), 0.0)) == [Gone(loan_id, claim)]
     assert producer.num_open == 1
 
 
-def test_a_loan_may_be_given_up_until_somebody_has_claimed_it() -> None:
+def test_a_loan_may_be_given_up_until_it_is_claimed() -> None:
     producer = PullProducer(Epoch(5), T)
     forgotten, claimed = lent(producer), lent(producer)
     producer.receive(D, Renew(claimed, 1, 1), 0.0)
     assert producer.give_up(forgotten) == [FreeLoan(forgotten, expired=False)]
     assert producer.give_up(claimed) == []
     assert producer.give_up(forgotten) == [], "it has ended"
-    assert said(producer.receive(D, Renew(forgotten, 2, 1), 0.0)) == [Gone(forgotten, 2)]
+    assert messages_of(producer.receive(D, Renew(forgotten, 2, 1), 0.0)) == [Gone(forgotten, 2)]
 
 
 def test_messages_for_the_other_half_are_ignored() -> None:
@@ -98,18 +98,18 @@ def test_messages_for_the_other_half_are_ignored() -> None:
     assert [consumer.receive(P, message, 0.0) for message in for_lenders] == [[], [], []]
 
 
-def test_only_the_producer_of_a_loan_is_heard_about_it() -> None:
+def test_only_the_producer_of_a_loan_can_report_on_it() -> None:
     consumer = PullConsumer(T)
     claim = fetching(consumer)
     assert consumer.receive(E, Gone(LOAN, claim), 0.0) == []
-    assert said(consumer.receive(E, Renewed(LOAN, claim, 1, 30.0), 0.0)) == [Released(LOAN, claim)]
+    assert messages_of(consumer.receive(E, Renewed(LOAN, claim, 1, 30.0), 0.0)) == [Released(LOAN, claim)]
     assert not consumer.is_held(claim, 0.0)
     other = LoanId(Epoch(5), 2)
     assert consumer.receive(P, Gone(other, claim), 0.0) == []
     assert consumer.num_open == 1
 
 
-def test_an_answer_to_a_question_that_was_never_asked_is_not_believed() -> None:
+def test_an_answer_without_a_question_is_ignored() -> None:
     consumer = PullConsumer(T)
     claim = fetching(consumer)
     assert consumer.receive(P, Renewed(LOAN, claim, 99, 30.0), 0.0) == []
@@ -124,7 +124,7 @@ def test_the_lease_is_counted_from_the_question_less_the_drift() -> None:
     assert not consumer.is_held(claim, T.believed_ttl_s)
 
 
-def test_a_short_answer_does_not_shorten_a_belief() -> None:
+def test_an_answer_with_a_shorter_ttl_does_not_shorten_the_believed_lease() -> None:
     consumer = PullConsumer(T)
     claim = fetching(consumer)
     consumer.wake(T.round_trip_max_s)
@@ -133,19 +133,19 @@ def test_a_short_answer_does_not_shorten_a_belief() -> None:
     assert consumer.is_held(claim, T.ttl_s)
 
 
-def test_without_an_answer_a_finished_read_asks_every_round_trip() -> None:
+def test_after_a_finished_read_the_consumer_asks_every_round_trip() -> None:
     consumer = PullConsumer(T)
     claim = fetching(consumer)
     assert consumer.read_ended(claim, PAIR, True, 0.1) == []
     assert consumer.next_deadline == T.round_trip_max_s
-    assert said(consumer.wake(1.0)) == [Renew(LOAN, claim, 2)]
+    assert messages_of(consumer.wake(1.0)) == [Renew(LOAN, claim, 2)]
     assert consumer.next_deadline == 2 * T.round_trip_max_s
 
 
 @pytest.mark.parametrize("stopped_at", [0.0, 0.001, 1.0, 7.4, 7.5, 7.6, 14.9, 15.1, 100.0])
 @pytest.mark.parametrize("is_queued", [True, False])
 def test_a_stopped_producer_costs_at_most_15_seconds(stopped_at: float, is_queued: bool) -> None:
-    """With default timers, while its reads hang, or before they have begun."""
+    """With default timers, while its reads hang or before they have started."""
     consumer = PullConsumer(T)
     reserved = consumer.reserve(LOAN, P, 0.0)
     assert reserved is not None
@@ -154,7 +154,7 @@ def test_a_stopped_producer_costs_at_most_15_seconds(stopped_at: float, is_queue
         consumer.start(claim, (PAIR,), 0.0)
     now = 0.0
     while not any(isinstance(effect, Fail) for effect in effects):
-        for renew in said(effects):
+        for renew in messages_of(effects):
             if isinstance(renew, Renew) and now < stopped_at:
                 consumer.receive(P, Renewed(LOAN, claim, renew.sequence, T.ttl_s), now)
         now = consumer.next_deadline
@@ -162,19 +162,19 @@ def test_a_stopped_producer_costs_at_most_15_seconds(stopped_at: float, is_queue
         effects = consumer.wake(now)
 
 
-def test_a_producer_that_answers_is_never_silent() -> None:
-    """However long its reads take, and with one answer lost of each two."""
+def test_a_producer_that_answers_does_not_time_out() -> None:
+    """However long its reads take, and if every second answer is lost."""
     consumer = PullConsumer(T)
     claim = fetching(consumer)
     while (now := consumer.next_deadline) < T.deadline_s:
-        for number, renew in enumerate(said(consumer.wake(now))):
+        for number, renew in enumerate(messages_of(consumer.wake(now))):
             assert isinstance(renew, Renew)
             if renew.sequence % 2 and not number:
                 consumer.receive(P, Renewed(LOAN, claim, renew.sequence, T.ttl_s), now)
     assert consumer.num_open == 1
 
 
-def test_every_claim_ends_once_and_its_blocks_come_back_once() -> None:
+def test_every_claim_ends_once_and_its_blocks_are_freed_once() -> None:
     consumer = PullConsumer(T)
     claim = fetching(consumer)
     ends: list[object] = []
@@ -192,17 +192,17 @@ def test_every_claim_ends_once_and_its_blocks_come_back_once() -> None:
     assert (consumer.num_open, consumer.next_deadline) == (0, NEVER)
 
 
-def test_nothing_is_said_to_a_peer_that_is_lost() -> None:
+def test_no_message_is_sent_to_a_lost_peer() -> None:
     consumer = PullConsumer(T)
     fetching(consumer)
-    assert said(consumer.receive(E, Stranger(P), 0.0)) == []
-    assert consumer.num_open == 1, "its read runs on"
+    assert messages_of(consumer.receive(E, Stranger(P), 0.0)) == []
+    assert consumer.num_open == 1, "its read still runs"
 
 
-def test_a_lost_peer_takes_only_its_own_fetches_along() -> None:
+def test_a_lost_peer_fails_only_its_own_fetches() -> None:
     consumer = PullConsumer(T)
     claim = fetching(consumer)
-    fetching(consumer, LOAN, E)  # Another lender may use the same number.
+    fetching(consumer, LOAN, E)  # Another producer may use the same loan number.
     assert [e.claim for e in consumer.peer_lost(P, GONE, 0.0) if isinstance(e, Fail)] == [claim]
 
 
@@ -213,10 +213,10 @@ def test_a_lost_peer_takes_only_its_own_fetches_along() -> None:
     producer_rate=st.floats(0.9951, 1.0049),
     consumer_rate=st.floats(0.9951, 1.0049),
 )
-def test_belief_never_outlives_the_promise(
+def test_the_believed_lease_never_outlives_the_promise(
     ttl_s: float, receipt_after_s: float, answer_after_s: float, producer_rate: float, consumer_rate: float
 ) -> None:
-    """True time against two clocks, each off by less than half of drift_max."""
+    """True time against two clocks, each wrong by less than half of drift_max."""
     timers = Timers(
         ttl_s=ttl_s,
         round_trip_max_s=min(ttl_s / 10, 2.0),
@@ -228,7 +228,7 @@ def test_belief_never_outlives_the_promise(
     loan_id = lent(producer, 0.0)
     fetching(consumer, loan_id)
     receipt_s = min(receipt_after_s, ttl_s / 2)
-    [renewed] = said(producer.receive(D, Renew(loan_id, 1, 1), receipt_s * producer_rate))
+    [renewed] = messages_of(producer.receive(D, Renew(loan_id, 1, 1), receipt_s * producer_rate))
     consumer.receive(P, renewed, (receipt_s + answer_after_s) * consumer_rate)
     freed_at_s = producer.next_deadline / producer_rate
     assert not consumer.is_held(1, freed_at_s * consumer_rate)

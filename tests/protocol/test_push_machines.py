@@ -1,4 +1,4 @@
-"""What stories do not tell: any order of anything that can be said, bounds, and who wakes when."""
+"""Properties of push that the transcripts do not show: any order of messages, bounds, deadlines."""
 
 import hashlib
 from typing import Any
@@ -41,9 +41,9 @@ MODEL = ModelFingerprint(
 )
 
 
-WINDOW = 3  # Behind eight tokens: the last three of them.
+WINDOW = 3  # After eight tokens: the last three of them.
 GROUPS = (GroupRoute(GroupPair(1, 0), frozenset({1})), GroupRoute(GroupPair(0, 1), frozenset({0}), WINDOW))
-LAYERS_OF = {passage.groups: passage.layers for passage in GROUPS}
+LAYERS_OF = {route.groups: route.layers for route in GROUPS}
 
 
 def table(num_blocks: int) -> BlockTables:
@@ -51,7 +51,7 @@ def table(num_blocks: int) -> BlockTables:
 
 
 def tables(group_routes: GroupRoutes) -> BlockTables:
-    """What P announces and lends of the whole prompt."""
+    """The blocks that P announces and lends for the whole prompt."""
     if group_routes == ONE_TABLE:
         return table(NUM_TOKENS)
     return (
@@ -61,7 +61,7 @@ def tables(group_routes: GroupRoutes) -> BlockTables:
 
 
 def cells_of(parts: tuple[Part, ...]) -> set[tuple[int, int]]:
-    """Tokens and layers, and that no two parts have one in common."""
+    """Tokens and layers of the parts. Asserts that no two parts overlap."""
     cells = [
         (token, layer)
         for part in parts
@@ -92,7 +92,7 @@ def ticket(**changes: Any) -> Ticket:
 
 
 class Waiting:
-    """One stream that waits, and may read."""
+    """One stream that waits and may read."""
 
     def __init__(self, first_token: int = 0, group_routes: GroupRoutes = ONE_TABLE) -> None:
         self.pull = PullConsumer(T)
@@ -121,15 +121,15 @@ class Waiting:
 announcements = st.tuples(
     st.integers(1, 3), st.integers(0, NUM_TOKENS), st.integers(0, NUM_TOKENS), st.integers(0, NUM_LAYERS)
 )
-said = st.lists(
+inputs = st.lists(
     st.one_of(announcements, st.sampled_from(["finished 1", "finished 3", "end a read"])), max_size=12
 )
 
 
 @settings(max_examples=300)
-@given(said, st.integers(0, NUM_TOKENS), st.sampled_from([ONE_TABLE, GROUPS]))
-def test_in_any_order_no_cell_is_read_twice_in_a_run_nor_in_two_runs_at_once(
-    said: list[Any], first_token: int, group_routes: GroupRoutes
+@given(inputs, st.integers(0, NUM_TOKENS), st.sampled_from([ONE_TABLE, GROUPS]))
+def test_no_cell_is_read_twice_in_a_run_or_in_two_runs_at_once(
+    inputs: list[Any], first_token: int, group_routes: GroupRoutes
 ) -> None:
     stream = Waiting(first_token, group_routes)
     lent_paper = ticket(block_ids=stream.tables, windows=(None,) * len(stream.tables))
@@ -145,13 +145,13 @@ def test_in_any_order_no_cell_is_read_twice_in_a_run_nor_in_two_runs_at_once(
                 case ReadEarly(_, pairs, part, block_ids):
                     assert not is_lent
                     if run != run_of_reads:
-                        assert not owed, "the old run's reads have ended"
+                        assert not owed, "the old run's reads must have ended"
                         run_of_reads, cells = run, set()
                     owed |= set(pairs)
                     fresh = cells_of((part,))
                     assert not fresh & cells
                     named = {10, 20}.intersection(block_ids[t] - t for t, _ in fresh)
-                    assert len(named) == 1, "blocks of its own group, each at its place"
+                    assert len(named) == 1, "blocks must be of the part's group, each at its index"
                     cells |= fresh
                 case OpenTicket():
                     is_lent = True
@@ -174,13 +174,13 @@ def test_in_any_order_no_cell_is_read_twice_in_a_run_nor_in_two_runs_at_once(
                     assert run == run_of_reads
 
     newest = 0
-    for what in said:
+    for what in inputs:
         if what == "end a read":
             if owed and not is_lent:
                 pair = owed.pop()
                 absorb(stream.push.read_ended(stream.claim, pair, False, 1.0), newest)
                 if stream.push.num_open == 0 or stream.push._streams[stream.claim].draining:
-                    return  # It was not cancelled: a failure.
+                    return  # It was not cancelled, so the stream fails.
         elif isinstance(what, str):
             run = int(what.split()[1])
             absorb(stream.hear(Finished(X, stream.claim, run, "t")), run)
@@ -209,7 +209,7 @@ def test_tokens_in_a_window_without_a_block_are_not_read() -> None:
     assert of_window.block_ids == (0, 0, 0, 0, 0, 25)
 
 
-def test_what_was_announced_before_its_blocks_could_be_judged_is_judged_then() -> None:
+def test_an_announcement_is_checked_when_the_block_size_becomes_known() -> None:
     push = PushConsumer(T, PullConsumer(T), NUM_LAYERS)
     wanted = push.want(X, P, HASH, NUM_TOKENS, 1, 0.0)
     assert wanted is not None
@@ -220,8 +220,8 @@ def test_what_was_announced_before_its_blocks_could_be_judged_is_judged_then() -
     assert isinstance(read, ReadEarly)
 
 
-def test_an_announcement_of_which_nothing_moves_is_not_lost() -> None:
-    """All layers have a window, and what is ready lies before it."""
+def test_an_announcement_with_nothing_to_move_is_kept() -> None:
+    """All layers have a window, and what is ready is before it."""
     stream = Waiting(group_routes=(GroupRoute(GroupPair(0, 0), frozenset({0, 1}), WINDOW),))
     first_blocks = (NUM_TOKENS - WINDOW,)
     assert stream.hear(Announced(X, stream.claim, 1, 4, ((),), first_blocks=first_blocks)) == []
@@ -236,8 +236,8 @@ def test_a_ticket_for_other_blocks_of_a_window_is_not_accepted(lent: BlockTables
     stream = Waiting(group_routes=GROUPS)
     stream.announce(1, 8)
     stream.hear(Finished(X, stream.claim, 1, "t"))
-    paper = ticket(block_ids=lent, windows=(None,) * len(lent))
-    failed = [e for e in stream.push.accept(stream.claim, paper, 1.0) if isinstance(e, Fail)]
+    other = ticket(block_ids=lent, windows=(None,) * len(lent))
+    failed = [e for e in stream.push.accept(stream.claim, other, 1.0) if isinstance(e, Fail)]
     assert [f.reason.code for f in failed] == [FailureCode.OTHER_BLOCKS]
 
 
@@ -260,7 +260,7 @@ def test_other_blocks_in_the_same_run_end_the_stream() -> None:
         ({"block_ids": (table(NUM_TOKENS)[0][::-1],)}, FailureCode.OTHER_BLOCKS),
     ],
 )
-def test_a_true_ticket_for_something_else_is_not_accepted(change: dict[str, Any], code: FailureCode) -> None:
+def test_a_valid_ticket_for_another_stream_is_not_accepted(change: dict[str, Any], code: FailureCode) -> None:
     stream = Waiting()
     stream.announce(1, 2)
     stream.hear(Finished(X, stream.claim, 1, "t"))
@@ -269,7 +269,7 @@ def test_a_true_ticket_for_something_else_is_not_accepted(change: dict[str, Any]
     assert stream.pull.num_open == 0
 
 
-def test_nobody_else_is_heard_about_a_stream() -> None:
+def test_only_the_producer_of_a_stream_can_report_on_it() -> None:
     stream = Waiting()
     for message in (Working(X, stream.claim), Announced(X, stream.claim, 1, 4, table(4))):
         [answer] = stream.push.receive(D, message, 1.0)
@@ -299,7 +299,7 @@ def test_the_deadline_of_a_stream_goes_on_as_that_of_its_claim() -> None:
     assert failed.reason.code is FailureCode.DEADLINE
 
 
-def test_a_ticket_that_nobody_opens_does_not_keep_a_stream_for_ever() -> None:
+def test_a_stream_whose_ticket_is_never_opened_ends() -> None:
     stream = Waiting()
     stream.hear(Finished(X, stream.claim, 1, "t"))
     assert stream.push.wake(T.silence_s + 2) == []
@@ -308,7 +308,7 @@ def test_a_ticket_that_nobody_opens_does_not_keep_a_stream_for_ever() -> None:
     assert stream.push.num_open == 0
 
 
-def test_what_is_due_to_one_producer_at_about_the_same_time_travels_together() -> None:
+def test_messages_nearly_due_to_one_producer_are_sent_together() -> None:
     push = PushConsumer(T, PullConsumer(T), NUM_LAYERS)
     for index in range(3):
         push.want(TransferId(f"x{index}"), P, HASH, 8, 1, index * 0.3)
@@ -324,7 +324,7 @@ def answers(producer: PushProducer, message: Message, now: float, sender: Addres
     return [send.message for send in producer.receive(sender, message, now)]
 
 
-def test_nothing_is_left_of_prefills_that_nobody_wanted_nor_of_wants_that_nobody_served() -> None:
+def test_unmatched_prefills_and_wants_leave_no_records() -> None:
     producer = PushProducer(T)
     producer.expect(X, HASH, 8, 0.0)
     producer.finished(X, "t", 1.0)
@@ -339,7 +339,7 @@ def test_nothing_is_left_of_prefills_that_nobody_wanted_nor_of_wants_that_nobody
     assert producer.next_deadline == float("inf")
 
 
-def test_a_prefill_that_computes_is_kept_for_as_long_as_it_takes() -> None:
+def test_a_computing_prefill_is_never_forgotten() -> None:
     producer = PushProducer(T)
     producer.expect(X, HASH, 8, 0.0)
     producer.wake(1e6)
@@ -347,7 +347,7 @@ def test_a_prefill_that_computes_is_kept_for_as_long_as_it_takes() -> None:
     assert answers(producer, Want(X, 1, HASH, 8), 1e6) == [Working(X, 1)]
 
 
-def test_a_reason_of_any_length_can_be_told() -> None:
+def test_a_reason_of_any_length_can_be_sent() -> None:
     producer = PushProducer(T)
     producer.expect(X, HASH, 8, 0.0)
     producer.receive(D, Want(X, 1, HASH, 8), 0.0)
@@ -355,7 +355,7 @@ def test_a_reason_of_any_length_can_be_told() -> None:
     assert isinstance(send.message, Failed)
 
 
-def test_what_is_said_of_a_prefill_that_is_over_changes_nothing() -> None:
+def test_reports_about_an_ended_prefill_change_nothing() -> None:
     producer = PushProducer(T)
     producer.expect(X, HASH, 8, 0.0)
     producer.receive(D, Want(X, 1, HASH, 8), 0.0)
@@ -366,9 +366,9 @@ def test_what_is_said_of_a_prefill_that_is_over_changes_nothing() -> None:
     assert answers(producer, Want(X, 1, HASH, 8), 2.0) == [Finished(X, 1, 1, "t")]
 
 
-def test_who_waits_for_nothing_any_more_may_be_replaced() -> None:
+def test_a_want_that_is_over_can_be_replaced() -> None:
     producer = PushProducer(T)
     producer.receive(D, Want(X, 1, HASH, 8), 0.0)
     assert isinstance(answers(producer, Want(X, 1, HASH, 8), 0.0, P)[0], Failed)
-    assert answers(producer, Want(X, 2, HASH, 8), 1.0) == [Working(X, 2)]  # D's next; the first is over.
+    assert answers(producer, Want(X, 2, HASH, 8), 1.0) == [Working(X, 2)]  # D's next want; the first is over.
     assert isinstance(answers(producer, Want(X, 1, HASH, 8), 1.0)[0], Failed)

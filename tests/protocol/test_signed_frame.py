@@ -1,4 +1,4 @@
-"""Signed frames: only the process behind an address can write in its name."""
+"""Signed frames: only the process that has an address can write in its name."""
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ ENVELOPE = Envelope(WIRE_VERSION, AT_D, AT_P, (Released(LoanId(AT_P.epoch, 1), 7
 FRAME = D.sign(ENVELOPE, P.public)
 
 
-def test_a_frame_is_opened_as_its_sender_wrote_it() -> None:
+def test_a_frame_arrives_as_its_sender_wrote_it() -> None:
     opened = P.open(FRAME, AT_P)
     assert (opened.envelope, opened.public_key, opened.is_proved) == (ENVELOPE, D.public, True)
 
@@ -30,7 +30,7 @@ def test_no_bit_of_a_frame_can_be_changed(bit: int) -> None:
         opened = P.open(bytes(damaged), AT_P)
     except PeerError:
         return
-    assert not opened.is_proved  # The target was changed: nothing but Stranger is the answer.
+    assert not opened.is_proved  # The target was changed: the only answer is Stranger.
     assert opened.envelope.target != AT_P
 
 
@@ -50,14 +50,14 @@ def test_a_frame_that_its_sender_did_not_sign_for_us_is_forged(frame: bytes) -> 
         P.open(frame, AT_P)
 
 
-def test_with_the_senders_public_key_alone_nobody_signs() -> None:
+def test_the_senders_public_key_alone_cannot_sign() -> None:
     mac_of_liar = msgspec.msgpack.decode(LIAR.sign(ENVELOPE, P.public))[2]
     frame = msgspec.msgpack.encode([WIRE_VERSION, D.public, mac_of_liar, encode_envelope(ENVELOPE)])
     with pytest.raises(ForgedFrame):
         P.open(frame, AT_P)
 
 
-def test_a_frame_cannot_be_turned_round() -> None:
+def test_a_frame_cannot_be_reflected_to_its_sender() -> None:
     with pytest.raises(ForgedFrame):
         D.open(FRAME, AT_D._replace(engine_id=AT_P.engine_id, epoch=AT_P.epoch))
 
@@ -68,7 +68,7 @@ def test_a_frame_for_a_predecessor_proves_nothing() -> None:
 
 
 @pytest.mark.parametrize("key", [b"", bytes(31), bytes(32), b"\1" + bytes(31)])
-def test_a_key_that_is_none_is_refused(key: bytes) -> None:
+def test_an_invalid_public_key_is_refused(key: bytes) -> None:
     with pytest.raises(PeerError, match="not a public key"):
         D.sign(ENVELOPE, key)
 
@@ -81,7 +81,7 @@ def test_another_version_is_named_with_ours() -> None:
             P.open(frame, AT_P)
 
 
-def test_the_keys_of_many_peers_take_bounded_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_keys_of_many_peers_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signed_frame, "PAIR_KEYS_MAX", 3)
     key = ProcessKey()
     for number in range(10):
@@ -89,6 +89,6 @@ def test_the_keys_of_many_peers_take_bounded_room(monkeypatch: pytest.MonkeyPatc
     assert len(key._pair_keys) == 3
 
 
-def test_no_process_has_the_epoch_that_names_nobody() -> None:
+def test_no_process_has_the_epoch_that_means_none() -> None:
     assert epoch_of(P.public) != 0
     assert len({ProcessKey().epoch for _ in range(10)}) == 10

@@ -1,4 +1,4 @@
-"""Tickets: believed only as they were signed, and only for the request that they are for."""
+"""Tickets: accepted only as signed, and only for the request that they are for."""
 
 import base64
 from typing import Any
@@ -71,8 +71,8 @@ def test_a_ticket_carries_what_the_producer_has_sampled() -> None:
     assert open_ticket(signed, KEY).prefilled == prefilled
 
 
-def test_a_ticket_says_nothing_of_time() -> None:
-    """Its age is unknown to whoever reads it; only a Renewed promises anything."""
+def test_a_ticket_holds_no_duration() -> None:
+    """Its reader does not know its age; only a Renewed is a promise."""
     assert not [name for name in Ticket.__struct_fields__ if name.endswith("_s") or "expir" in name]
 
 
@@ -86,9 +86,9 @@ def test_another_secret_or_none_is_a_wrong_signature(
 
 
 @given(st.data())
-def test_no_altered_ticket_is_believed(data: st.DataObject) -> None:
+def test_an_altered_ticket_is_refused(data: st.DataObject) -> None:
     text = sign_ticket(ticket(), KEY)
-    at = data.draw(st.integers(0, len(text) - 5))  # The last letters have bits to spare.
+    at = data.draw(st.integers(0, len(text) - 5))  # The last characters have unused bits.
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
     altered = text[:at] + data.draw(st.sampled_from(letters)) + text[at + 1 :]
     if altered == text:
@@ -99,12 +99,12 @@ def test_no_altered_ticket_is_believed(data: st.DataObject) -> None:
 @given(
     st.text(max_size=200) | st.binary(max_size=200).map(lambda raw: base64.urlsafe_b64encode(raw).decode())
 )
-def test_garbage_is_a_bad_ticket(text: str) -> None:
+def test_a_malformed_text_is_a_bad_ticket(text: str) -> None:
     fault_of(text)
 
 
 @given(st.binary(max_size=100))
-def test_a_garbage_body_is_a_bad_ticket(body: bytes) -> None:
+def test_a_malformed_body_is_a_bad_ticket(body: bytes) -> None:
     fault_of(sealed(body))
 
 
@@ -136,7 +136,7 @@ def test_size_then_schema_then_version_then_signature() -> None:
         {"loan_id": LoanId(Epoch(1), -1)},
     ],
 )
-def test_a_ticket_that_makes_no_sense_cannot_be_made(changes: dict[str, Any]) -> None:
+def test_an_inconsistent_ticket_cannot_be_made(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected"):
         ticket(**changes)
 
@@ -157,7 +157,7 @@ def refused(changes: dict[str, Any] | None = None, **ours: Any) -> BadTicket:
     return caught.value
 
 
-def test_the_right_ticket_for_a_longer_prompt_is_good() -> None:
+def test_a_ticket_for_the_beginning_of_the_prompt_is_accepted() -> None:
     check()
     check(num_prompt_tokens=21)
 
@@ -185,7 +185,7 @@ def test_another_prompt_is_refused() -> None:
     assert isinstance(error, UserError)
 
 
-def test_while_a_secret_is_replaced_tickets_of_both_are_believed() -> None:
+def test_during_a_rotation_tickets_with_both_secrets_are_accepted() -> None:
     old, new = b"the key before".ljust(32), b"the key after".ljust(32)
     for signer in (old, new):
         assert open_ticket(sign_ticket(ticket(), signer), new, old) == ticket()
@@ -194,7 +194,7 @@ def test_while_a_secret_is_replaced_tickets_of_both_are_believed() -> None:
     assert refused.value.reason is Fault.SIGNATURE
 
 
-def test_another_version_is_named_with_ours_before_the_signature_is_looked_at() -> None:
+def test_the_version_is_compared_before_the_signature() -> None:
     old = msgspec.structs.replace(ticket(), version=TICKET_VERSION - 1)
     text = sign_ticket(old, b"the key of another cluster")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The protocol as stories that a reviewer can read: a change of behaviour is a diff of these files."""
+"""The protocol as transcripts for review: a change of behaviour changes these files."""
 
 import importlib.util
 from pathlib import Path
@@ -13,6 +13,6 @@ _spec.loader.exec_module(stories)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in stories.FOLDER.glob("*.txt")))
-def test_the_machines_react_as_the_transcript_says(name: str) -> None:
+def test_the_machines_reproduce_the_transcript(name: str) -> None:
     transcript = (stories.FOLDER / f"{name}.txt").read_text()
     assert stories.Story().play(transcript) == transcript, "python tests/protocol/stories.py rewrites them"

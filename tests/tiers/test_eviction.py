@@ -1,4 +1,4 @@
-"""The eviction policies against their papers, and around keys that cannot leave."""
+"""Eviction policies compared with their papers, and with keys that cannot leave."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +16,11 @@ POLICIES = list(TWINS)
 KEYS = st.integers(0, 30)
 
 
-def anybody(key: int) -> bool:
+def any_key(key: int) -> bool:
     return True
 
 
-def ask(policy: EvictionPolicy[int], key: int, can_leave: Callable[[int], bool] = anybody) -> None:
+def ask(policy: EvictionPolicy[int], key: int, can_leave: Callable[[int], bool] = any_key) -> None:
     if key in policy:
         policy.use(key)
     else:
@@ -29,7 +29,7 @@ def ask(policy: EvictionPolicy[int], key: int, can_leave: Callable[[int], bool] 
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(capacity=st.integers(1, 12), asked=st.lists(KEYS, max_size=150))
-def test_who_is_in_is_who_the_paper_keeps(name: Eviction, capacity: int, asked: list[int]) -> None:
+def test_the_keys_are_those_of_the_papers_algorithm(name: Eviction, capacity: int, asked: list[int]) -> None:
     policy, twin = make_policy(name, capacity), TWINS[name](capacity)
     for key in asked:
         ask(policy, key)
@@ -43,7 +43,7 @@ def test_who_is_in_is_who_the_paper_keeps(name: Eviction, capacity: int, asked: 
     capacity=st.integers(1, 8),
     steps=st.lists(st.tuples(KEYS, st.sampled_from(["ask", "discard", "refresh"]), st.sets(KEYS))),
 )
-def test_whoever_has_to_stay_stays(
+def test_a_key_that_must_stay_is_not_evicted(
     name: Eviction, capacity: int, steps: list[tuple[int, str, set[int]]]
 ) -> None:
     policy = make_policy(name, capacity)
@@ -72,13 +72,13 @@ def test_whoever_has_to_stay_stays(
 def test_lru_keeps_the_beginning_of_a_prompt_longer_than_its_end() -> None:
     policy = make_policy("lru", 3)
     for key in (1, 2, 3):
-        policy.admit(key, anybody)
+        policy.admit(key, any_key)
     policy.refresh([3, 2, 1])
-    assert policy.admit(4, anybody).evicted == 3
+    assert policy.admit(4, any_key).evicted == 3
 
 
 @pytest.mark.parametrize("name", ["arc", "s3fifo"])
-def test_a_scan_does_not_drive_out_what_is_used_again_and_again(name: Eviction) -> None:
+def test_a_scan_does_not_evict_frequently_used_keys(name: Eviction) -> None:
     policy = make_policy(name, 20)
     for _ in range(4):
         for key in range(10):

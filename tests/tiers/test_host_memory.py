@@ -1,4 +1,4 @@
-"""Memory is refused before it is gone, whoever takes it."""
+"""Allocation is refused before memory runs out, even with several ranks."""
 
 from pathlib import Path
 
@@ -20,14 +20,14 @@ def write_own(root: Path, lines: str) -> None:
     (root / "proc/self/cgroup").write_text(lines)
 
 
-def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
+def test_a_containers_limit_bounds_its_free_memory(tmp_path: Path) -> None:
     write_own(tmp_path, "0::/\n")
     stat = "anon 700\ninactive_file 100\nactive_file 5"
     write_group(tmp_path / "sys/fs/cgroup", memory__max=1000, memory__current=900, memory__stat=stat)
     assert available_bytes(tmp_path) == 200
 
 
-def test_the_nearest_limit_of_all_groups_above_counts(tmp_path: Path) -> None:
+def test_the_tightest_limit_of_all_parent_groups_counts(tmp_path: Path) -> None:
     write_own(tmp_path, "0::/pods/mine\n")
     top, stat = tmp_path / "sys/fs/cgroup", "inactive_file 0"
     write_group(top, memory__max="max", memory__current=5, memory__stat=stat)
@@ -36,7 +36,7 @@ def test_the_nearest_limit_of_all_groups_above_counts(tmp_path: Path) -> None:
     assert available_bytes(tmp_path) == 100
 
 
-def test_the_older_groups_are_read_too_by_what_the_container_sees_of_them(tmp_path: Path) -> None:
+def test_limits_of_cgroups_v1_are_read(tmp_path: Path) -> None:
     write_own(tmp_path, "9:name=systemd:/\n4:memory:/docker/0123\n1:cpu,cpuacct:/\n")
     write_group(
         tmp_path / "sys/fs/cgroup/memory",
@@ -47,26 +47,26 @@ def test_the_older_groups_are_read_too_by_what_the_container_sees_of_them(tmp_pa
     assert available_bytes(tmp_path) == 250
 
 
-def test_nothing_is_less_than_none(tmp_path: Path) -> None:
+def test_free_memory_is_never_negative(tmp_path: Path) -> None:
     write_own(tmp_path, "0::/\n")
     write_group(tmp_path / "sys/fs/cgroup", memory__max=10, memory__current=20, memory__stat="anon 20")
     assert available_bytes(tmp_path) == 0
 
 
-def test_without_groups_it_is_the_machines(tmp_path: Path) -> None:
+def test_without_control_groups_it_is_the_machines_memory(tmp_path: Path) -> None:
     assert available_bytes(tmp_path) > 1 << 20
 
 
-def test_what_another_takes_meanwhile_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks have each seen that there is room for their share, and there is not for both."""
+def test_memory_taken_by_another_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks each see room for their share, but there is not enough for both."""
     monkeypatch.setattr(host_memory, "PART_BYTES", 100)
     left = iter([1000, 600, 200, 99])
     with pytest.raises(ConfigError, match=r"cpu_gib: this rank's share .* only 0.00 GiB of memory are free"):
         take(400, "cpu_gib", available=lambda: next(left))
-    assert next(left, None) is None, "it was asked again before each part"
+    assert next(left, None) is None, "free memory must be checked before each part"
 
 
-def test_what_is_taken_is_zero_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocated_memory_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "PART_BYTES", 64)
     memory = take(150, "cpu_gib", available=lambda: GIB)
     assert memory.shape == (150,)

@@ -1,4 +1,4 @@
-"""Rows of host memory against the caches they were copied from."""
+"""Rows of host memory compared with the caches they were copied from."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ NUM_BLOCKS, HEADS, TOKENS, CONTENT = 6, 2, 4, 8
 
 
 def cache_of(order: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """`[blocks, heads, tokens, content]`, in whichever order the bytes lie."""
+    """`[blocks, heads, tokens, content]`, with the bytes in the given order."""
     if order == "heads first":
         return torch.randn(NUM_BLOCKS, HEADS, TOKENS, CONTENT).to(dtype)
     if order == "tokens first":
@@ -41,7 +41,7 @@ def test_what_was_stored_comes_back_into_other_blocks(order: str, data: st.DataO
         assert torch.equal(cache, expected)
 
 
-def test_blocks_in_pieces_are_refused() -> None:
+def test_blocks_that_are_not_contiguous_are_refused() -> None:
     planes = torch.zeros(2, NUM_BLOCKS, HEADS, TOKENS, CONTENT).transpose(0, 1)
     with pytest.raises(ConfigError, match=r"kv_caches\.layer: .*not contiguous"):
         block_rows("layer", planes)
@@ -56,7 +56,7 @@ def test_runs_are_the_same_pairs(sources: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("blocks", "rows"), [([NUM_BLOCKS], [0]), ([0], [9]), ([0, 1], [8, 9]), ([-1], [0])])
-def test_what_is_not_there_is_not_copied_in_silence(blocks: list[int], rows: list[int]) -> None:
+def test_ids_out_of_range_fail_an_assertion(blocks: list[int], rows: list[int]) -> None:
     host_rows = HostRows({"a": cache_of("heads first")}, 9)
     with pytest.raises(AssertionError):
         host_rows.store(blocks, rows)

@@ -1,4 +1,4 @@
-"""Slots, keys and users: random stories against a model of the memory itself."""
+"""Random operations on slots, compared with a model of the memory."""
 
 from collections import Counter
 from typing import Any
@@ -22,8 +22,8 @@ KEYS = st.integers(0, 14)
 
 
 class Story(RuleBasedStateMachine):
-    """`memory` has what lies in each slot: None while it is being written. A store writes at its *end*, so
-    one that ends late into a slot that has another owner by then is seen."""
+    """`memory` has the content of each slot: None while it is being written. A store writes at its *end*, so
+    a store that ends late, into a slot that has another owner by then, is detected."""
 
     eviction: Eviction = "lru"
 
@@ -123,17 +123,17 @@ class Story(RuleBasedStateMachine):
         for entries in self.loads:
             self.index.unpin(entries)
         self.index.clear()
-        assert self.index.num_free == NUM_SLOTS, "at rest every slot is free"
+        assert self.index.num_free == NUM_SLOTS, "without users every slot must be free"
 
 
 @pytest.mark.parametrize("eviction", ["lru", "arc", "s3fifo"])
-def test_no_story_loses_a_slot_or_shows_what_was_not_stored(eviction: Eviction) -> None:
+def test_no_story_loses_a_slot_or_finds_what_was_not_stored(eviction: Eviction) -> None:
     kind = type(f"Story_{eviction}", (Story,), {"eviction": eviction})
     run_state_machine_as_test(kind, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("eviction", ["lru", "arc", "s3fifo"])
-def test_what_is_read_makes_no_room(eviction: Eviction) -> None:
+def test_a_slot_that_is_read_is_not_evicted(eviction: Eviction) -> None:
     index: SlotIndex[int] = SlotIndex(NUM_SLOTS, make_policy(eviction, NUM_SLOTS))
     for key in range(NUM_SLOTS):
         reserved = index.reserve(key)
@@ -146,13 +146,13 @@ def test_what_is_read_makes_no_room(eviction: Eviction) -> None:
     reserved = index.reserve(100)
     assert reserved is not None
     assert reserved.evicted == 3
-    assert index.reserve(101) is None, "the rest is read, or being filled"
+    assert index.reserve(101) is None, "the other slots are being read or filled"
     index.unpin(read)
     for key in range(101, 105):
         reserved = index.reserve(key)
         assert reserved is not None
         assert reserved.evicted not in (1, 100, *range(101, key))
-    assert index.reserve(105) is None, "one is read still"
+    assert index.reserve(105) is None, "one slot is still being read"
     index.unpin(twice)
     reserved = index.reserve(105)
     assert reserved is not None

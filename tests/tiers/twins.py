@@ -1,4 +1,4 @@
-"""The policies once more, as their papers write them: lists, no pins, no thought of speed."""
+"""The policies as in their papers: with lists, without pins or optimisations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ArcTwin:
             self.t2.append(x)
         elif x in self.b1:  # Case II
             self.p = min(self.c, self.p + max(1, len(self.b2) / len(self.b1)))
-            if len(self.resident()) == self.c:  # Always, in the paper; keys may be discarded here.
+            if len(self.resident()) == self.c:  # Always true in the paper; here keys may be discarded.
                 self.replace(x)
             self.b1.remove(x)
             self.t2.append(x)

@@ -1,11 +1,11 @@
 /* A CUDA driver without a GPU: the calls that baton/transport/cuda_driver.py makes, with their real signatures.
 
-   Device memory is shared memory of the host, allocations are pieces of one memfd; an IPC handle names a process,
-   a descriptor of it and such a piece. What is launched on a stream is done when somebody waits for the stream, and not a moment
-   earlier, so that whoever does not wait sees old bytes, every time. As with the real one,
+   Device memory is shared memory of the host, and allocations are parts of one memfd. An IPC handle names a process,
+   a descriptor of it and such a part. Work on a stream is done when the stream is waited for, and not earlier, so
+   that code without a wait always sees old bytes. As with the real driver,
 
-     - whatever touches memory needs a current context of the calling thread;
-     - a handle that is open already is opened again at the same address, and closed as often as opened;
+     - calls that touch memory need a current context of the calling thread;
+     - a handle that is open is opened again at the same address, and must be closed as often as it was opened;
      - a handle cannot be opened in the process that it comes from, nor after that process has died. */
 
 #define _GNU_SOURCE

@@ -1,7 +1,7 @@
 """The library of `fake_cuda.c`, and memory on its device.
 
 build(folder)              compiles it; needs a C compiler
-place(library, content)    bytes in its memory, which both it and numpy can reach
+place(library, content)    puts bytes into its memory, which both it and numpy can access
 make(library, ...)         a `cuda_ipc` transport with the real CudaDriver on top of it
 """
 
@@ -29,7 +29,7 @@ PAGE = 4096
 
 
 def build(folder: Path) -> str:
-    """The library's path."""
+    """Returns the library's path."""
     assert COMPILER is not None
     library = folder / "libfakecuda.so"
     source = Path(__file__).with_suffix(".c")
@@ -54,7 +54,7 @@ def build(folder: Path) -> str:
 
 
 class FakeDevice:
-    """What tests do to it. One for a process: the library is loaded once."""
+    """Controls of the fake device. One per process, because the library is loaded once."""
 
     def __init__(self, library: str) -> None:
         self._library = ctypes.CDLL(library)
@@ -70,17 +70,17 @@ class FakeDevice:
 
     @property
     def num_opened(self) -> int:
-        """Handles opened and not closed, each as often as it was opened."""
+        """Number of handles opened and not closed, counting each open."""
         count: int = self._library.fakeNumOpened()
         return count
 
     def fail_copy_in(self, number: int) -> None:
-        """The `number`-th copy from now is refused, and nothing is launched for it."""
+        """Refuses the `number`-th copy from now, without launching it."""
         self._library.fakeFailCopyIn(number)
 
 
 class FakeDeviceMemory:
-    """Rows of bytes in one allocation, which begins a page before them."""
+    """Rows of bytes in one allocation that begins a page before them."""
 
     def __init__(self, device: FakeDevice, content: NDArray[np.uint8]) -> None:
         base = device.allocate(PAGE + content.nbytes)

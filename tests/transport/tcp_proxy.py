@@ -1,4 +1,4 @@
-"""A proxy between a tcp reader and its owner that changes frames on their way."""
+"""A proxy between a tcp reader and its owner that changes frames in transit."""
 
 import contextlib
 import socket
@@ -34,12 +34,12 @@ def pass_on(frame: Frame) -> list[bytes]:
 
 
 class FrameProxy:
-    """Listens on `port`; dials `target` for each connection that comes."""
+    """Listens on `port`; connects to `target` for each incoming connection."""
 
     def __init__(self) -> None:
         self.tamper: Tamper = pass_on
         self.target = 0
-        self.frames: list[Frame] = []  # As they came, before `tamper`.
+        self.frames: list[Frame] = []  # As received, before `tamper`.
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._sockets: list[socket.socket] = []
@@ -59,7 +59,7 @@ class FrameProxy:
             sock.close()
 
     def cut(self) -> None:
-        """Reset all connections."""
+        """Resets all connections."""
         for sock in list(self._sockets):
             _shut(sock)
 
@@ -86,7 +86,7 @@ class _Connection:
         self._index = index
         self._reader = reader
         self._owner = owner
-        self._due: deque[int] = deque()  # Bytes of the answers that the reader waits for.
+        self._due: deque[int] = deque()  # Sizes of the answers that the reader waits for.
 
     def start(self, threads: list[threading.Thread]) -> None:
         for run in (self._from_reader, self._from_owner):
@@ -97,7 +97,7 @@ class _Connection:
     def _guard(self, run: Callable[[], None]) -> None:
         try:
             run()
-        except Exception:  # Either end is gone, or has sent what makes no sense after tampering.
+        except Exception:  # Either end is gone, or has sent nonsense after tampering.
             pass
         finally:
             _shut(self._reader)

@@ -1,4 +1,4 @@
-"""Every transport of ours passes the suite that others' have to pass."""
+"""Every transport of ours passes the suite that foreign transports have to pass."""
 
 import functools
 from collections.abc import Callable
@@ -99,7 +99,7 @@ class TestNixl(TransportSuite):
 
 @pytest.mark.processes
 class TestCudaIpcOnHost(TransportSuite):
-    """All of it but the driver, whose device is the host's memory here."""
+    """All of it except the driver, whose device is host memory here."""
 
     @pytest.fixture(scope="class")
     @classmethod

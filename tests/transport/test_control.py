@@ -1,4 +1,4 @@
-"""The control channel: frames between engines of one cluster, and nobody else's business."""
+"""Control channel: frames between engines of one cluster only."""
 
 import os
 import resource
@@ -38,7 +38,7 @@ def open_channel() -> Iterator[OpenChannel]:
 
 
 def receive(channel: ControlChannel, *others: ControlChannel) -> Received:
-    """The next frame; the others answer handshakes meanwhile, as their threads would."""
+    """The next frame; the others answer handshakes meanwhile, as their threads do in an engine."""
     return wait_until(lambda: channel.poll(0.01), *others)[0]
 
 
@@ -47,14 +47,12 @@ def wait_until(condition, *channels: ControlChannel):  # type: ignore[no-untyped
     while not (result := condition()):
         for channel in channels:
             assert channel.poll(0.01) == []
-        assert time.monotonic() < deadline, "it never happened"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
     return result
 
 
 @pytest.mark.parametrize("secret", [SECRET, None])
-def test_a_frame_goes_there_and_its_answer_back(
-    open_channel: OpenChannel, secret: ClusterSecret | None
-) -> None:
+def test_a_frame_and_its_answer_arrive(open_channel: OpenChannel, secret: ClusterSecret | None) -> None:
     here, there = open_channel(secret=secret), open_channel(secret=secret)
     assert here.send(there.url, b"question")
     asked = receive(there, here)
@@ -78,20 +76,20 @@ def test_frames_of_one_sender_come_in_order(open_channel: OpenChannel) -> None:
     assert received == frames
 
 
-def test_another_cluster_is_not_heard(open_channel: OpenChannel) -> None:
+def test_frames_of_another_cluster_are_dropped(open_channel: OpenChannel) -> None:
     stranger, there = open_channel(secret=ClusterSecret(b"the secret of another")), open_channel()
     stranger.send(there.url, b"let me in")
     wait_until(lambda: there.counters.strangers, stranger, there)
 
 
-def test_who_has_no_secret_is_not_heard(open_channel: OpenChannel) -> None:
+def test_frames_of_a_client_without_the_secret_are_dropped(open_channel: OpenChannel) -> None:
     stranger, there = open_channel(secret=None), open_channel()
     stranger.send(there.url, b"let me in")
     wait_until(lambda: there.counters.strangers, stranger, there)
 
 
-def test_the_servers_key_alone_does_not_let_a_client_in(open_channel: OpenChannel) -> None:
-    """CURVE lets any client in that knows the server's key, unless it is asked whose key the client's is."""
+def test_the_servers_key_alone_does_not_admit_a_client(open_channel: OpenChannel) -> None:
+    """CURVE admits any client that knows the server's key, unless ZAP checks the client's key."""
     there = open_channel()
     public, private = zmq.curve_keypair()
     with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
@@ -108,7 +106,7 @@ def test_the_servers_key_alone_does_not_let_a_client_in(open_channel: OpenChanne
     noise=st.binary(max_size=200) | st.binary(max_size=100).map(lambda b: b"\xff" + bytes(8) + b"\x7f" + b)
 )
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-def test_noise_at_the_port_is_dropped_and_the_next_frame_comes(
+def test_noise_at_the_port_is_dropped_and_the_next_frame_arrives(
     secret: ClusterSecret | None, noise: bytes
 ) -> None:
     with ExitStack() as stack:
@@ -127,7 +125,7 @@ def test_noise_at_the_port_is_dropped_and_the_next_frame_comes(
 
 
 @pytest.mark.parametrize("secret", [SECRET, None])
-def test_a_scraper_is_counted_and_nobody_hears_of_it(
+def test_a_scraper_is_only_counted(
     open_channel: OpenChannel, secret: ClusterSecret | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "HANDSHAKE_TIMEOUT_MS", 50)
@@ -142,7 +140,7 @@ def test_a_frame_above_the_limit_is_dropped(open_channel: OpenChannel) -> None:
     here.send(there.url, bytes(1000))
     assert len(receive(there, here).frame) == 1000
     here.send(there.url, bytes(100_000))
-    # The connection was lost with it, and comes again by itself.
+    # The connection was lost with it, and is restored automatically.
     wait_until(lambda: here.send(there.url, b"next") and there.poll(0.05), here)
 
 
@@ -172,7 +170,7 @@ def test_an_answer_to_a_connection_that_is_gone_is_dropped_and_counted(open_chan
     assert there.counters.unroutable == 1
 
 
-def test_a_peer_that_is_away_costs_a_bounded_queue(
+def test_an_absent_peer_takes_a_bounded_queue(
     open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "QUEUE_FRAMES_MAX", 10)
@@ -194,10 +192,10 @@ def test_a_successor_on_the_same_port_is_reached_without_redialling(open_channel
 
 
 class FlippingRelay:
-    """Passes bytes on between a channel and `target`.
+    """Forwards bytes between a channel and `target`.
 
-    Once, one bit of the byte at `offset` of what goes `way` ("forth" or "back") is wrong. If it `swallows`,
-    nothing comes through any more from there on, on a connection that stays open.
+    Once, one bit of the byte at `offset` in the direction `way` ("forth" or "back") is flipped. If it
+    `swallows`, nothing more is forwarded from there on, on a connection that stays open.
     """
 
     def __init__(self, target: int, way: str, offset: int, *, swallows: bool = False) -> None:
@@ -255,7 +253,7 @@ class FlippingRelay:
     "offset", [9, 100, 300, 500, 700, 741]
 )  # ZMTP's greeting, CURVE's handshake, frames.
 @pytest.mark.parametrize("swallows", [False, True])
-def test_a_flipped_bit_costs_frames_and_not_the_peer(
+def test_a_flipped_bit_loses_frames_and_not_the_peer(
     open_channel: OpenChannel, way: str, offset: int, swallows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "SILENT_S", 0.5)
@@ -274,7 +272,7 @@ def test_a_flipped_bit_costs_frames_and_not_the_peer(
         wait_until(is_answered_after_the_flip)
 
 
-def test_the_peer_dialled_longest_ago_is_forgotten_first(
+def test_the_least_recently_used_peer_is_forgotten_first(
     open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "PEERS_MAX", 2)
@@ -286,7 +284,9 @@ def test_the_peer_dialled_longest_ago_is_forgotten_first(
     assert receive(others[0], here).frame in (b"hello", b"again")
 
 
-def test_an_idle_peer_is_hung_up(open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_connection_of_an_idle_peer_is_closed(
+    open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here, there = open_channel(), open_channel()
     here.send(there.url, b"hello")
     receive(there, here)
@@ -338,7 +338,7 @@ def test_without_descriptors_frames_are_dropped_and_the_channel_lives(open_chann
     assert receive(there, here).frame == b"before"
     with no_descriptors_left():
         while here.send(f"tcp://127.0.0.1:{1 + len(here._dialled)}", b"to a new peer"):
-            pass  # The first ones use the descriptors in reserve.
+            pass  # The first ones use the reserved descriptors.
         assert len(here._dialled) > 1
         assert here.send(there.url, b"during")
         assert receive(there, here).frame == b"during"
@@ -346,7 +346,7 @@ def test_without_descriptors_frames_are_dropped_and_the_channel_lives(open_chann
     assert here.send("tcp://127.0.0.1:999", b"after")
 
 
-def test_a_connection_that_finds_no_descriptor_waits_and_comes_in_later(open_channel: OpenChannel) -> None:
+def test_a_connection_without_a_free_descriptor_is_accepted_later(open_channel: OpenChannel) -> None:
     here, there = open_channel(), open_channel()
     with socket.socket() as client:
         client.setblocking(False)
@@ -389,8 +389,8 @@ def test_strangers_do_not_take_the_descriptors_of_peers(
     assert receive(there, newcomer).frame == b"after the flood"
 
 
-def test_while_a_secret_is_replaced_both_are_spoken(open_channel: OpenChannel) -> None:
-    """First every engine accepts the new one, then every engine signs with it."""
+def test_during_a_rotation_both_secrets_are_accepted(open_channel: OpenChannel) -> None:
+    """First every engine accepts the new secret, then every engine signs with it."""
     old, new = SECRET.key, b"the new secret of the cluster"
     signs_old = open_channel(secret=ClusterSecret(old, new))
     signs_new = open_channel(secret=ClusterSecret(new, old))
@@ -411,7 +411,7 @@ def test_while_a_secret_is_replaced_both_are_spoken(open_channel: OpenChannel) -
     ["", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:0", "tcp://127.0.0.1:65536", "tcp://127.0.0.1:1;x",
      "ipc:///tmp/x", "inproc://zeromq.zap.01", "tcp://eth0;10.0.0.1:5", "tcp://*:5", "http://127.0.0.1:80"],
 )  # fmt: skip
-def test_a_url_that_is_none_is_refused(open_channel: OpenChannel, url: str) -> None:
+def test_a_malformed_url_is_refused(open_channel: OpenChannel, url: str) -> None:
     with pytest.raises(PeerError, match="control url"):
         open_channel().send(url, b"x")
 
@@ -436,13 +436,13 @@ def test_peers_are_told_the_advertised_port(open_channel: OpenChannel) -> None:
     assert channel.port != 4711
 
 
-def test_a_port_that_is_taken_is_named_and_leaves_nothing_behind(open_channel: OpenChannel) -> None:
+def test_a_taken_port_is_named_and_leaves_nothing_open(open_channel: OpenChannel) -> None:
     taken = open_channel()
     with nothing_left_behind(), pytest.raises(ConfigError, match=str(taken.port)):
         ControlChannel(port=taken.port)
 
 
-def test_closing_with_frames_queued_leaves_nothing_behind() -> None:
+def test_closing_with_queued_frames_leaves_nothing_open() -> None:
     with nothing_left_behind():
         channel = ControlChannel(secret=SECRET)
         for port in range(1, 20):
@@ -454,7 +454,7 @@ def test_closing_with_frames_queued_leaves_nothing_behind() -> None:
 
 
 class ControlChannelOn:
-    """Bound somewhere, for one `with`."""
+    """A channel bound somewhere, for one `with`."""
 
     def __init__(self, host: str, advertise_host: str) -> None:
         self._channel = ControlChannel(host=host, advertise_host=advertise_host, secret=SECRET)

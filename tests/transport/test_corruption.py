@@ -1,6 +1,6 @@
-"""Which changed bytes each way between engines notices (docs/protocol.md, section 13).
+"""Changed bytes that each connection between engines detects (docs/protocol.md, section 13).
 
-tcp has a file of its own (test_tcp_integrity). NIXL's fake agent is in test_nixl.
+tcp has its own file (test_tcp_integrity). NIXL's fake agent is in test_nixl.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ SECRET = ClusterSecret(b"the secret of this cluster")
 TIMEOUT_S = 30.0
 
 
-# --- Ways that copy memory: local, cuda_ipc, memory -----------------------------------------------
+# --- Transports that copy memory: local, cuda_ipc, memory -----------------------------------------------
 
 
 class Copier:
-    """An owner and a reader in this process, over a way whose copies a test can change."""
+    """An owner and a reader in this process, on a transport whose copies a test can change."""
 
     def __init__(self, make: Callable[[], Transport]) -> None:
         self.memory, self.target = pattern(4).copy(), np.zeros_like(pattern(4))
@@ -48,7 +48,7 @@ class Copier:
         self.owner.close()
 
     def read(self) -> Completion:
-        """Block 5 into block 3."""
+        """Reads block 5 into block 3."""
         (completion,) = drain(self.reader, [self.reader.post_read(self.prepared, [3], [5])])
         return completion
 
@@ -59,7 +59,7 @@ class Copier:
 
 
 class BentDevice(HostDevice):
-    """A GPU's driver that changes what it copies, or reports less than success."""
+    """A GPU driver that changes what it copies, or reports a failure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def test_local_notices_a_changed_identity_page(monkeypatch: pytest.MonkeyPatch, 
         assert not copier.read().ok
 
 
-def test_cuda_ipc_notices_what_its_driver_reports_and_an_owner_that_withdraws() -> None:
+def test_cuda_ipc_notices_driver_errors_and_a_withdrawn_owner() -> None:
     device = BentDevice()
     with closing(Copier(lambda: CudaIpcTransport(new_address("cuda"), driver=device))) as copier:
         assert copier.read().ok
@@ -115,8 +115,8 @@ def test_cuda_ipc_notices_what_its_driver_reports_and_an_owner_that_withdraws() 
         assert "withdrawn" in (copier.read().error or "")
 
 
-def test_ways_without_a_wire_do_not_check_the_payload(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As documented: nothing but the machine's ECC protects a copy from memory to memory."""
+def test_transports_without_a_wire_do_not_check_the_payload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As documented: only the machine's ECC protects a copy from memory to memory."""
     device = BentDevice()
     with closing(Copier(lambda: CudaIpcTransport(new_address("cuda"), driver=device))) as copier:
         device.bend = lambda copies: Copies(copies.local, copies.remote + 1, copies.nbytes - 1)
@@ -142,7 +142,7 @@ def _byte_at(address: int) -> np.ndarray:
 
 
 class ByteProxy:
-    """Passes the bytes of each connection on, changed by `bend`. One piece is what one `recv` returned."""
+    """Forwards the bytes of each connection, changed by `bend`. One piece is the result of one `recv`."""
 
     def __init__(self, target: int) -> None:
         self.bend: Callable[[bytes], list[bytes]] = lambda piece: [piece]
@@ -185,7 +185,7 @@ class ByteProxy:
 
 
 class Bent:
-    """Two channels with a proxy between, and the pieces that have passed."""
+    """Two channels with a proxy between them, and the forwarded pieces."""
 
     def __init__(self, secret: ClusterSecret | None) -> None:
         self.here, self.there = ControlChannel(secret=secret), ControlChannel(secret=secret)
@@ -201,7 +201,7 @@ class Bent:
     def send_bent(
         self, bend: Callable[[bytes], list[bytes]], until: Callable[[list[bytes]], bool]
     ) -> list[bytes]:
-        """What arrives, `until` then: FRAME, changed on its way, and a later frame of another channel."""
+        """Frames received `until` then: FRAME, changed in transit, and a later frame of another channel."""
         passed = threading.Event()
 
         def bend_frame(piece: bytes) -> list[bytes]:
@@ -270,6 +270,6 @@ def test_with_a_secret_no_changed_control_frame_arrives(
 def test_without_a_secret_the_channel_itself_notices_nothing(
     bent: Callable[[ClusterSecret | None], Bent],
 ) -> None:
-    """The MAC in each frame (`baton.protocol.signed_frame`) notices it then."""
+    """The MAC in each frame (`baton.protocol.signed_frame`) then detects it."""
     changed = FRAME[:-1] + bytes([FRAME[-1] ^ 4])
     assert changed in bent(None).send_bent(_flip(-1), until=lambda received: changed in received)

@@ -1,6 +1,6 @@
-"""The real CudaDriver in front of a library that keeps CUDA's rules on a machine without a GPU.
+"""The real CudaDriver with a library that follows CUDA's rules on a machine without a GPU.
 
-Its streams do nothing before somebody waits for them, so what is not waited for is noticed every time.
+Its streams do nothing before they are waited for, so a missing wait is always detected.
 """
 
 import ctypes
@@ -69,8 +69,8 @@ def producer(rig: FakeCudaRig) -> Iterator[Producer]:
     producer.close()
 
 
-def test_a_peer_met_twice_is_let_go_twice(rig: FakeCudaRig, library: str, producer: Producer) -> None:
-    """As two links of one rank to another do: the driver gives both the same addresses."""
+def test_a_peer_mapped_twice_is_unmapped_twice(rig: FakeCudaRig, library: str, producer: Producer) -> None:
+    """As with two links of one rank to another: the driver gives both the same addresses."""
     device = FakeDevice(library)
     with closing(rig.reader()) as reader:
         first = Connection(reader, producer, rig.place)
@@ -85,20 +85,20 @@ def test_a_peer_met_twice_is_let_go_twice(rig: FakeCudaRig, library: str, produc
         assert device.num_opened == 0
 
 
-def test_a_read_that_fails_half_way_has_ended_all_the_same(
+def test_a_read_that_fails_half_way_leaves_no_copy_running(
     rig: FakeCudaRig, library: str, producer: Producer
 ) -> None:
-    """What was launched before the copy that failed must not land behind the end of the read."""
+    """What was launched before the failed copy must not arrive after the end of the read."""
     device = FakeDevice(library)
     with closing(rig.reader()) as reader:
         connection = Connection(reader, producer, rig.place)
         prepared = connection.prepare()
-        # The blocks lie apart, so that each is a copy of its own.
+        # The blocks are not adjacent, so that each is a separate copy.
         device.fail_copy_in(3)
         completion = connection.read(prepared, [0, 2, 4, 6], [1, 3, 5, 7])
         assert not completion.ok
         assert "illegal memory access" in (completion.error or "")
-        connection.memory[0] = 9  # The blocks are somebody else's now.
+        connection.memory[0] = 9  # The blocks belong to another request now.
         connection.peer = reader.connect(producer.address, producer.endpoint)  # The failure lost the peer.
         other = connection.prepare(CopySpan(1, 0, BLOCK_BYTES, 0, 0, BLOCK_BYTES, BLOCK_BYTES))
         assert connection.read(other, [0], [0]).ok
@@ -122,13 +122,13 @@ def test_memory_of_another_device_is_refused(library: str, device: str) -> None:
         CudaDriver(library).share(Region(PAGE, PAGE, device))
 
 
-def test_a_library_that_is_missing_is_no_driver() -> None:
+def test_a_missing_library_means_no_driver() -> None:
     with pytest.raises(TransferError, match="no CUDA driver"):
         CudaDriver("libcuda-that-is-nowhere.so.1")
 
 
-def test_the_double_does_nothing_before_it_is_waited_for(library: str) -> None:
-    """Else the tests above would show nothing."""
+def test_the_fake_driver_copies_nothing_before_a_wait(library: str) -> None:
+    """Otherwise the tests above would show nothing."""
     memory = FakeDeviceMemory(FakeDevice(library), pattern(3).copy())
     driver = CudaDriver(library)
     before = memory[0].copy()

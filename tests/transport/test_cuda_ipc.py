@@ -1,4 +1,4 @@
-"""What only cuda_ipc can get wrong: mappings, devices, and a machine without a GPU."""
+"""Faults specific to cuda_ipc: mappings, devices, and a machine without a GPU."""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ TIMEOUT_S = 60.0
 
 
 class CountingDevice(HostDevice):
-    """Knows how many mappings are open."""
+    """Counts the open mappings."""
 
     @property
     def num_open(self) -> int:
@@ -45,7 +45,7 @@ def producer() -> Iterator[ProcessProducer]:
 
 
 @pytest.mark.processes
-def test_what_was_mapped_is_let_go(producer: ProcessProducer) -> None:
+def test_mappings_are_closed(producer: ProcessProducer) -> None:
     device = CountingDevice()
     with closing(CudaIpcTransport(new_address("reader"), driver=device)) as reader:
         first = Connection(reader, producer)
@@ -71,7 +71,7 @@ def test_a_peer_on_another_gpu_is_refused(producer: ProcessProducer, monkeypatch
 
 @pytest.mark.processes
 @pytest.mark.parametrize("field", ["nonce", "generation", "handle"])
-def test_an_endpoint_that_was_tampered_with_maps_nothing(producer: ProcessProducer, field: str) -> None:
+def test_a_tampered_endpoint_maps_nothing(producer: ProcessProducer, field: str) -> None:
     named = msgspec.msgpack.decode(producer.endpoint, type=CudaIpcEndpoint)
     short = tuple(msgspec.structs.replace(region, handle=b"x") for region in named.regions)
     wrong: dict[str, Any] = {"nonce": bytes(32), "generation": 5, "handle": short}
@@ -86,7 +86,7 @@ def test_an_endpoint_that_was_tampered_with_maps_nothing(producer: ProcessProduc
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_machine_without_a_gpu_says_so() -> None:
+def test_a_machine_without_a_gpu_is_reported() -> None:
     with pytest.raises(ConfigError, match="no CUDA driver"):
         make_transport("cuda_ipc", address=new_address("engine"))
 
@@ -133,7 +133,7 @@ def test_blocks_move_between_two_processes_on_one_gpu() -> None:
             process.kill()
             process.join()
             (completion,) = drain(reader, [reader.post_read(prepared, [0], [0])])
-            assert not completion.ok, "what a dead process left on the GPU does not count"
+            assert not completion.ok, "memory of a dead process must not count"
     finally:
         process.kill()
         process.join()

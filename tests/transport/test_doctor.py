@@ -1,4 +1,4 @@
-"""The doctor tries the ways for real, and says what to change."""
+"""The doctor tries the transports, and reports what to change."""
 
 import json
 import os
@@ -39,7 +39,7 @@ from baton.transport.self_test import Outcome, self_test
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_each_way_is_tried_and_a_way_that_fails_gives_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_transport_is_tried_and_failures_give_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REPEATS", 1)
     local, tcp, pigeon = self_test(["local", "tcp", "pigeon"])
     for outcome in (local, tcp):
@@ -64,14 +64,14 @@ def test_a_machine_on_which_everything_works_passes(monkeypatch: pytest.MonkeyPa
     assert run(monkeypatch, Outcome("local", 3.0), Outcome("tcp", 1.5))[0] == 0
 
 
-def test_what_does_not_work_is_named_and_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_work_is_named_as_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     status, output = run(monkeypatch, Outcome("local", None, "the kernel forbids it"), Outcome("tcp", 1.5))
     assert status == 1
     for words in ("the kernel forbids it", "1.50 GB/s", "BATON_SECRET", "CUDA", "RDMA"):
         assert words in output
 
 
-def test_a_machine_on_which_nothing_works_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_on_which_nothing_works_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     status, _ = run(monkeypatch, Outcome("local", None, "no"), Outcome("tcp", None, "no"))
     assert status == 1
 
@@ -84,12 +84,12 @@ def test_the_findings_can_be_read_by_a_program(monkeypatch: pytest.MonkeyPatch) 
     assert findings["tcp"]["is_good"] is True
 
 
-def test_brackets_in_a_mend_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_brackets_in_a_remedy_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     print_findings([Finding("x", None, "not installed", "pip install 'kv-baton[nixl]'")], Console(width=160))
     assert "pip install 'kv-baton[nixl]'" in capsys.readouterr().out
 
 
-def test_a_strict_ptrace_scope_is_named_with_its_mend(
+def test_a_strict_ptrace_scope_is_named_with_its_remedy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     scope = tmp_path / "ptrace_scope"
@@ -113,7 +113,7 @@ def test_a_secret_is_never_shown() -> None:
     assert secret not in str(findings)
 
 
-def test_a_peer_that_may_be_read_is_told_from_one_that_may_not() -> None:
+def test_readable_peers_are_distinguished_from_unreadable_ones() -> None:
     assert look_at_peer(os.getpid()).is_good is True
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
@@ -122,7 +122,7 @@ def test_a_peer_that_may_be_read_is_told_from_one_that_may_not() -> None:
     assert "alive" in gone.mend
 
 
-def test_a_way_that_fails_shows_what_to_change() -> None:
+def test_a_failed_transport_shows_what_to_change() -> None:
     assert look_at_outcome(Outcome("local", None, "set X")) == Finding(
         "local", False, "does not work", "set X"
     )

@@ -1,4 +1,4 @@
-"""What only cross-memory attach can get wrong: whose memory it is."""
+"""Faults specific to cross-memory attach: the identity of the memory's owner."""
 
 import ctypes
 import errno
@@ -19,11 +19,11 @@ from baton.transport import local
 from baton.transport.identity_page import explain
 from baton.transport.local import LocalEndpoint, LocalTransport
 
-TIMEOUT_S = 120.0  # A process that starts on a busy machine takes its time.
+TIMEOUT_S = 120.0  # For the start of a process on a busy machine.
 
 
 class Owner:
-    """An owner in this process: what it does is the same as in another, and its memory is at hand."""
+    """An owner in this process, which behaves like one in another process, with its memory at hand."""
 
     def __init__(self) -> None:
         self.address = new_address("owner")
@@ -54,30 +54,28 @@ def reader() -> Iterator[LocalTransport]:
     transport.close()
 
 
-def test_a_host_is_told_apart_by_its_boot(owner: Owner, reader: LocalTransport) -> None:
+def test_another_host_is_recognised_by_its_boot_id(owner: Owner, reader: LocalTransport) -> None:
     with pytest.raises(TransferError, match="another host"):
         reader.connect(owner.address, owner.endpoint_with_process(boot_id="f" * 36))
 
 
-def test_another_pid_namespace_is_told_apart_and_the_mend_named(owner: Owner, reader: LocalTransport) -> None:
+def test_another_pid_namespace_is_refused_with_a_remedy(owner: Owner, reader: LocalTransport) -> None:
     with pytest.raises(TransferError, match="shareProcessNamespace"):
         reader.connect(owner.address, owner.endpoint_with_process(pid_namespace=1))
 
 
-def test_a_pid_that_was_used_again_is_told_apart(owner: Owner, reader: LocalTransport) -> None:
+def test_a_reused_pid_is_recognised(owner: Owner, reader: LocalTransport) -> None:
     with pytest.raises(TransferError, match="another process has its pid"):
         reader.connect(owner.address, owner.endpoint_with_process(start_ticks=1))
 
 
 @pytest.mark.parametrize("pid", [0, -1, 2**31 - 1, 2**40])
-def test_a_pid_of_nobody_is_refused(owner: Owner, reader: LocalTransport, pid: int) -> None:
+def test_an_invalid_pid_is_refused(owner: Owner, reader: LocalTransport, pid: int) -> None:
     with pytest.raises(TransferError):
         reader.connect(owner.address, owner.endpoint_with_process(pid=pid))
 
 
-def test_a_same_host_claim_is_proved_by_the_nonce_and_not_believed(
-    owner: Owner, reader: LocalTransport
-) -> None:
+def test_a_same_host_claim_is_verified_by_the_nonce(owner: Owner, reader: LocalTransport) -> None:
     with pytest.raises(PeerError, match="nonce"):
         reader.connect(owner.address, owner.endpoint_with(nonce=b"x" * 32))
 
@@ -109,8 +107,8 @@ def test_a_successor_at_the_same_pid_and_addresses_is_noticed(owner: Owner, read
     assert "is no longer" in completion.error
 
 
-def test_memory_that_vanishes_under_a_read_fails_the_read(owner: Owner, reader: LocalTransport) -> None:
-    """The owner's endpoint names a page that is not mapped; a lie, or a region it gave back."""
+def test_a_read_of_unmapped_memory_fails(owner: Owner, reader: LocalTransport) -> None:
+    """The owner's endpoint names a page that is not mapped: false, or unmapped since."""
     real = regions_of(owner.memory)[0]
     lie = msgspec.structs.replace(real, address=2 << 20, nbytes=1 << 20)
     target = np.zeros_like(owner.memory)
@@ -126,7 +124,7 @@ def test_memory_that_vanishes_under_a_read_fails_the_read(owner: Owner, reader: 
 def test_a_short_call_is_continued_where_it_ended(
     owner: Owner, reader: LocalTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel may always read less than asked; here it never reads more than 5,000 bytes."""
+    """The kernel may always read less than requested; here it never reads more than 5,000 bytes."""
     calls = []
 
     def short(pid: int, to: np.ndarray, source: np.ndarray) -> int:
@@ -152,7 +150,7 @@ def test_a_short_call_is_continued_where_it_ended(
     assert np.array_equal(rows[blocks], source[blocks[::-1]])
 
 
-def test_a_fault_in_a_read_loses_that_peer_and_no_other(
+def test_an_exception_in_a_read_loses_that_peer_only(
     owner: Owner, reader: LocalTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = np.zeros_like(owner.memory)
@@ -170,7 +168,7 @@ def test_a_fault_in_a_read_loses_that_peer_and_no_other(
     assert "ZeroDivisionError" in (peer.lost or "")
     with pytest.raises(TransferError, match="a fault of this engine"):
         reader.post_read(prepared, [0], [0])
-    for _ in range(3):  # As many as there are threads, and one more.
+    for _ in range(3):  # One more than there are threads.
         (completion,) = drain(reader, [reader.post_read(of_other, [0], [0])])
         assert completion.ok
     prepared = reader.prepare(reader.connect(owner.address, owner.endpoint), [BLOCK_SPAN])

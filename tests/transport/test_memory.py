@@ -1,4 +1,4 @@
-"""The faults that the memory transport makes on demand, for the tests of connectors."""
+"""Faults that the memory transport injects, for the tests of connectors."""
 
 from collections.abc import Iterator
 
@@ -68,7 +68,7 @@ def test_a_read_that_is_told_to_fail_copies_nothing(world: World) -> None:
     assert not world.target[:BLOCK].any()
 
 
-def test_a_kill_ends_what_is_held_and_what_comes_later(world: World) -> None:
+def test_a_kill_ends_held_and_later_reads(world: World) -> None:
     world.network.hold()
     world.reader.post_read(world.prepared, [0], [1])
     world.network.kill(PRODUCER)

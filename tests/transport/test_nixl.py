@@ -1,4 +1,4 @@
-"""What only NIXL can get wrong: reads that do not end, and reads that are not what they seem."""
+"""Faults specific to NIXL: reads that do not end, emulated reads, and false identities."""
 
 import multiprocessing
 import os
@@ -22,7 +22,7 @@ from baton.transport.nixl import NixlEndpoint, NixlTransport
 from baton.transport.nixl_agent import DescriptorList, Request, is_installed
 from baton.transport.nixl_peer import NixlCounters, NixlPeer, PreparedGroup
 
-TIMEOUT_S = 120.0  # A process that imports NIXL on a busy machine takes its time.
+TIMEOUT_S = 120.0  # For a process that imports NIXL on a busy machine.
 IDENTITY = b"i" * 48
 needs_nixl = pytest.mark.skipif(
     not is_installed(), reason="nixl is not installed: pip install 'kv-baton[nixl]'"
@@ -30,7 +30,7 @@ needs_nixl = pytest.mark.skipif(
 
 
 class FakeAgent:
-    """An agent whose reads end when the test says so, and that remembers in which order things happened."""
+    """An agent whose reads end when the test says so, and that records the order of calls."""
 
     def __init__(self) -> None:
         self.happened: list[str] = []
@@ -103,7 +103,7 @@ def rig() -> Iterator[Rig]:
     rig.peer.close("the test is over")
 
 
-def test_a_read_ends_well_behind_its_identity_page(rig: Rig) -> None:
+def test_a_read_succeeds_only_after_its_identity_page(rig: Rig) -> None:
     rig.agent.ends.set()
     op = rig.post()
     completion = rig.end()
@@ -122,7 +122,7 @@ def test_a_read_whose_owner_has_changed_does_not_count(rig: Rig) -> None:
         rig.post()
 
 
-def test_nobody_hears_of_an_error_before_the_agent_is_destroyed(rig: Rig) -> None:
+def test_the_agent_is_destroyed_before_an_error_is_reported(rig: Rig) -> None:
     rig.post()
     assert rig.agent.posted.acquire(timeout=TIMEOUT_S)
     rig.agent.fails_with = "the wire is gone"
@@ -131,7 +131,7 @@ def test_nobody_hears_of_an_error_before_the_agent_is_destroyed(rig: Rig) -> Non
     assert rig.agent.happened == ["destroyed", "told"]
 
 
-def test_a_cancelled_read_that_does_not_end_costs_the_agent(
+def test_a_cancelled_read_that_does_not_end_destroys_the_agent(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nixl_peer, "CANCEL_S", 0.01)
@@ -153,7 +153,7 @@ def test_a_cancelled_read_that_ends_leaves_the_peer_connected(
     rig.agent.ends.set()
     completion = rig.end()
     assert completion.error == "cancelled"
-    assert completion.nbytes < 64 << 20, "no further batch was asked for"
+    assert completion.nbytes < 64 << 20, "a further batch was posted"
     rig.post()
     assert rig.end().ok
 
@@ -218,7 +218,7 @@ def test_a_peer_whose_reads_would_be_emulated_is_refused(producer: ProcessProduc
 @needs_nixl
 @pytest.mark.processes
 @pytest.mark.parametrize("field", ["nonce", "metadata", "agent", "generation", "identity_address"])
-def test_an_endpoint_that_was_tampered_with_connects_to_nobody(producer: ProcessProducer, field: str) -> None:
+def test_a_tampered_endpoint_does_not_connect(producer: ProcessProducer, field: str) -> None:
     named = msgspec.msgpack.decode(producer.endpoint, type=NixlEndpoint)
     wrong: dict[str, Any] = {
         "nonce": bytes(32),
@@ -256,7 +256,7 @@ def test_memory_of_unknown_devices_is_refused() -> None:
 
 
 @needs_nixl
-def test_two_reads_of_one_transport_end_apart(producer: ProcessProducer) -> None:
+def test_two_reads_of_one_transport_end_independently(producer: ProcessProducer) -> None:
     with closing(NixlTransport(new_address("reader"))) as reader:
         connection = Connection(reader, producer)
         prepared = connection.prepare()
@@ -278,7 +278,7 @@ def _report_affinity(pipe: Pipe) -> None:
 @needs_nixl
 @pytest.mark.processes
 @pytest.mark.skipif(os.cpu_count() == 1, reason="one core: there is nowhere else to run")
-def test_nixls_threads_do_not_sit_on_the_engines_core() -> None:
+def test_nixls_threads_may_use_all_cores() -> None:
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=_report_affinity, args=(theirs,), daemon=True)
@@ -289,6 +289,6 @@ def test_nixls_threads_do_not_sit_on_the_engines_core() -> None:
     process.close()
     ours.close()
     theirs.close()
-    assert len(own) == 1, "the caller stays where it was"
+    assert len(own) == 1, "the caller's affinity must not change"
     assert started, "NIXL started no thread"
     assert all(len(cpus) > 1 for cpus in started)

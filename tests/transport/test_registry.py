@@ -60,13 +60,13 @@ def test_the_same_host_is_reached_by_local(engines: tuple[Engine, Engine]) -> No
     assert choose_transport(ours.transports, theirs.endpoints, theirs.address).transport.name == "local"
 
 
-def test_a_way_can_be_forced(engines: tuple[Engine, Engine]) -> None:
+def test_a_transport_can_be_forced(engines: tuple[Engine, Engine]) -> None:
     ours, theirs = engines
     chosen = choose_transport(ours.transports, theirs.endpoints, theirs.address, order=["tcp"])
     assert (chosen.transport.name, chosen.peer.address) == ("tcp", theirs.address)
 
 
-def test_where_local_does_not_reach_tcp_does_and_the_reason_is_logged(
+def test_tcp_is_used_if_local_fails_and_the_reason_is_logged(
     engines: tuple[Engine, Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
     ours, theirs = engines
@@ -76,7 +76,7 @@ def test_where_local_does_not_reach_tcp_does_and_the_reason_is_logged(
     assert "another host" in caplog.text
 
 
-def test_the_choice_is_logged_with_what_else_there_was(
+def test_the_choice_is_logged_with_its_alternatives(
     engines: tuple[Engine, Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
     ours, theirs = engines
@@ -87,9 +87,7 @@ def test_the_choice_is_logged_with_what_else_there_was(
     assert line == "theirs is reached by local; nixl is offered by one side only; tcp left in reserve"
 
 
-def test_nixl_is_offered_only_where_a_device_reads_remote_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_nixl_is_offered_only_with_an_rdma_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(registry, "is_installed", lambda: True)
     monkeypatch.setattr(nixl, "RDMA_DEVICES", tmp_path)
     assert available_names() == ("local", "tcp")
@@ -101,7 +99,7 @@ def test_nixl_is_offered_only_where_a_device_reads_remote_memory(
     assert available_names("cuda") == ("cuda_ipc",)
 
 
-def test_when_no_way_is_left_every_reason_is_named(engines: tuple[Engine, Engine]) -> None:
+def test_if_no_transport_connects_every_reason_is_named(engines: tuple[Engine, Engine]) -> None:
     ours, theirs = engines
     theirs.transports["tcp"].close()
     endpoints = {**theirs.endpoints, "local": elsewhere(theirs.endpoints["local"])}
@@ -109,13 +107,13 @@ def test_when_no_way_is_left_every_reason_is_named(engines: tuple[Engine, Engine
         choose_transport(ours.transports, endpoints, theirs.address)
 
 
-def test_a_peer_that_lies_about_itself_is_not_tried_another_way(engines: tuple[Engine, Engine]) -> None:
+def test_no_other_transport_is_tried_for_a_peer_with_a_false_identity(engines: tuple[Engine, Engine]) -> None:
     ours, theirs = engines
     with pytest.raises(PeerError):
         choose_transport(ours.transports, {**theirs.endpoints, "local": b"nonsense"}, theirs.address)
 
 
-def test_nothing_in_common_says_what_each_has(engines: tuple[Engine, Engine]) -> None:
+def test_without_a_common_transport_both_lists_are_named(engines: tuple[Engine, Engine]) -> None:
     ours, theirs = engines
     with pytest.raises(TransferError, match=r"theirs \['nixl'\]"):
         choose_transport(ours.transports, {"nixl": b""}, theirs.address)
@@ -133,7 +131,7 @@ def test_each_known_name_makes_its_transport() -> None:
         transport.close()
 
 
-def test_a_way_that_cannot_be_registered_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_transport_that_cannot_be_registered_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     transports = make_transports(address=new_address("ours"), secret=SECRET)
     with pytest.raises(TransferError, match="local, tcp"):
         register_all(transports, [Region(4096, 4096, "cuda:0")])

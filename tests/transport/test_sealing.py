@@ -1,4 +1,4 @@
-"""Messages over scattered memory: what is sealed is opened, and nothing else is."""
+"""Messages over scattered memory: only a message that was sealed can be opened."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ levels = st.sampled_from(["mac", "encrypt"])
 
 @st.composite
 def pieces_of_memory(draw: st.DrawFn) -> list[tuple[int, int]]:
-    """(start, length) that do not overlap, in any order; often all of one length."""
+    """(start, length) of segments that do not overlap, in any order; often all of one length."""
     one_length = draw(st.none() | st.sampled_from([1, 64, 500, 9000]))
     pieces, at = [], draw(st.integers(0, 100))
     for _ in range(draw(st.integers(1, 6))):
@@ -35,7 +35,7 @@ def arrays(memory: np.ndarray, pieces: Sequence[tuple[int, int]]) -> tuple[np.nd
 
 
 @given(pieces=pieces_of_memory(), integrity=levels, flip=st.none() | st.integers(0, 10**9))
-def test_a_message_is_that_of_its_pieces_one_after_the_other(
+def test_a_message_is_the_concatenation_of_its_segments(
     pieces: list[tuple[int, int]], integrity: Integrity, flip: int | None
 ) -> None:
     source = np.random.default_rng(9).integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
@@ -63,7 +63,7 @@ def test_a_message_is_that_of_its_pieces_one_after_the_other(
         expected = source if integrity == "mac" else np.zeros_like(source)
         for start, length in pieces:
             expected[start : start + length] = source[start : start + length]
-        assert np.array_equal(target, expected), "nothing beside the pieces is written"
+        assert np.array_equal(target, expected), "bytes outside the segments were written"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_off_computes_nothing() -> None:
     assert opening.is_genuine(NO_TAG)
 
 
-def test_of_two_levels_the_stronger_holds() -> None:
+def test_the_stronger_of_two_levels_is_used() -> None:
     assert [stronger(a, b) for a in LEVELS for b in LEVELS] == [
         "off", "mac", "encrypt", "mac", "mac", "encrypt", "encrypt", "encrypt", "encrypt",
     ]  # fmt: skip

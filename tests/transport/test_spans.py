@@ -1,4 +1,4 @@
-"""Spans become copies: the same bytes as the plain double loop, merged as far as both sides allow."""
+"""Expansion of spans into copies: the same bytes as a double loop, merged as far as both sides allow."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def triples(copies: Copies) -> list[tuple[int, int, int]]:
 
 
 def copies_of(lengths: list[int]) -> Copies:
-    """Copies that lie back to back on both sides, so that every byte has its own place."""
+    """Copies that are adjacent on both sides, so that every byte has its own position."""
     nbytes = np.array(lengths, dtype=np.int64)
     starts = np.cumsum(nbytes) - nbytes
     return Copies(starts, starts + 10**6, nbytes)
@@ -40,7 +40,7 @@ def test_blocks_that_adjoin_on_both_sides_become_one_copy() -> None:
     ]
 
 
-def test_the_order_in_which_blocks_are_named_does_not_hide_a_run() -> None:
+def test_the_order_of_blocks_does_not_affect_merging() -> None:
     dense = table(CopySpan(0, 0, 64, 0, 0, 64, 64))
     assert len(dense.expand([5, 3, 4], [9, 7, 8])) == 1
 
@@ -96,7 +96,7 @@ def test_batches_keep_every_byte_and_both_bounds(lengths: list[int], count: int,
 
 
 @given(st.lists(st.integers(1, 50), max_size=10), st.data())
-def test_skipping_leaves_the_bytes_behind(lengths: list[int], data: st.DataObject) -> None:
+def test_skipping_leaves_the_remaining_bytes(lengths: list[int], data: st.DataObject) -> None:
     copies = copies_of(lengths)
     done = data.draw(st.integers(0, sum(lengths)))
     assert bytes_of(copies.skip(done)) == bytes_of(copies)[done:]

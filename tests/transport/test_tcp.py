@@ -1,4 +1,4 @@
-"""What only tcp can get wrong: who calls, and what he asks for."""
+"""Faults specific to tcp: the caller's identity, and what it requests."""
 
 import select
 import socket
@@ -43,7 +43,7 @@ TIMEOUT_S = 30.0
 
 
 class Owner:
-    """An owner in this process, and plain sockets to torment it with."""
+    """An owner in this process, and plain sockets to attack it with."""
 
     def __init__(self) -> None:
         self.address = new_address("owner")
@@ -66,7 +66,7 @@ class Owner:
         return sock, session
 
     def wait_for_peers(self, count: int) -> None:
-        """The owner has seen the end of their handshakes, which they see a little earlier."""
+        """Waits until the owner has seen the end of their handshakes, shortly after the peers do."""
         tcp_owner, pause = self.transport._owner, threading.Event()
         assert tcp_owner is not None
         while sum(connection.is_peer for connection in list(tcp_owner._connections)) < count:
@@ -91,46 +91,46 @@ def owner() -> Iterator[Owner]:
 
 
 def say_and_stop(sock: socket.socket, noise: bytes) -> None:
-    with suppress(OSError):  # The owner may have closed before the end of it.
+    with suppress(OSError):  # The owner may close before all is sent.
         sock.sendall(noise)
         sock.shutdown(socket.SHUT_WR)
 
 
-def hears_the_end(sock: socket.socket) -> bytes:
-    """Whatever the other end still says until it closes, which it has to."""
-    said = b""
+def receive_until_closed(sock: socket.socket) -> bytes:
+    """What the other end still sends until it closes, which it has to."""
+    received = b""
     try:
         while piece := sock.recv(65536):
-            said += piece
+            received += piece
     except ConnectionError:
         pass
-    return said
+    return received
 
 
 @given(noise=st.binary(max_size=300) | st.binary(min_size=4, max_size=60).map(lambda b: b"\x20\0\0\0" + b))
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-def test_noise_costs_its_sender_the_connection_and_nobody_else_anything(owner: Owner, noise: bytes) -> None:
+def test_noise_costs_only_its_sender_the_connection(owner: Owner, noise: bytes) -> None:
     with owner.dial() as sock:
         say_and_stop(sock, noise)
-        said = hears_the_end(sock)
-    assert len(said) < 100, "a stranger hears no more than the challenge"
+        received = receive_until_closed(sock)
+    assert len(received) < 100, "a stranger must receive only the challenge"
 
 
 def test_after_all_that_noise_the_owner_serves(owner: Owner) -> None:
     for greeting in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\xff" * 5000, b"\xff\xff\xff\xff"):
         with owner.dial() as sock:
             sock.sendall(greeting)
-            hears_the_end(sock)
+            receive_until_closed(sock)
     assert owner.transport.counters.strangers >= 3
     assert owner.still_serves()
 
 
 @given(noise=st.binary(min_size=REQUEST.size, max_size=200))
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
-def test_noise_from_a_peer_costs_it_the_connection(owner: Owner, noise: bytes) -> None:
+def test_noise_from_a_peer_closes_its_connection(owner: Owner, noise: bytes) -> None:
     with owner.dial_as_peer() as sock:
         say_and_stop(sock, noise)
-        assert len(hears_the_end(sock)) <= ANSWER.size + TAG_BYTES
+        assert len(receive_until_closed(sock)) <= ANSWER.size + TAG_BYTES
 
 
 def test_requests_outside_the_regions_are_refused(owner: Owner) -> None:
@@ -151,17 +151,17 @@ def test_requests_outside_the_regions_are_refused(owner: Owner) -> None:
             request = REQUEST.pack(READ, len(copies), 1) + np.array(copies, dtype="<i8").tobytes()
             sock.sendall(request + session.requests.seal(1, request).tag())
             header = ANSWER.pack(FAIL, 0, 1)
-            answer = hears_the_end(sock)
+            answer = receive_until_closed(sock)
             assert answer[: ANSWER.size] == header
             assert session.answers.open(1, header + request).is_genuine(answer[ANSWER.size :])
     for count in (0, COPIES_MAX + 1, 2**32 - 1):
         with owner.dial_as_peer() as sock:
             sock.sendall(REQUEST.pack(READ, count, 1))
-            assert hears_the_end(sock) == b""
+            assert receive_until_closed(sock) == b""
     assert owner.still_serves()
 
 
-def test_another_secret_does_not_get_in(owner: Owner) -> None:
+def test_a_reader_with_another_secret_is_refused(owner: Owner) -> None:
     for secret in (ClusterSecret(b"the secret of another"), None):
         with (
             closing(TcpTransport(new_address("reader"), secret=secret)) as reader,
@@ -176,8 +176,8 @@ def test_the_token_of_the_endpoint_is_needed_too(owner: Owner) -> None:
         reader.connect(owner.address, forged)
 
 
-def test_an_impostor_who_listens_in_the_owners_place_is_unmasked() -> None:
-    """It speaks the protocol, and does not know the key."""
+def test_an_impostor_at_the_owners_port_is_detected() -> None:
+    """It speaks the protocol but does not know the key."""
     address = new_address("owner")
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -188,7 +188,7 @@ def test_an_impostor_who_listens_in_the_owners_place_is_unmasked() -> None:
                 for message in ([b"n" * 32], ["mac", b"p" * 32]):
                     encoded = msgspec.msgpack.encode(message)
                     sock.sendall(len(encoded).to_bytes(4, "little") + encoded)
-                hears_the_end(sock)
+                receive_until_closed(sock)
 
         thread = threading.Thread(target=pretend)
         thread.start()
@@ -211,7 +211,7 @@ def test_an_impostor_who_listens_in_the_owners_place_is_unmasked() -> None:
 
 
 class SilentOwner:
-    """Introduces itself, takes requests, and answers nothing: stopped, or behind a partition."""
+    """Completes the handshake, receives requests, and answers nothing, as if stopped or partitioned."""
 
     def __init__(self) -> None:
         self.address = new_address("owner")
@@ -238,7 +238,7 @@ class SilentOwner:
             _, self.sessions[sock] = admit(sock, keys, "mac", ours=self.address)
 
     def answer(self, sock: socket.socket, request: bytes, content: bytes) -> bytes:
-        """The whole answer to a request that has come without its tag."""
+        """The whole answer to a request, which has come without its tag."""
         number = REQUEST.unpack_from(request)[2]
         header = ANSWER.pack(b"DATA", 0, number)
         sealing = self.sessions[sock].answers.seal(number, header + request)
@@ -275,7 +275,7 @@ def test_a_late_answer_to_a_cancelled_read_touches_no_block() -> None:
         prepared = reader.prepare(peer, [BLOCK_SPAN])
         op = reader.post_read(prepared, [0], [0])
         silent.thread.join(TIMEOUT_S)
-        # One lane got the request; half of the answer comes before the cancel, half after.
+        # One lane got the request; half of the answer arrives before the cancel, half after.
         lane = next(s for s in _readable(silent.sockets))
         answer = silent.answer(lane, _request(lane), b"\x01" * 1000 + b"\x02" * 3096)
         lane.sendall(answer[:1000])
@@ -283,7 +283,7 @@ def test_a_late_answer_to_a_cancelled_read_touches_no_block() -> None:
         drain(reader, [op])
         target[:] = 0
         lane.sendall(answer[1000:])
-        # The next answer on that lane follows the discarded one, so its end proves the other's.
+        # The next answer on that lane follows the discarded one, so its end proves the other's end.
         following = [reader.post_read(prepared, [block], [block]) for block in (1, 2)]
         _answer_all(silent, len(following))
         assert all(c.ok for c in drain(reader, following))
@@ -292,12 +292,12 @@ def test_a_late_answer_to_a_cancelled_read_touches_no_block() -> None:
 
 
 def test_reads_from_a_stopped_owner_end_within_15_s() -> None:
-    """Connecting and each answer have deadlines; a stopped process takes connections, and answers nothing."""
+    """Connecting and each answer have deadlines. A stopped process accepts but does not answer."""
     assert tcp_wire.HANDSHAKE_TIMEOUT_S + tcp_reader.STALL_S <= 15
     assert nixl_peer.PROVE_TIMEOUT_S + nixl_peer.STALL_S <= 15
 
 
-def test_an_owner_that_owes_an_answer_for_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_with_an_overdue_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_reader, "STALL_S", 0.05)
     silent = SilentOwner()
     target = np.zeros((1, NUM_BLOCKS * 4096), dtype=np.uint8)
@@ -317,14 +317,14 @@ def test_peers_above_their_slots_are_turned_away(monkeypatch: pytest.MonkeyPatch
         with owner.dial_as_peer(), owner.dial_as_peer():
             owner.wait_for_peers(2)
             with owner.dial_as_peer() as third:
-                assert hears_the_end(third) == b""
+                assert receive_until_closed(third) == b""
         assert owner.transport.counters.turned_away == 1
     finally:
         owner.transport.close()
 
 
-def test_strangers_cannot_keep_peers_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More silent connections than there are slots: the oldest go, and a peer gets in."""
+def test_strangers_do_not_exclude_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More silent connections than slots: the oldest are closed, and a peer gets in."""
     monkeypatch.setattr(tcp_owner, "STRANGERS_MAX", 4)
     owner = Owner()
     with ExitStack() as stack:
@@ -333,19 +333,19 @@ def test_strangers_cannot_keep_peers_out(monkeypatch: pytest.MonkeyPatch) -> Non
         strangers = []
         for _ in range(12):
             strangers.append(stack.enter_context(owner.dial()))
-            strangers[-1].recv(1)  # The challenge: it has a slot.
+            strangers[-1].recv(1)  # The challenge shows that it has a slot.
         assert owner.still_serves()
-        assert all(hears_the_end(stranger) is not None for stranger in strangers[:8])
+        assert all(receive_until_closed(stranger) is not None for stranger in strangers[:8])
         peer.settimeout(0.0)
         with pytest.raises(BlockingIOError):
             peer.recv(1)  # Its connection stays.
 
 
-def test_a_stranger_has_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strangers_handshake_has_a_short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_wire, "ADMIT_TIMEOUT_S", 0.05)
     owner = Owner()
     with closing(owner.transport), owner.dial() as stranger:
-        assert len(hears_the_end(stranger)) < 100
+        assert len(receive_until_closed(stranger)) < 100
 
 
 def test_a_thread_that_cannot_be_started_costs_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +359,7 @@ def test_a_thread_that_cannot_be_started_costs_one_connection(monkeypatch: pytes
 
     monkeypatch.setattr(tcp_owner, "start_owned_thread", start_or_fail)
     with closing(owner.transport), owner.dial() as refused:
-        assert hears_the_end(refused) == b""
+        assert receive_until_closed(refused) == b""
         assert owner.still_serves()
 
 
@@ -394,7 +394,7 @@ def test_a_port_that_is_taken_is_named(owner: Owner) -> None:
 
 
 @pytest.mark.parametrize("host", ["", "..", "a b", "x" * 300, "http://x", "\u00fc", "-rf"])
-def test_a_host_that_no_resolver_should_see_is_refused(owner: Owner, host: str) -> None:
+def test_an_invalid_host_is_refused_without_resolving_it(owner: Owner, host: str) -> None:
     endpoint = msgspec.msgpack.encode(msgspec.structs.replace(owner.named, host=host))
     with (
         closing(TcpTransport(new_address("reader"), secret=SECRET)) as reader,
@@ -409,14 +409,14 @@ def _readable(sockets: list[socket.socket]) -> list[socket.socket]:
 
 
 def _request(sock: socket.socket) -> bytes:
-    """The next request, of one block, without its tag."""
+    """The next request, for one block, without its tag."""
     request = receive_exactly(sock, REQUEST.size + COPY_BYTES)
     receive_exactly(sock, TAG_BYTES)
     return bytes(request)
 
 
 def _answer_all(silent: SilentOwner, count: int) -> None:
-    """Answer `count` one-block requests, on whatever lane they come, with threes."""
+    """Answers `count` one-block requests with threes, on any lane."""
     while count:
         for sock in _readable(silent.sockets):
             sock.sendall(silent.answer(sock, _request(sock), b"\x03" * 4096))
@@ -439,7 +439,7 @@ class Reader:
 # Owners and readers that are slow on purpose, and lanes that break.
 
 
-def test_an_owner_that_dribbles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_that_answers_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_reader, "STALL_S", 0.2)
     silent = SilentOwner()
     target = np.zeros((1, NUM_BLOCKS * 4096), dtype=np.uint8)
@@ -483,7 +483,7 @@ def test_after_a_lost_lane_a_fresh_connect_works() -> None:
 def _break_connections(owner: Owner) -> None:
     assert owner.transport._owner is not None
     for connection in list(owner.transport._owner._connections):
-        with suppress(OSError):  # The reader closes all lanes when one is lost.
+        with suppress(OSError):  # The reader closes all lanes if one is lost.
             connection.sock.shutdown(socket.SHUT_RDWR)
 
 

@@ -1,4 +1,4 @@
-"""No change of the bytes between reader and owner makes a read end well with wrong bytes."""
+"""No change of bytes between reader and owner makes a read succeed with wrong bytes."""
 
 import random
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ class Outcome:
 
 
 class Wire:
-    """An owner, and a proxy that its readers have to pass."""
+    """An owner, and the proxy in front of it."""
 
     def __init__(self, integrity: Integrity) -> None:
         self.integrity: Integrity = integrity
@@ -52,7 +52,7 @@ class Wire:
         self.proxy.close()
 
     def read(self, tamper: Tamper, *, num_reads: int = 1) -> list[Outcome]:
-        """Reads block 7 + i into block i, all posted before the first ends, by a reader of its own."""
+        """Reads block 7 + i into block i with a new reader; all are posted before the first ends."""
         self.proxy.tamper = tamper
         target = np.zeros_like(self.memory)
         reader = TcpTransport(
@@ -77,7 +77,7 @@ class Wire:
 
 @pytest.fixture(params=["mac", "encrypt"])
 def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
-    monkeypatch.setattr(tcp_reader, "STALL_S", 1.0)  # A changed length leaves one end waiting.
+    monkeypatch.setattr(tcp_reader, "STALL_S", 1.0)  # A changed length makes one end wait.
     wire = Wire(request.param)
     yield wire
     wire.close()
@@ -90,7 +90,7 @@ def flipped(content: bytes, bit: int) -> bytes:
 
 
 def flip(kind: str, bit: int) -> Tamper:
-    """In all frames of this kind."""
+    """Flips a bit in all frames of this kind."""
 
     def tamper(frame: Frame) -> list[bytes]:
         return [flipped(frame.content, bit) if frame.kind == kind else frame.content]
@@ -109,7 +109,7 @@ def test_an_unchanged_wire_is_right(wire: Wire) -> None:
 
 @pytest.mark.parametrize("kind", ["request", "answer"])
 def test_a_flipped_bit_in_any_byte_of_a_frame_fails_the_read(wire: Wire, kind: str) -> None:
-    """One bit of each byte: kind, count, number, address, length, payload and tag."""
+    """Flips one bit of each byte: kind, count, number, address, length, payload and tag."""
     [whole] = [f for f in _frames_of_a_read(wire) if f.kind == kind]
     rng = random.Random(kind + wire.integrity)
     for byte in range(len(whole.content)):
@@ -120,7 +120,7 @@ def test_a_flipped_bit_in_any_byte_of_a_frame_fails_the_read(wire: Wire, kind: s
 
 @pytest.mark.parametrize("bit", range(6, 12))
 def test_a_request_for_another_address_is_not_answered(wire: Wire, bit: int) -> None:
-    """The bits of an address that lead to other registered memory."""
+    """Flips address bits that lead to other registered memory."""
     [outcome] = wire.read(flip("request", 8 * REQUEST.size + bit))
     assert not outcome.ok
     assert wire.transport.counters.bad_requests == 1
@@ -131,7 +131,7 @@ def test_a_request_for_another_address_is_not_answered(wire: Wire, bit: int) -> 
 def test_a_flipped_bit_in_the_handshake_refuses_the_connection(wire: Wire, kind: str) -> None:
     [whole] = [f for f in _frames_of_a_read(wire) if f.kind == kind]
     rng = random.Random(kind)
-    for byte in range(6, len(whole.content), 7):  # Not the length, which only makes an end wait.
+    for byte in range(6, len(whole.content), 7):  # Without the length, which only makes one end wait.
         [outcome] = wire.read(flip(kind, 8 * byte + rng.randrange(8)))
         assert not outcome.ok, f"byte {byte}"
 
@@ -165,7 +165,7 @@ def test_frames_of_another_connection_are_refused(wire: Wire, kind: str) -> None
     assert not outcome.ok
 
 
-def test_an_answer_is_not_taken_for_one_of_another_place(wire: Wire) -> None:
+def test_an_answer_is_not_accepted_for_another_request(wire: Wire) -> None:
     """The second answer has the content of the first one, under its own number."""
     first: list[bytes] = []
 
@@ -214,7 +214,7 @@ def test_a_connection_has_the_stronger_level_of_its_ends(ours: Integrity, theirs
         assert (block not in answer.content) is ("encrypt" in (ours, theirs))
 
 
-def test_the_default_level_depends_on_who_can_reach_the_port() -> None:
+def test_the_default_level_depends_on_the_bound_address() -> None:
     assert TcpOptions().level == "mac"
     assert TcpOptions(host="10.0.0.7").level == "encrypt"
     assert TcpOptions(advertise_host="10.0.0.7").level == "encrypt"

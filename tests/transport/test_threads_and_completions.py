@@ -1,4 +1,4 @@
-"""Threads that are owned, and operations that end once."""
+"""Owned threads, and operations that end exactly once."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from baton.transport.threads import join_all, start_owned_thread
 TIMEOUT_S = 30.0
 
 
-def test_the_owner_hears_of_the_death_of_its_thread(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_owner_is_told_of_its_threads_death(caplog: pytest.LogCaptureFixture) -> None:
     heard: list[BaseException] = []
 
     def die() -> None:
@@ -49,7 +49,7 @@ def test_the_kernel_knows_a_thread_by_its_name() -> None:
     assert names == ["baton-a-long-na"]
 
 
-def test_where_a_cpu_may_not_be_used_the_thread_runs_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_thread_runs_even_if_its_affinity_cannot_be_set(caplog: pytest.LogCaptureFixture) -> None:
     ran = threading.Event()
     thread = start_owned_thread("baton-test", ran.set, on_death=lambda _: None, cpus={4095})
     join_all([thread], TIMEOUT_S)
