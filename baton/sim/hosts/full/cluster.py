@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import msgspec
 
+from baton.connectors.offload.settings import OffloadSettings
 from baton.core.ids import Address, EngineId
 from baton.core.kv_groups import group_layers
 from baton.protocol.signed_frame import ProcessKey
@@ -112,15 +113,7 @@ class Cluster:
         )
         if self.is_hybrid:
             spec = self._with_groups(spec)
-        of_models = self.world.rng_of_models
-        if of_models.random() < OFFLOADS:
-            num_slots, is_first = of_models.choice([3, 8, 30]), of_models.random() < 0.5
-            spec = replace(
-                spec,
-                num_slots=num_slots,
-                is_offload_first=is_first,
-                caches_prefixes=of_models.random() < 0.5,  # Else all hits are those of host memory.
-            )
+        spec = self._with_offload(spec)
         assert heads % spec.num_ranks == 0 or spec.num_ranks % heads == 0
         self.specs[name] = spec
         self._boot(spec, EngineId(name))
@@ -138,6 +131,23 @@ class Cluster:
             for group in group_layers(self.model.windows)
         )
         return replace(spec, num_blocks=1 + needed + spare)
+
+    def _with_offload(self, spec: HostSpec) -> HostSpec:
+        rng = self.world.rng_of_models
+        if rng.random() >= OFFLOADS:
+            return spec
+        return replace(
+            spec,
+            num_slots=rng.choice([3, 8, 30]),
+            is_offload_first=rng.random() < 0.5,
+            caches_prefixes=rng.random() < 0.5,  # Otherwise all hits are those of host memory.
+            offload=OffloadSettings(
+                cpu_gib=1.0,
+                eviction=rng.choice(["lru", "arc", "s3fifo"]),
+                blocks_per_chunk=1 if self.is_hybrid else rng.choice([1, 1, 2, 3]),
+                prompt_only=rng.random() < 0.3,
+            ),
+        )
 
     def can_pair(self, p: HostSpec, d: HostSpec) -> bool:
         """Otherwise every ticket is refused. A P without windowed groups can serve any D."""
@@ -196,6 +206,13 @@ class Cluster:
     def pause(self, name: str, for_s: float) -> None:
         self.world.count("pause")
         self.engines[name].pause(for_s)
+
+    def reset_cache(self, name: str) -> None:
+        """What an operator does between two experiments: host memory forgets everything."""
+        engine = self.engines[name]
+        if engine.is_alive and engine.offload is not None:
+            self.world.count("host memory reset")
+            engine.offload.reset_cache()
 
     def step_clock(self, spec: HostSpec) -> None:
         """As in fast worlds: a consumer's clock steps forward, a producer's stands still."""

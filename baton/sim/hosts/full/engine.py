@@ -129,7 +129,7 @@ class Engine:
         )
         self.offload: OffloadSchedulerHalf | None = None
         self.connector: KVConnectorSchedulerHalf = self.half
-        if spec.num_slots:
+        if spec.offload is not None:
             offload = _with_methods(OffloadSchedulerHalf, self.cluster.parts.offload_half)
             self.offload = offload(offload_identity(self, 0))
             multi = _with_methods(MultiSchedulerHalf, self.cluster.parts.multi_half)

@@ -62,5 +62,5 @@ class FullFaults(Faults):
         return replace(
             super(FullFaults, self).with_lies(rng),
             copy_mean_s=rng.choice([0.001, 0.05, 0.5]),
-            copy_error=rng.choice([0.0, 0.0, 0.2]),
+            copy_error=rng.choice([0.0, 0.3]),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from baton.connectors.offload.settings import OffloadSettings
 from baton.core.config import (
     CacheConfig,
     ClusterSecret,
@@ -51,8 +52,9 @@ class HostSpec:
     caches_prefixes: bool
     stream: str  # Of push: "off", "chunk", "layer".
     keeps_turns: bool
-    num_slots: int = 0  # Of host memory; 0: no offload. Else a Multi has both connectors,
+    offload: OffloadSettings | None = None  # Otherwise a Multi has both connectors,
     is_offload_first: bool = False  # in this order.
+    num_slots: int = 0  # Of host memory.
     knows_groups: bool = True  # Else all layers share one table, and windows are masks.
     deals_layers_out: bool = False  # 0 3 | 1 4 where others have 0 1 | 3 4, as vLLM does.
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from baton.connectors.offload.copies import Copies, CopyEnd
 from baton.connectors.offload.identity import OffloadIdentity
-from baton.connectors.offload.settings import GIB, OffloadSettings
+from baton.connectors.offload.settings import GIB
 from baton.sim.checkers import fenced
 from baton.sim.hosts.full.memory import JUNK, NOBODY, RankMemory
 from baton.sim.hosts.full.model import Words
@@ -29,7 +29,8 @@ FENCE_MIN_S = 1.0  # A wait with a shorter timeout does not end a copy.
 
 def offload_identity(engine: Engine, rank: int) -> OffloadIdentity:
     spec = engine.spec
-    settings = OffloadSettings(cpu_gib=1.0)
+    settings = spec.offload
+    assert settings is not None
     slot_bytes = GIB // spec.num_slots // spec.num_ranks
     return OffloadIdentity(
         settings=settings,

@@ -18,6 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
+from baton.core.transfer_params import OFFLOAD_CHOICES
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
 from baton.router.policies import POLICIES, EngineState, RoutedRequest
 from baton.sim.hosts.full.clients import Ask
@@ -248,6 +251,11 @@ class Router:
             cache_salt=ask.salt,
             kv_transfer_params=params,
         )
+        if world.rng_of_models.random() < 0.1:
+            choice = world.rng_of_models.choice(list(OFFLOAD_CHOICES))
+            request = msgspec.structs.replace(
+                request, kv_transfer_params={**(params or {}), "baton_offload": choice}
+            )
         if world.chance(world.faults.router_retry):
             first_s = IMPATIENT_S
         return Leg(

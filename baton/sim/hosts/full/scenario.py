@@ -143,6 +143,9 @@ class Scenario:
         for spec in cluster.specs.values():
             if world.lies(faults.clock_steps) and spec.is_producer != spec.is_consumer:
                 world.after(world.rng_of_lies.uniform(0, BREAK_S), partial(cluster.step_clock, spec))
+            if spec.offload is not None and world.rng_of_models.random() < 0.3:
+                reset = partial(cluster.reset_cache, spec.name)
+                world.after(world.rng_of_models.uniform(0, BREAK_S), reset)
         if world.chance(faults.partitions):
             for_s = rng.choice([2.0, 8.0, 30.0])
             some_time(partial(cluster.partition, *self._way(), for_s, both=rng.random() < 0.5))

@@ -1,7 +1,6 @@
-"""Offload under the real scheduler, with ranks whose KV is checkable and copies that are late or fail.
+"""Offload under the real scheduler, one case at a time. Random worlds of it are in `baton.sim` (full worlds).
 
-Whatever happens, each request ends once, with the tokens of a single engine or with an error, and at rest no
-block, slot or job is left.
+Ranks have KV that can be checked; copies are late or fail.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from baton.connectors.offload.copies import Copies, CopyEnd
 from baton.connectors.offload.identity import OffloadIdentity
@@ -31,7 +28,6 @@ from tests.engine_sched.world import (
 )
 
 STEMS = [[1 + (7 * stem + i) % 48 for i in range(40)] for stem in range(3)]
-CHOICES = [None, None, None, "off", "load_only", "store_only"]
 
 
 class ListCopies(Copies):
@@ -128,79 +124,6 @@ class OffloadWorld(StoreWorld):
         assert not self.half._loads
         assert not self.half._prompts
         self.half._index.assert_consistent()
-
-
-@pytest.mark.slow
-@given(
-    rng=st.randoms(use_true_random=False),
-    num_ranks=st.integers(1, 2),
-    num_slots=st.integers(1, 16),
-    num_blocks=st.integers(16, 30),
-    budget=st.sampled_from([3, 8, 40]),
-    failure_share=st.sampled_from([0.0, 0.0, 0.3]),
-    looks_max=st.integers(0, 6),
-    eviction=st.sampled_from(["lru", "arc", "s3fifo"]),
-    blocks_per_chunk=st.integers(1, 3),
-    prompt_only=st.booleans(),
-    on_failure=st.sampled_from(["recompute", "fail"]),
-    caching=st.booleans(),
-    num_requests=st.integers(2, 14),
-    windows=st.sampled_from([(), (), (None, 9), (9, None, 5), (6,), (None, 12, None, 12)]),
-)
-@settings(max_examples=150, deadline=None)
-def test_every_answer_is_a_single_engines_and_nothing_is_left(
-    rng: random.Random,
-    num_ranks: int,
-    num_slots: int,
-    num_blocks: int,
-    budget: int,
-    failure_share: float,
-    looks_max: int,
-    eviction: str,
-    blocks_per_chunk: int,
-    prompt_only: bool,
-    on_failure: str,
-    caching: bool,
-    num_requests: int,
-    windows: tuple[int | None, ...],
-) -> None:
-    if any(window is not None and window < (blocks_per_chunk - 1) * BLOCK for window in windows):
-        blocks_per_chunk = 1
-    world = OffloadWorld(
-        rng,
-        num_ranks=num_ranks,
-        num_slots=num_slots,
-        num_blocks=num_blocks * max(1, len(windows)),
-        windows=windows,
-        failure_share=failure_share,
-        looks_max=looks_max,
-        settings={"eviction": eviction, "blocks_per_chunk": blocks_per_chunk, "prompt_only": prompt_only},
-        budget=budget,
-        on_failure=on_failure,
-        caching=caching,
-        max_num_seqs=rng.randint(1, 6),
-    )
-    for number in range(num_requests):
-        stem = rng.choice(STEMS)
-        choice = rng.choice(CHOICES)
-        world.add(
-            engine_request(
-                f"r{number}",
-                stem[: rng.randint(1, 40)] + ([rng.randint(1, 48)] if rng.random() < 0.3 else []),
-                max_tokens=rng.randint(1, 12),
-                salt=rng.choice([None, None, "s"]),
-                params={"baton_offload": choice} if choice else None,
-            )
-        )
-        for _ in range(rng.randint(0, 12)):
-            if world.scheduler.has_requests():
-                world.step()
-        if rng.random() < 0.15:
-            world.scheduler.abort([f"r{rng.randint(0, number)}"])
-        if rng.random() < 0.1:
-            world.half.reset_cache()
-    world.run()
-    world.check(on_failure)
 
 
 def test_a_store_of_one_rank_is_no_store() -> None:
