@@ -98,6 +98,18 @@ class CopySpan(msgspec.Struct, frozen=True):
     remote_stride: int
     nbytes: int
 
+    def extended(self, nbytes: int) -> "CopySpan":
+        """This span with `nbytes` more bytes at its end."""
+        return CopySpan(
+            self.local_region,
+            self.local_offset,
+            self.local_stride,
+            self.remote_region,
+            self.remote_offset,
+            self.remote_stride,
+            self.nbytes + nbytes,
+        )
+
 
 class NumberFormat(NamedTuple):
     """Number range and precision of a cache dtype. `itemsize` in bytes."""

@@ -8,7 +8,6 @@
 """
 
 import hmac
-import ipaddress
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
@@ -16,6 +15,7 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from baton.core import hosts
 from baton.http.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health"})  # For load balancers and supervisors, which have no key.
@@ -81,12 +81,7 @@ class Gate:
 
 def is_loopback(name: str) -> bool:
     """Whether a host name or address can only mean this machine."""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False  # A name that may resolve to anything.
+    return name.endswith(".localhost") or hosts.is_loopback(name)
 
 
 def hosts_to_check(bound_host: str, allowed_hosts: Sequence[str]) -> Sequence[str] | None:

@@ -107,15 +107,7 @@ def _merged(atoms: Iterable[CopySpan]) -> Iterator[CopySpan]:
     last: CopySpan | None = None
     for atom in atoms:
         if last is not None and _follows(last, atom):
-            last = CopySpan(
-                last.local_region,
-                last.local_offset,
-                last.local_stride,
-                last.remote_region,
-                last.remote_offset,
-                last.remote_stride,
-                last.nbytes + atom.nbytes,
-            )
+            last = last.extended(atom.nbytes)
             continue
         if last is not None:
             yield last

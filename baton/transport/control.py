@@ -43,7 +43,7 @@ from zmq.utils import z85
 
 from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError, PeerError, TransferError
-from baton.transport.loopback import bracketed, check_bind_host, is_host, is_loopback, is_wildcard
+from baton.core.hosts import bracketed, check_bind_host, is_host, is_loopback, is_wildcard
 
 logger = logging.getLogger(__name__)
 

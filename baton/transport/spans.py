@@ -229,16 +229,7 @@ def _merge_adjacent(spans: Sequence[CopySpan]) -> list[CopySpan]:
     merged: list[CopySpan] = []
     for span in sorted(spans, key=lambda s: (s.local_region, s.local_offset)):
         if merged and _adjoin(merged[-1], span):
-            last = merged[-1]
-            merged[-1] = CopySpan(
-                last.local_region,
-                last.local_offset,
-                last.local_stride,
-                last.remote_region,
-                last.remote_offset,
-                last.remote_stride,
-                last.nbytes + span.nbytes,
-            )
+            merged[-1] = merged[-1].extended(span.nbytes)
         else:
             merged.append(span)
     return merged

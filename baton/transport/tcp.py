@@ -18,10 +18,10 @@ import msgspec
 
 from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError, TransferError
+from baton.core.hosts import check_bind_host, is_loopback, is_wildcard
 from baton.core.ids import Address
 from baton.core.layout import CopySpan, Region
 from baton.transport.base import OpId, PeerHandle, Prepared
-from baton.transport.loopback import check_bind_host, is_loopback, is_wildcard
 from baton.transport.peers import PeersTransport
 from baton.transport.sealing import Integrity
 from baton.transport.spans import SpanTable, require_host_memory

@@ -33,10 +33,10 @@ import msgspec
 
 from baton.core.config import ClusterSecret
 from baton.core.errors import PeerError, TransferError
+from baton.core.hosts import is_host
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.layout import Region
 from baton.transport.decoding import Endpoint, decode_endpoint, decode_from_peer
-from baton.transport.loopback import is_host
 from baton.transport.sealing import KEY_BYTES, Direction, Integrity, stronger
 from baton.transport.spans import check_regions
 

@@ -14,8 +14,8 @@ import msgspec
 from baton.connectors.extra_config import FIELD, parse_extra
 from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError
+from baton.core.hosts import is_loopback
 from baton.core.timers import Timers
-from baton.transport.loopback import is_loopback
 from baton.transport.sealing import Integrity
 from baton.transport.tcp import TcpOptions
 

@@ -11,8 +11,8 @@ from typing import Literal
 from baton.connectors.extra_config import FIELD
 from baton.connectors.pull.settings import PullSettings
 from baton.core.errors import ConfigError, PeerError
+from baton.core.hosts import bracketed
 from baton.transport.control import check_url
-from baton.transport.loopback import bracketed
 
 Stream = Literal["off", "chunk", "layer"]
 

@@ -19,7 +19,6 @@ loopback.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import threading
 from collections import deque
@@ -31,6 +30,7 @@ import zmq
 from baton.contract.events import KVCacheEvent, KVEventBatch
 from baton.core.config import KVEventsConfig
 from baton.core.errors import ConfigError
+from baton.core.hosts import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -160,15 +160,6 @@ def _attach(socket: zmq.Socket[bytes], endpoint: str, field: str) -> str:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         raise ConfigError(f"cannot be used: {error}", field=f"kv_events_config.{field}") from error
-    if endpoint.startswith("tcp://") and not _is_loopback(host.rpartition(":")[0].strip("[]")):
+    if endpoint.startswith("tcp://") and not is_loopback(host.rpartition(":")[0].strip("[]")):
         logger.warning("KV events, which hold token ids, are readable by hosts that reach %s", endpoint)
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # "*", or the name of an interface.

@@ -1,4 +1,4 @@
-"""Restriction to the loopback: without a cluster secret nothing listens or connects beyond this host."""
+"""Host names and addresses, and the restriction to the loopback of what has no cluster secret."""
 
 import ipaddress
 import re
