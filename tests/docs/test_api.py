@@ -1,4 +1,4 @@
-"""`docs/api.md` shows the table that the server checks requests by."""
+"""`docs/api.md` contains the server's table of request fields."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The README's commands and programs, run as they stand there."""
+"""The README's commands and programs, run unchanged."""
 
 import os
 import re

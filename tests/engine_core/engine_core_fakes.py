@@ -1,7 +1,7 @@
-"""A connector that writes down what the engine does with it, and fails where it is told to.
+"""A connector that records the engine's calls, and fails on request.
 
-Found by name ("engine_core_fakes:...") in the engine's processes too, where `kv_connector_extra_config` tells
-it how to behave.
+The engine's processes find it by name ("engine_core_fakes:..."). `kv_connector_extra_config` sets its
+behaviour there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FakeHandshake(KVConnectorHandshakeMetadata):
 
 
 class FakeSchedulerHalf(KVConnectorSchedulerHalf):
-    """Promises a request its `matched` tokens, and lends the blocks of one that has `lend` in its params."""
+    """Matches the `matched` tokens of a request's params, and lends the blocks of a request with `lend`."""
 
     def __init__(self) -> None:
         self.handshake: dict[tuple[int, int], KVConnectorHandshakeMetadata] = {}
@@ -121,7 +121,7 @@ class FakeWorkerHalf(KVConnectorWorkerHalf):
         if kv_connector_metadata.step == self.kill_on_step:
             os.kill(os.getpid(), signal.SIGKILL)
         if kv_connector_metadata.step == self.hang_on_step:
-            threading.Event().wait()  # As in a deadlock: for ever, with the process alive.
+            threading.Event().wait()  # Like a deadlock: the process stays alive.
         self._note("handle_preemptions")
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -180,7 +180,7 @@ def _told(config: EngineConfig) -> dict[str, Any]:
 
 
 class FakeFactory:
-    """Keeps the halves it made last, for tests in the same process."""
+    """Keeps the last halves that it made, for tests in the same process."""
 
     def __init__(self) -> None:
         self.scheduler: FakeSchedulerHalf | None = None

@@ -1,4 +1,4 @@
-"""A connector whose worker halves report what they were told, for executors wherever their ranks live.
+"""A connector whose worker halves send prescribed reports, for executors with any kind of ranks.
 
 `kv_connector_extra_config`: {"raises_in_forward": step}, {"silent_ranks": [...]}, {"expects": {rank: count}}.
 """
@@ -27,15 +27,15 @@ from baton.core.config import EngineConfig
 
 @dataclass
 class Order(KVConnectorMetadata):
-    """What each rank shall report in this step."""
+    """The report of each rank in this step."""
 
     step: int
-    received: dict[int, set[str]] = field(default_factory=dict)  # By rank, as all the following.
+    received: dict[int, set[str]] = field(default_factory=dict)  # By rank, like all following fields.
     failed: dict[int, set[str]] = field(default_factory=dict)
     invalid: dict[int, set[int]] = field(default_factory=dict)
     expected: dict[int, int] = field(default_factory=dict)
-    is_silent: bool = False  # No rank says anything else.
-    says_unsendable: bool = False  # Each rank does, beside what it is to report.
+    is_silent: bool = False  # Ranks report nothing else.
+    says_unsendable: bool = False  # Every rank adds an object that cannot be pickled.
     unsendable: Any = None
 
 
@@ -47,7 +47,7 @@ class Pid(KVConnectorHandshakeMetadata):
 
 @dataclass(kw_only=True)
 class Seen(RankReport):
-    """What a rank has seen of the contract, since start."""
+    """Calls that a rank has seen since its start."""
 
     steps: NotCombined[tuple[int, ...]] = ()
     num_binds: Sum[int] = 0

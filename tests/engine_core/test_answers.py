@@ -1,4 +1,4 @@
-"""What an executor makes of its ranks' answers, whoever brought them."""
+"""Combination of the ranks' answers by an executor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sampled(**fields: object) -> ModelRunnerOutput:
     return ModelRunnerOutput(req_ids=["a"], sampled_token_ids=[[5]], **fields)  # type: ignore[arg-type]
 
 
-def test_what_one_rank_could_not_begin_to_load_the_engine_has_not() -> None:
+def test_a_load_that_one_rank_could_not_begin_has_failed() -> None:
     broken = ModelRunnerOutput(loads_failed=True, connector_error="start_load_kv: broken")
     output = combined(sampled(), ModelRunnerOutput(), broken)
     assert output.loads_failed
@@ -36,7 +36,7 @@ def test_what_one_rank_could_not_begin_to_load_the_engine_has_not() -> None:
     assert not combined(sampled(), ModelRunnerOutput()).loads_failed
 
 
-def test_the_first_that_went_wrong_is_told() -> None:
+def test_the_first_error_is_reported() -> None:
     of_rank = ModelRunnerOutput(connector_error="wait_for_save: broken")
     assert combined(sampled(), of_rank, unsent="unsent").connector_error == "unsent"
     report = KVConnectorOutput(kv_connector_worker_meta=Alone())

@@ -28,7 +28,7 @@ def ends():
         channel.close()
 
 
-def test_a_peer_that_does_not_read_delays_nobody(ends: tuple[Channel, Channel]) -> None:
+def test_a_peer_that_does_not_read_delays_no_sender(ends: tuple[Channel, Channel]) -> None:
     ours, theirs = ends
     payloads = [bytes([number]) * 100_000 for number in range(50)]
     for payload in payloads:
@@ -42,7 +42,7 @@ def test_a_peer_that_does_not_read_delays_nobody(ends: tuple[Channel, Channel]) 
     assert not ours.has_unsent
 
 
-def test_the_end_is_told_after_the_last_payload(ends: tuple[Channel, Channel]) -> None:
+def test_the_end_of_the_stream_comes_after_the_last_payload(ends: tuple[Channel, Channel]) -> None:
     ours, theirs = ends
     ours.send_nowait(b"last words")
     ours.close()
@@ -52,7 +52,7 @@ def test_the_end_is_told_after_the_last_payload(ends: tuple[Channel, Channel]) -
     with pytest.raises(ChannelClosed):
         theirs.receive_nowait()
     with pytest.raises(ChannelClosed):
-        theirs.send_nowait(b"nobody there")
+        theirs.send_nowait(b"no reader")
 
 
 def test_waiting_ends_with_its_timeout(ends: tuple[Channel, Channel]) -> None:

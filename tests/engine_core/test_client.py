@@ -1,4 +1,4 @@
-"""The engine in its own processes: what reaches the front end, and what is left when somebody dies."""
+"""The engine in its own processes: outputs at the front end, and the state after a process has died."""
 
 import asyncio
 import signal
@@ -167,7 +167,7 @@ def test_sigterm_ends_the_core_in_order(make_config) -> None:
     run(test)
 
 
-def test_a_core_that_cannot_start_says_why(make_config, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_core_that_cannot_start_reports_the_reason(make_config, capfd: pytest.CaptureFixture[str]) -> None:
     async def test() -> None:
         with pytest.raises(ConfigError, match="no such wire"):
             await EngineClient.start(
@@ -216,7 +216,7 @@ def test_a_rank_that_dies_in_a_step_fails_the_request_clearly(make_config) -> No
     run(test)
 
 
-def test_what_was_open_does_not_wait_for_a_core_that_takes_long_to_end(make_config) -> None:
+def test_open_requests_do_not_wait_for_a_core_that_ends_slowly(make_config) -> None:
     async def test() -> None:
         told = transfer(kill_rank=1, kill_on_step=3, hangs_in_shutdown=True)
         async with engine(make_config(parallel_config=TP2, kv_transfer_config=told), FACTORY) as client:
@@ -269,7 +269,7 @@ def test_a_core_that_is_stopped_while_idle_is_noticed_without_a_request(make_con
 
 
 @pytest.mark.parametrize("which", ["core", "rank"])
-def test_requests_of_an_engine_that_is_stopped_fail_and_it_serves_when_it_goes_on(
+def test_requests_of_a_stopped_engine_fail_and_it_serves_when_it_continues(
     make_config, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
     monkeypatch.setattr(liveness, "STOP_LOOK_S", 0.05)

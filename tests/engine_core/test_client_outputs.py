@@ -1,4 +1,4 @@
-"""The front end against a core that the test plays: outputs reach their caller, or their loans end."""
+"""The front end with a simulated core: outputs reach their caller, or their loans end."""
 
 import asyncio
 import random
@@ -34,7 +34,7 @@ BOUND_S = 30.0  # Only reached when something is wrong.
 
 
 class NoProcess:
-    """Stands for the process of a core that the test plays."""
+    """Replaces the process of a simulated core."""
 
     pid = 2**22 + 1  # Above every process id of Linux.
 
@@ -137,7 +137,7 @@ async def began(client: EngineClient, core: PlayedCore, name: str) -> AsyncGener
     return stream
 
 
-def test_a_last_output_that_comes_after_the_caller_has_left_gives_its_loan_back(run: Any) -> None:
+def test_a_last_output_after_the_caller_has_left_returns_its_loan(run: Any) -> None:
     async def test(client: EngineClient, core: PlayedCore) -> None:
         stream = await began(client, core, "a")
         await stream.aclose()
@@ -148,14 +148,14 @@ def test_a_last_output_that_comes_after_the_caller_has_left_gives_its_loan_back(
     run(test)
 
 
-def test_a_last_output_that_was_not_read_yet_gives_its_loan_back(run: Any) -> None:
+def test_an_unread_last_output_returns_its_loan(run: Any) -> None:
     async def test(client: EngineClient, core: PlayedCore) -> None:
         stream = await began(client, core, "a")
         other = client.generate(request("b"))
         waiting = asyncio.ensure_future(anext(other))
         await core.hears(AddRequest(request("b")))
         core.send(output("a", "length"), output("b"))
-        await waiting  # So that of "a" is here as well.
+        await waiting  # Then the output of "a" has arrived as well.
         await stream.aclose()
         await core.hears(TakeBack(ticket("a")))
         await other.aclose()
@@ -163,7 +163,7 @@ def test_a_last_output_that_was_not_read_yet_gives_its_loan_back(run: Any) -> No
     run(test)
 
 
-def test_an_output_that_was_read_is_its_readers(run: Any) -> None:
+def test_the_reader_of_an_output_owns_its_loan(run: Any) -> None:
     async def test(client: EngineClient, core: PlayedCore) -> None:
         stream = await began(client, core, "a")
         core.send(output("a", "length"))
@@ -176,7 +176,7 @@ def test_an_output_that_was_read_is_its_readers(run: Any) -> None:
     run(test)
 
 
-def test_while_ranks_start_anew_no_request_waits(run: Any) -> None:
+def test_no_request_waits_while_ranks_restart(run: Any) -> None:
     async def test(client: EngineClient, core: PlayedCore) -> None:
         stream = await began(client, core, "a")
         failed = EngineOutput(request_id="a", new_token_ids=[], finish_reason="error")
@@ -191,7 +191,7 @@ def test_while_ranks_start_anew_no_request_waits(run: Any) -> None:
         draining = asyncio.ensure_future(client.drain(BOUND_S))
         await core.hears(Drain(BOUND_S))
         core.send(Restarted(), Drained(True))
-        await draining  # So that the other message has come as well.
+        await draining  # Then the other message has arrived as well.
         await (await began(client, core, "d")).aclose()
         assert client.unready_reason is None
 
@@ -199,7 +199,7 @@ def test_while_ranks_start_anew_no_request_waits(run: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_in_a_storm_each_loan_is_read_or_given_back_and_none_is_both(run: Any, seed: int) -> None:
+def test_under_random_cancellation_each_loan_is_either_read_or_returned(run: Any, seed: int) -> None:
     """Callers are cancelled at moments that the seed chooses, around the moment of their last output."""
     names = [str(number) for number in range(60)]
     draw = random.Random(seed)
@@ -238,6 +238,6 @@ def test_in_a_storm_each_loan_is_read_or_given_back_and_none_is_both(run: Any, s
                 await core.hears(TakeBack(ticket(name)))
         assert not [params for params in core.taken_back() if params in read]
         assert len(core.taken_back()) + len(read) == len(names)
-        assert core.taken_back(), "the storm has dropped some"
+        assert core.taken_back(), "some callers were cancelled"
 
     run(test)

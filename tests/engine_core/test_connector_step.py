@@ -1,4 +1,4 @@
-"""What a worker half sees of a step, in order, and that nothing it raises leaves the step."""
+"""Calls of a worker half in a step, in order. Its exceptions do not leave the step."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -162,7 +162,9 @@ CALLED -= {"get_finished", "has_connector_metadata"}
 
 @pytest.mark.parametrize("method", sorted(CALLED))
 @pytest.mark.parametrize("sync", [True, False])
-def test_whatever_raises_the_step_samples_and_ends_with_clear(world: World, method: str, sync: bool) -> None:
+def test_with_any_hook_that_raises_the_step_samples_and_ends_with_clear(
+    world: World, method: str, sync: bool
+) -> None:
     world.half.raises = {method}
     result = world.run(first_step(num_computed=4 if sync else 0, sync=sync))
     assert result.sampled_token_ids == [[1]]
@@ -178,14 +180,14 @@ def test_whatever_raises_the_step_samples_and_ends_with_clear(world: World, meth
         total_num_scheduled_tokens=1,
     )
     result = world.run(step)
-    assert (result.connector_error, result.loads_failed) == (None, False), "the next step is as any other"
+    assert (result.connector_error, result.loads_failed) == (None, False), "the next step is not affected"
 
 
 LOADS = ["handle_preemptions", "bind_connector_metadata", "start_load_kv"]
 
 
 @pytest.mark.parametrize("method", [*LOADS, "wait_for_layer_load", "get_block_ids_with_load_errors"])
-def test_what_a_broken_half_was_to_load_at_once_counts_as_invalid(world: World, method: str) -> None:
+def test_synchronous_loads_of_a_broken_half_count_as_invalid(world: World, method: str) -> None:
     world.half.raises = {method}
     result = world.run(first_step(num_computed=4, sync=True))
     assert result.kv_connector_output is not None
@@ -197,7 +199,7 @@ def test_loads_in_the_background_that_never_began_are_told(world: World, method:
     world.half.raises = {method}
     result = world.run(first_step())
     assert result.loads_failed
-    assert result.kv_connector_output is None, "nothing is invented that the connector may report later"
+    assert result.kv_connector_output is None, "no end is reported that the connector may report later"
 
 
 @pytest.mark.parametrize("method", ["wait_for_save", "save_kv_layer", "wait_for_layer_load"])
@@ -206,7 +208,7 @@ def test_a_failing_save_fails_no_load(world: World, method: str) -> None:
     assert not world.run(first_step()).loads_failed
 
 
-def test_what_arrived_is_not_believed_while_its_errors_are_unknown(world: World) -> None:
+def test_arrived_loads_do_not_count_while_their_errors_are_unknown(world: World) -> None:
     world.half.raises = {"get_block_ids_with_load_errors"}
     world.half.results = [KVConnectorTransferResults({"s"}, {"r1", "r2"}, {"r2"})]
     report = world.run(SchedulerOutput()).kv_connector_output
@@ -228,9 +230,7 @@ ANSWERS = {
 @pytest.mark.parametrize(
     ("method", "answer"), [(method, answer) for method, answers in ANSWERS.items() for answer in answers]
 )
-def test_an_answer_that_the_contract_does_not_know_is_as_if_the_half_had_raised(
-    world: World, method: str, answer: Any
-) -> None:
+def test_a_result_of_a_wrong_type_counts_as_an_exception(world: World, method: str, answer: Any) -> None:
     setattr(world.half, method, lambda *given: answer)
     result = world.run(first_step())
     assert result.sampled_token_ids == [[1]]
@@ -239,7 +239,7 @@ def test_an_answer_that_the_contract_does_not_know_is_as_if_the_half_had_raised(
     assert world.half.transcript[-1] == "clear_connector_metadata (unbound)"
 
 
-def test_a_half_that_cannot_say_whether_metadata_is_bound_is_shown_no_layer(world: World) -> None:
+def test_a_half_whose_has_connector_metadata_raises_gets_no_layer_hooks(world: World) -> None:
     def breaks() -> bool:
         raise RuntimeError("broken")
 
@@ -251,8 +251,8 @@ def test_a_half_that_cannot_say_whether_metadata_is_bound_is_shown_no_layer(worl
     assert "save_kv_layer" not in world.half.transcript
 
 
-def test_events_of_a_rank_that_raised_are_not_taken_for_said(world: World) -> None:
-    """Only what all ranks have said is true: one that could not say anything takes part all the same."""
+def test_events_count_only_if_every_rank_reports_them(world: World) -> None:
+    """An event counts only if all ranks report it, including a rank that raised."""
     world.half.raises = {"get_kv_connector_kv_cache_events"}
     silenced = world.run(first_step()).kv_connector_output
     of_other = QuorumKVEvents()
@@ -267,7 +267,7 @@ def test_events_of_a_rank_that_raised_are_not_taken_for_said(world: World) -> No
 
 
 class GraphsOfAnything:
-    """Replays whatever it is given, and counts."""
+    """Accepts every step, and counts replays."""
 
     def __init__(self) -> None:
         self.num_replays = 0
@@ -338,7 +338,7 @@ def test_ranks_other_than_the_first_learn_their_tokens_with_the_next_step(make_c
 
 
 class LateDevice:
-    """Does what was launched on it when it is waited for, and not earlier."""
+    """Executes launched work only when it is waited for."""
 
     def __init__(self) -> None:
         self._launched: list[Callable[[], None]] = []
@@ -352,8 +352,8 @@ class LateDevice:
 
 
 @pytest.mark.parametrize("is_driver", [True, False])
-def test_a_step_is_over_when_the_device_has_done_it(make_config, is_driver: bool) -> None:
-    """Also one that samples nothing: a chunk of a prompt, of which peers are told as soon as it is over."""
+def test_a_step_ends_when_the_device_has_finished_it(make_config, is_driver: bool) -> None:
+    """Also a step without sampled tokens: a partial prefill, which peers get when the step ends."""
     device, world, written = LateDevice(), World(make_config()), []
     launch_forward, build_meta = world.model.forward, world.half.build_connector_worker_meta
 
@@ -386,7 +386,7 @@ def test_a_step_is_over_when_the_device_has_done_it(make_config, is_driver: bool
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
-def test_on_a_gpu_a_reader_behind_no_stream_of_ours_sees_the_whole_step(make_config) -> None:
+def test_on_a_gpu_a_reader_on_another_stream_sees_the_whole_step(make_config) -> None:
     device, world = torch.device("cuda", 0), World(make_config())
     cache = torch.zeros(1 << 20, device=device)
     launch_forward = world.model.forward

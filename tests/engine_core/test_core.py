@@ -1,4 +1,4 @@
-"""Scheduler, executor and connector together in one process: what a broken connector costs, and whom."""
+"""Scheduler, executor and connector in one process: consequences of a broken connector."""
 
 from typing import Any
 
@@ -107,7 +107,7 @@ def test_a_load_that_could_not_begin_ends_its_request_with_an_error(
     assert f"{method} is broken" in hurt.error.message
     assert world.tokens_of("bystander") == reference["short"]
     assert world.end_of("earlier") is None, "its load had begun before"
-    assert world.free_blocks() < 128, "something may still write into the blocks of the failed load"
+    assert world.free_blocks() < 128, "the blocks of the failed load may still be written"
     world.worker.results = [KVConnectorTransferResults(set(), {"earlier", "hurt"}, {"earlier"})]
     world.step(12)
     assert world.tokens_of("earlier") == reference["long"]
@@ -116,7 +116,7 @@ def test_a_load_that_could_not_begin_ends_its_request_with_an_error(
     assert world.free_blocks() == 128
 
 
-def test_a_half_that_keeps_failing_keeps_nobody_waiting(
+def test_a_half_that_keeps_failing_keeps_no_request_waiting(
     world: World, reference: dict[str, list[int]]
 ) -> None:
     world.add(request("waits", LONG, matched=16, is_async=True))
@@ -146,10 +146,8 @@ def test_a_synchronous_load_that_failed_is_computed_here(
     assert world.tokens_of("b") == reference["short"]
 
 
-def test_a_load_that_was_believed_would_have_changed_the_tokens(
-    world: World, reference: dict[str, list[int]]
-) -> None:
-    """The fake loads nothing. So the two tests above do test something."""
+def test_using_the_failed_load_would_change_the_tokens(world: World, reference: dict[str, list[int]]) -> None:
+    """The fake loads nothing, so the two tests above would fail without the check."""
     world.add(request("a", LONG, matched=16))
     world.step(10)
     assert world.tokens_of("a") != reference["long"]
@@ -169,7 +167,7 @@ def test_lent_blocks_come_back_when_the_send_is_reported(world: World) -> None:
     assert world.free_blocks() == 128
 
 
-def test_a_connector_that_refuses_the_configuration_is_heard(make_config) -> None:
+def test_the_error_of_a_connector_that_refuses_the_configuration_is_reported(make_config) -> None:
     with pytest.raises(ConfigError, match="no such wire"):
         EngineCore(make_config(kv_transfer_config=transfer(refuse="no such wire")), FACTORY)
 
@@ -183,7 +181,7 @@ def test_the_overhead_benchmark_runs() -> None:
 # --- The scheduler half ---------------------------------------------------------------------------------
 
 
-def test_without_its_scheduler_half_the_engine_goes_on_and_its_worker_halves_are_left_alone(
+def test_without_its_scheduler_half_the_engine_continues_and_calls_no_worker_half(
     world: World, reference: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dies(scheduler_output: Any) -> Any:
@@ -206,7 +204,7 @@ def test_without_its_scheduler_half_the_engine_goes_on_and_its_worker_halves_are
     assert world.tokens_of("again") == reference["short"]
 
 
-def test_it_is_woken_only_if_both_halves_say_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_woken_only_if_both_halves_support_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def wake() -> None:
         return
 
@@ -220,15 +218,15 @@ def test_it_is_woken_only_if_both_halves_say_so(world: World, monkeypatch: pytes
     assert not world.core.is_woken, "neither says anything"
     monkeypatch.setattr(world.scheduler, "bind_wake", promise)
     world.core.bind_wake(wake)
-    assert not world.core.is_woken, "nobody would say that a read has ended"
+    assert not world.core.is_woken, "no half would signal the end of a read"
     monkeypatch.setattr(world.worker, "bind_wake", promise)
     world.core.bind_wake(wake)
     assert world.core.is_woken
     assert asked == [wake] * 3
 
 
-def test_a_step_that_only_lets_a_request_go_on_is_progress(world: World) -> None:
-    """Nothing computed, nothing to hand out: and yet the next step has work."""
+def test_a_step_that_only_resumes_a_request_is_progress(world: World) -> None:
+    """The step computes nothing and returns nothing, but the next step has work."""
     world.add(request("long", LONG, matched=16, is_async=True))
     world.step()
     assert not world.core.has_progressed, "it waits for its load"
@@ -276,7 +274,7 @@ def report_sent(world: World) -> None:
     world.step()
 
 
-def test_the_scheduler_half_says_how_many_reports_an_id_waits_for(world_of_two_reports: World) -> None:
+def test_the_scheduler_half_sets_the_number_of_reports_per_id(world_of_two_reports: World) -> None:
     world = world_of_two_reports
     lend(world)
     report_sent(world)
@@ -285,7 +283,9 @@ def test_the_scheduler_half_says_how_many_reports_an_id_waits_for(world_of_two_r
     assert world.free_blocks() == 128
 
 
-def test_reports_of_a_request_that_is_gone_are_not_its_namesakes(world_of_two_reports: World) -> None:
+def test_reports_of_an_ended_request_do_not_count_for_a_new_one_with_its_id(
+    world_of_two_reports: World,
+) -> None:
     world = world_of_two_reports
     lend(world)
     report_sent(world)
@@ -322,7 +322,7 @@ def test_numbers_of_ranks_and_of_the_scheduler_half_are_added(
     assert numbers() == loans(3).data
 
 
-def test_numbers_that_cannot_travel_cost_themselves(
+def test_unserialisable_stats_are_dropped_alone(
     world: World, reference: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(world.worker, "get_kv_connector_stats", lambda: PullStats({"transfers": object()}))

@@ -1,4 +1,4 @@
-"""How the core's process waits: never spinning, never late for a request that can go on."""
+"""Waiting of the core's process: it does not spin, and does not delay a request that can continue."""
 
 import socket
 from collections.abc import Callable
@@ -142,7 +142,7 @@ def test_messages_are_taken_in_order_and_refusals_answered_at_once(make_world) -
     assert [(o.request_id, o.error) for o in answer.outputs.outputs] == [("bad", RequestError("too bad"))]
 
 
-def test_a_drain_is_looked_at_often_for_its_end_is_only_a_time(make_world) -> None:
+def test_a_drain_is_checked_often_because_only_its_deadline_ends_it(make_world) -> None:
     world = make_world(ScriptedCore([(empty(), 0)], is_woken=True))
     world.send(Drain(60.0))
     world.loop._take_messages()
@@ -150,7 +150,7 @@ def test_a_drain_is_looked_at_often_for_its_end_is_only_a_time(make_world) -> No
 
 
 def test_a_wait_ends_with_a_message(make_world) -> None:
-    """Told a minute to sleep, it would fail the suite."""
+    """A sleep of a minute would fail the suite."""
     world = make_world(ScriptedCore([(empty(), 0)], is_woken=True))
     world.send(Stop())
     world.loop._wait(60.0)
@@ -158,7 +158,7 @@ def test_a_wait_ends_with_a_message(make_world) -> None:
         world.loop._take_messages()
 
 
-def test_empty_steps_that_say_nothing_new_are_not_told(make_world) -> None:
+def test_empty_steps_without_news_are_not_sent(make_world) -> None:
     held = empty(num_delayed_free=1)
     failing = empty(num_delayed_free=1, num_kv_load_failures=1)
     steps = [(TOKEN, 1), (held, 0), (held, 0), (failing, 0), (failing, 0), (held, 0), (held, 0)]
@@ -181,7 +181,7 @@ def test_a_drain_is_over_when_nothing_is_held_any_more(make_world) -> None:
     assert [m for m in told if isinstance(m, Drained)] == [Drained(is_whole=True)]
 
 
-def test_a_drain_that_runs_out_of_time_says_so(make_world) -> None:
+def test_a_drain_that_reaches_its_deadline_reports_it(make_world) -> None:
     world = make_world(ScriptedCore([(empty(num_delayed_free=1), 0)] * 2))
     world.core.after_last_step = lambda: world.send(Stop())
     world.send(Drain(0.0))
@@ -191,7 +191,7 @@ def test_a_drain_that_runs_out_of_time_says_so(make_world) -> None:
 # --- Ranks that die -----------------------------------------------------------------------------------
 
 
-def test_ranks_are_started_anew_so_often_and_no_more() -> None:
+def test_ranks_are_restarted_a_limited_number_of_times() -> None:
     now = [0.0]
     restarts = Restarts(True, lambda: now[0])
     assert [restarts.may_restart() for _ in range(RESTARTS_MAX)] == [True] * RESTARTS_MAX
@@ -201,5 +201,5 @@ def test_ranks_are_started_anew_so_often_and_no_more() -> None:
     assert restarts.may_restart()
 
 
-def test_ranks_are_not_started_anew_unless_asked_for() -> None:
+def test_ranks_are_not_restarted_by_default() -> None:
     assert not Restarts(False).may_restart()

@@ -1,4 +1,4 @@
-"""What every executor keeps, wherever its ranks live: in this process, in processes of ours, in Ray's."""
+"""Behaviour of every executor: ranks in this process, in child processes, and in Ray's processes."""
 
 import importlib.util
 import os
@@ -30,14 +30,14 @@ from baton.engine.step import CachedRequestData, ModelRunnerOutput, NewRequestDa
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
-HEARD_S = 5.0  # The promise: a rank's death is heard within so long. Measured, it takes milliseconds.
+NOTICED_S = 5.0  # Bound for noticing a rank's death. It takes milliseconds.
 ENDED_S = 120.0  # Only reached when something is wrong; the machine may be busy.
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = [list(range(20, 40)), [3, 4, 5], list(range(100, 131)), [7] * 9]
 
 without_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 KINDS = ["inprocess", "multiprocess", pytest.param("ray", marks=without_ray)]
-APART = KINDS[1:]  # With ranks that can die alone.
+APART = KINDS[1:]  # With ranks in other processes.
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +103,11 @@ class Driver:
         return output
 
     def wait_death(self) -> float:
-        """Seconds until an idle engine core hears of it."""
+        """Seconds until an idle engine core notices it."""
         started = time.monotonic()
-        assert select.select(self.executor.death_filenos(), [], [], 4 * HEARD_S)[0], "nobody heard"
+        assert select.select(self.executor.death_filenos(), [], [], 4 * NOTICED_S)[0], (
+            "the death was not noticed"
+        )
         return time.monotonic() - started
 
 
@@ -124,7 +126,7 @@ def driver_of(make_config, one_ray) -> Iterator[Any]:
 
 
 def seen(output: KVConnectorOutput | None) -> list[Seen]:
-    """Of each rank, by rank."""
+    """The reports of the ranks, in rank order."""
     assert output is not None
     assert isinstance(output.kv_connector_worker_meta, Seen)
     return sorted((s for _, s in output.kv_connector_worker_meta.each_rank()), key=lambda s: s.rank)
@@ -136,13 +138,13 @@ def received(result: ModelRunnerOutput) -> set[str] | None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_life_of_an_executor(driver_of, kind: str) -> None:
-    """One start for all that leaves the executor alive: starting is what costs time here."""
+    """One executor for all checks that keep it alive, because starting it takes long."""
     driver = driver_of(kind)
     executor, every_rank = driver.executor, range(driver.num_ranks)
     processes = [psutil.Process(pid) for pid in driver.pids]
     assert len({p.pid for p in processes}) == driver.num_ranks
     assert (processes[0].pid == os.getpid()) == (kind == "inprocess")
-    assert {p.nice() for p in processes} == {psutil.Process().nice()}, "ranks do not give way to the host"
+    assert {p.nice() for p in processes} == {psutil.Process().nice()}, "ranks have the engine's priority"
 
     # Each step, with tokens and without: metadata to each rank, bound and cleared, and a report from each.
     first = executor.execute(driver.empty()).kv_connector_output
@@ -152,7 +154,7 @@ def test_a_life_of_an_executor(driver_of, kind: str) -> None:
     assert all(len(step) == 1 and len(step[0]) == 1 for step in tokens)
     last = executor.execute(driver.empty()).kv_connector_output
     assert [s.steps for s in seen(last)] == [(1, 2, 3, 4, 5)] * driver.num_ranks
-    assert {(s.num_binds, s.num_clears) for s in seen(last)} == {(5, 4)}, "cleared last, behind the report"
+    assert {(s.num_binds, s.num_clears) for s in seen(last)} == {(5, 4)}, "cleared last, after the report"
 
     # Several steps in flight: results in order, whichever is asked for first; ranks get all of them.
     futures = [executor.submit(step) for step in (driver.decode(3), driver.prefill("b"), driver.empty())]
@@ -160,7 +162,7 @@ def test_a_life_of_an_executor(driver_of, kind: str) -> None:
     assert [result.req_ids for result in reversed(results)] == [["a"], ["b"], []]
     assert all(future.done() for future in futures)
     assert results[1].sampled_token_ids == [[tokens[0][0][0]]], "the same prompt"
-    assert executor.execute(driver.decode(4)).req_ids == ["a"], "other ranks learned the tokens in between"
+    assert executor.execute(driver.decode(4)).req_ids == ["a"], "other ranks got the tokens in between"
     assert executor.execute(driver.decode(1, "b")).sampled_token_ids == [tokens[1][0]]
 
     # Ids of finished requests reach every rank, once.
@@ -168,7 +170,7 @@ def test_a_life_of_an_executor(driver_of, kind: str) -> None:
     ends.finished_req_ids = {"a", "b"}
     assert {s.finished for s in seen(executor.execute(ends).kv_connector_output)} == {("a", "b")}
 
-    # An id comes out when the last rank has said it; one rank's no is the whole's.
+    # An id counts when the last rank has reported it. If one rank reports a failure, the load has failed.
     output = executor.execute(driver.empty(received={0: {"r"}}, failed={0: {"r"}})).kv_connector_output
     if kind != "inprocess":
         assert output is not None
@@ -177,12 +179,12 @@ def test_a_life_of_an_executor(driver_of, kind: str) -> None:
     assert output is not None
     assert output.finished_recving == output.failed_recving == {"r"}
 
-    # A bad block of any rank comes out at once.
+    # A bad block of any rank is reported at once.
     output = executor.execute(driver.empty(invalid={driver.num_ranks - 1: {9}})).kv_connector_output
     assert output is not None
     assert output.invalid_block_ids == {9}
 
-    # What was counted for a request is dropped when the request is gone.
+    # Partial reports of a request are dropped when the request has ended.
     if kind != "inprocess":
         executor.execute(driver.empty(received={0: {"gone"}}))
         executor.execute(driver.empty(received={0: {"held"}}))
@@ -191,14 +193,14 @@ def test_a_life_of_an_executor(driver_of, kind: str) -> None:
         assert output is not None
         assert output.finished_recving == {"held"}
 
-    # What the connector says and nobody can send is lost, either way, and nothing else is.
+    # Connector data that cannot be pickled is lost, in both directions, and nothing else is.
     if kind != "inprocess":
         step = driver.prefill("c", unsendable=threading.Lock())
         result = executor.execute(step)
         assert result.sampled_token_ids == [[tokens[0][0][0]]]
         assert result.connector_error is not None
         assert result.connector_error.startswith("build_connector_meta: TypeError")
-        assert step.kv_connector_metadata is None, "so the scheduler gives up what was to be loaded"
+        assert step.kv_connector_metadata is None, "so the scheduler fails the loads"
         result = executor.execute(driver.empty(says_unsendable=True, received={0: {"v"}, 1: {"v"}}))
         assert received(result) == {"v"}
         assert result.connector_error == "its report cannot be pickled"
@@ -212,7 +214,7 @@ def test_a_life_of_an_executor(driver_of, kind: str) -> None:
     assert output is not None
     assert output.finished_recving == {"s"}
 
-    # And a rank may change how many, while it runs: also for what has been reported by others before.
+    # A rank may change the number in any step, also for ids that other ranks have reported before.
     last_rank = driver.num_ranks - 1
     executor.expect_reports(driver.num_ranks + 1)
     assert not received(executor.execute(driver.empty(received={last_rank: {"t"}}, is_silent=True)))
@@ -227,15 +229,15 @@ def test_a_life_of_an_executor(driver_of, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_model_raises_ends_the_executor_clearly(driver_of, kind: str) -> None:
+def test_an_error_of_the_model_ends_the_executor_clearly(driver_of, kind: str) -> None:
     driver = driver_of(kind)
-    # A request that the ranks do not know: a bug of the engine's.
-    with pytest.raises(KeyError if kind == "inprocess" else ExecutorDied, match="nobody"):
-        driver.executor.execute(driver.decode(1, "nobody"))
+    # A request that the ranks do not know is a bug of the engine.
+    with pytest.raises(KeyError if kind == "inprocess" else ExecutorDied, match="unknown"):
+        driver.executor.execute(driver.decode(1, "unknown"))
 
 
 @pytest.mark.parametrize("kind", APART)
-def test_a_killed_rank_is_heard_by_an_idle_core_and_by_every_step_in_flight(driver_of, kind: str) -> None:
+def test_an_idle_core_and_every_step_in_flight_notice_a_killed_rank(driver_of, kind: str) -> None:
     driver = driver_of(kind)
     driver.executor.execute(driver.prefill())
     driver.executor.check_alive()
@@ -243,7 +245,7 @@ def test_a_killed_rank_is_heard_by_an_idle_core_and_by_every_step_in_flight(driv
     for future in futures:
         future.result()
     os.kill(driver.pids[1], signal.SIGKILL)
-    assert driver.wait_death() < HEARD_S
+    assert driver.wait_death() < NOTICED_S
     with pytest.raises(ExecutorDied, match="rank 1"):
         driver.executor.check_alive()
     with pytest.raises(ExecutorDied):
@@ -258,30 +260,30 @@ def have_ended(pids: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("kind", APART)
-def test_a_rank_killed_in_a_step_is_heard_although_the_other_hangs_in_a_collective(
+def test_a_rank_killed_in_a_step_is_noticed_although_the_other_hangs_in_a_collective(
     driver_of, kind: str
 ) -> None:
     driver = driver_of(kind)
     stuck, killed = driver.pids
-    os.kill(killed, signal.SIGSTOP)  # So the other waits for it in the first layer's sum.
+    os.kill(killed, signal.SIGSTOP)  # The other rank waits for it in the first all-reduce.
     future = driver.executor.submit(driver.prefill())
     assert not future.done()
     os.kill(killed, signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(ExecutorDied, match="rank"):
         future.result()
-    assert time.monotonic() - started < HEARD_S
+    assert time.monotonic() - started < NOTICED_S
     driver.executor.shutdown()
     assert have_ended([stuck])
 
 
 @pytest.mark.parametrize("kind", APART)
-def test_a_killed_rank_is_named_although_what_came_of_it_is_heard_first(driver_of, kind: str) -> None:
-    """The peer of a rank that is killed fails in their collective, and may say so sooner."""
+def test_a_killed_rank_is_named_although_its_consequence_arrives_first(driver_of, kind: str) -> None:
+    """The other rank fails in the collective, possibly before the end of the killed rank is noticed."""
     driver = driver_of(kind)
     executor, (survivor, killed) = driver.executor, driver.pids
     os.kill(killed, signal.SIGSTOP)
-    future = executor.submit(driver.decode(1, "nobody"))  # The survivor fails of it, the other does nothing.
+    future = executor.submit(driver.decode(1, "unknown"))  # The survivor raises KeyError.
     if kind == "ray":
         [(_, tasks)] = executor._in_flight
         assert import_ray().wait(tasks, timeout=ENDED_S)[0] == [tasks[0]]
@@ -293,15 +295,15 @@ def test_a_killed_rank_is_named_although_what_came_of_it_is_heard_first(driver_o
 
 
 @pytest.mark.parametrize("kind", APART)
-def test_a_rank_that_fails_is_named_although_the_other_goes_on(driver_of, kind: str) -> None:
+def test_a_rank_that_fails_is_named_although_the_other_continues(driver_of, kind: str) -> None:
     driver = driver_of(kind)
     os.kill(driver.pids[1], signal.SIGSTOP)
-    with pytest.raises(ExecutorDied, match=r"^rank 0 failed: KeyError: 'nobody'$"):
-        driver.executor.execute(driver.decode(1, "nobody"))
+    with pytest.raises(ExecutorDied, match=r"^rank 0 failed: KeyError: 'unknown'$"):
+        driver.executor.execute(driver.decode(1, "unknown"))
 
 
 @without_ray
-def test_actors_that_were_closed_in_order_are_ranks_again_and_others_are_not(make_config, one_ray) -> None:
+def test_only_actors_that_closed_in_order_are_reused(make_config, one_ray) -> None:
     config = make_config(parallel_config=parallel("ray"), kv_transfer_config=told())
     actors = RankActors(config)
 
@@ -310,7 +312,7 @@ def test_actors_that_were_closed_in_order_are_ranks_again_and_others_are_not(mak
         try:
             if is_broken:
                 with pytest.raises(ExecutorDied):
-                    driver.executor.execute(driver.decode(1, "nobody"))
+                    driver.executor.execute(driver.decode(1, "unknown"))
                 return driver.pids, []
             return driver.pids, driver.executor.execute(driver.prefill()).sampled_token_ids
         finally:
@@ -335,7 +337,7 @@ def test_actors_that_were_closed_in_order_are_ranks_again_and_others_are_not(mak
 def test_ray_ends_with_its_executor_and_binds_to_loopback_only(make_config) -> None:
     ray = import_ray()
     if ray.is_initialized():
-        ray.shutdown()  # Of the other tests here; they are done.
+        ray.shutdown()  # The Ray of the other tests, which have ended.
     before = set(psutil.Process().children(recursive=True))
     executor = start_executor(make_config(parallel_config=parallel("ray")), None)
     started = set(psutil.Process().children(recursive=True)) - before
@@ -381,8 +383,8 @@ def test_a_ray_that_was_imported_too_early_is_not_started_on_all_interfaces(make
 
 
 @without_ray
-def test_the_end_of_rays_own_control_process_is_heard(make_config, tmp_path) -> None:
-    """Without it steps hang, and by Ray's own measure for a minute. Ray ends the process that waits."""
+def test_the_end_of_rays_own_control_process_is_noticed(make_config, tmp_path) -> None:
+    """Without it steps hang, by Ray's default for a minute. Ray ends the waiting process."""
     config = tmp_path / "config"
     config.write_bytes(pickle.dumps(make_config(parallel_config=ParallelConfig(executor="ray"))))
     program = (
@@ -403,7 +405,7 @@ def test_the_end_of_rays_own_control_process_is_heard(make_config, tmp_path) -> 
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "killed\n"
-            assert process.wait(timeout=4 * HEARD_S) != 0
+            assert process.wait(timeout=4 * NOTICED_S) != 0
         finally:
             process.kill()
 
@@ -421,15 +423,15 @@ def reference(make_config) -> list[list[int]]:
     ("kind", "num_batches"),
     [("multiprocess", 2), ("multiprocess", 3), pytest.param("ray", 2, marks=without_ray)],
 )
-def test_two_ranks_with_steps_in_flight_say_what_one_engine_says(
+def test_two_ranks_with_steps_in_flight_give_one_engines_tokens(
     make_config, one_ray, reference: list[list[int]], kind: str, num_batches: int
 ) -> None:
     config = make_config(parallel_config=parallel(kind, max_concurrent_batches=num_batches))
     core = EngineCore(config, None)
-    said: dict[str, list[int]] = {}
+    produced: dict[str, list[int]] = {}
     most = 0
     try:
-        # One request comes with each step, so that there is something to compute beside what is in flight.
+        # One request arrives with each step, so that several steps are in flight.
         asked = [(f"{turn}-{index}", PROMPTS[index]) for turn in range(3) for index in range(len(PROMPTS))]
         while asked or core.has_requests:
             if asked:
@@ -439,12 +441,14 @@ def test_two_ranks_with_steps_in_flight_say_what_one_engine_says(
                 )
                 assert core.add_request(request) is None
             for output in core.step().outputs:
-                said.setdefault(output.request_id, []).extend(output.new_token_ids)
+                produced.setdefault(output.request_id, []).extend(output.new_token_ids)
             most = max(most, len(core.scheduler.in_flight))
     finally:
         core.shutdown()
-    assert said == {f"{turn}-{index}": reference[index] for turn in range(3) for index in range(len(PROMPTS))}
-    assert most >= num_batches - 1, "steps that a test never had in flight, it has not tested"
+    assert produced == {
+        f"{turn}-{index}": reference[index] for turn in range(3) for index in range(len(PROMPTS))
+    }
+    assert most >= num_batches - 1, "the test had too few steps in flight"
 
 
 def test_one_process_cannot_have_steps_in_flight() -> None:

@@ -1,4 +1,4 @@
-"""Models with windows: the same tokens with a table per group of layers as with one that keeps everything."""
+"""Models with windows: tokens with one block table per group equal those with one table for all layers."""
 
 import logging
 from collections.abc import Sequence
@@ -122,7 +122,7 @@ def num_bytes(config: EngineConfig, groups: Sequence[KVCacheGroup] | None) -> in
 
 
 class OneTableFactory:
-    """Of a connector that knows nothing of groups."""
+    """Factory of a connector without support for groups."""
 
     def scheduler_half(self, config: EngineConfig) -> KVConnectorSchedulerHalf:
         assert config.cache_config.hybrid_kv_cache == "off"

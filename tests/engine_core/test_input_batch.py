@@ -1,4 +1,4 @@
-"""The rank's rows against a twin that keeps plain lists."""
+"""The rank's rows compared with a reference that uses plain lists."""
 
 import random
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class Twin:
 
 
 class World:
-    """Plays a scheduler that makes arbitrary legal decisions."""
+    """A scheduler that makes arbitrary legal decisions."""
 
     def __init__(self, config, seed: int) -> None:
         self.batch = InputBatch(config)
@@ -60,7 +60,7 @@ class World:
             twin.is_preempted, twin.blocks, twin.num_computed = True, [], 0
 
     def drop_last_token(self) -> None:
-        """As after a failed synchronous load: the scheduler ignored what was sampled."""
+        """As after a failed synchronous load: the scheduler dropped the sampled token."""
         with_output = [twin for twin in self.twins.values() if twin.output and not twin.is_preempted]
         if with_output:
             twin = self.draw.choice(with_output)
@@ -162,7 +162,7 @@ def test_more_requests_than_the_first_capacity_find_room(make_config) -> None:
     assert world.batch._tokens.shape[0] >= len(world.batch) > 16
 
 
-def test_tokens_without_a_block_are_our_mistake(make_config) -> None:
+def test_tokens_without_a_block_are_an_assertion_error(make_config) -> None:
     batch = InputBatch(make_config())
     batch.update(
         SchedulerOutput(scheduled_new_reqs=[NewRequestData("a", [1] * 5, SamplingParams(), ([3],), 0)])
@@ -171,7 +171,7 @@ def test_tokens_without_a_block_are_our_mistake(make_config) -> None:
         batch.step_input({"a": 5})
 
 
-def test_penalties_forget_a_token_that_was_taken_back(make_config) -> None:
+def test_penalties_forget_a_dropped_token(make_config) -> None:
     batch = InputBatch(make_config())
     params = SamplingParams(frequency_penalty=1.0)
     batch.update(SchedulerOutput(scheduled_new_reqs=[NewRequestData("a", [1, 2], params, ([3],), 0)]))

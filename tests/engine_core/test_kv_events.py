@@ -1,4 +1,4 @@
-"""KV events on the wire: vLLM's format, numbers without a gap, replay, and nothing that is not true."""
+"""KV events on the wire: vLLM's format, numbers without gaps, replay, and correct contents."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def context() -> Iterator[zmq.Context[Any]]:
 
 
 def subscribed(context: zmq.Context[Any], publisher: KVEventPublisher, topic: str = "") -> zmq.Socket[bytes]:
-    """A subscriber whom the publisher knows: a subscription travels, and what is said before is missed."""
+    """A subscriber that the publisher knows. Events before the subscription arrives are missed."""
     socket: zmq.Socket[bytes] = context.socket(zmq.SUB)
     socket.connect(publisher.endpoint)
     socket.subscribe(topic)
@@ -93,9 +93,9 @@ def test_the_frames_are_vllms(publisher: Publish, context: zmq.Context[Any]) -> 
         if msgspec.msgpack.decode(payload)[1]:
             break
     assert int.from_bytes(number, "big") > 0
-    ts, said, data_parallel_rank = msgspec.msgpack.decode(payload)
+    ts, decoded, data_parallel_rank = msgspec.msgpack.decode(payload)
     assert (ts, data_parallel_rank) == (12.5, 0)
-    assert said == [
+    assert decoded == [
         {
             "type": "BlockStored",
             "block_hashes": [b"\x01", b"\x02"],
@@ -113,7 +113,7 @@ def test_the_frames_are_vllms(publisher: Publish, context: zmq.Context[Any]) -> 
     assert msgspec.msgpack.decode(payload, type=KVEventBatch).events == [*events, AllBlocksCleared()]
 
 
-def test_what_was_missed_is_replayed_from_any_number(publisher: Publish, context: zmq.Context[Any]) -> None:
+def test_missed_batches_are_replayed_from_any_number(publisher: Publish, context: zmq.Context[Any]) -> None:
     made = publisher(buffer_steps=5)
     for number in range(8):
         made.publish([stored(number)])
@@ -123,7 +123,7 @@ def test_what_was_missed_is_replayed_from_any_number(publisher: Publish, context
     while bytes(7) + b"\x07" not in [answer[-2] for answer in answers]:
         answers = replayed(context, made.replay_endpoint, (b"", bytes(8)))
     numbers = [int.from_bytes(answer[-2], "big") for answer in answers[:-1]]
-    assert numbers == [3, 4, 5, 6, 7], "no more than are remembered"
+    assert numbers == [3, 4, 5, 6, 7], "only the batches in the buffer"
     assert answers[-1] == [b"", b"", END, b""]
     later = replayed(context, made.replay_endpoint, (b"", (6).to_bytes(8, "big")))
     assert [msgspec.msgpack.decode(answer[-1])[1][0]["block_hashes"] for answer in later[:-1]] == [
@@ -132,7 +132,7 @@ def test_what_was_missed_is_replayed_from_any_number(publisher: Publish, context
     ]
 
 
-def test_a_malformed_request_costs_nobody_anything(publisher: Publish, context: zmq.Context[Any]) -> None:
+def test_a_malformed_request_affects_no_subscriber(publisher: Publish, context: zmq.Context[Any]) -> None:
     made = publisher()
     assert made.replay_endpoint is not None
     with context.socket(zmq.DEALER) as socket:
@@ -152,7 +152,7 @@ def test_a_full_queue_never_holds_the_engine_up_and_the_gap_shows(publisher: Pub
     assert made._next == 50
 
 
-def test_a_thread_that_dies_costs_the_events_and_nothing_else(
+def test_the_death_of_the_thread_loses_events_only(
     context: zmq.Context[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     class Dying(KVEventPublisher):
@@ -225,7 +225,7 @@ def test_the_examples_subscriber_follows_an_engine_and_replays_what_it_missed(
         made = llm.core._event_publisher
         assert made is not None
         sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-        for step in (3, 5, 7):  # Before anybody listens; and more than the cache holds.
+        for step in (3, 5, 7):  # Before a subscriber exists, and more than the cache holds.
             llm.generate([[(step * i) % 500 + 5 for i in range(40)]], sampling)
         subscriber = Subscriber(made.endpoint, made.replay_endpoint)
         number = 0
@@ -242,7 +242,7 @@ def test_the_examples_subscriber_follows_an_engine_and_replays_what_it_missed(
 # --- What connectors say ------------------------------------------------------------------------------
 
 
-def test_events_of_a_connector_stand_among_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_of_a_connector_are_published_with_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(events=True)
     monkeypatch.setattr(world.half, "take_events", lambda: [stored(7)])
     world.add("a", range(1, 10))
@@ -253,7 +253,9 @@ def test_events_of_a_connector_stand_among_the_engines(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("garbage", [7, ["stored"], [stored(7), {"type": "BlockStored"}]])
-def test_what_is_no_event_is_not_published(monkeypatch: pytest.MonkeyPatch, garbage: Any) -> None:
+def test_objects_of_other_types_are_not_published_as_events(
+    monkeypatch: pytest.MonkeyPatch, garbage: Any
+) -> None:
     world = World(events=True)
     monkeypatch.setattr(world.half, "take_events", lambda: garbage)
     world.add("a", range(1, 4))
@@ -267,7 +269,7 @@ def test_what_is_no_event_is_not_published(monkeypatch: pytest.MonkeyPatch, garb
 
 
 class Truth(RuleBasedStateMachine):
-    """A subscriber's view after each batch is what the cache can really find."""
+    """After each batch a subscriber's view equals the contents of the cache."""
 
     @initialize(num_blocks=st.integers(6, 20), budget=st.sampled_from([5, 40]))
     def start(self, num_blocks: int, budget: int) -> None:

@@ -1,4 +1,4 @@
-"""The watch over a core, without a core: what counts as a pulse, and whose time counts."""
+"""Watches over a core and its processes, without a core: which messages and which time count."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -21,7 +21,7 @@ EPSILON_S = 1e-3
 
 
 class Clockwork(asyncio.SelectorEventLoop):
-    """Its time passes when it sleeps, at once; and in jumps, when a test says so."""
+    """An event loop whose time advances when it sleeps, or when a test sets it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def run(test: Callable[[Core, Clockwork], Awaitable[None]]) -> None:
         runner.run(with_core())
 
 
-def test_a_core_that_answers_is_asked_now_and_then() -> None:
+def test_a_core_that_answers_is_pinged_at_intervals() -> None:
     async def test(core: Core, loop: Clockwork) -> None:
         await asyncio.sleep(10 * STEP_S)
         assert core.hung_at == []
@@ -81,7 +81,7 @@ def test_a_core_that_answers_is_asked_now_and_then() -> None:
     run(test)
 
 
-def test_one_that_does_not_is_given_the_time_of_a_long_step_and_told_of_once() -> None:
+def test_a_hang_is_reported_once_after_the_time_of_a_long_step() -> None:
     async def test(core: Core, loop: Clockwork) -> None:
         core.hangs = True
         await asyncio.sleep(0)
@@ -94,22 +94,22 @@ def test_one_that_does_not_is_given_the_time_of_a_long_step_and_told_of_once() -
     run(test)
 
 
-def test_anything_that_it_says_shows_that_it_moves() -> None:
+def test_every_message_of_the_core_shows_that_it_runs() -> None:
     async def test(core: Core, loop: Clockwork) -> None:
         core.hangs = True
         for _ in range(20):
             await asyncio.sleep(STEP_S)
-            core.watch.note_message()  # An output of a step, say.
+            core.watch.note_message()  # For example an output of a step.
         assert core.hung_at == []
 
     run(test)
 
 
-def test_time_in_which_we_were_stopped_ourselves_does_not_count() -> None:
+def test_time_in_which_the_watcher_was_stopped_does_not_count() -> None:
     async def test(core: Core, loop: Clockwork) -> None:
         core.hangs = True
         await asyncio.sleep(STEP_S / 2)
-        loop.now_s += 1000 * STEP_S  # Both are stopped, and go on.
+        loop.now_s += 1000 * STEP_S  # Both are stopped, and continue.
         await asyncio.sleep(STEP_S / SLICES)
         assert core.hung_at == []
         core.watch.note_message()
@@ -119,7 +119,7 @@ def test_time_in_which_we_were_stopped_ourselves_does_not_count() -> None:
     run(test)
 
 
-def test_stopped_it_asks_nothing_more() -> None:
+def test_a_stopped_watch_sends_no_ping() -> None:
     async def test(core: Core, loop: Clockwork) -> None:
         core.watch.stop()
         core.watch.stop()
@@ -177,7 +177,7 @@ def test_a_stopped_process_is_named_at_once_and_is_a_stall_later() -> None:
     watch(test)
 
 
-def test_short_stops_are_no_stall_and_neither_is_time_in_which_we_were_stopped() -> None:
+def test_short_stops_and_stops_of_the_watcher_are_no_stall() -> None:
     async def test(watch: StopWatch, processes: list[Process], stalls: list[str]) -> None:
         for _ in range(3):
             processes[0].state = psutil.STATUS_STOPPED
@@ -190,5 +190,5 @@ def test_short_stops_are_no_stall_and_neither_is_time_in_which_we_were_stopped()
     watch(test)
 
 
-def test_a_process_that_has_ended_has_no_family() -> None:
+def test_a_process_that_has_ended_has_no_tree() -> None:
     assert process_tree(2**22 + 1) == []

@@ -1,4 +1,4 @@
-"""Whatever the scheduler does to a request, its tokens are those of the request alone."""
+"""A request's tokens do not depend on the scheduler's decisions or on other requests."""
 
 import random
 
@@ -96,7 +96,7 @@ SAMPLED = [
 ]
 
 
-def test_seeded_and_penalised_tokens_depend_on_nobody_else_either(make_config: EngineConfig) -> None:
+def test_seeded_and_penalised_tokens_do_not_depend_on_other_requests(make_config: EngineConfig) -> None:
     params = [SAMPLED[index % len(SAMPLED)] for index in range(len(PROMPTS))]
     with LLM(make_config()) as llm:
         reference = [tokens_of(llm.generate([p], s))[0] for p, s in zip(PROMPTS, params, strict=True)]
@@ -135,7 +135,7 @@ def test_a_stop_token_ends_the_request_and_is_named(make_config, alone) -> None:
     assert completion.finish_reason == "stop"
 
 
-def test_an_impossible_request_is_refused_and_the_others_go_on(make_config, alone) -> None:
+def test_an_impossible_request_is_refused_and_the_others_continue(make_config, alone) -> None:
     with LLM(make_config()) as llm:
         refused, served = llm.generate([[10**6], PROMPTS[0]], GREEDY)
     assert refused.finish_reason == "error"

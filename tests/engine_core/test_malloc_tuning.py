@@ -1,4 +1,4 @@
-"""Steps reuse each other's memory: measured in page faults, in a process of its own."""
+"""Steps reuse freed memory, measured by page faults in a separate process."""
 
 import os
 import subprocess
@@ -53,7 +53,7 @@ print(me.memory_info().rss - before)
 
 @pytest.mark.processes
 @pytest.mark.skipif(not is_packable(torch.ones(1)), reason="oneDNN does not multiply here")
-def test_products_of_ever_new_sizes_take_no_more_memory_after_the_first() -> None:
+def test_products_of_new_sizes_take_bounded_memory() -> None:
     def growth(limits: dict[str, str]) -> int:
         command = [sys.executable, "-c", GROWS]
         environment = {**os.environ, **limits}

@@ -1,4 +1,4 @@
-"""The sampler against brute-force twins that follow the definitions one token at a time."""
+"""The sampler compared with brute-force references that follow the definitions token by token."""
 
 import math
 from collections import Counter
@@ -317,7 +317,7 @@ def test_uniforms_fill_the_unit_interval() -> None:
     assert np.histogram(u, bins=10, range=(0, 1))[0].tolist() == pytest.approx([1000] * 10, abs=120)
 
 
-def test_a_total_that_rounding_reaches_still_names_a_token() -> None:
+def test_a_draw_that_rounds_up_to_the_total_selects_a_token() -> None:
     logits = torch.full((1, 3), -math.inf)
     logits[0, 1] = 0.0
     for position in range(200):
@@ -345,7 +345,7 @@ def test_logprobs_are_the_models_own_whatever_was_done_to_the_logits() -> None:
     assert sampled.logprobs[2].chosen.rank == 1
 
 
-def test_greedy_rows_without_wishes_are_one_argmax() -> None:
+def test_plain_greedy_rows_are_one_argmax() -> None:
     logits = torch.randn(64, 100)
     rows = [row(SamplingParams(temperature=0)) for _ in range(64)]
     assert sample(logits, rows, [2] * 64) == (logits.argmax(-1).tolist(), {})

@@ -1,4 +1,4 @@
-"""Prompt log-probabilities, allowed tokens and bad words against the logits of transformers."""
+"""Prompt log-probabilities, allowed tokens and bad words, compared with the logits of transformers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ ASKS = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=NUM_TOP, igno
 PLAIN = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 PROMPTS = [[(7 * n + 11 * k) % 500 + 3 for n in range(length)] for k, length in enumerate((1, 2, 30, 75, 70))]
 TOLERANCE = 1e-4
-SCARCE = 23  # Blocks: some of the prompts have to give way.
+SCARCE = 23  # Blocks: too few for all prompts, so some are preempted.
 
 Logprobs = list[torch.Tensor]  # Of each prompt: [P, V].
 
@@ -74,7 +74,7 @@ def check(prompt: list[int], raw: PromptLogprobs | None, expected: torch.Tensor)
     ],
     ids=["whole", "chunks of 7", "one token a step", "no chunks", "preempted"],
 )
-def test_they_are_those_of_transformers_in_whatever_chunks(
+def test_prompt_logprobs_are_those_of_transformers_for_any_chunks(
     make_config: Callable[..., EngineConfig],
     expected: Logprobs,
     scheduler_config: SchedulerConfig,
@@ -101,7 +101,7 @@ def test_they_are_those_of_transformers_in_whatever_chunks(
     assert any(request.skip_reading_prefix_cache for request in preempted) == (num_blocks == SCARCE)
 
 
-def test_output_logprobs_come_beside_them(
+def test_output_logprobs_come_with_prompt_logprobs(
     make_config: Callable[..., EngineConfig], expected: Logprobs
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=2, logprobs=1, prompt_logprobs=NUM_TOP, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Who steps a core takes no step that can find nothing, and misses none that can."""
+"""Waits between steps of a core: no useless step is taken, and no useful step is missed."""
 
 import os
 import select
@@ -21,8 +21,8 @@ from baton.engine.llm import LLM
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = list(range(20, 40))
 ASYNC = {"matched": 16, "is_async": True}
-STEPS_MAX = 50  # Of a request that needs a tenth of it.
-NEVER_S = 60.0  # Who sleeps for so long fails the suite.
+STEPS_MAX = 50  # Bound for a request that needs a tenth of it.
+NEVER_S = 60.0  # A sleep of this time fails the suite.
 
 
 @dataclass
@@ -70,7 +70,7 @@ def test_waits_grow_while_only_loans_are_out(waker: Waker) -> None:
     core.has_progressed = True
     assert waits.next_wait_s() == 0.0
     core.has_progressed = False
-    assert waits.next_wait_s() == RETRY_S, "something happened, so it begins anew"
+    assert waits.next_wait_s() == RETRY_S, "progress resets the wait"
 
 
 def test_waits_stay_short_while_a_request_waits(waker: Waker) -> None:
@@ -84,7 +84,7 @@ def test_a_connector_that_wakes_us_is_not_polled(waker: Waker) -> None:
 
 
 def test_a_wait_ends_when_the_connector_wakes_us(waker: Waker) -> None:
-    """Also if that was said while the step still ran."""
+    """Also if the signal came while the step still ran."""
     core = SomeCore(is_woken=True)
     waits = waits_of(core, waker)
     thread = threading.Timer(0.0, core.wake)
@@ -94,7 +94,7 @@ def test_a_wait_ends_when_the_connector_wakes_us(waker: Waker) -> None:
     core.wake()
     core.wake()
     waits.wait(NEVER_S)
-    assert select.select([waker], [], [], 0.0)[0] == [], "heard once, however often it was said"
+    assert select.select([waker], [], [], 0.0)[0] == [], "several signals wake it once"
 
 
 def test_a_wait_ends_with_a_rank(waker: Waker) -> None:
@@ -109,7 +109,7 @@ def test_a_wait_ends_with_a_rank(waker: Waker) -> None:
 
 
 @pytest.mark.parametrize("core", [SomeCore(has_progressed=True), SomeCore(has_requests=False)])
-def test_nobody_waits_who_has_something_to_do_or_nothing_left(
+def test_a_core_with_work_or_without_requests_does_not_wait(
     waker: Waker, monkeypatch: pytest.MonkeyPatch, core: SomeCore
 ) -> None:
     core.is_woken = True
@@ -171,7 +171,7 @@ def test_no_step_is_taken_while_all_wait_for_a_load(
     assert all(counts[2:])
 
 
-def test_the_end_of_a_load_wakes_who_waits_for_it(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_load_wakes_a_waiting_engine(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_waits, "LOOK_S", NEVER_S)
     llm, counts = make_llm(make_config, monkeypatch, is_woken=True)
     assert factory.worker is not None

@@ -1,4 +1,4 @@
-"""A rank and its device."""
+"""Device of a rank, and check of its memory."""
 
 import re
 
@@ -26,7 +26,7 @@ class Group(TensorParallelGroup):
 
 
 @pytest.mark.skipif(cuda.why_unavailable() is None, reason="there is a GPU")
-def test_without_a_gpu_the_start_says_what_is_missing(make_config) -> None:
+def test_without_a_gpu_the_start_names_what_is_missing(make_config) -> None:
     config = msgspec.structs.replace(make_config(), device_config=DeviceConfig(device="cuda"))
     with pytest.raises(UserError, match=r"cuda cannot be used: .*; use cpu"):
         Worker(config, lambda *_: None, SingleRank())  # type: ignore[arg-type]

@@ -1,7 +1,6 @@
-"""Somebody's connector, found by module path. Its hooks insist on bound metadata, as many in the wild do.
+"""A connector whose hooks require bound metadata, as many third-party connectors do. Found by module path.
 
-What its worker half saw comes to the scheduler half by the return channel, so that it can be looked at in
-whatever process the ranks live.
+Its worker half reports its calls to the scheduler half, so tests can read them for ranks in any process.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Seen(KVConnectorWorkerMetadata):
 
 
 class AssertingConnector(KVConnectorBase_V1):
-    """`kv_transfer_params {"matched": n}`: n tokens are said to be loaded, synchronously; nothing is."""
+    """`kv_transfer_params {"matched": n}`: claims to load n tokens synchronously, and loads nothing."""
 
     needs_hooks: ClassVar[bool] = False
     scheduler: ClassVar[AssertingConnector | None] = None  # The last one made in this process.

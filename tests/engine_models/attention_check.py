@@ -1,4 +1,4 @@
-"""Attention written down as its definition, one query and one head at a time, for backends to agree with."""
+"""Reference attention for backends: the definition, one query and one head at a time."""
 
 from collections.abc import Sequence
 

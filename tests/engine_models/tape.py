@@ -1,7 +1,7 @@
-"""A graph that any device can record: the tensor operations between `begin` and `end`, launched again.
+"""A graph for any device: records the tensor operations between `begin` and `end`, and launches them again.
 
-As with a CUDA graph, no Python runs in a replay, every result lies where it lay when it was recorded, and
-whatever asks the device for a number cannot be recorded.
+As with a CUDA graph, a replay runs no Python, every result has the address of the recording, and an operation
+that reads a number from the device cannot be recorded.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TorchKernelBackend(CudaBackend):
         assert sinks_Q is None
         if len(plan.tiles) == len(q_TQD):
             rows, positions = plan.block_table, plan.tiles[:, 3]
-        else:  # A prefill, which nobody records.
+        else:  # A prefill, which is never recorded.
             tokens = [
                 (request, position + offset)
                 for request, _, count, position in plan.tiles.tolist()

@@ -1,4 +1,4 @@
-"""config.json as values: what is supported is read, what is not is refused by the name of its field."""
+"""Parsing of config.json: supported fields are read, unsupported ones are refused by name."""
 
 from typing import Any
 
@@ -83,7 +83,7 @@ def with_fields(**fields: Any) -> dict[str, Any]:
         ({**GPT_OSS, "rope_scaling": None}, "rope_scaling"),
     ],
 )
-def test_what_cannot_be_run_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
+def test_unsupported_models_are_refused_by_field(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_architecture(with_fields(**fields))
     assert caught.value.field == f"config.json: {named}"
@@ -158,10 +158,10 @@ def test_gemma3_has_a_rope_for_each_kind_of_layer_in_either_spelling() -> None:
         {"architectures": ["MistralForCausalLM"], "sliding_window": 64},
     ],
 )
-def test_a_change_that_changes_the_function_changes_the_digest(fields: dict[str, Any]) -> None:
+def test_a_change_of_the_function_changes_the_digest(fields: dict[str, Any]) -> None:
     assert parse_architecture(with_fields(**fields)).digest != parse_architecture(LLAMA).digest
 
 
-def test_a_change_that_does_not_change_the_function_keeps_the_digest() -> None:
+def test_a_change_without_effect_on_the_function_keeps_the_digest() -> None:
     renamed = with_fields(transformers_version="9.9", use_cache=False, bos_token_id=7, torch_dtype="bfloat16")
     assert parse_architecture(renamed).digest == parse_architecture(LLAMA).digest

@@ -1,4 +1,4 @@
-"""Backends against attention written down as its definition; see `attention_check`."""
+"""Attention backends compared with the reference in `attention_check`."""
 
 from typing import Any
 
@@ -99,7 +99,7 @@ def test_tiles_cover_every_token_once(requests: list[tuple[int, int]], tokens_pe
 
 
 @pytest.mark.skipif(why_unavailable() is None, reason="there is a GPU")
-def test_without_a_gpu_the_error_says_what_is_missing() -> None:
+def test_without_a_gpu_the_error_names_what_is_missing() -> None:
     with pytest.raises(UserError, match=r"cuda cannot be used: .*; use cpu"):
         build_cuda_backend(shape_of())
 

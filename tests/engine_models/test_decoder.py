@@ -1,4 +1,4 @@
-"""Models against transformers, and against themselves however a prompt is cut into steps."""
+"""Models compared with transformers, and with themselves for any division of a prompt into steps."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_chunks_of_a_prompt_give_the_logits_of_the_whole(
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_neighbours_in_a_batch_do_not_matter(
+def test_other_requests_of_a_batch_do_not_matter(
     family: str,
     paged_model_of: Callable[[str], Any],
     prompt_of: Prompts,
@@ -88,7 +88,7 @@ def test_neighbours_in_a_batch_do_not_matter(
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_greedy_answers_wander_and_differ_between_prompts(
+def test_greedy_answers_vary_and_differ_between_prompts(
     family: str, paged_model_of: Callable[[str], Any], prompt_of: Prompts, shuffled_blocks: list[int]
 ) -> None:
     model = paged_model_of(family)
@@ -122,7 +122,7 @@ def test_a_wrong_block_of_keys_changes_the_answer(
 
 
 @pytest.mark.parametrize("wanted", [[], [4], [0, 4, 6]])
-def test_what_nobody_wants_is_left_out_and_the_rest_is_the_same(
+def test_unwanted_hidden_states_are_skipped_and_the_rest_is_the_same(
     wanted: list[int], paged_model_of: Callable[[str], Any], prompt_of: Prompts, block_size: int
 ) -> None:
     paged, ids = paged_model_of("qwen3"), torch.tensor([*prompt_of(1, 5), *prompt_of(2, 2)])

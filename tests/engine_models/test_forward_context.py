@@ -1,4 +1,4 @@
-"""Step metadata and cache memory against their definitions, element by element."""
+"""Step metadata and cache memory compared with their definitions, element by element."""
 
 import numpy as np
 import pytest
@@ -94,5 +94,5 @@ def test_more_ranks_than_heads_replicate_them() -> None:
     assert all(cache.shape == (2, 1, 4, 16) for cache in kv_caches.values())
 
 
-def test_nobody_watches_a_dummy_run() -> None:
+def test_a_dummy_run_calls_no_layer_hook() -> None:
     assert ForwardContext(kv_caches={"a": torch.zeros(1)}).watcher is None

@@ -1,12 +1,12 @@
-"""The Triton kernel of paged attention: on a GPU, or as far as a machine without one can show.
+"""Tests of the Triton kernel of paged attention, on a GPU and as far as possible without one.
 
     what                     with a GPU    without, TRITON_INTERPRET=1       without
     agrees with definition   on it         on the CPU, line by line          skipped
     whole models             on it         on the CPU                        skipped
     compiles for GPUs        yes           skipped (nothing is compiled)     yes
 
-All of that needs the triton package, which CPU builds of torch leave out. What runs everywhere: that a step
-leaves nothing on another device.
+All of these need the triton package, which CPU builds of torch lack. One test runs everywhere: a step
+leaves no tensor on another device.
 """
 
 import os
@@ -170,7 +170,8 @@ def test_it_compiles_for_gpus_that_are_not_here(
     has_sinks: bool,
     num_heads_apart: int,
 ) -> None:
-    """Down to machine code. What only the interpreter accepts fails here, not at somebody's first request.
+    """Compile to machine code. Code that only the interpreter accepts fails here, and not at a user's first
+    request.
 
     `num_heads_apart`: from one token of a head to the next; 1 where heads come first.
     """

@@ -1,4 +1,4 @@
-"""Decode steps replayed from recordings: the tokens are those of eager steps, whoever is connected."""
+"""Replayed decode steps: the tokens are those of eager steps, with any connector."""
 
 import importlib.util
 import logging
@@ -119,7 +119,7 @@ def test_the_tokens_are_those_of_eager_steps(
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3"])
-def test_what_is_recorded_needs_no_python_to_run_again(
+def test_a_replay_runs_no_python(
     monkeypatch: pytest.MonkeyPatch,
     config_of: Callable[..., EngineConfig],
     prompt_of: Callable[[int, int], list[int]],
@@ -153,7 +153,7 @@ def test_the_tokens_are_those_of_eager_steps_on_a_gpu(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
-def test_recording_and_padding_write_nowhere_but_into_the_scratch_block(
+def test_recording_and_padding_write_only_to_the_scratch_block(
     config_of: Callable[..., EngineConfig], mode: str, layout: KVCacheLayout
 ) -> None:
     config = config_of(mode)
@@ -186,7 +186,7 @@ def test_recording_and_padding_write_nowhere_but_into_the_scratch_block(
         for cache in caches.values():
             assert cache[:num_blocks].isnan().all()
             assert not cache[num_blocks, :, 0].isnan().any()
-        # Each at the first token of its first block, so that nobody attends to what is not there.
+        # Each at the first token of its first block, so that no query attends to an unwritten slot.
         metadata = build_attention_metadata([0, 0, 0], [1, 1, 1], [[5], [0], [23]], BLOCK_SIZE)
         assert graphs.can_run(metadata)
         hidden = graphs.run(np.array([7, 8, 9]), ForwardContext(metadata, caches)).clone()
@@ -197,7 +197,7 @@ def test_recording_and_padding_write_nowhere_but_into_the_scratch_block(
         assert written.nonzero().tolist() == [[0, 0], [5, 0], [23, 0]]
 
 
-def test_what_is_no_decode_step_of_a_known_size_is_not_replayed(
+def test_only_decode_steps_of_recorded_sizes_are_replayed(
     config_of: Callable[..., EngineConfig],
 ) -> None:
     config = config_of("full")
@@ -226,7 +226,7 @@ def test_what_is_no_decode_step_of_a_known_size_is_not_replayed(
 
 
 @given(most=st.integers(1, 70), asked=st.lists(st.integers(1, 80), max_size=4))
-def test_buckets_hold_whatever_runs_at_once_unless_told_otherwise(most: int, asked: list[int]) -> None:
+def test_buckets_hold_all_concurrent_requests_by_default(most: int, asked: list[int]) -> None:
     config: Any = msgspec.defstruct("Config", ["scheduler_config", "device_config"])(
         SchedulerConfig(max_num_seqs=most), DeviceConfig(graph_buckets=tuple(asked))
     )
@@ -280,7 +280,7 @@ def expected_counts(connector: str, mode: str, *, ranks: int, num_buckets: int) 
     hooked = 1 if connector == "AssertingConnector" and mode == "full" else num_steps
     counts = {
         "bind": num_steps,
-        "clear": num_steps - 1,  # The last one is said in no step any more.
+        "clear": num_steps - 1,  # The last clear comes after the last report.
         "start_load": num_steps,
         "wait_for_save": num_steps,
         "wait_layer": hooked * NUM_LAYERS,
@@ -331,7 +331,7 @@ def test_a_connector_that_insists_on_its_metadata_passes_start_and_has_its_hooks
         ("AssertingConnector", "full", "ray"),  # It adds how ranks are reached, slowly.
     ],
 )
-def test_so_it_is_where_each_rank_has_a_process(
+def test_tokens_are_the_same_with_a_process_per_rank(
     config_of: Callable[..., EngineConfig],
     prompt_of: Callable[[int, int], list[int]],
     caplog: pytest.LogCaptureFixture,
@@ -346,7 +346,7 @@ def test_so_it_is_where_each_rank_has_a_process(
     check_hooks(config, connector, mode, prompt_of(1, 20), caplog)
 
 
-def test_of_captured_hooks_a_replay_runs_what_they_launched_and_no_python(
+def test_a_replay_runs_the_operations_of_captured_hooks_and_no_python(
     monkeypatch: pytest.MonkeyPatch,
     config_of: Callable[..., EngineConfig],
     prompt_of: Callable[[int, int], list[int]],

@@ -1,4 +1,4 @@
-"""Model folders of strangers: each defect is refused by its field, without a hang and within memory."""
+"""Hostile model folders: each defect is refused with its field, without a hang and in bounded memory."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ def change(file: Path, **fields: Any) -> None:
         ("rope_scaling", {"rope_type": "linear", "factor": 1e300}, "factor"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused_before_anything_is_allocated(
+def test_impossible_sizes_are_refused_before_any_allocation(
     folder: Path, field: str, value: Any, complaint: str
 ) -> None:
     change(folder / "config.json", **{field: value})

@@ -1,4 +1,4 @@
-"""A packed matrix multiplies like a plain one."""
+"""Products with packed matrices equal those with plain ones."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Several ranks in threads of one process, summing through memory, against one rank."""
+"""Several ranks in threads of one process, compared with one rank."""
 
 import json
 import threading

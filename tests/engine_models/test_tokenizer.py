@@ -1,4 +1,4 @@
-"""Text to ids and back, streams of text, and chat templates, against the libraries that define them."""
+"""Tokenizer, detokenizer and chat templates, compared with the libraries that define them."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -1,4 +1,7 @@
-"""The pool and its free queue: order of eviction, reference counts; the prefix cache against a dictionary."""
+"""Block pool and free queue: order of eviction, reference counts.
+
+The prefix cache compared with a dictionary.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -32,7 +35,7 @@ def cached_pool(num_blocks: int, tokens: list[int]) -> tuple[BlockPool, list[Blo
 
 @settings(deadline=None)
 @given(st.data())
-def test_the_free_queue_is_a_list_that_can_be_left_from_anywhere(data: st.DataObject) -> None:
+def test_blocks_can_leave_the_free_queue_from_any_position(data: st.DataObject) -> None:
     blocks = [Block(i) for i in range(6)]
     queue, model = FreeQueue(blocks), list(range(6))
     for _ in range(data.draw(st.integers(0, 30))):
@@ -57,7 +60,7 @@ def test_the_free_queue_is_a_list_that_can_be_left_from_anywhere(data: st.DataOb
         assert queue.num_free == len(model)
 
 
-def test_the_tail_of_a_request_is_evicted_before_its_head_and_the_unfindable_before_both() -> None:
+def test_uncached_blocks_are_evicted_first_then_the_tail_of_a_request_then_its_head() -> None:
     pool, blocks = cached_pool(4, [1, 2, 3, 4])
     partial = pool.get_new_blocks(1)
     pool.free_blocks(reversed(blocks + partial))
@@ -78,7 +81,7 @@ def test_a_block_that_is_hit_leaves_the_free_queue_and_is_not_evicted() -> None:
     pool.assert_consistent()
 
 
-def test_of_two_equal_blocks_the_newer_stays_findable() -> None:
+def test_of_two_equal_blocks_the_newer_stays_cached() -> None:
     pool, older = cached_pool(4, [1, 2])
     newer = pool.get_new_blocks(1)
     same = request("b", [1, 2])
@@ -90,7 +93,7 @@ def test_of_two_equal_blocks_the_newer_stays_findable() -> None:
     pool.assert_consistent()
 
 
-def test_freeing_twice_is_our_own_mistake() -> None:
+def test_freeing_twice_is_an_assertion_error() -> None:
     pool, blocks = cached_pool(4, [1, 2])
     pool.free_blocks(blocks)
     with pytest.raises(AssertionError, match="twice"):
@@ -107,7 +110,7 @@ def test_evicted_blocks_cannot_be_found_whether_held_or_free() -> None:
     pool.assert_consistent()
 
 
-def test_events_name_each_hash_once_however_many_blocks_have_it() -> None:
+def test_events_name_each_hash_once_for_any_number_of_blocks() -> None:
     pool = BlockPool(8, SIZE, enable_events=True)
     first, second = pool.get_new_blocks(1), pool.get_new_blocks(2)
     pool.cache_full_blocks(request("a", [1, 2]), first, 0, 1)

@@ -1,4 +1,4 @@
-"""A connector that raises about one request costs that request at most; nobody else notices (I6)."""
+"""An exception of the connector about one request affects only that request (I6)."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def run_with_b(world: World) -> None:
 
 
 @pytest.mark.parametrize("where", ["on_new", "verdict", "on_alloc"])
-def test_the_users_mistake_ends_the_request_as_the_users(where: str) -> None:
+def test_a_users_error_ends_the_request_as_a_users_error(where: str) -> None:
     world = World()
     setattr(world.half, where, raising_for_a(BadTransferParams("expired", field="kv_transfer_params")))
     run_beside_b(world)
@@ -82,14 +82,14 @@ def test_an_impossible_match_is_computed_instead(impossible: tuple[int, bool]) -
     world.check_answer("a")
 
 
-def test_a_match_of_nothing_is_never_waited_for() -> None:
+def test_a_match_of_no_tokens_is_never_waited_for() -> None:
     world = World()
     world.half.verdict = lambda request, local: (0, True)
     run_beside_b(world)
     world.check_answer("a")
 
 
-def test_an_engine_with_nothing_else_to_do_still_hands_out_the_refusal() -> None:
+def test_an_idle_engine_still_returns_the_refusal() -> None:
     world = World()
     world.half.on_new = raising_for_a(BadTransferParams("no"))
     world.add("a", PROMPT)
@@ -100,7 +100,7 @@ def test_an_engine_with_nothing_else_to_do_still_hands_out_the_refusal() -> None
 
 
 @pytest.mark.parametrize("garbage", [None, 7, "refused", (True,), ("a", "b", "c")])
-def test_an_answer_at_the_end_that_says_nothing_has_lent_nothing(garbage: object) -> None:
+def test_request_finished_that_returns_none_has_lent_nothing(garbage: object) -> None:
     world = World()
     world.half.lends = lambda request, blocks: garbage if request.request_id == "a" else (False, None)  # type: ignore[assignment,return-value]
     run_beside_b(world)
@@ -108,7 +108,7 @@ def test_an_answer_at_the_end_that_says_nothing_has_lent_nothing(garbage: object
 
 
 @pytest.mark.parametrize("params", [7, ["a list"], {"a": object()}])
-def test_params_that_cannot_travel_are_left_out_and_what_was_lent_stays_lent(params: object) -> None:
+def test_unserialisable_params_are_left_out_and_the_loan_stays(params: object) -> None:
     world = World()
     world.half.lends = lambda request, blocks: (request.request_id == "a", params)  # type: ignore[assignment,return-value]
     world.add("a", PROMPT)
@@ -134,7 +134,7 @@ def test_a_match_that_is_no_number_is_computed_instead(answer: tuple[object, boo
     world.check_answer("a")
 
 
-def test_tokens_of_another_engine_that_are_none_are_sampled_here() -> None:
+def test_invalid_tokens_of_another_engine_are_sampled_here() -> None:
     world = World()
     world.half.verdict = lambda request, local: (16, True) if request.request_id == "a" else (0, False)
     world.half.prefilled = lambda request_id: [1, 2, 3]  # type: ignore[assignment,return-value]

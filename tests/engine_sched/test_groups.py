@@ -1,4 +1,4 @@
-"""Layers with a window have tables of their own: what they give back and find, what a failure costs."""
+"""Layers with a window in their own block tables: freed blocks, prefix hits, and failures."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ LONG = list(range(1, 41))  # Ten blocks.
 ALTERNATING = (8, None, 8, None)  # Two tokens' worth of blocks before the one that is written.
 
 
-def test_layers_are_grouped_by_what_they_see_in_groups_of_one_size() -> None:
+def test_layers_are_grouped_by_window_in_groups_of_one_size() -> None:
     assert group_layers((None,) * 3) == (KVCacheGroup((0, 1, 2)),)
     assert group_layers(ALTERNATING) == (KVCacheGroup((1, 3)), KVCacheGroup((0, 2), 8))
     five_to_one = group_layers(((8,) * 5 + (None,)) * 2)
@@ -26,7 +26,7 @@ def test_layers_are_grouped_by_what_they_see_in_groups_of_one_size() -> None:
     assert {len(group.layers) for group in five_to_one} == {2}
     assert num_places(five_to_one) == 2
     assert sorted(places_of(five_to_one)) == list(range(12))
-    # Nearly as many of each: a hole costs less than twice the groups.
+    # Nearly equal numbers: one group with a hole is cheaper than twice the groups.
     assert [len(group.layers) for group in group_layers((None,) * 5 + (8,) * 4)] == [5, 4]
 
 
@@ -35,11 +35,11 @@ def test_layers_are_grouped_by_what_they_see_in_groups_of_one_size() -> None:
     missing=st.lists(st.sets(st.integers(0, 8), max_size=3), min_size=3, max_size=3),
     num_blocks=st.integers(0, 8),
 )
-def test_a_prefix_hits_as_far_as_every_group_can_be_at_its_end(
+def test_a_prefix_hits_up_to_where_every_group_has_its_blocks(
     windows: Sequence[int | None], missing: list[set[int]], num_blocks: int
 ) -> None:
     if not any(windows):
-        windows = windows[:1]  # Who sees the same is cut into several groups only beside somebody else.
+        windows = windows[:1]  # Layers of one kind are divided into groups only if there is another kind.
     groups = tuple(KVCacheGroup((layer,), window) for layer, window in enumerate(windows))
     kv_cache = KVCache(CacheConfig(block_size=BLOCK, num_gpu_blocks=64), groups=groups, chunk=64)
     pool = kv_cache.block_pool
@@ -64,7 +64,7 @@ def test_a_prefix_hits_as_far_as_every_group_can_be_at_its_end(
         assert all(block.group == index for block in blocks[first:])
 
 
-def test_blocks_behind_a_window_are_given_back_while_tokens_are_computed() -> None:
+def test_blocks_outside_a_window_are_freed_while_tokens_are_computed() -> None:
     world = World(windows=ALTERNATING, budget=8, num_blocks=64)
     world.add("a", LONG, max_tokens=20)
     most = 0
@@ -75,12 +75,12 @@ def test_blocks_behind_a_window_are_given_back_while_tokens_are_computed() -> No
         most = max(most, sum(block_id > 0 for block_id in window))
     world.check_answer("a")
     world.check_at_rest()
-    assert most == 4, "two that the window sees, two that are computed"
+    assert most == 4, "two in the window, two that are computed"
     assert world.scheduler.kv_cache.groups[1].blocks_at_most(60, block_size=BLOCK, chunk=8) == 5
 
 
 def test_a_prompt_that_fits_only_because_of_its_windows_runs() -> None:
-    # 41 tokens need 11 blocks in the group that sees everything, and at most 5 behind the window.
+    # 41 tokens need 11 blocks in the group with full attention, and at most 5 in the group with a window.
     world = World(windows=ALTERNATING, budget=8, num_blocks=17)
     world.add("a", LONG, max_tokens=1)
     world.run()
@@ -113,11 +113,11 @@ def test_a_connector_is_told_the_blocks_of_every_group() -> None:
     world.run()
     (of_both,) = told
     assert set(everything) <= set(of_both)
-    assert len(of_both) == 10 + 2, "what the last chunk saw beside its own is nobody's any more"
+    assert len(of_both) == 10 + 2, "blocks before the window are free"
 
 
-def test_a_loan_keeps_no_block_behind_a_window() -> None:
-    """However long the last chunk was: for as long as the loan lasts, others may have the rest."""
+def test_a_loan_holds_no_block_outside_a_window() -> None:
+    """With a last chunk of any length: other requests can use the rest while the loan lasts."""
     world = World(windows=ALTERNATING)
     world.half.lends = lambda request, block_ids: (True, {})
     world.add("a", LONG, max_tokens=1)
@@ -136,7 +136,7 @@ def test_a_load_that_fails_in_one_group_is_computed_again(bad_group: int, bad_in
     world.half.verdict = lambda request, local: (len(LONG) - local, True)
     world.add("a", LONG)
     world.step()
-    assert world.half.loads["a"].tables[1][:8] == [0] * 8, "nothing is loaded behind the window"
+    assert world.half.loads["a"].tables[1][:8] == [0] * 8, "nothing is loaded outside of the window"
     world.end_load("a", bad_indices={bad_index}, bad_group=bad_group)
     world.run()
     world.check_answer("a")
@@ -145,7 +145,7 @@ def test_a_load_that_fails_in_one_group_is_computed_again(bad_group: int, bad_in
 
 
 @pytest.mark.parametrize("bad_group", [0, 1])
-def test_whoever_shares_a_bad_block_starts_again(bad_group: int) -> None:
+def test_a_request_that_shares_a_bad_block_starts_again(bad_group: int) -> None:
     world = World(windows=ALTERNATING, budget=200)
     world.half.verdict = lambda request, local: (len(LONG) - 8 - local, False)
     world.bad_sync_blocks = lambda load: {load.tables[bad_group][7]}

@@ -1,6 +1,6 @@
-"""The scheduler runs in the simulator as it is: loading it loads no tensors, and none of it reads a clock.
+"""Import rules for the simulator: the scheduler imports no torch and reads no clock.
 
-Nor does a core whose ranks are other processes load any, whatever its connector.
+A core whose ranks are other processes imports no torch either, with any connector.
 """
 
 import subprocess

@@ -1,4 +1,4 @@
-"""Several steps in flight: what waits for a result, and what need not. Random worlds do the rest."""
+"""Several steps in flight: which actions wait for a result. Random worlds cover the rest."""
 
 from typing import Literal
 
@@ -16,7 +16,7 @@ def scheduled(world: World) -> dict[str, int]:
     return world.schedule().num_scheduled_tokens
 
 
-def test_a_step_beside_another_is_of_other_requests() -> None:
+def test_concurrent_steps_have_different_requests() -> None:
     world = World(depth=3)
     world.add("a", prompt(0, 10))
     assert scheduled(world) == {"a": 10}
@@ -51,7 +51,7 @@ def test_an_abort_waits_for_the_step_and_keeps_the_blocks_and_the_id_until_then(
     world.check_at_rest()
 
 
-def test_who_is_short_of_blocks_waits_for_the_last_in_line_rather_than_preempt_it_in_flight() -> None:
+def test_a_request_without_blocks_waits_for_the_last_request_in_flight_instead_of_preempting_it() -> None:
     world = World(depth=2, num_blocks=5, caching=False)
     world.add("first", prompt(0, 8), max_tokens=8)
     world.schedule()
@@ -93,7 +93,9 @@ def test_tokens_of_a_step_in_flight_that_shared_a_block_which_was_never_loaded_d
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_who_was_aborted_while_its_load_failed_ends_once(policy: Literal["fail", "recompute"]) -> None:
+def test_a_request_that_is_aborted_while_its_load_fails_ends_once(
+    policy: Literal["fail", "recompute"],
+) -> None:
     found: list[int] = []
 
     def match(request: object, num_local: int) -> tuple[int, bool]:
@@ -115,7 +117,7 @@ def test_who_was_aborted_while_its_load_failed_ends_once(policy: Literal["fail",
     world.check_at_rest()
 
 
-def test_an_arrival_told_before_the_step_that_ordered_it_is_believed_after_it() -> None:
+def test_an_arrival_reported_before_the_step_that_ordered_it_counts_after_it() -> None:
     world = World(depth=2)
     world.half.verdict = lambda request, local: (8, True) if request.request_id == "b" else (0, False)
     world.add("a", prompt(20, 6))

@@ -1,4 +1,4 @@
-"""Loads that go wrong: nobody computes on bad blocks, under either policy, and nobody else pays."""
+"""Failed loads: no request computes on bad blocks, and other requests are not affected."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def loading_world(*, is_async: bool, **kwargs) -> World:
 
 
 def cached_prefix(world: World) -> int:
-    """How many tokens of PROMPT a newcomer would find."""
+    """Number of tokens of PROMPT that a new request would hit."""
     return world.scheduler.kv_cache.get_computed_blocks(
         Request(engine_request("probe", PROMPT), block_size=BLOCK)
     )[1]
@@ -28,7 +28,7 @@ def cached_prefix(world: World) -> int:
 
 
 @pytest.mark.parametrize("on_failure", ["recompute", "fail"])
-def test_a_scheduler_half_may_be_the_one_that_knows_of_a_failed_load(on_failure: LoadFailurePolicy) -> None:
+def test_a_scheduler_half_may_report_a_failed_load(on_failure: LoadFailurePolicy) -> None:
     world = loading_world(is_async=True, on_failure=on_failure)
     world.add("first", PROMPT[:8])
     world.run()
@@ -39,7 +39,7 @@ def test_a_scheduler_half_may_be_the_one_that_knows_of_a_failed_load(on_failure:
     world.half.adds_failed = {"a", "ghost"}
     world.step()
     if on_failure == "recompute":
-        assert world.step().num_scheduled_tokens == {"a": 10}, "only the local hit is believed"
+        assert world.step().num_scheduled_tokens == {"a": 10}, "only the local hit counts"
         world.run()
         world.check_answer("a")
     else:
@@ -50,13 +50,13 @@ def test_a_scheduler_half_may_be_the_one_that_knows_of_a_failed_load(on_failure:
 
 
 @pytest.mark.parametrize("first_bad", [0, 2, 3])
-def test_a_bad_block_of_a_background_load_costs_the_tokens_behind_it(first_bad: int) -> None:
+def test_tokens_after_a_bad_block_of_a_background_load_are_recomputed(first_bad: int) -> None:
     world = loading_world(is_async=True)
     world.add("a", PROMPT)
     world.step()
     world.end_load("a", bad_indices={first_bad})
     world.step()
-    assert cached_prefix(world) == first_bad * 4, "bad blocks are never findable"
+    assert cached_prefix(world) == first_bad * 4, "bad blocks are never cached"
     output = world.step()
     assert output.num_scheduled_tokens == {"a": 18 - first_bad * 4}
     assert output.scheduled_new_reqs[0].num_computed_tokens == first_bad * 4
@@ -107,7 +107,7 @@ def test_a_load_reported_as_failed_keeps_only_the_local_hit() -> None:
 
 
 @pytest.mark.parametrize("first_bad", [0, 2, 3])
-def test_a_bad_block_of_a_load_within_the_step_throws_the_token_away_and_computes_again(
+def test_a_bad_block_of_a_synchronous_load_drops_the_token_and_recomputes(
     first_bad: int,
 ) -> None:
     world = loading_world(is_async=False)
@@ -120,7 +120,7 @@ def test_a_bad_block_of_a_load_within_the_step_throws_the_token_away_and_compute
     assert output.num_scheduled_tokens == {"a": 18 - first_bad * 4}
     assert output.scheduled_cached_reqs.resumed_req_ids == {"a"}
     assert not output.preempted_req_ids
-    assert cached_prefix(world) == 16, "refilled, and findable again"
+    assert cached_prefix(world) == 16, "refilled, and cached again"
     world.run()
     world.check_answer("a")
     last = world.answers["a"].last
@@ -157,7 +157,7 @@ def test_a_sharer_is_safe_even_if_the_loader_goes_away_before_it_has_computed_ag
     world.check_at_rest()
 
 
-def test_what_was_computed_behind_a_bad_block_is_bad_for_those_who_share_only_that() -> None:
+def test_kv_computed_after_a_bad_block_is_bad_for_requests_that_share_only_that() -> None:
     world = loading_world(is_async=False, longest_chunk=3)
     world.add("x", PROMPT[:9])
     world.add("a", PROMPT)
@@ -166,7 +166,7 @@ def test_what_was_computed_behind_a_bad_block_is_bad_for_those_who_share_only_th
     world.add("c", [*PROMPT, 40])
     kv_cache = world.scheduler.kv_cache
     world.half.log.clear()
-    world.report.invalid_block_ids = {kv_cache.get_block_ids("a")[0][0]}  # Late, but said.
+    world.report.invalid_block_ids = {kv_cache.get_block_ids("a")[0][0]}  # A late report.
     world.step()
     (of_a,), (of_c,), (of_x,) = (kv_cache.get_block_ids(r) for r in "acx")
     assert of_c[:4] == [*of_x[:2], *of_a[2:4]]
@@ -177,7 +177,7 @@ def test_what_was_computed_behind_a_bad_block_is_bad_for_those_who_share_only_th
     world.check_at_rest()
 
 
-def test_a_background_load_behind_a_shared_bad_block_computes_that_block_again() -> None:
+def test_a_background_load_after_a_shared_bad_block_recomputes_that_block() -> None:
     world = World()
     world.half.verdict = lambda request, local: (
         (16, False) if request.request_id == "a" else (len(request.all_token_ids) - local, True)
@@ -194,8 +194,8 @@ def test_a_background_load_behind_a_shared_bad_block_computes_that_block_again()
     world.check_at_rest()
 
 
-def test_a_bad_block_is_found_by_nobody_while_a_load_waits_behind_it() -> None:
-    """Reported late: whoever loaded it has ended, and only the one that waits holds it."""
+def test_no_request_hits_a_bad_block_while_a_load_waits_after_it() -> None:
+    """A late report: the loading request has ended, and only the waiting one holds the block."""
     world = World()
     world.half.verdict = lambda request, local: (
         (16, False) if request.request_id == "a" else (len(request.all_token_ids) - local, True)
@@ -219,7 +219,7 @@ def test_a_bad_block_is_found_by_nobody_while_a_load_waits_behind_it() -> None:
     world.check_at_rest()
 
 
-def test_requests_that_share_nothing_with_a_failure_do_not_notice() -> None:
+def test_requests_that_share_nothing_with_a_failure_are_not_affected() -> None:
     world = loading_world(is_async=False)
     world.bad_sync_blocks = lambda load: set(load.block_ids[:4])
     world.add("a", PROMPT)
@@ -261,7 +261,7 @@ def test_policy_fail_ends_a_background_load_with_an_error(how: str) -> None:
 @pytest.mark.parametrize(
     ("told", "logged"), [("lease expired", "lease expired"), (None, "reason unknown"), (7, "reason unknown")]
 )
-def test_the_connectors_reason_is_logged_and_told_to_the_client(
+def test_the_connectors_reason_is_logged_and_sent_to_the_client(
     told: object, logged: str, is_async: bool, on_failure: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = loading_world(is_async=is_async, on_failure=on_failure)
@@ -284,20 +284,20 @@ def test_the_connectors_reason_is_logged_and_told_to_the_client(
     world.check_at_rest()
 
 
-def test_policy_fail_keeps_the_blocks_until_nobody_writes_them_any_more() -> None:
+def test_policy_fail_keeps_the_blocks_until_the_load_ends() -> None:
     world = loading_world(is_async=True, on_failure="fail")
     world.add("a", PROMPT)
     world.step()
     world.report.failed_recving = {"a"}
     world.step()
-    assert world.answers["a"].reason == "error", "the client hears at once"
+    assert world.answers["a"].reason == "error", "the client gets the error at once"
     assert world.scheduler.remote.num_held == 1
     world.end_load("a")
     world.run()
     world.check_at_rest()
 
 
-def test_policy_fail_within_the_step_leaves_nothing_bad_to_be_found() -> None:
+def test_policy_fail_of_a_synchronous_load_leaves_no_bad_block_cached() -> None:
     world = loading_world(is_async=False, on_failure="fail")
     world.bad_sync_blocks = lambda load: {load.block_ids[1]}
     world.add("a", PROMPT)
@@ -308,7 +308,7 @@ def test_policy_fail_within_the_step_leaves_nothing_bad_to_be_found() -> None:
     world.check_at_rest()
 
 
-def test_policy_fail_within_the_step_evicts_the_bad_blocks_and_spares_the_sharer() -> None:
+def test_policy_fail_of_a_synchronous_load_evicts_the_bad_blocks_and_spares_the_sharer() -> None:
     world = loading_world(is_async=False, on_failure="fail")
     world.bad_sync_blocks = lambda load: {load.block_ids[1]}
     world.add("a", PROMPT)
@@ -326,7 +326,7 @@ def test_policy_fail_within_the_step_evicts_the_bad_blocks_and_spares_the_sharer
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_load_that_nobody_may_report_ends_its_request_and_holds_its_blocks(policy: str) -> None:
+def test_an_abandoned_load_ends_its_request_and_holds_its_blocks(policy: str) -> None:
     world = loading_world(is_async=True, on_failure=policy)
     world.add("a", PROMPT)
     world.add("b", PROMPT[:7])
@@ -338,14 +338,14 @@ def test_a_load_that_nobody_may_report_ends_its_request_and_holds_its_blocks(pol
     assert last.error is not None
     assert not last.error.is_users
     assert world.scheduler.remote.num_held == 1
-    assert cached_prefix(world) == 4, "of b; nothing of a was believed"
-    world.end_load("a")  # Reported all the same.
+    assert cached_prefix(world) == 4, "of b; no block of a counted"
+    world.end_load("a")  # Reported nevertheless.
     world.run()
     world.check_answer("b")
     world.check_at_rest()
 
 
-def test_a_load_that_is_abandoned_as_it_arrives_is_not_believed() -> None:
+def test_a_load_that_is_abandoned_as_it_arrives_is_not_used() -> None:
     world = loading_world(is_async=True)
     world.add("a", PROMPT)
     world.step()

@@ -1,4 +1,4 @@
-"""Loads that go wrong where layers have tables of their own: in whichever group, however it is reported."""
+"""Failed loads with a block table per group: in every group, with every kind of report."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def loaded_blocks(load: FakeLoad) -> list[int]:
 
 
 def check_afterwards(world: World) -> None:
-    """Whoever asks for the same later finds nothing wrong, in any group."""
+    """A later request with the same prompt finds no wrong block in any group."""
     world.half.verdict = lambda request, local: (0, False)
     for request_id, prompt in (("later", PROMPT), ("sharing later", SHARER), ("shorter", PROMPT[:17])):
         world.add(request_id, prompt)
@@ -62,14 +62,14 @@ def test_a_background_load(where: tuple[int, int] | None, how: str, policy: str)
     world.add("b", SHARER)
     world.step()
     load = world.half.loads["a"]
-    assert [table[:4].count(0) for table in load.tables] == [0, 4, 4], "nothing is taken behind windows"
+    assert [table[:4].count(0) for table in load.tables] == [0, 4, 4], "no block outside of windows"
     bad = set(loaded_blocks(load)) if where is None else {load.tables[where[0]][where[1]]}
     assert 0 not in bad
     if how == "early":
         world.report.invalid_block_ids = set(bad)
         world.step()
         assert policy == "fail" or world.status("a") == "WAITING_FOR_REMOTE_KVS"
-        assert world.scheduler.kv_cache.get_block_ids("a") == load.tables, "somebody may still write there"
+        assert world.scheduler.kv_cache.get_block_ids("a") == load.tables, "the load may still write there"
     group, index = where or (0, 0)
     world.end_load("a", bad_indices={index}, bad_group=group, failed=how == "failed")
     if how != "failed":
@@ -83,7 +83,7 @@ def test_a_background_load(where: tuple[int, int] | None, how: str, policy: str)
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("where", [*PARTIAL, None])
-def test_a_load_within_the_step_and_whoever_shares_it(where: tuple[int, int] | None, policy: str) -> None:
+def test_a_synchronous_load_and_a_request_that_shares_it(where: tuple[int, int] | None, policy: str) -> None:
     world = loading_world(is_async=False, on_failure=policy)
     world.bad_sync_blocks = lambda load: (
         set(loaded_blocks(load)) if where is None else {load.tables[where[0]][where[1]]}
@@ -119,7 +119,7 @@ def test_a_sharer_is_safe_even_if_the_loader_goes_away(is_async: bool) -> None:
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize("where", PARTIAL)
 def test_loads_fail_while_requests_are_preempted(where: tuple[int, int], is_async: bool) -> None:
-    """Three answers that cannot all stay; whoever comes back may load again, and badly."""
+    """Three requests in a pool that is too small. A resumed one may load again, and fail."""
     group, index = where
     world = loading_world(is_async=is_async, num_blocks=46, budget=16)
     world.bad_sync_blocks = lambda load: {load.tables[group][index]} - {0}

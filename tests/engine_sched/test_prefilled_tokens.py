@@ -1,4 +1,4 @@
-"""The first token comes with the prompt's KV: it counts as sampled here, and nothing is computed twice."""
+"""A first token that arrives with the prompt's KV counts as sampled here; nothing is computed twice."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -69,7 +69,7 @@ def test_the_first_token_leaves_when_the_load_arrives_and_nothing_of_the_prompt_
     assert world.half.num_taken["r"] == 1
 
 
-def test_without_a_handed_over_token_the_last_token_of_the_prompt_is_computed_as_ever() -> None:
+def test_without_a_handed_over_token_the_last_prompt_token_is_computed() -> None:
     world = loading()
     world.end_load("r")
     world.run()
@@ -102,7 +102,7 @@ def test_a_token_is_kept_when_the_load_fails_and_the_prompt_is_computed_here(bad
 
 
 def test_a_handed_over_end_of_sequence_ends_the_request_without_a_step() -> None:
-    # A prompt behind which the model says end of sequence.
+    # A prompt after which the model samples end of sequence.
     prompt = next(
         p for n in range(1, 2000) if expected_output(engine_request("x", p := [n, n + 1]))[0] == EOS
     )
@@ -133,7 +133,7 @@ def test_a_limit_or_a_stop_token_reached_by_a_handed_over_token_ends_the_request
     world.check_at_rest()
 
 
-def test_what_follows_a_handed_over_stop_is_dropped() -> None:
+def test_tokens_after_a_handed_over_stop_are_dropped() -> None:
     second = expected_output(engine_request("x", PROMPT))[1]
     world = loading(stop_token_ids=(second,))
     asked = world.asked["r"]
@@ -144,7 +144,7 @@ def test_what_follows_a_handed_over_stop_is_dropped() -> None:
     world.check_answer("r", "stop")
 
 
-def test_a_request_that_gives_its_blocks_up_keeps_its_token() -> None:
+def test_a_request_that_loses_its_blocks_keeps_its_token() -> None:
     world = loading(world=World(num_blocks=8), max_tokens=4)
     hand_over(world)
     world.end_load("r")
@@ -160,7 +160,7 @@ def test_a_request_that_gives_its_blocks_up_keeps_its_token() -> None:
     world.check_at_rest()
 
 
-def test_a_preempted_prefill_that_is_loaded_later_takes_the_token_too() -> None:
+def test_a_preempted_prefill_that_is_loaded_later_gets_the_token_too() -> None:
     """The ranks know the request already, without the token."""
     world = World(budget=4)
     world.half.verdict = lambda request, local: (0, False)
@@ -179,7 +179,7 @@ def test_a_preempted_prefill_that_is_loaded_later_takes_the_token_too() -> None:
     world.check_at_rest()
 
 
-def test_the_tokens_logprobs_come_with_it_as_many_as_were_asked_for() -> None:
+def test_a_handed_over_token_has_as_many_logprobs_as_requested() -> None:
     world = loading(logprobs=2)
     first = expected_output(world.asked["r"])[0]
     tokens = prefilled_tokens(world.asked["r"], [first], [logprobs_of(first, 5)])
@@ -190,7 +190,7 @@ def test_the_tokens_logprobs_come_with_it_as_many_as_were_asked_for() -> None:
     assert output.new_logprobs == [logprobs_of(first, 2)]
 
 
-def test_a_connector_that_fails_to_say_its_tokens_costs_one_position() -> None:
+def test_a_connector_that_fails_to_return_its_tokens_costs_one_position() -> None:
     def fail(request_id: str) -> PrefilledTokens | None:
         raise RuntimeError
 
@@ -243,7 +243,7 @@ OTHER = [
 
 
 @pytest.mark.parametrize(("ours", "theirs"), SAME)
-def test_a_token_that_would_have_been_chosen_in_the_same_way_is_accepted(ours: Any, theirs: Any) -> None:
+def test_a_token_of_the_same_parameters_is_accepted(ours: Any, theirs: Any) -> None:
     tokens = prefilled_tokens(engine_request("p", PROMPT, **theirs), [3])
     accepted = accept_for(request_of(engine_request("d", PROMPT, **ours)), tokens)
     assert accepted is not None
@@ -252,7 +252,7 @@ def test_a_token_that_would_have_been_chosen_in_the_same_way_is_accepted(ours: A
 
 
 @pytest.mark.parametrize(("ours", "theirs"), OTHER)
-def test_a_token_that_was_chosen_by_other_parameters_is_not(ours: Any, theirs: Any) -> None:
+def test_a_token_of_other_parameters_is_not_accepted(ours: Any, theirs: Any) -> None:
     tokens = prefilled_tokens(engine_request("p", PROMPT, **theirs), [3])
     assert accept_for(request_of(engine_request("d", PROMPT, **ours)), tokens) is None
 
@@ -296,7 +296,7 @@ def test_every_sampling_parameter_has_a_place_in_the_digest_or_a_reason_not_to()
     assert set(SamplingParams.__struct_fields__) == decides | ends_only | shows_or_counts_only
 
 
-def test_what_a_producer_has_sampled_is_there_when_its_connector_is_asked() -> None:
+def test_sampled_tokens_are_available_when_the_connector_is_asked() -> None:
     world = World()
     seen: list[PrefilledTokens | None] = []
 

@@ -1,7 +1,7 @@
-"""Random worlds: any order of arrivals, aborts, loads, failures, loans and shortage of blocks.
+"""Random worlds: arrivals, aborts, loads, failures, loans and shortage of blocks in any order.
 
-Whatever happens, each request ends once, with the tokens of a single engine or with an error; blocks that
-somebody may still write or read are never given away; and at rest the pool is whole.
+Each request ends once, with the tokens of a single engine or with an error. Blocks that may still be written
+or read are never reused. At rest the pool is whole.
 """
 
 from typing import Any
@@ -72,7 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _is_hybrid(self) -> bool:
         return self.world.scheduler.kv_cache.is_hybrid
 
-    # --- The connector's whims -----------------------------------------------------------------
+    # --- Connector behaviour -----------------------------------------------------------------
 
     def _on_new(self, request: Any) -> None:
         script, number = self.scripts[request.request_id]

@@ -1,4 +1,4 @@
-"""The producer's side: a request whose prompt KV is lent to somebody else."""
+"""The producer's side: requests whose prompt KV is lent to another engine."""
 
 import pytest
 
@@ -53,7 +53,7 @@ def test_blocks_that_were_prefix_hits_are_lent_too() -> None:
     world.check_at_rest()
 
 
-def test_an_abort_during_a_transfer_does_not_take_the_blocks_back() -> None:
+def test_an_abort_during_a_transfer_does_not_free_the_blocks() -> None:
     world = lending_world()
     world.add("a", PROMPT, max_tokens=1)
     world.step()

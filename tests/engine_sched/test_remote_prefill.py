@@ -1,4 +1,4 @@
-"""The consumer's side: a request whose prompt KV comes from elsewhere."""
+"""The consumer's side: requests whose prompt KV comes from another engine."""
 
 import pytest
 
@@ -61,7 +61,7 @@ def test_a_prompt_that_arrives_whole_computes_its_last_token_again(num_tokens: i
 
 
 @pytest.mark.parametrize("num_tokens", [16, 18])
-def test_a_load_within_the_step_of_the_whole_prompt_computes_its_last_token_again(num_tokens: int) -> None:
+def test_a_synchronous_load_of_the_whole_prompt_computes_its_last_token_again(num_tokens: int) -> None:
     world = World()
     world.half.verdict = lambda request, local: (len(request.all_token_ids) - local, False)
     world.add("a", PROMPT[:num_tokens])
@@ -92,7 +92,7 @@ def test_only_what_the_local_cache_lacks_is_loaded() -> None:
     world.check_at_rest()
 
 
-def test_nobody_hits_blocks_that_are_still_being_filled() -> None:
+def test_no_request_hits_blocks_that_are_being_filled() -> None:
     world = World()
     world.half.verdict = lambda request, local: (16, True) if request.request_id == "a" else (0, False)
     world.add("a", PROMPT)
@@ -106,7 +106,7 @@ def test_nobody_hits_blocks_that_are_still_being_filled() -> None:
     world.check_at_rest()
 
 
-def test_a_connector_that_wants_to_be_asked_later_lets_others_pass_and_keeps_its_place() -> None:
+def test_a_deferred_lookup_lets_other_requests_pass_and_keeps_its_place() -> None:
     world = World()
     world.half.verdict = lambda request, local: (
         (None, False) if request.request_id == "a" and world.half.asked["a"] < 3 else (0, False)
@@ -175,7 +175,7 @@ def test_a_half_computed_prompt_keeps_its_room_beside_a_load() -> None:
     world.check_at_rest()
 
 
-def test_an_abort_during_a_load_keeps_the_blocks_until_nobody_writes_them_any_more() -> None:
+def test_an_abort_during_a_load_keeps_the_blocks_until_the_load_ends() -> None:
     world = World()
     world.half.verdict = all_of_prompt
     world.add("a", PROMPT)
@@ -247,7 +247,7 @@ def test_a_loaded_request_gives_way_when_nothing_runs_and_the_first_in_line_has_
     world.check_at_rest()
 
 
-def test_reports_about_nobody_change_nothing() -> None:
+def test_reports_about_unknown_requests_change_nothing() -> None:
     world = World()
     world.add("a", PROMPT)
     world.report.finished_recving = {"ghost", "a"}

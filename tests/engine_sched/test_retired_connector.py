@@ -1,7 +1,7 @@
-"""A connector that raises about a step costs that step's word; one that keeps on raising is left behind.
+"""A connector that raises in a step loses that step's output; one that keeps raising is retired.
 
-I6: the engine goes on without it, requests that were loading end with an error, and no block that may still
-be written or read by somebody else is given away.
+I6: the engine continues without it, requests that were loading end with an error, and no block that may still
+be written or read is reused.
 """
 
 import logging
@@ -55,7 +55,7 @@ def is_retired(world: World) -> bool:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_one_bad_step_costs_nobody_a_token(method: str) -> None:
+def test_one_bad_step_changes_no_token(method: str) -> None:
     world = World()
     world.half.on_step = raising(method, times=1)
     world.add("a", PROMPT)
@@ -67,7 +67,7 @@ def test_one_bad_step_costs_nobody_a_token(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_bad_steps_in_a_row_retire_it_and_the_engine_goes_on(
+def test_bad_steps_in_a_row_retire_it_and_the_engine_continues(
     method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = World()
@@ -78,14 +78,14 @@ def test_bad_steps_in_a_row_retire_it_and_the_engine_goes_on(
     assert is_retired(world)
     (loud,) = (record for record in caplog.records if record.levelno == logging.CRITICAL)
     assert method in loud.message
-    world.half.verdict = lambda request, num_local: (8, True)  # Nobody asks it any more.
+    world.half.verdict = lambda request, num_local: (8, True)  # It is not called any more.
     world.add("b", PROMPT[:9])
     world.run()
     world.check_answer("b")
     assert not world.scheduler.requests
 
 
-def test_an_engine_whose_connector_cannot_say_whether_it_has_work_is_idle() -> None:
+def test_an_engine_is_idle_if_has_pending_push_work_raises() -> None:
     world = World()
     world.half.on_step = raising("has_pending_push_work")
     world.add("a", PROMPT)
@@ -107,7 +107,7 @@ def test_bad_steps_far_apart_do_not_retire_it() -> None:
     world.check_answer("a")
 
 
-def test_one_that_says_it_is_dead_is_retired_at_once() -> None:
+def test_a_half_that_reports_its_death_is_retired_at_once() -> None:
     world = World()
     world.half.on_step = raising("build_connector_meta", times=1, error=ConnectorDead("its thread"))
     world.add("a", PROMPT)
@@ -117,7 +117,7 @@ def test_one_that_says_it_is_dead_is_retired_at_once() -> None:
     world.check_answer("a")
 
 
-def test_a_raise_while_blocks_are_short_leads_to_a_preemption() -> None:
+def test_a_connector_error_while_blocks_are_short_leads_to_a_preemption() -> None:
     world = World(num_blocks=10)
     world.half.on_step = raising("has_pending_block_frees")
     for request_id in "abc":
@@ -128,7 +128,7 @@ def test_a_raise_while_blocks_are_short_leads_to_a_preemption() -> None:
     world.check_at_rest()
 
 
-def test_synchronous_loads_of_a_step_that_no_rank_heard_of_are_computed_again() -> None:
+def test_synchronous_loads_that_no_rank_got_are_recomputed() -> None:
     world = World()
     load_all(world, 12, is_async=False)
     world.half.on_step = raising("build_connector_meta", times=1)
@@ -139,7 +139,7 @@ def test_synchronous_loads_of_a_step_that_no_rank_heard_of_are_computed_again() 
     assert sum(o.stats.num_kv_load_failures for o in world.outputs if o.stats) == 1
 
 
-def test_under_policy_fail_they_end_with_an_error() -> None:
+def test_failed_loads_end_with_an_error_under_policy_fail() -> None:
     world = World(on_failure="fail")
     load_all(world, 12, is_async=False)
     world.half.on_step = raising("build_connector_meta", times=1)
@@ -149,7 +149,7 @@ def test_under_policy_fail_they_end_with_an_error() -> None:
     world.check_at_rest()
 
 
-def test_a_load_that_no_rank_heard_of_ends_its_request_and_holds_its_blocks_until_reported() -> None:
+def test_a_load_that_no_rank_got_ends_its_request_and_holds_its_blocks_until_reported() -> None:
     world = World()
     load_all(world, 12, is_async=True)
     world.half.on_step = raising("build_connector_meta", times=1)
@@ -187,7 +187,7 @@ def test_at_the_end_of_a_connector_loading_requests_end_and_all_its_blocks_stay_
     load_all(world, 12, is_async=True)
     world.add("a", PROMPT[::-1])
     world.step()
-    world.half.lends = lambda request, blocks: 1 / 0  # It is not told of the ends that follow.
+    world.half.lends = lambda request, blocks: 1 / 0  # It is not called for later ends.
     held = {
         block_id
         for request_id in ("lent", "a")
@@ -209,7 +209,7 @@ def test_at_the_end_of_a_connector_loading_requests_end_and_all_its_blocks_stay_
     assert world.scheduler.remote.num_held == 2
 
 
-def test_a_report_that_is_none_is_dropped() -> None:
+def test_a_report_of_a_wrong_type_is_dropped() -> None:
     world = World()
 
     def add_rubbish(method: str) -> None:
@@ -222,7 +222,7 @@ def test_a_report_that_is_none_is_dropped() -> None:
     world.check_answer("a")
 
 
-def test_a_retired_half_is_still_shut_down_and_may_fail_at_it() -> None:
+def test_a_retired_half_is_shut_down_and_may_raise_then() -> None:
     world = World()
     world.half.on_step = raising("take_events")
     world.add("a", PROMPT)

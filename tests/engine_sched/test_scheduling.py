@@ -1,4 +1,4 @@
-"""Who runs when, and when a request is done; no connector takes part."""
+"""Order of requests, budgets and ends of requests, without a connector."""
 
 import pytest
 
@@ -60,7 +60,7 @@ def test_no_more_than_max_num_seqs_run() -> None:
 # --- Order -----------------------------------------------------------------------------------------
 
 
-def test_priority_comes_before_arrival_and_arrival_before_nothing() -> None:
+def test_priority_comes_before_arrival() -> None:
     world = World(policy="priority", max_num_seqs=1)
     world.add("late", prompt(0, 5), max_tokens=1, priority=1, arrival_time_s=2.0)
     world.add("early", prompt(9, 5), max_tokens=1, priority=1, arrival_time_s=1.0)
@@ -71,7 +71,7 @@ def test_priority_comes_before_arrival_and_arrival_before_nothing() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_whoever_is_last_in_order_gives_way_and_is_computed_again(policy: str) -> None:
+def test_the_last_request_in_order_is_preempted_and_recomputed(policy: str) -> None:
     world = World(num_blocks=6, policy=policy)
     world.add("b", prompt(5, 9), max_tokens=8, priority=1)
     world.add("a", prompt(0, 9), max_tokens=8, priority=0)
@@ -89,7 +89,7 @@ def test_whoever_is_last_in_order_gives_way_and_is_computed_again(policy: str) -
     world.check_at_rest()
 
 
-def test_whoever_comes_later_but_matters_more_is_not_the_one_to_give_way() -> None:
+def test_a_later_request_of_higher_priority_is_not_preempted() -> None:
     world = World(num_blocks=6, policy="priority")
     world.add("b", prompt(5, 9), max_tokens=8, priority=1)
     world.step()
@@ -253,7 +253,7 @@ def test_a_request_that_outgrows_the_whole_pool_ends_there_with_length() -> None
     world.check_at_rest()
 
 
-def test_an_abort_ends_a_request_once_wherever_it_stands() -> None:
+def test_an_abort_ends_a_request_once_in_every_state() -> None:
     world = World(max_num_seqs=1)
     world.add("running", prompt(0, 10))
     world.add("waiting", prompt(5, 10))
@@ -284,7 +284,7 @@ def test_shutdown_reaches_the_connector() -> None:
     assert world.half.is_shut_down
 
 
-# --- The door --------------------------------------------------------------------------------------
+# --- Refusals --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_shutdown_reaches_the_connector() -> None:
         ([1] * 40, 1, "prompt", "more blocks"),
     ],
 )
-def test_what_can_never_run_is_refused_with_what_to_change(
+def test_a_request_that_can_never_run_is_refused_with_a_remedy(
     tokens: list[int], max_tokens: int, field: str, mend: str
 ) -> None:
     world = World(num_blocks=10, max_model_len=64)

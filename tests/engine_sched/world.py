@@ -1,11 +1,10 @@
-"""A scheduler in a small world: ranks whose "KV" is checkable, and a connector that does as it is told.
+"""A scheduler in a small world: ranks with a verifiable "KV", and a connector with prescribed behaviour.
 
 The KV of token i is a number that depends on tokens 0..i (and the salt), and the next token depends on it.
-A request that ever computes on a wrong, foreign or missing block therefore ends with other tokens than
-`expected_output` says.
+So a request that computes on a wrong, foreign or missing block ends with other tokens than `expected_output`.
 
-With windows, a layer of each window has a table of its own where layers are grouped, and its tokens are
-computed on what the window sees; block 0 is nobody's then.
+With windows and groups, each window has its own block table, and tokens depend on the KV in the window. Block
+0 is the null block then.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 BLOCK = 4
 VOCAB = 50
 EOS = 0
-GARBAGE = 49  # Sampled whenever a rank computes on something wrong; `next_token` never says it.
+GARBAGE = 49  # Sampled if a rank computes on wrong KV; `next_token` never returns it.
 Verdict = tuple[int | None, bool]
 
 
@@ -118,7 +117,7 @@ def engine_request(
     )
 
 
-# --- What a sound engine computes ------------------------------------------------------------------
+# --- Expected results ------------------------------------------------------------------
 
 
 def kv_of(token_ids: Sequence[int], salt: str | None = None) -> list[int]:
@@ -135,7 +134,7 @@ def next_token(kv: int) -> int:
 
 
 def expected_output(asked: EngineRequest) -> list[int]:
-    """What a single engine with room enough answers."""
+    """The output of a single engine with a large pool."""
     tokens, params = list(asked.prompt_token_ids), asked.sampling_params
     output: list[int] = []
     while len(output) < params.max_tokens:
@@ -150,7 +149,7 @@ def expected_output(asked: EngineRequest) -> list[int]:
 def prefilled_tokens(
     asked: EngineRequest, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()
 ) -> PrefilledTokens:
-    """As an engine that was asked the same says it."""
+    """The tokens that an engine would sample for the same request."""
     request = Request(asked, block_size=BLOCK, eos_token_ids=(EOS,))
     for token_id in token_ids:
         request.append_output_token(token_id)
@@ -173,12 +172,12 @@ class FakeLoad:
 
     @property
     def block_ids(self) -> list[int]:
-        """Of the first group, which sees everything if any does."""
+        """Block ids of the first group, which has full attention if any group has."""
         return self.tables[0]
 
 
 class FakeHalf(KVConnectorSchedulerHalf):
-    """Does what its `verdict` and `lends` say; remembers what it was asked."""
+    """Behaves as `verdict` and `lends` define, and records its calls."""
 
     def __init__(self) -> None:
         self.verdict: Callable[[Any, int], Verdict] = lambda request, local: (0, False)
@@ -190,8 +189,8 @@ class FakeHalf(KVConnectorSchedulerHalf):
         self.on_alloc: Callable[[Any, int], None] = lambda request, external: None
         self.prefilled: Callable[[str], PrefilledTokens | None] = lambda request_id: None
         self.load_failure: Callable[[str], Any] = lambda request_id: None
-        self.num_taken: Counter[str] = Counter()  # Questions for prefilled tokens.
-        self.on_step: Callable[[str], None] = lambda method: None  # In each method that is about no request.
+        self.num_taken: Counter[str] = Counter()  # Calls that take prefilled tokens.
+        self.on_step: Callable[[str], None] = lambda method: None  # In methods about no request.
         self.frees_are_pending = False
         self.has_push_work = False
         self.is_shut_down = False
@@ -202,9 +201,9 @@ class FakeHalf(KVConnectorSchedulerHalf):
         self.reports: list[KVConnectorOutput] = []
         self.adds_sent: set[str] = set()  # Added to the next report, as a half that ends its own loans does.
         self.adds_failed: set[str] = set()
-        self.abandons: set[str] = set()  # As above: loads of a part of it that has died.
+        self.abandons: set[str] = set()  # Likewise: loads of a child that has died.
         self.loads: dict[str, FakeLoad] = {}  # In the background.
-        self.sync_loads: list[FakeLoad] = []  # Of the step in the making.
+        self.sync_loads: list[FakeLoad] = []  # Of the step that is being scheduled.
         self._is_async: dict[str, bool] = {}
         self._local: dict[str, int] = {}
 
@@ -263,7 +262,7 @@ class FakeHalf(KVConnectorSchedulerHalf):
         return self.prefilled(request_id)
 
     def get_load_failure(self, request_id: str) -> str | None:
-        assert request_id not in self.num_finished, "asked while it knows the request"
+        assert request_id not in self.num_finished, "called for a finished request"
         reason: str | None = self.load_failure(request_id)
         return reason
 
@@ -297,7 +296,7 @@ class FakeHalfOfGroups(FakeHalf, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Shown to `lends` as one list, without holes."""
+        """Calls `lends` with one list, without null blocks."""
         return self.request_finished(
             request, [block_id for table in block_ids for block_id in table if block_id]
         )
@@ -316,7 +315,7 @@ class _Row:
 
 
 class FakeRanks:
-    """Knows of requests what SchedulerOutput says, as real ranks do; and the salt, which is in the hashes."""
+    """Ranks that know only SchedulerOutput, as real ranks do, and the salt, which real hashes include."""
 
     def __init__(self, num_blocks: int, groups: Sequence[KVCacheGroup] = (KVCacheGroup(()),)) -> None:
         self.groups = groups
@@ -389,7 +388,7 @@ class FakeRanks:
         return result
 
     def _spread_errors(self, scheduled: dict[str, int], right: dict[str, list[int]]) -> None:
-        """What is computed behind something wrong is wrong too, also for those who share it in this step."""
+        """KV that is computed after wrong KV is wrong too, also for requests that share it in this step."""
         changed = True
         while changed:
             changed = False
@@ -406,7 +405,7 @@ class FakeRanks:
                             changed = True
 
     def _first_wrong(self, row: _Row, right: list[int]) -> int | None:
-        """The first token that this step's queries see and that is not what it should be."""
+        """The first token with wrong KV that this step's queries attend to."""
         wrong: list[int] = []
         for index, (group, block_ids) in enumerate(zip(self.groups, row.tables, strict=True)):
             first = 0 if group.window is None else max(0, row.num_computed - group.window + 1)
@@ -430,7 +429,7 @@ class Ended:
 
 @dataclass
 class InFlightStep:
-    """Ranks run it as late as they can: when its result is asked for."""
+    """A step that the ranks run as late as possible: when its result is requested."""
 
     output: SchedulerOutput
     sync_loads: list[FakeLoad]
@@ -438,7 +437,7 @@ class InFlightStep:
 
 
 class World:
-    """`depth`: as many steps may be in flight, the one included whose result is awaited."""
+    """`depth`: the most steps in flight, including the one whose result is awaited."""
 
     def __init__(self, config: EngineConfig | None = None, *, depth: int = 1, **kwargs: Any) -> None:
         self.depth = depth
@@ -465,14 +464,14 @@ class World:
         return asked
 
     def step(self) -> SchedulerOutput:
-        """The next step, and results until fewer than `depth` are in flight."""
+        """Run the next step, and take results until fewer than `depth` steps are in flight."""
         output = self.schedule()
         while len(self.in_flight) >= self.depth:
             self.finish_oldest()
         return output
 
     def step_if_useful(self) -> None:
-        """As the engine core does it: no step beside others that has nothing to compute."""
+        """Like the engine core: no step without tokens while others are in flight."""
         if self.in_flight and not self.scheduler.has_idle_requests():
             self.finish_oldest()
         else:
@@ -502,7 +501,7 @@ class World:
         return written
 
     def assert_fenced(self) -> None:
-        """What a step in flight writes is still its request's, and nobody else's to fill."""
+        """Check that blocks that a step in flight writes are held by its request, and by no load."""
         loading = {
             block_id
             for load in self.half.loads.values()
@@ -516,7 +515,7 @@ class World:
                 assert not loading & block_ids
 
     def finish_oldest(self) -> None:
-        """The ranks run it, and its result comes."""
+        """Run the oldest step on the ranks, and process its result."""
         step = self.in_flight.popleft()
         output = step.output
         self.ranks.take_over(output)
@@ -541,7 +540,7 @@ class World:
                 answer.last = output
 
     def run(self, max_steps: int = 2000) -> None:
-        """Until nothing is left to do."""
+        """Step until no work is left."""
         for _ in range(max_steps):
             if not self.scheduler.has_requests() and not self.in_flight:
                 return
@@ -556,10 +555,10 @@ class World:
         bad_group: int = 0,
         failed: bool = False,
     ) -> None:
-        """The next step reports it. `bad_indices`: of the request's table in `bad_group`."""
+        """Let the next step report the load. `bad_indices`: into the request's table of `bad_group`."""
         load = self.half.loads.pop(request_id)
         still = self.scheduler.kv_cache.get_block_ids(request_id)
-        assert still == load.tables, "blocks were taken away while somebody could write to them"
+        assert still == load.tables, "blocks were freed while a load could write to them"
         bad = {load.tables[bad_group][i] for i in bad_indices or ()} - self.ranks.null_blocks
         self.ranks.fill(load, {b for table in load.tables for b in table} if failed else bad)
         self.report.invalid_block_ids |= bad

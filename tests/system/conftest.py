@@ -1,4 +1,4 @@
-"""What tests of the whole system share."""
+"""Fixtures for tests of the whole system."""
 
 import subprocess
 import sys

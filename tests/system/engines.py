@@ -1,4 +1,4 @@
-"""Real engines as child processes, and what a fault test asks of them."""
+"""Real engines as child processes, with helpers for fault tests."""
 
 import json
 import random
@@ -18,12 +18,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.cli.processes import Child, Fleet, free_ports
 
 SECRET = "5ecret-of-the-fault-tests-0123456789"
-START_S = 240.0  # Four engines, two of them over Ray, on a machine that does a lot else.
+START_S = 240.0  # Four engines, two of them with Ray, on a busy machine.
 WAIT_S = 60.0  # Only reached when something is wrong.
 POLL_S = 0.02  # Between two questions, so that the engine has the processor in between.
 
-# Short, so that bounds are reached soon, and no shorter than a busy machine bears; the inequalities between
-# them are checked when they are read.
+# Short, so that bounds are reached soon, but long enough for a busy machine. The inequalities between them
+# are checked when they are read.
 TIMERS = {"ttl_s": 4.0, "round_trip_max_s": 1.0, "deadline_s": 8.0, "loan_max_s": 13.0}
 MODEL_SHAPE = ["--family", "qwen3", "--hidden", "64", "--layers", "2", "--heads", "4", "--kv-heads", "2"]
 
@@ -55,7 +55,7 @@ class Engine:
         return self.client.post(f"{self.url}/v1/completions", json=body, timeout=timeout_s)
 
     def prefill(self, prompt: Sequence[int]) -> dict[str, Any]:
-        """The prefill leg; returns what goes to the decode leg."""
+        """Run the prefill leg. Returns the params for the decode leg."""
         answer = self.complete(prompt, {"do_remote_decode": True}, max_tokens=1)
         assert answer.status_code == 200, answer.text
         params: dict[str, Any] = answer.json()["kv_transfer_params"]
@@ -74,7 +74,7 @@ class Engine:
             time.sleep(POLL_S)
 
     def wait_at_rest(self) -> None:
-        """I5: nothing runs, nothing is lent, every block is free."""
+        """Wait until I5 holds: nothing runs, nothing is lent, every block is free."""
         for name in (
             "num_requests_running",
             "num_requests_waiting",
@@ -89,14 +89,14 @@ class Engine:
         return [parent, *parent.children(recursive=True)]
 
     def kill(self) -> None:
-        """As the kernel does when memory is short: no last words."""
+        """Kill the engine with SIGKILL, as the kernel does when memory is short."""
         for process in self.processes():
             process.kill()
         assert select.select([self.child], [], [], WAIT_S)[0], f"{self.name} outlives SIGKILL"
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """As a machine that swaps: alive, and silent."""
+        """Stop the engine (SIGSTOP): alive and silent, as on a machine that swaps."""
         processes = self.processes()
         for process in processes:
             process.suspend()
@@ -120,7 +120,7 @@ def make_prompt(seed: int, num_tokens: int = 150) -> list[int]:
 
 
 class Engines:
-    """Starts engines in one fleet; those that a test has killed are forgotten by it."""
+    """Starts engines in one fleet, which forgets engines that a test has killed."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -137,7 +137,7 @@ class Engines:
     ) -> list[Engine]:
         """Each plan: name, model folder, fields of the KVTransferConfig. All start at once.
 
-        `options` are further ones of `baton serve`, by engine; they win over those of all engines.
+        `options`: further options of `baton serve`, by engine; they override those of all engines.
         """
         for child in [child for child in self._fleet.children if child.has_ended()]:
             self._fleet.forget(child)  # Killed by a test.

@@ -1,4 +1,4 @@
-"""`baton demo` as a newcomer runs it, with fewer prompts: real engines, real bytes, equal tokens."""
+"""`baton demo` with fewer prompts: real engines, real bytes, equal tokens."""
 
 import os
 import subprocess
@@ -68,7 +68,7 @@ def test_three_engines_share_a_gpu_and_the_tokens_are_equal(
     assert "6 of 6 answers equal" in ended.stdout
 
 
-def test_a_demo_that_cannot_start_says_why_and_fails(tmp_path: Path) -> None:
+def test_a_demo_that_cannot_start_reports_the_reason_and_fails(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 512, "max_position_embeddings": 4096}')
     command = [sys.executable, "-m", "baton.cli", "demo", "--model", str(tmp_path)]
     command += ["--log-dir", str(tmp_path / "logs")]

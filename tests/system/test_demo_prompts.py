@@ -1,4 +1,4 @@
-"""The demonstration's prompts meet the cases that it promises, whatever their number."""
+"""Prompts of the demo: any number of them covers the documented cases."""
 
 import pytest
 from hypothesis import given, settings

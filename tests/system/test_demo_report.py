@@ -1,4 +1,4 @@
-"""The demonstration's verdict: what counts as good, and that the table fits a plain terminal."""
+"""Report of the demo: criteria for success, and a table that fits a plain terminal."""
 
 import io
 from dataclasses import replace
@@ -62,7 +62,7 @@ def test_a_row_fits_into_eighty_columns_uncut() -> None:
         (replace(GOOD, moved_bytes=0), "#1 was not handed over"),
     ],
 )
-def test_what_is_not_good_is_named(outcome: Outcome, complaint: str) -> None:
+def test_bad_rows_are_named(outcome: Outcome, complaint: str) -> None:
     assert not outcome.is_good
     text = shown(outcome)
     assert complaint in text
@@ -70,5 +70,5 @@ def test_what_is_not_good_is_named(outcome: Outcome, complaint: str) -> None:
     assert "Next:" not in text
 
 
-def test_nothing_moved_is_good_where_the_decode_engine_had_it_all() -> None:
+def test_a_handoff_without_bytes_is_good_if_the_decode_engine_had_all_blocks() -> None:
     assert replace(GOOD, must_move=False, moved_bytes=0).is_good

@@ -1,4 +1,4 @@
-"""A producer that is told to stop takes no new work, and leaves when what it has lent is returned."""
+"""Draining producers: no new work, and an end when all loans have ended."""
 
 import select
 import signal
@@ -27,9 +27,7 @@ def wait_draining(engine: Engine) -> None:
     assert health.json()["error"]["code"] == "draining"
 
 
-def test_what_it_has_lent_is_read_while_it_drains_and_then_it_goes_by_itself(
-    engines: Engines, small_model: Path
-) -> None:
+def test_a_draining_producer_serves_its_loans_and_then_ends(engines: Engines, small_model: Path) -> None:
     p, d = engines.start(
         ("P", small_model, {"kv_role": "kv_producer"}), ("D", small_model, {"kv_role": "kv_consumer"})
     )
@@ -45,18 +43,18 @@ def test_what_it_has_lent_is_read_while_it_drains_and_then_it_goes_by_itself(
         moved = d.metric("kv_transfer_bytes_total")
         answer = d.complete(prompt, ticket)
         assert d.metric("kv_transfer_bytes_total") > moved
-        # By itself, without its prefix cache: nothing of the answer is another engine's.
+        # Alone and without its prefix cache, so no other engine takes part in the answer.
         assert tokens_of(answer) == tokens_of(d.complete(prompt, cache_salt="alone"))
-    assert select.select([p.child], [], [], WAIT_S)[0], "it has nothing left to wait for"
+    assert select.select([p.child], [], [], WAIT_S)[0], "no loan is left to wait for"
     assert p.child.exit_status() == 0
-    assert "KV connector: " in (said := p.child.log_path.read_text())
-    assert " 2 loans" in said
+    assert "KV connector: " in (log := p.child.log_path.read_text())
+    assert " 2 loans" in log
     d.wait_at_rest()
 
 
 def test_a_second_signal_does_not_wait_for_loans(engines: Engines, small_model: Path) -> None:
     (p,) = engines.start(("P", small_model, {"kv_role": "kv_producer"}))
-    p.prefill(make_prompt(1))  # Nobody comes for it; by itself it would end with its lease of 30 s.
+    p.prefill(make_prompt(1))  # No consumer comes for it; it would end with its lease after 30 s.
     p.child.send_signal(signal.SIGTERM)
     wait_draining(p)
     p.child.send_signal(signal.SIGTERM)

@@ -1,8 +1,8 @@
-"""Engines whose ranks are processes of ours or of Ray's hand over to an engine of one rank, and lose a rank.
+"""Engines with ranks in child or Ray processes hand over to an engine of one rank, and lose a rank.
 
 rays      two ranks by Ray, two steps in flight; ends when a rank dies
-phoenix   two ranks of ours, two steps in flight; starts its ranks anew
-sunrise   two ranks by Ray, two steps in flight; starts its ranks and its Ray anew
+phoenix   two child processes, two steps in flight; restarts its ranks
+sunrise   two ranks by Ray, two steps in flight; restarts its ranks and its Ray
 d         one rank in its engine's process; recomputes what it cannot load
 """
 
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
 
-HEARD_S = 5.0  # The promise: whoever waits for an engine that has lost a rank hears of it within so long.
+NOTICED_S = 5.0  # Bound after which a client of an engine that has lost a rank gets an error.
 LONG = {"max_tokens": 1500}
 AHEAD = ["--tensor-parallel-size", "2", "--max-concurrent-batches", "2", "--max-num-batched-tokens", "100"]
 
@@ -66,7 +66,7 @@ def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
 @pytest.mark.parametrize(
     ("producer", "consumer"), [("rays", "d"), ("d", "rays"), ("phoenix", "d"), ("d", "sunrise")]
 )
-def test_two_ranks_and_one_hand_over_and_say_what_one_engine_says(
+def test_two_ranks_and_one_hand_over_and_give_one_engines_tokens(
     engines: dict[str, Engine],
     expected: Callable[[list[int]], list[int]],
     hand_over: Callable[[Engine, Engine, list[int]], list[int]],
@@ -105,19 +105,19 @@ class Waiting:
         self.answer = self._ask()
 
     def hears(self) -> httpx.Response:
-        self._thread.join(HEARD_S)
-        assert self.answer is not None, f"nothing was heard within {HEARD_S:g} s"
+        self._thread.join(NOTICED_S)
+        assert self.answer is not None, f"no answer within {NOTICED_S:g} s"
         return self.answer
 
 
 def below_core(engine: Engine) -> set[psutil.Process]:
-    """Ranks, and what serves them."""
+    """Processes below the core: ranks and their helpers."""
     [core] = [process for process in engine.processes() if process.name() == "baton-core"]
     return set(core.children(recursive=True))
 
 
 @pytest.mark.parametrize("name", ["phoenix", "sunrise"])
-def test_an_engine_that_starts_its_ranks_anew_fails_what_was_open_and_nothing_else(
+def test_an_engine_that_restarts_its_ranks_fails_open_requests_only(
     engines: dict[str, Engine], expected: Callable[[list[int]], list[int]], name: str
 ) -> None:
     p, d = engines[name], engines["d"]
@@ -135,7 +135,7 @@ def test_an_engine_that_starts_its_ranks_anew_fails_what_was_open_and_nothing_el
     assert health.status_code == 503
     assert "starts its ranks anew" in health.json()["error"]["message"]
 
-    # It serves again, from an empty cache; what it had lent is gone, and is not taken for what it lends now.
+    # It serves again, with an empty cache. Its old loans have ended and are not confused with new ones.
     refused = p.complete(old)
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "not_ready"
@@ -150,13 +150,13 @@ def test_an_engine_that_starts_its_ranks_anew_fails_what_was_open_and_nothing_el
         prompt = make_prompt(seed, 150)
         assert hand_over(p, d, prompt) == expected(prompt)
         assert d.metric("kv_transfer_bytes_total") > moved
-    assert not psutil.wait_procs(before, timeout=WAIT_S)[1], "of what had lost a rank something goes on"
+    assert not psutil.wait_procs(before, timeout=WAIT_S)[1], "a process of the lost ranks still runs"
     assert len(ranks_of(p)) == 2
     p.wait_at_rest()
     d.wait_at_rest()
 
 
-def test_an_engine_of_ray_that_loses_a_rank_says_so_and_ends_and_its_peers_recompute(
+def test_an_engine_of_ray_that_loses_a_rank_reports_it_and_ends_and_its_peers_recompute(
     engines: dict[str, Engine], expected: Callable[[list[int]], list[int]]
 ) -> None:
     p, d = engines["rays"], engines["d"]
@@ -172,7 +172,7 @@ def test_an_engine_of_ray_that_loses_a_rank_says_so_and_ends_and_its_peers_recom
     assert select.select([p.child], [], [], WAIT_S)[0], "it does not end"
     assert p.child.exit_status() not in (0, None)
     assert not psutil.wait_procs(processes, timeout=WAIT_S)[1], "Ray outlives its engine"
-    assert re.search("rank [01] is gone", p.child.log_path.read_text()), "who died is in the log"
+    assert re.search("rank [01] is gone", p.child.log_path.read_text()), "the log names the dead rank"
     assert tokens_of(d.complete(prompt, ticket)) == expected(prompt)
     d.wait_at_rest()
 

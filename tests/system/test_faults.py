@@ -1,7 +1,8 @@
-"""What goes wrong in a fleet, with real processes: each ends as the design says, and D's tokens are right.
+"""Faults in a fleet of real processes: each has its specified outcome, and D's tokens are right.
 
-P is a producer; `healing` a consumer that recomputes what it cannot load, over tcp; `strict` one that fails
-it, over cross-memory attach. All timers are short. After each test all engines are at rest: no block is lost.
+P is a producer. `healing` is a consumer with the policy recompute, over tcp; `strict` one with the policy
+fail, over cross-memory attach. All timers are short. After each test all engines are at rest: no block is
+lost.
 """
 
 import threading
@@ -88,7 +89,7 @@ def strict(trio: tuple[Engine, Engine, Engine]) -> Engine:
 Expected = Callable[[list[int]], list[int]]
 
 
-def test_an_honest_handoff_moves_bytes_and_gives_the_single_engines_tokens(
+def test_a_valid_handoff_moves_bytes_and_gives_the_single_engines_tokens(
     p: Engine, healing: Engine, strict: Engine, expected: Expected
 ) -> None:
     for seed, engine in ((1, healing), (2, strict)):
@@ -107,7 +108,7 @@ def test_a_ticket_used_twice_at_one_engine_serves_once_and_both_answers_are_righ
     assert tokens_of(healing.complete(prompt, ticket)) == expected(prompt)
 
 
-def test_a_ticket_used_again_at_another_engine_is_told_that_the_loan_is_gone(
+def test_a_ticket_used_again_at_another_engine_gets_gone(
     p: Engine, healing: Engine, strict: Engine, expected: Expected
 ) -> None:
     prompt = make_prompt(4)
@@ -118,7 +119,7 @@ def test_a_ticket_used_again_at_another_engine_is_told_that_the_loan_is_gone(
     assert f"could not be loaded ({FailureCode.LEASE_EXPIRED})" in answer.json()["error"]["message"]
 
 
-def test_a_loan_that_nobody_claims_ends_by_time_and_its_ticket_is_worth_nothing(
+def test_an_unclaimed_loan_ends_by_time_and_its_ticket_becomes_invalid(
     p: Engine, healing: Engine, strict: Engine, expected: Expected
 ) -> None:
     prompt = make_prompt(5)
@@ -169,7 +170,7 @@ def test_a_ticket_for_another_prompt_never_answers_with_that_prompts_text(
         {"do_remote_prefill": True, "remote_engine_id": "P", "baton_ticket": "x", "remote_block_ids": [[-1]]},
     ],
 )
-def test_nonsense_in_kv_transfer_params_is_a_400_and_bystanders_do_not_notice(
+def test_invalid_kv_transfer_params_are_a_400_and_do_not_affect_other_requests(
     p: Engine, healing: Engine, strict: Engine, expected: Expected, params: Transfer
 ) -> None:
     prompt = make_prompt(9)
@@ -185,7 +186,7 @@ def test_a_ticket_that_names_another_engine_than_its_signature_is_a_400(
 ) -> None:
     prompt = make_prompt(10)
     params = p.prefill(prompt)
-    refused = strict.complete(prompt, {**params, "remote_engine_id": "somebody"})
+    refused = strict.complete(prompt, {**params, "remote_engine_id": "another"})
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "kv_transfer_params.remote_engine_id"
     assert tokens_of(strict.complete(prompt, params)) == expected(prompt)
@@ -255,7 +256,7 @@ def test_a_producer_of_another_model_is_refused_by_the_names_of_what_differs(
     stranger.wait_at_rest()
 
 
-def test_a_producer_killed_before_during_and_after_the_read_costs_nobody_a_token(
+def test_a_producer_killed_before_during_and_after_the_read_changes_no_token(
     p: Engine, healing: Engine, engines: Engines, models: tuple[Path, Path], expected: Expected
 ) -> None:
     [doomed] = engines.start(("doomed", models[0], producer()))
@@ -272,7 +273,7 @@ def test_a_producer_killed_before_during_and_after_the_read_costs_nobody_a_token
     assert tokens_of(healing.complete(after)) == expected(after)
 
 
-def test_a_successor_with_the_same_name_serves_at_once_and_owes_nothing_of_its_predecessor(
+def test_a_restarted_engine_serves_at_once_without_its_predecessors_loans(
     p: Engine, healing: Engine, engines: Engines, models: tuple[Path, Path], expected: Expected
 ) -> None:
     old_prompt, new_prompt = make_prompt(19), make_prompt(20)
@@ -299,5 +300,5 @@ def test_a_consumer_killed_while_it_waits_costs_the_producer_no_block(
         doomed.wait_metric("num_requests_waiting_for_remote_kvs", lambda value: value == 1)
         doomed.kill()
         asking.join(timeout=60.0)
-    p.wait_at_rest()  # By time: nobody renews.
+    p.wait_at_rest()  # By time: the lease is not renewed.
     assert tokens_of(p.complete(prompt)) == expected(prompt)

@@ -1,6 +1,6 @@
-"""Prefill here, first token from there, the rest from elsewhere: a client cannot tell it from one engine.
+"""First tokens from the prefill engine: a client gets the same answer as from one engine.
 
-Real engines, one pair of them behind two routers, one that pulls and one that pushes, and one engine alone.
+Real engines: one pair with two routers, one that pulls and one that pushes, and a single engine.
 """
 
 import io
@@ -29,7 +29,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 @dataclass
 class Client:
-    """Of a router, or of an engine alone."""
+    """Client of a router, or of a single engine."""
 
     url: str
     http: httpx.Client
@@ -112,7 +112,7 @@ def wait_introduced(router: Client) -> None:
 
     deadline_s = time.monotonic() + ANSWER_S
     while not all(names()):
-        assert time.monotonic() < deadline_s, f"{router.url}: who are they?"
+        assert time.monotonic() < deadline_s, f"{router.url}: the engines are not introduced"
 
 
 def prompt_of(seed: int, num_tokens: int = 100) -> list[int]:
@@ -186,8 +186,8 @@ def test_the_answer_is_one_engines(system: System, mode: str, name: str, streams
     check_equal(got, expected)
     assert got.headers["x-baton-prefill"] == "remote"
     if mode == "pull":  # In push, D may be the first to say it.
-        num_said_twice = router.metric("baton:router_first_tokens_total", agreed="yes") - before
-        assert num_said_twice == (1 if streams and name != "one token" else 0)
+        num_compared = router.metric("baton:router_first_tokens_total", agreed="yes") - before
+        assert num_compared == (1 if streams and name != "one token" else 0)
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])

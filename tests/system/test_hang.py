@@ -1,4 +1,4 @@
-"""An engine core that lives and does not move: its server says so, and ends; it does not hang with it."""
+"""An engine core that hangs: its server reports it and ends, instead of hanging with it."""
 
 import select
 import threading

@@ -1,4 +1,4 @@
-"""Loans that nobody will come for end at once, in a real engine: none of them is left to its time."""
+"""Loans without a consumer end at once in a real engine, not by time."""
 
 import json
 import socket
@@ -37,14 +37,14 @@ def test_a_first_token_that_ends_the_answer_leaves_no_loan(p: Engine) -> None:
     p.wait_at_rest()
 
 
-def test_a_router_can_give_back_what_it_will_not_send_on(p: Engine) -> None:
+def test_a_router_can_return_a_loan_without_a_decode_leg(p: Engine) -> None:
     params = p.prefill(make_prompt(2))
     assert p.metric("num_requests_delayed_free") == 1
     assert p.client.post(f"{p.url}/baton/take_back", json=params).status_code == 202
     p.wait_at_rest()
 
 
-def test_what_is_no_ticket_of_this_engine_changes_nothing(p: Engine) -> None:
+def test_a_ticket_of_another_engine_changes_nothing(p: Engine) -> None:
     params = p.prefill(make_prompt(3))
     forged = {"baton_ticket": params["baton_ticket"][:-4] + "AAAA"}
     assert p.client.post(f"{p.url}/baton/take_back", json=forged).status_code == 202
@@ -54,7 +54,7 @@ def test_what_is_no_ticket_of_this_engine_changes_nothing(p: Engine) -> None:
     p.wait_at_rest()
 
 
-def test_clients_that_leave_while_their_prompts_are_computed_leave_no_loan(p: Engine) -> None:
+def test_clients_that_leave_during_the_prefill_leave_no_loan(p: Engine) -> None:
     address = urlsplit(p.url)
     assert address.hostname is not None
     assert address.port is not None

@@ -1,6 +1,6 @@
-"""Real children: their death is heard, their output kept, and none is left behind, whatever happens to us.
+"""Real child processes: their death is noticed, their output kept, and none outlives its parent.
 
-Each process calls in over a socket and keeps it open: its end is the end of that stream, without polling.
+Each process connects to a socket and keeps it open, so the end of that stream shows its end, without polling.
 """
 
 import os
@@ -88,7 +88,7 @@ def roll() -> Iterator[Roll]:
     roll.close()
 
 
-def test_a_childs_death_is_heard_and_explained(tmp_path: Path, roll: Roll) -> None:
+def test_a_childs_death_is_noticed_and_explained(tmp_path: Path, roll: Roll) -> None:
     with Fleet(tmp_path) as fleet:
         fleet.start("steady", roll.command(WAITS, "steady"))
         brief = fleet.start("brief", [sys.executable, "-S", "-c", "print('last words'); raise SystemExit(3)"])
@@ -108,7 +108,7 @@ def test_a_child_that_was_killed_is_named_with_its_signal(tmp_path: Path, roll: 
     assert child.describe_exit() == "was ended by SIGKILL"  # Known also after it was reaped.
 
 
-def test_nobody_has_ended_while_all_run(tmp_path: Path, roll: Roll) -> None:
+def test_no_child_has_ended_while_all_run(tmp_path: Path, roll: Roll) -> None:
     with Fleet(tmp_path) as fleet:
         fleet.start("one", roll.command(WAITS, "one"))
         assert fleet.wait_exit(0) is None
@@ -216,7 +216,7 @@ def test_free_ports_are_different_and_free() -> None:
         assert not is_port_free("127.0.0.1", taken.getsockname()[1])
 
 
-def test_a_free_port_is_not_given_to_who_asks_for_any() -> None:
+def test_a_free_port_is_outside_the_range_of_automatic_ports() -> None:
     (port,) = free_ports(1)
     with (
         socket.socket() as other,

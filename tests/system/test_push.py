@@ -1,4 +1,4 @@
-"""Push between real processes: both legs at once, in either order; the tokens are a single engine's.
+"""Push between real processes, with both legs at once, in either order: the tokens are a single engine's.
 
 wide     two ranks, blocks of 16, tells of each layer     narrow   one rank, blocks of 32, of each chunk
 """
@@ -102,7 +102,7 @@ def test_the_tokens_are_those_of_a_single_engine(
     d.wait_at_rest()
 
 
-def test_what_is_announced_is_read_before_the_prefill_has_ended(
+def test_announced_blocks_are_read_before_the_prefill_has_ended(
     pair: list[Engine], expected: Callable[[list[int]], list[int]]
 ) -> None:
     """Which of the two is faster is the machine's business; that D never is would be ours."""
@@ -115,7 +115,7 @@ def test_what_is_announced_is_read_before_the_prefill_has_ended(
     raise AssertionError("nothing was ever read early")
 
 
-def test_a_producer_that_is_killed_costs_time_and_no_token(
+def test_a_producer_that_is_killed_costs_time_and_changes_no_token(
     engines: Engines, model: Path, pair: list[Engine], expected: Callable[[list[int]], list[int]]
 ) -> None:
     _, d = pair

@@ -1,4 +1,4 @@
-"""The router over real engines that are killed: requests go on, or end with a clear error."""
+"""Killed engines of a router: requests continue, or end with a clear error."""
 
 import io
 import json

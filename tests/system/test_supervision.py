@@ -1,4 +1,4 @@
-"""Processes that end are started again, up to a limit; real ones, which are as small as they can be."""
+"""Restarts of processes that end, up to a limit, with small real processes."""
 
 import os
 import signal
@@ -32,7 +32,9 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_one_that_ends_too_often_ends_the_system_and_its_log_has_every_life(tmp_path: Path) -> None:
+def test_a_process_that_ends_too_often_ends_the_system_and_its_log_covers_all_restarts(
+    tmp_path: Path,
+) -> None:
     reports: list[str] = []
     with Fleet(tmp_path) as fleet:
         fleet.start("decode-0", ENDS)
@@ -46,7 +48,7 @@ def test_one_that_ends_too_often_ends_the_system_and_its_log_has_every_life(tmp_
 
 
 @pytest.mark.usefixtures("at_once")
-def test_while_another_does_its_work_the_system_goes_on_without_it(tmp_path: Path) -> None:
+def test_the_system_continues_without_a_process_while_another_of_its_kind_runs(tmp_path: Path) -> None:
     class Enough(Exception):
         """The test has seen what it waits for."""
 

@@ -1,9 +1,9 @@
-"""Engines of different shapes hand over to each other, as real processes: the tokens are a single engine's.
+"""Handoffs between real engines of different shapes: the tokens are a single engine's.
 
     wide     two ranks, blocks of 16                 narrow    one rank, blocks of 16
     coarse   one rank, blocks of 32                  bf16      one rank, blocks of 16, bfloat16
 
-All may prefill and decode. A load that fails is an error, so that a right answer has been handed over.
+All engines prefill and decode. A failed load is an error, so every right answer was handed over.
 """
 
 import zlib
@@ -143,5 +143,5 @@ def test_another_dtype_is_converted_and_its_loss_declared(
         moved = d.metric("kv_transfer_bytes_total")
         assert len(tokens_of(d.complete(prompt, p.prefill(prompt)))) == 12
         assert d.metric("kv_transfer_bytes_total") > moved
-    said = "".join(path.read_text() for path in logs.iterdir() if path.name.startswith(consumer))
-    assert ("float32 -> bfloat16: lossy" in said) == (consumer == "bf16")
+    logged = "".join(path.read_text() for path in logs.iterdir() if path.name.startswith(consumer))
+    assert ("float32 -> bfloat16: lossy" in logged) == (consumer == "bf16")

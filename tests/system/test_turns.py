@@ -1,4 +1,4 @@
-"""A conversation through the router: P fetches from D what the last turn has left, and nobody notices."""
+"""A conversation through the router: P fetches the KV of the last turn from D."""
 
 import sys
 from collections.abc import Iterator
@@ -45,6 +45,6 @@ def test_three_turns_are_those_of_one_engine_and_p_computes_only_what_is_new(
             alone = d.complete(prompt, max_tokens=24, cache_salt="alone")
             assert tokens_of(answer) == tokens_of(alone)
             history = [*prompt, *tokens_of(answer)]
-        # Behind P's own prefix cache: the answers of two turns, and what does not fill a block.
+        # After P's own prefix hit: the answers of two turns, and the last partial block.
         assert p.metric("external_prefix_cache_hits_total") >= 2 * 24
         assert d.metric("num_requests_delayed_free") == 1, "the last turn's is kept, the others were fetched"

@@ -1,4 +1,4 @@
-"""`baton up` with real engines: it serves, it mends itself, and it leaves no process behind."""
+"""`baton up` with real engines: it serves, restarts processes, and leaves none running."""
 
 import signal
 import subprocess
@@ -46,13 +46,13 @@ def up(model: Path, log_folder: Path) -> Iterator[Up]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     try:
-        said = []
+        printed = []
         for line in process.stdout:
-            said.append(line)
+            printed.append(line)
             if "curl" in line:
                 break
         else:
-            raise AssertionError("baton up ended early:\n" + "".join(said))
+            raise AssertionError("baton up ended early:\n" + "".join(printed))
         yield Up(process, f"http://127.0.0.1:{port}", log_folder)
     finally:
         if process.poll() is None:
@@ -70,7 +70,9 @@ def assert_gone(family: list[psutil.Process]) -> None:
 
 
 @pytest.mark.timeout(START_S + 5 * END_S)
-def test_it_serves_handed_over_prompts_and_starts_again_what_dies(small_model: Path, tmp_path: Path) -> None:
+def test_it_serves_handed_over_prompts_and_restarts_processes_that_die(
+    small_model: Path, tmp_path: Path
+) -> None:
     with up(small_model, tmp_path) as system:
         prompt = list(range(300, 400))
         answer = ask(system, prompt)
@@ -94,9 +96,9 @@ def test_it_serves_handed_over_prompts_and_starts_again_what_dies(small_model: P
             assert time.monotonic() < deadline_s
         family = system.family()
         system.process.send_signal(signal.SIGTERM)
-        said, _ = system.process.communicate(timeout=END_S)
-        assert "prefill-0 was ended by SIGKILL: restarting it in 1 s" in said
-        assert said.endswith("stopped\n")
+        printed, _ = system.process.communicate(timeout=END_S)
+        assert "prefill-0 was ended by SIGKILL: restarting it in 1 s" in printed
+        assert printed.endswith("stopped\n")
         assert system.process.returncode == 0
         assert_gone(family)
 

@@ -147,9 +147,9 @@ class DecodeGraphs:
 
     def _record_all(self, recorder: Recorder, half: KVConnectorWorkerHalf | None) -> None:
         for size, bucket in reversed(self._buckets.items()):  # Smaller ones reuse the memory of larger ones.
-            nobody = np.zeros(0, np.int64)
-            padding = self._padded(nobody, np.zeros((0, 1), np.int64), size)
-            self._fill(bucket, nobody, [padding] * self._num_groups)
+            no_rows = np.zeros(0, np.int64)
+            padding = self._padded(no_rows, np.zeros((0, 1), np.int64), size)
+            self._fill(bucket, no_rows, [padding] * self._num_groups)
             bucket.context.attn_metadata = padding
             bucket.context.worker_half = half
 

@@ -26,8 +26,8 @@ def settle_groups(config: EngineConfig, connector_factory: str | None) -> Engine
         return config
     transfer = config.kv_transfer_config
     logger.warning(
-        "%s cannot handle KV-cache groups (it is no SupportsHMA, or needs what windows leave behind): all "
-        "layers share one block table, and blocks behind a sliding window are kept",
+        "%s cannot handle KV-cache groups (it is no SupportsHMA, or needs blocks outside of windows): all "
+        "layers share one block table, and blocks outside of sliding windows are kept",
         transfer.kv_connector if transfer is not None else "the KV connector",
     )
     one_table = msgspec.structs.replace(config.cache_config, hybrid_kv_cache="off")
