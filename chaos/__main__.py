@@ -1,4 +1,4 @@
-"""`python -m chaos`: the matrix and the soak test."""
+"""Command line of the chaos matrix and the soak test (`python -m chaos`)."""
 
 import datetime
 import os
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 WORK = ROOT / ".chaos"
 REPORT = ROOT / "docs" / "chaos.md"
 SOAK_REPORT = ROOT / "docs" / "soak.md"
-HANG_S = 180.0  # Above every deadline of the system: what has not ended by then never ends.
+HANG_S = 180.0  # Longer than every deadline of the system: a request without an end by then never ends.
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -55,7 +55,7 @@ def _parse_shard(text: str) -> Shard:
 def _check_names(given: list[str], known: list[str], what: str) -> list[str]:
     for name in given:
         if name not in known:
-            raise typer.BadParameter(f"no {what} is named {name!r}; there are {', '.join(known)}")
+            raise typer.BadParameter(f"there is no {what} {name!r}; choose from {', '.join(known)}")
     return given
 
 
@@ -64,17 +64,22 @@ def run(
     mode: Annotated[list[str] | None, typer.Option(help="Only this mode; repeat for more.")] = None,
     fault: Annotated[list[str] | None, typer.Option(help="Only this fault; repeat for more.")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Eight cells; docs/chaos.md stays as it is.")
+        bool, typer.Option("--quick", help="Run eight cells and do not rewrite docs/chaos.md.")
     ] = False,
-    shard: Annotated[str, typer.Option(help="INDEX/COUNT: only this part of the cells.")] = "1/1",
+    shard: Annotated[
+        str, typer.Option(help="Run one part of the cells, as INDEX/COUNT, such as 1/4.")
+    ] = "1/1",
     again: Annotated[
-        bool, typer.Option("--again", help="Also cells that have a record of this commit.")
+        bool, typer.Option("--again", help="Also run cells that have a record of this commit.")
     ] = False,
-    hang_s: Annotated[float, typer.Option(help="A request without an end after so long is hung.")] = HANG_S,
+    hang_s: Annotated[
+        float, typer.Option(help="Seconds after which an unfinished request counts as hung.")
+    ] = HANG_S,
     proxies: Annotated[
-        bool, typer.Option("--proxies", help="Byte-stream proxies instead of network namespaces.")
+        bool, typer.Option("--proxies", help="Use byte-stream proxies instead of network namespaces.")
     ] = False,
-    journal: Annotated[Path, typer.Option(help="JSON lines, one record a cell.")] = WORK / "journal.jsonl",
+    journal: Annotated[Path, typer.Option(help="File of JSON lines, one record per cell.")] = WORK
+    / "journal.jsonl",
 ) -> None:
     """Run cells of the matrix. Exit status 1: a cell had wrong tokens, a hang, a leak or an unclear error."""
     modes = _check_names(mode or [], [m.name for m in MODES], "mode")
@@ -107,7 +112,8 @@ def run(
 
 @app.command()
 def report(
-    journal: Annotated[Path, typer.Option(help="JSON lines, one record a cell.")] = WORK / "journal.jsonl",
+    journal: Annotated[Path, typer.Option(help="File of JSON lines, one record per cell.")] = WORK
+    / "journal.jsonl",
 ) -> None:
     """Write docs/chaos.md from the journal."""
     _write(journal)
@@ -115,13 +121,20 @@ def report(
 
 @app.command()
 def soak(
-    hours: Annotated[float, typer.Option(help="How long the load runs.")] = 2.0,
+    hours: Annotated[float, typer.Option(help="Hours that the load runs.")] = 2.0,
     mode: Annotated[str, typer.Option(help="Mode of the system, as in the matrix.")] = "pull",
-    clients: Annotated[int, typer.Option(min=1, help="Clients that ask at once.")] = NUM_CLIENTS,
-    pause_s: Annotated[float, typer.Option(min=0, help="Mean pause of a client between two requests.")] = 0.5,
-    hang_s: Annotated[float, typer.Option(help="A request without an end after so long is hung.")] = HANG_S,
+    clients: Annotated[int, typer.Option(min=1, help="Number of concurrent clients.")] = NUM_CLIENTS,
+    pause_s: Annotated[
+        float, typer.Option(min=0, help="Mean pause of a client between two requests, in seconds.")
+    ] = 0.5,
+    hang_s: Annotated[
+        float, typer.Option(help="Seconds after which an unfinished request counts as hung.")
+    ] = HANG_S,
 ) -> None:
-    """Steady load with faults; writes docs/soak.md and its plot. Exit status 1: a leak or a wrong answer."""
+    """Run a steady load with faults and write docs/soak.md.
+
+    Exit status 1: a leak or a wrong answer.
+    """
     _check_names([mode], [m.name for m in MODES], "mode")
     folder = WORK / f"soak-{os.getpid()}"
     with raising_on_stop_signals(), make_site(folder, say) as site:
@@ -137,7 +150,7 @@ def soak(
         )
     plot(samples, SOAK_REPORT.with_suffix(".png"))
     SOAK_REPORT.write_text(write_soak_report(outcome, samples, machine=_machine(), date=_today()))
-    say(f"answers: {outcome.judgements}; verdict: {'; '.join(outcome.defects) or 'good'}")
+    say(f"answers: {outcome.verdicts}; verdict: {'; '.join(outcome.defects) or 'good'}")
     if outcome.defects:
         say(f"logs of the engines: {folder}")
         sys.exit(1)
@@ -169,13 +182,16 @@ def _outcome(record: Record) -> str:
     if record.hands_over_again_s is not None:
         words.append(f"hands over again after {record.hands_over_again_s:.1f} s")
     if record.strikes is not None:
-        words.append(f"{record.strikes} packets struck")
+        words.append(f"{record.strikes} packets affected")
     bad = [f"BAD: {'; '.join(record.defects)}", *counts.details] if record.defects else ["ok"]
     return "\n    ".join([", ".join([*words, f"{record.took_s:.0f} s"]), *bad])
 
 
 def main() -> None:
-    """Exit status 2: the run itself failed; 130: it was stopped. What is in the journal stays."""
+    """Run the command line.
+
+    Exit status 2: the run itself failed; 130: it was stopped. Records already in the journal are kept.
+    """
     try:
         app()
     except (Stopped, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""One answer as the client saw it, and how it is read off HTTP bodies and SSE events."""
+"""An answer as the client received it, and the functions that read it from HTTP bodies and SSE events."""
 
 import json
 from collections.abc import Mapping
@@ -8,27 +8,27 @@ import msgspec
 
 
 class Answer(msgspec.Struct):
-    """Instants are seconds of the runner's monotonic clock."""
+    """One answer. Instants are seconds of the runner's monotonic clock."""
 
     question: int
     started_s: float
     ended_s: float = 0.0
-    status: int | None = None  # Of HTTP; None: no answer began.
+    status: int | None = None  # HTTP status; None: no response began.
     token_ids: list[int] = []
     logprobs: list[float] = []
     text: str = ""
-    is_complete: bool = False  # A whole body, or a stream up to [DONE].
-    error: str | None = None  # In OpenAI's form: of a body, or of an event in a stream.
-    failure: str | None = None  # The connection's, or of a body that cannot be read.
+    is_complete: bool = False  # A whole body arrived, or a stream up to [DONE].
+    error: str | None = None  # Message of an error in OpenAI's form, from a body or an event of a stream.
+    failure: str | None = None  # The connection failed, or a body could not be read.
     was_left: bool = False  # The client closed the connection on purpose.
-    is_hung: bool = False  # The client gave up.
+    is_hung: bool = False  # The client gave up after its time limit.
 
     @property
     def waited_s(self) -> float:
         return self.ended_s - self.started_s
 
     def add(self, document: object) -> None:
-        """Of a body, or of one event of a stream: its error, or what it adds to the answer."""
+        """Add a body, or one event of a stream: its error, or its tokens and text."""
         if not isinstance(document, Mapping):
             self.failure = f"not a JSON object: {str(document)[:100]}"
         elif "error" in document:
@@ -41,8 +41,8 @@ class Answer(msgspec.Struct):
 
     def _add_choice(self, choice: Mapping[str, Any]) -> None:
         self.token_ids.extend(choice.get("token_ids") or ())
-        said = choice.get("delta") or choice.get("message")
-        self.text += (said.get("content") or "" if said is not None else choice.get("text")) or ""
+        message = choice.get("delta") or choice.get("message")
+        self.text += (message.get("content") or "" if message is not None else choice.get("text")) or ""
         logprobs = choice.get("logprobs") or {}
         if "content" in logprobs:
             self.logprobs.extend(entry["logprob"] for entry in logprobs["content"] or ())
@@ -51,7 +51,7 @@ class Answer(msgspec.Struct):
 
 
 def read_body(answer: Answer, body: bytes) -> None:
-    """A whole answer or an HTTP error."""
+    """Read a whole answer or an HTTP error into `answer`."""
     try:
         document = json.loads(body)
     except ValueError:
@@ -64,7 +64,7 @@ def read_body(answer: Answer, body: bytes) -> None:
 
 
 def read_event(answer: Answer, line: str) -> None:
-    """One line of an SSE stream."""
+    """Read one line of an SSE stream into `answer`."""
     if not line.startswith("data:"):
         return
     data = line.removeprefix("data:").strip()
@@ -74,7 +74,7 @@ def read_event(answer: Answer, line: str) -> None:
     try:
         answer.add(json.loads(data))
     except ValueError:
-        answer.failure = f"an event that is not JSON: {data[:200]}"
+        answer.failure = f"the stream has an event that is not JSON: {data[:200]}"
 
 
 def _message(error: object) -> str | None:

@@ -1,4 +1,4 @@
-"""One cell of the matrix: load, fault, end of the fault, rest; and the record of it."""
+"""One cell of the matrix: runs load and fault, waits until the system is at rest, and fills the record."""
 
 import random
 import time
@@ -7,45 +7,47 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from chaos.answers import Answer
-from chaos.faults import Fault, Scene
-from chaos.judge import Counts, count
+from chaos.faults import Fault, FaultContext
 from chaos.load import Load
 from chaos.questions import Question
 from chaos.system import END_S, System, orphans, wait_until, wait_until_empty
+from chaos.verdicts import Counts, count
 
 NUM_CLIENTS = 6
 WARM_S = 2.0
 WARM_ANSWERS = 12
 AFTER_S = 3.0
-# The following limits end a wait that is a defect by then; on a machine that is busy with other work too.
+# Each limit below ends a wait, and reaching it is a defect. They allow for a machine that is also busy with
+# other work.
 WARM_MAX_S = 120.0
 SERVES_MAX_S = 180.0
-AT_REST_MAX_S = 90.0  # Loans that nobody returns end by time: after ttl_s, 30 s.
+AT_REST_MAX_S = 90.0  # Loans that are never returned expire after ttl_s (30 s).
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """A line of the journal. Durations are seconds; None: not measured, or not reached."""
+    """One line of the journal. Durations are seconds; None: not measured, or not reached."""
 
     mode: str
     fault: str
     commit: str
     took_s: float = 0.0
-    skipped: str | None = None  # Why there was nothing to run.
-    broken: str | None = None  # Why the cell could not be brought to its end.
+    skipped: str | None = None  # Reason why the cell was not run.
+    broken: str | None = None  # Reason why the cell could not be completed.
     counts: Counts | None = None
     serves_again_s: float | None = None  # From the target's first healthy answer to its first token.
-    hands_over_again_s: float | None = None  # From then, or the fault's end, until all pairs move KV again.
-    rest_s: float | None = None  # From the last answer until all pools were whole.
-    strikes: int | None = None  # Packets that the fault has changed, delayed or dropped.
-    held: list[str] = []  # Of pools that did not become whole.
+    # From then, or the fault's end, until all pairs of engines move KV again.
+    hands_over_again_s: float | None = None
+    rest_s: float | None = None  # From the last answer until all blocks of all pools were free.
+    strikes: int | None = None  # Packets that the fault changed, delayed or dropped.
+    held: list[str] = []  # What was still in use in pools at the time limit.
     silent_pairs: list[str] = []
     processes_left: list[str] = []
     files_left: int = 0
-    ended: list[str] = []  # Engines that ended and should not have.
+    ended: list[str] = []  # Engines that ended unexpectedly.
 
     @property
     def defects(self) -> list[str]:
-        """What must not be; empty for a good cell."""
+        """Descriptions of all defects; empty for a good cell."""
         if self.broken is not None:
             return [f"broken: {self.broken}"]
         found = []
@@ -70,12 +72,15 @@ def run_cell(
     run: str,
     hang_s: float,
 ) -> None:
-    """Fills the record. Raises SystemFailed, NetworkFailed or ChildDied when the cell cannot go on."""
-    dice = random.Random(f"{record.mode} {record.fault}")
+    """Run the cell and fill the record.
+
+    Raises SystemFailed, NetworkFailed or ChildDied when the cell cannot continue.
+    """
+    rng = random.Random(f"{record.mode} {record.fault}")
     load = Load(
-        system.router_url, questions, num_clients=NUM_CLIENTS, hang_s=hang_s, seed=dice.randrange(1 << 30)
+        system.router_url, questions, num_clients=NUM_CLIENTS, hang_s=hang_s, seed=rng.randrange(1 << 30)
     )
-    scene = Scene(system, load, dice)
+    context = FaultContext(system, load, rng)
     load.start()
     try:
         warm_s = time.monotonic()
@@ -83,10 +88,10 @@ def run_cell(
         time.sleep(WARM_S)
         files_before = system.num_files()
         began_s = time.monotonic()
-        fault.begin(scene)
+        fault.begin(context)
         time.sleep(fault.lasts_s)
         record.strikes = system.network.strikes() if fault.strikes else None
-        fault.end(scene)
+        fault.end(context)
         ended_s = time.monotonic()
         _watch_return(system, fault, record, lambda: load.num_ended_since(ended_s) > 0, ended_s)
         time.sleep(AFTER_S)
@@ -110,7 +115,10 @@ def run_cell(
 def _watch_return(
     system: System, fault: Fault, record: Record, is_answering: Callable[[], bool], ended_s: float
 ) -> None:
-    """Until the target serves, every pair hands over, and a client has a right answer; or time is up."""
+    """Wait until the target serves, every pair moves KV and a client has a right answer.
+
+    Each wait has a time limit.
+    """
     back_s = ended_s
     if fault.target is not None:
         engine = system.engines[fault.target]

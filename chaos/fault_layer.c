@@ -1,9 +1,9 @@
 /* Fault layer for LD_PRELOAD: steps the wall clock, and delays or hangs file calls under one folder.
 
    CHAOS_LAYER   a file of three int64: offset of the wall clock (ns), delay of a file call (us), hung (0 or 1)
-   CHAOS_FOLDER  file calls under this path are concerned
+   CHAOS_FOLDER  file calls under this path are delayed or hang
 
-   The file is mapped, so that the runner changes the values while the process runs. */
+   The file is mapped, so that the runner can change the values while the process runs. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -43,26 +43,26 @@ __attribute__((constructor)) static void map_control(void) {
     close(fd);
 }
 
-static void suffer_path(const char *path) {
+static void inject_for_path(const char *path) {
     if ((control->delay_us == 0 && !control->is_hung) || strncmp(path, folder, strlen(folder)) != 0) return;
     if (control->delay_us > 0) usleep(control->delay_us);
     while (control->is_hung) usleep(HUNG_LOOK_US);
 }
 
-static void suffer(int fd) {
+static void inject_for_file(int fd) {
     char link[64], path[4096];
     if (control->delay_us == 0 && !control->is_hung) return;
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     ssize_t length = readlink(link, path, sizeof path - 1);
     if (length < 0) return;
     path[length] = 0;
-    suffer_path(path);
+    inject_for_path(path);
 }
 
 #define FILE_CALL(type, name, parameters, arguments) \
     type name parameters { \
         REAL(name); \
-        suffer(fd); \
+        inject_for_file(fd); \
         return real arguments; \
     }
 
@@ -80,13 +80,13 @@ int open64(const char *path, int flags, ...) {
     va_start(rest, flags);
     mode_t mode = (flags & (O_CREAT | O_TMPFILE)) ? va_arg(rest, mode_t) : 0;
     va_end(rest);
-    suffer_path(path);
+    inject_for_path(path);
     return real(path, flags, mode);
 }
 
 int rename(const char *from, const char *to) {
     REAL(rename);
-    suffer_path(to);
+    inject_for_path(to);
     return real(from, to);
 }
 

@@ -1,4 +1,4 @@
-"""The faults of the matrix: what each does to a running system, for how long, and how it ends."""
+"""The faults of the matrix: how each begins, how long it lasts and how it ends."""
 
 import random
 import signal
@@ -9,25 +9,25 @@ from typing import Any
 from chaos.load import Load
 from chaos.modes import DECODE, ENGINES, PREFILL, Feature
 from chaos.rules import FRONT, Rule
-from chaos.system import END_S, PLAIN, Engine, System, Variant
+from chaos.system import END_S, PLAIN, EngineProcess, System, Variant
 
-RESTART_S = 60.0  # Within this, an engine that was told to end has ended; a drain takes 30 s at most.
+RESTART_S = 60.0  # Time limit for an engine that was asked to end; a drain takes at most 30 s.
 SHORT_S = 4.0
 
 NOT_CONTINUED = "B7: streams on it end with an error event"
 
-Act = Callable[["Scene"], None]
+Action = Callable[["FaultContext"], None]
 
 
 @dataclass
-class Scene:
-    """What faults act on."""
+class FaultContext:
+    """What a fault acts on: the system and its load."""
 
     system: System
     load: Load
-    dice: random.Random
+    rng: random.Random
 
-    def engine(self, name: str) -> Engine:
+    def engine(self, name: str) -> EngineProcess:
         return self.system.engines[name]
 
     def rules(self, *rules: Rule) -> None:
@@ -36,29 +36,32 @@ class Scene:
 
 @dataclass(frozen=True)
 class Fault:
-    """`target`: the engine that serves no more during the fault, and has to serve again after it."""
+    """One fault.
+
+    `target` is the engine that does not serve during the fault and has to serve again after it.
+    """
 
     name: str
     what: str
-    begin: Act
-    end: Act
+    begin: Action
+    end: Action
     lasts_s: float = SHORT_S
     target: str | None = None
     needs: frozenset[Feature] = frozenset()
     variant: Variant = PLAIN
-    open_defects: str = ""  # Known and not mended yet: what stands in the table.
-    strikes: bool = False  # The switch counts its strikes: without any the cell shows nothing.
+    open_defects: str = ""  # A known defect that is not fixed yet; shown in the report's table.
+    strikes: bool = False  # The switch counts affected packets; with a count of 0 the cell shows nothing.
 
 
-def _nothing(scene: Scene) -> None:
-    """No fault."""
+def _nothing(context: FaultContext) -> None:
+    """Do nothing."""
 
 
-def _kill(name: str, *, only: str | None = None) -> Act:
-    """SIGKILL for all processes of an engine; or for the first of those with that name."""
+def _kill(name: str, *, only: str | None = None) -> Action:
+    """SIGKILL all processes of an engine, or only the first process with the name `only`."""
 
-    def begin(scene: Scene) -> None:
-        engine = scene.engine(name)
+    def begin(context: FaultContext) -> None:
+        engine = context.engine(name)
         victims = engine.processes_named(only)[:1] if only is not None else engine.processes()
         for process in victims:
             process.kill()
@@ -66,9 +69,9 @@ def _kill(name: str, *, only: str | None = None) -> Act:
     return begin
 
 
-def _kill_beside_stopped_core(name: str) -> Act:
-    def begin(scene: Scene) -> None:
-        engine = scene.engine(name)
+def _kill_front_end_of_stopped_core(name: str) -> Action:
+    def begin(context: FaultContext) -> None:
+        engine = context.engine(name)
         for core in engine.processes_named("baton-core"):
             core.suspend()
         engine.processes()[0].kill()
@@ -76,42 +79,42 @@ def _kill_beside_stopped_core(name: str) -> Act:
     return begin
 
 
-def _both(first: Act, second: Act) -> Act:
-    def act(scene: Scene) -> None:
-        first(scene)
-        second(scene)
+def _both(first: Action, second: Action) -> Action:
+    def act(context: FaultContext) -> None:
+        first(context)
+        second(context)
 
     return act
 
 
-def _restart(name: str) -> Act:
-    return lambda scene: scene.engine(name).restart(RESTART_S)
+def _restart(name: str) -> Action:
+    return lambda context: context.engine(name).restart(RESTART_S)
 
 
-def _restart_soon(name: str) -> Act:
-    """Of an engine whose processes have to be gone at once."""
-    return lambda scene: scene.engine(name).restart(END_S)
+def _restart_soon(name: str) -> Action:
+    """Restart an engine whose processes have to be gone at once."""
+    return lambda context: context.engine(name).restart(END_S)
 
 
-def _send(name: str, number: signal.Signals) -> Act:
-    return lambda scene: scene.engine(name).send(number)
+def _send(name: str, number: signal.Signals) -> Action:
+    return lambda context: context.engine(name).send(number)
 
 
-def _ask_to_end(name: str) -> Act:
-    return lambda scene: scene.engine(name).child.send_signal(signal.SIGTERM)
+def _ask_to_end(name: str) -> Action:
+    return lambda context: context.engine(name).child.send_signal(signal.SIGTERM)
 
 
-def _signal_router(number: signal.Signals) -> Act:
-    return lambda scene: scene.system.router.send_signal(number)
+def _signal_router(number: signal.Signals) -> Action:
+    return lambda context: context.system.router.send_signal(number)
 
 
-def _rules(*rules: Rule) -> Act:
-    return lambda scene: scene.rules(*rules)
+def _rules(*rules: Rule) -> Action:
+    return lambda context: context.rules(*rules)
 
 
-def _storm(share: float) -> Act:
-    def act(scene: Scene) -> None:
-        scene.load.leave_share = share
+def _set_leave_share(share: float) -> Action:
+    def act(context: FaultContext) -> None:
+        context.load.leave_share = share
 
     return act
 
@@ -120,8 +123,8 @@ def _role(name: str) -> str:
     return "a prefill engine" if name in PREFILL else "a decode engine"
 
 
-def _dies(key: str, how: str, name: str, begin: Act, restart: Act, *needs: Feature) -> Fault:
-    """`how` has a place for the engine."""
+def _death(key: str, how: str, name: str, begin: Action, restart: Action, *needs: Feature) -> Fault:
+    """An engine ends and is restarted. `how` describes the fault and has a `{}` for the engine."""
     return Fault(
         f"{key}-{name[0]}",
         f"{how.format(_role(name))}, restart on the same ports",
@@ -145,7 +148,7 @@ def _stop(name: str, lasts_s: float) -> Fault:
 
 
 def _between_engines(rule: Rule) -> list[Rule]:
-    """The rule for every pair of a prefill and a decode engine, in both directions."""
+    """Return the rule for every pair of a prefill and a decode engine, in both directions."""
     return [*_to_decode(rule), *_to_prefill(rule)]
 
 
@@ -176,22 +179,22 @@ def _network(
     )
 
 
-def _disk(name: str, what: str, begin: Act, end: Act, *, needs: Sequence[Feature] = ()) -> Fault:
+def _disk(name: str, what: str, begin: Action, end: Action, *, needs: Sequence[Feature] = ()) -> Fault:
     return Fault(name, what, begin, end, needs=frozenset({"storage", *needs}))
 
 
 def _layer(
     name: str, what: str, *, needs: Sequence[Feature] = (), engines: Sequence[str], **values: Any
 ) -> Fault:
-    """Sets values of the fault layer of these engines."""
+    """A fault that sets values of the fault layer of these engines."""
 
-    def begin(scene: Scene) -> None:
+    def begin(context: FaultContext) -> None:
         for engine in engines:
-            scene.system.layers[engine].set(**values)
+            context.system.layers[engine].set(**values)
 
-    def end(scene: Scene) -> None:
+    def end(context: FaultContext) -> None:
         for engine in engines:
-            scene.system.layers[engine].set()
+            context.system.layers[engine].set()
 
     return Fault(name, what, begin, end, needs=frozenset(needs), variant=Variant(has_layer=True))
 
@@ -199,28 +202,28 @@ def _layer(
 CUT = Rule(loss=1.0)
 
 
-def _around(name: str) -> list[Rule]:
-    """No packet to or from that engine."""
+def _isolation(name: str) -> list[Rule]:
+    """Drop every packet to or from that engine."""
     others = [other for other in (FRONT, *ENGINES) if other != name]
     return [_from_to(CUT, *pair) for other in others for pair in ((name, other), (other, name))]
 
 
 FAULTS: Sequence[Fault] = (
     Fault("none", "no fault", _nothing, _nothing),
-    *(_dies("kill", "kill -9 of {}", name, _kill(name), _restart_soon(name)) for name in ("p0", "d0")),
+    *(_death("kill", "kill -9 of {}", name, _kill(name), _restart_soon(name)) for name in ("p0", "d0")),
     *(
-        _dies("core", "kill -9 of the core of {}", name, _kill(name, only="baton-core"), _restart(name))
+        _death("core", "kill -9 of the core of {}", name, _kill(name, only="baton-core"), _restart(name))
         for name in ("p0", "d0")
     ),
-    *(_dies("term", "SIGTERM of {}", name, _ask_to_end(name), _restart(name)) for name in ("p0", "d0")),
-    _dies(
+    *(_death("term", "SIGTERM of {}", name, _ask_to_end(name), _restart(name)) for name in ("p0", "d0")),
+    _death(
         "front",
         "kill -9 of the front end of {} while its core is stopped",
         "p0",
-        _kill_beside_stopped_core("p0"),
+        _kill_front_end_of_stopped_core("p0"),
         _restart_soon("p0"),
     ),
-    _dies("rank", "kill -9 of a rank of {}", "p0", _kill("p0", only="baton-rank"), _restart("p0"), "ranks"),
+    _death("rank", "kill -9 of a rank of {}", "p0", _kill("p0", only="baton-rank"), _restart("p0"), "ranks"),
     Fault(
         "rank-p-restarts",
         "kill -9 of a rank of a prefill engine, which starts it again by itself",
@@ -243,12 +246,12 @@ FAULTS: Sequence[Fault] = (
         _both(_kill("d0"), _kill("d1")),
         _both(_restart_soon("d0"), _restart_soon("d1")),
         target="d0",
-        open_defects="E9: without a decode engine, prefill engines answer nothing",
+        open_defects="E9: without a decode engine, no request is answered",
     ),
     Fault(
         "vanish-p",
-        "a prefill engine's host goes without a word: no packet, then kill -9; restart",
-        _both(_rules(*_around("p0")), _kill("p0")),
+        "a prefill engine's host disappears: no packet passes, then kill -9; restart",
+        _both(_rules(*_isolation("p0")), _kill("p0")),
         _both(_restart_soon("p0"), _rules()),
         target="p0",
         needs=frozenset({"network"}),
@@ -264,22 +267,28 @@ FAULTS: Sequence[Fault] = (
     ),
     _network(
         "loss",
-        "5 % of all packets between P and D are lost",
+        "5 % of the packets between P and D are lost",
         _between_engines(Rule(loss=0.05)),
         by_packets=True,
     ),
     _network(
         "delay",
-        "50 to 100 ms more for each packet between P and D",
+        "each packet between P and D is delayed by 50 to 100 ms",
         _between_engines(Rule(delay_s=0.05, jitter_s=0.05)),
     ),
     _network(
-        "reorder", "20 % of the packets are overtaken", _between_engines(Rule(reorder=0.2)), by_packets=True
+        "reorder",
+        "20 % of the packets between P and D are overtaken",
+        _between_engines(Rule(reorder=0.2)),
+        by_packets=True,
     ),
     _network(
-        "duplicate", "20 % of the packets come twice", _between_engines(Rule(duplicate=0.2)), by_packets=True
+        "duplicate",
+        "20 % of the packets between P and D arrive twice",
+        _between_engines(Rule(duplicate=0.2)),
+        by_packets=True,
     ),
-    _network("rate", "1 MB/s between each P and D", _between_engines(Rule(rate_bytes_s=1e6))),
+    _network("rate", "at most 1 MB/s between each P and D", _between_engines(Rule(rate_bytes_s=1e6))),
     _network("cut-to-d", "no packet from P to D", _to_decode(CUT)),
     _network("cut-to-p", "no packet from D to P", _to_prefill(CUT)),
     _network("partition", "no packet between P and D", _between_engines(CUT)),
@@ -291,54 +300,54 @@ FAULTS: Sequence[Fault] = (
     ),
     _network(
         "reset",
-        "connections between P and D are reset, one packet in 50",
+        "one packet in 50 between P and D resets its connection",
         _between_engines(Rule(reset=0.02)),
     ),
     _network(
         "corrupt-requests",
-        "one bit flips in 3 of 10 packets of read requests, TCP checksum mended",
+        "one bit flips in 3 of 10 packets of read requests, with a valid TCP checksum",
         _to_prefill(Rule(channel="data", corrupt=0.3)),
     ),
     _network(
         "corrupt-answers",
-        "one bit flips in 3 of 10 packets of read answers, TCP checksum mended",
+        "one bit flips in 3 of 10 packets of read answers, with a valid TCP checksum",
         _to_decode(Rule(channel="data", corrupt=0.3)),
     ),
     _network(
         "corrupt-control",
-        "one bit flips in 1 of 10 packets of control channels, TCP checksum mended",
+        "one bit flips in 1 of 10 packets of control channels, with a valid TCP checksum",
         _between_engines(Rule(channel="control", corrupt=0.1)),
     ),
     _disk(
         "disk-full",
-        "no byte is free",
-        lambda scene: scene.system.disk.fill(),
-        lambda scene: scene.system.disk.empty(),
+        "no byte is free in the shared folder",
+        lambda context: context.system.disk.fill(),
+        lambda context: context.system.disk.empty(),
         needs=("mount",),
     ),
     _disk(
         "disk-read-only",
         "the shared folder is mounted read-only",
-        lambda scene: scene.system.disk.set_read_only(True),
-        lambda scene: scene.system.disk.set_read_only(False),
+        lambda context: context.system.disk.set_read_only(True),
+        lambda context: context.system.disk.set_read_only(False),
         needs=("mount",),
     ),
     _disk(
         "disk-corrupt",
-        "one bit flips in each second file, each fourth loses its end",
-        lambda scene: scene.system.disk.corrupt(scene.dice),
+        "one bit flips in half of the files, a quarter lose their end",
+        lambda context: context.system.disk.corrupt(context.rng),
         _nothing,
     ),
     _disk(
         "disk-fifos",
-        "each second file turns into a FIFO",
-        lambda scene: scene.system.disk.put_fifos(scene.dice),
-        lambda scene: scene.system.disk.remove_fifos(),
+        "every second file is replaced by a FIFO",
+        lambda context: context.system.disk.put_fifos(context.rng),
+        lambda context: context.system.disk.remove_fifos(),
     ),
-    _disk("disk-gone", "all files are removed", lambda scene: scene.system.disk.remove_files(), _nothing),
+    _disk("disk-gone", "all files are removed", lambda context: context.system.disk.remove_files(), _nothing),
     _layer(
         "disk-slow",
-        "each file call takes 100 ms more",
+        "each file call takes 100 ms longer",
         needs=("storage",),
         engines=ENGINES,
         delay_s=0.1,
@@ -357,10 +366,12 @@ FAULTS: Sequence[Fault] = (
         clock_offset_s=-3600,
     ),
     Fault("tiny-pools", "80 blocks: four prompts", _nothing, _nothing, variant=Variant(num_blocks=80)),
-    Fault("disconnects", "8 of 10 clients leave within 0.4 s", _storm(0.8), _storm(0.0)),
+    Fault(
+        "disconnects", "8 of 10 clients disconnect within 0.4 s", _set_leave_share(0.8), _set_leave_share(0.0)
+    ),
 )
 
 
 def fault_named(name: str) -> Fault:
-    """Raises KeyError."""
+    """Return the fault with this name. Raises KeyError."""
     return {fault.name: fault for fault in FAULTS}[name]

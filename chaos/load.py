@@ -1,4 +1,4 @@
-"""Clients that ask one question after another, in a thread of their own."""
+"""A load of clients that each send one question after another, run in a thread."""
 
 import asyncio
 import random
@@ -14,24 +14,28 @@ from chaos.answers import Answer, read_body, read_event
 from chaos.questions import Question
 
 CONNECT_S = 30.0
-LEAVE_MAX_S = 0.4  # A client of a disconnect storm leaves after up to so long.
+LEAVE_MAX_S = 0.4  # Upper limit of the time until a client of the fault `disconnects` closes its connection.
 
 
 @dataclass
 class Load:
-    """`start`, then `stop`, which returns all answers. A request without an end after `hang_s` is hung."""
+    """Clients that send questions from `start` until `stop`, which returns all answers.
+
+    A request without an end after `hang_s` counts as hung.
+    """
 
     url: str
     questions: Sequence[Question]
     num_clients: int
     hang_s: float
     seed: int = 0
-    pause_s: float = 0.0  # Of a client between an answer and its next question, in the mean.
-    leave_share: float = 0.0  # Of requests whose client leaves; may be changed while it runs.
+    pause_s: float = 0.0  # Mean pause of a client between an answer and its next question.
+    # Share of requests whose client disconnects early; may be changed while the load runs.
+    leave_share: float = 0.0
     answers: list[Answer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._dice = random.Random(self.seed)
+        self._rng = random.Random(self.seed)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="load")
         self._error: BaseException | None = None
@@ -42,7 +46,10 @@ class Load:
         self._thread.start()
 
     def stop(self) -> list[Answer]:
-        """Ask nothing more, wait for what is open. Raises what ended the load early."""
+        """Send no more questions, wait for open requests and return all answers.
+
+        Raises the error that ended the load early, if there was one.
+        """
         self._stopping.set()
         self._thread.join()
         if self._error is not None:
@@ -50,20 +57,20 @@ class Load:
         return self.answers
 
     def abandon(self) -> None:
-        """End now, with requests open."""
+        """End at once, with requests open."""
         self._stopping.set()
         if self._loop is not None and self._task is not None:
-            with suppress(RuntimeError):  # The loop has just ended.
+            with suppress(RuntimeError):  # The loop has ended already.
                 self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join()
 
     def take(self) -> list[Answer]:
-        """Answers so far, which the load then forgets."""
+        """Return the answers so far and remove them from the load."""
         taken, self.answers = self.answers, []
         return taken
 
     def num_ended_since(self, instant_s: float) -> int:
-        """Complete answers to requests that were sent after that instant."""
+        """Return the number of complete answers to requests sent after that instant."""
         return sum(a.is_complete and a.started_s >= instant_s for a in list(self.answers))
 
     async def _run(self) -> None:
@@ -78,27 +85,31 @@ class Load:
                 asyncio.TaskGroup() as clients,
             ):
                 for _ in range(self.num_clients):
-                    clients.create_task(self._ask_on(client))
+                    clients.create_task(self._send_questions(client))
         except BaseException as error:
             self._error = error
 
-    async def _ask_on(self, client: httpx.AsyncClient) -> None:
+    async def _send_questions(self, client: httpx.AsyncClient) -> None:
         while not self._stopping.is_set():
-            question = self._dice.choice(self.questions)
-            leaves = self._dice.random() < self.leave_share
-            leave_s = self._dice.random() * LEAVE_MAX_S if leaves else None
+            question = self._rng.choice(self.questions)
+            leaves = self._rng.random() < self.leave_share
+            leave_s = self._rng.random() * LEAVE_MAX_S if leaves else None
             answer = await ask(client, question, hang_s=self.hang_s, leave_s=leave_s)
             self.answers.append(answer)
             if answer.status is None:
-                await asyncio.sleep(0.1)  # The router itself is gone: do not spin.
+                # The router itself does not answer: wait instead of retrying in a tight loop.
+                await asyncio.sleep(0.1)
             if self.pause_s:
-                await asyncio.sleep(self.pause_s * 2 * self._dice.random())
+                await asyncio.sleep(self.pause_s * 2 * self._rng.random())
 
 
 async def ask(
     client: httpx.AsyncClient, question: Question, *, hang_s: float, leave_s: float | None = None
 ) -> Answer:
-    """One request to its end. The client leaves after `leave_s`, and gives up after `hang_s`."""
+    """Send one request and wait for its end.
+
+    The client disconnects after `leave_s` if that is given; otherwise it gives up after `hang_s`.
+    """
     answer = Answer(question.index, time.monotonic())
     limit_s = hang_s if leave_s is None else leave_s
     try:
@@ -135,6 +146,6 @@ async def _ask_all(url: str, questions: Sequence[Question], num_at_once: int, ha
 
 
 def ask_all(url: str, questions: Sequence[Question], *, num_at_once: int, hang_s: float) -> dict[int, Answer]:
-    """Each question once; answers by the question's index."""
+    """Ask each question once. Returns the answers by question index."""
     answers = asyncio.run(_ask_all(url, questions, num_at_once, hang_s))
     return {answer.question: answer for answer in answers}

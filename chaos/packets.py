@@ -1,4 +1,4 @@
-"""IPv4 and TCP packets as bytes: parse, flip a bit and mend the checksum, build resets. No I/O."""
+"""IPv4 and TCP packets as bytes: parses them, flips bits with a valid checksum and builds resets. No I/O."""
 
 import struct
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _CHECKSUM_AT = 16  # In a TCP header.
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Where the parts of one TCP segment lie. Offsets are bytes from the start of the packet."""
+    """Positions of the parts of one TCP segment. Offsets are bytes from the start of the packet."""
 
     source_port: int
     target_port: int
@@ -39,7 +39,7 @@ def is_ipv4(packet: bytes | bytearray) -> bool:
 
 
 def parse_segment(packet: bytes | bytearray) -> Segment | None:
-    """The TCP segment of an IPv4 packet; None for any other packet, fragments and truncated packets."""
+    """Return the TCP segment of an IPv4 packet; None for other packets, fragments and truncated packets."""
     if not is_ipv4(packet) or packet[9] != TCP:
         return None
     total: int
@@ -58,7 +58,7 @@ def parse_segment(packet: bytes | bytearray) -> Segment | None:
 
 
 def checksum(data: bytes | bytearray | memoryview) -> int:
-    """Internet checksum (RFC 1071)."""
+    """Return the Internet checksum (RFC 1071)."""
     if len(data) % 2:
         data = bytes(data) + b"\0"
     total: int = sum(struct.unpack(f">{len(data) // 2}H", data))
@@ -67,8 +67,8 @@ def checksum(data: bytes | bytearray | memoryview) -> int:
     return ~total & 0xFFFF
 
 
-def mend_tcp_checksum(packet: bytearray, segment: Segment) -> None:
-    """Write the checksum that the segment's bytes have now, so that the receiving kernel accepts them."""
+def fix_tcp_checksum(packet: bytearray, segment: Segment) -> None:
+    """Write the checksum of the segment's current bytes, so that the receiving kernel accepts them."""
     at = segment.tcp_at + _CHECKSUM_AT
     packet[at : at + 2] = b"\0\0"
     tcp_bytes = segment.end - segment.tcp_at
@@ -78,18 +78,19 @@ def mend_tcp_checksum(packet: bytearray, segment: Segment) -> None:
 
 
 def flip_bit(packet: bytes, segment: Segment, offset: int, bit: int) -> bytes:
-    """A copy with one bit of the payload flipped and the TCP checksum mended. `offset` is bytes into it."""
+    """Return a copy with one bit flipped, `offset` bytes into the payload, and a valid TCP checksum."""
     assert 0 <= offset < segment.payload_bytes
     flipped = bytearray(packet)
     flipped[segment.payload_at + offset] ^= 1 << bit
-    mend_tcp_checksum(flipped, segment)
+    fix_tcp_checksum(flipped, segment)
     return bytes(flipped)
 
 
 def resets_for(packet: bytes, segment: Segment) -> tuple[bytes, bytes]:
-    """Segments that reset the packet's connection, instead of it: for its target, then for its source.
+    """Return segments that reset the packet's connection: one for its target, one for its source.
 
-    Each carries the exact sequence number that its receiver expects next, or it is ignored (RFC 5961).
+    Each carries exactly the sequence number that its receiver expects next; otherwise it is ignored (RFC
+    5961).
     """
     source, target = packet[SOURCE], packet[TARGET]
     ports = segment.source_port, segment.target_port
@@ -105,5 +106,5 @@ def _reset(source: bytes, target: bytes, ports: tuple[int, int], sequence: int, 
     header = header[:10] + checksum(header).to_bytes(2, "big") + header[12:]
     tcp = struct.pack(">HHIIBBHHH", *ports, sequence, acknowledged, 5 << 4, RST | ACK, 0, 0, 0)
     packet = bytearray(header + tcp)
-    mend_tcp_checksum(packet, Segment(*ports, sequence, acknowledged, IPV4_HEADER_BYTES, total, total))
+    fix_tcp_checksum(packet, Segment(*ports, sequence, acknowledged, IPV4_HEADER_BYTES, total, total))
     return bytes(packet)

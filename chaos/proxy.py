@@ -1,12 +1,12 @@
 """Byte-stream proxies in front of engines, for machines that refuse network namespaces.
 
-    router, peers --> ADDRESS:port  [this process]  ADDRESS:port + BEHIND --> engine
+    router, peers --> ADDRESS:port  [this process]  ADDRESS:port + ENGINE_PORT_OFFSET --> engine
 
-A proxy sees no packets: loss, duplication and reordering need the switch. A cut stalls the streams, as a
-network does that loses every packet; bytes that wait pass when the cut ends. A proxy does not know which
-engine connects to it, so a rule about two engines holds for all connections to one of them.
+A proxy does not see packets, so loss, duplication and reordering need the switch. A cut stalls the streams,
+like a network that loses every packet; waiting bytes pass when the cut ends. A proxy does not know which
+engine connects to it, so a rule about two engines applies to all connections to one of them.
 
-`python -m chaos.proxy CONTROL_SOCKET NAME=ADDRESS...`; the control socket is the switch's.
+Run as `python -m chaos.proxy CONTROL_SOCKET NAME=ADDRESS...`; the control socket has the switch's protocol.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ import msgspec
 
 from chaos.rules import CONTROL_PORT, DATA_PORT, FRONT, HTTP_PORT, RANKS_MAX, Channel, Rule
 
-BEHIND = 1000  # An engine listens on the port of its proxy plus this.
+ENGINE_PORT_OFFSET = 1000  # An engine listens on its proxy's port plus this.
 CHUNK_BYTES = 16 << 10
-LOOK_EVERY_S = 0.02  # Whether a cut has ended.
+LOOK_EVERY_S = 0.02  # How often a stalled stream checks for the end of a cut.
 
 PORTS: dict[int, Channel] = {
     HTTP_PORT: "http",
@@ -35,14 +35,17 @@ PORTS: dict[int, Channel] = {
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`is_inward`: from a client to the engine."""
+    """One direction of a proxy's connections. `is_inward`: from a client to the engine."""
 
     engine: str
     channel: Channel
     is_inward: bool
 
-    def obeys(self, rule: Rule) -> bool:
-        """Clients and the router use HTTP; engines use the other channels among themselves."""
+    def matches(self, rule: Rule) -> bool:
+        """Return whether the rule applies.
+
+        Only clients and the router use HTTP; engines use the other channels among themselves.
+        """
         here, there = (rule.target, rule.source) if self.is_inward else (rule.source, rule.target)
         return (
             here == self.engine
@@ -52,10 +55,10 @@ class Route:
 
 
 class Proxies:
-    """All proxies of a run, and the rules of now."""
+    """All proxies of a run, and the current rules."""
 
-    def __init__(self, dice: random.Random) -> None:
-        self._dice = dice
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
         self._rules: Sequence[Rule] = ()
         self._strikes = 0
 
@@ -63,7 +66,7 @@ class Proxies:
         engines = addresses.items()
         servers = [await self._listen(name, address, port) for name, address in engines for port in PORTS]
         making = control_path.with_suffix(".making")
-        servers.append(await asyncio.start_unix_server(self._obey, making))
+        servers.append(await asyncio.start_unix_server(self._serve_control, making))
         making.rename(control_path)
         await asyncio.gather(*(server.serve_forever() for server in servers))
 
@@ -78,11 +81,11 @@ class Proxies:
     async def _join(
         self, engine: str, address: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Both directions of one connection, until one of them ends. Raises OSError."""
+        """Forward both directions of one connection until one of them ends. Raises OSError."""
         try:
-            far_reader, far_writer = await asyncio.open_connection(address, port + BEHIND)
+            far_reader, far_writer = await asyncio.open_connection(address, port + ENGINE_PORT_OFFSET)
         except OSError:
-            _reset(writer)  # The engine refuses: so does its proxy.
+            _reset(writer)  # The engine refuses connections, so the proxy does too.
             return
         inward, outward = Route(engine, PORTS[port], True), Route(engine, PORTS[port], False)
         try:
@@ -94,39 +97,39 @@ class Proxies:
             _reset(far_writer)
 
     async def _pump(self, route: Route, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        """Raises OSError when an end is reset, or a rule resets it."""
+        """Forward bytes. Raises OSError when an end is reset, or a rule resets it."""
         while data := await source.read(CHUNK_BYTES):
             while (rule := self._rule_for(route)) is not None and rule.loss >= 1:
                 self._strikes += 1
                 await asyncio.sleep(LOOK_EVERY_S)
             if rule is not None:
-                data = await self._suffer(rule, data)
+                data = await self._apply(rule, data)
             sink.write(data)
             await sink.drain()
         if sink.can_write_eof():
             sink.write_eof()
 
-    async def _suffer(self, rule: Rule, data: bytes) -> bytes:
-        """Raises ConnectionResetError for a connection that the rule resets."""
-        wait_s = rule.delay_s + self._dice.random() * rule.jitter_s
+    async def _apply(self, rule: Rule, data: bytes) -> bytes:
+        """Apply the rule to some bytes. Raises ConnectionResetError for a connection that the rule resets."""
+        wait_s = rule.delay_s + self._rng.random() * rule.jitter_s
         if rule.rate_bytes_s is not None:
             wait_s += len(data) / rule.rate_bytes_s
         if wait_s > 0:
             self._strikes += 1
             await asyncio.sleep(wait_s)
-        if self._dice.random() < rule.reset:
+        if self._rng.random() < rule.reset:
             self._strikes += 1
             raise ConnectionResetError
-        if self._dice.random() < rule.corrupt:
+        if self._rng.random() < rule.corrupt:
             self._strikes += 1
-            at = self._dice.randrange(len(data))
-            data = data[:at] + bytes([data[at] ^ 1 << self._dice.randrange(8)]) + data[at + 1 :]
+            at = self._rng.randrange(len(data))
+            data = data[:at] + bytes([data[at] ^ 1 << self._rng.randrange(8)]) + data[at + 1 :]
         return data
 
     def _rule_for(self, route: Route) -> Rule | None:
-        return next((rule for rule in self._rules if route.obeys(rule)), None)
+        return next((rule for rule in self._rules if route.matches(rule)), None)
 
-    async def _obey(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_control(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
             rules = msgspec.json.decode(line, type=list[Rule] | None)
             writer.write(msgspec.json.encode([self._strikes]) + b"\n")
@@ -136,7 +139,7 @@ class Proxies:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Close it with a reset instead of an end."""
+    """Close the connection with a reset instead of an end of stream."""
     sock = writer.get_extra_info("socket")
     with suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")

@@ -1,4 +1,4 @@
-"""The questions of the load: prompts of many lengths, some with shared prefixes, by both APIs."""
+"""The questions of the load: prompts of many lengths, some with shared prefixes, for both APIs."""
 
 import random
 from collections.abc import Sequence
@@ -10,21 +10,22 @@ from baton.engine.checkpoints.random_model import write_checkpoint
 
 MODEL_NAME = "tiny"
 MAX_MODEL_LEN = 1024
-# Enough that a question's blocks have left every prefix cache before it is asked again.
+# Enough that a question's blocks are evicted from every prefix cache before it is asked again.
 NUM_QUESTIONS = 160
 NUM_SHARED_PREFIXES = 4
 SHARED_PREFIX_TOKENS = 320
-# The vocabulary's single bytes come first; these ids are plain tokens in every vocabulary.
+# The vocabulary's single bytes come first; these ids are ordinary tokens in every vocabulary.
 TOKEN_IDS = range(300, 1000)
-LENGTHS = ((8, 40), (120, 300), (400, 800))  # Tokens of a prompt: within a block, some, and many blocks.
-ANSWER_TOKENS = (8, 12, 40)  # The longest ones are those that a fault meets in mid-stream.
+# Prompt lengths in tokens: within a block, several blocks, and many blocks.
+LENGTHS = ((8, 40), (120, 300), (400, 800))
+ANSWER_TOKENS = (8, 12, 40)  # The longest answers are long enough for a fault to interrupt their stream.
 WORDS = ("cache", "block", "engine", "prefill", "decode", "router", "token", "lease", "ticket", "layer")
 
 Api = Literal["completions", "chat"]
 
 
 def write_model(folder: Path) -> Path:
-    """A checkpoint as small as they come, whose heads two ranks can share."""
+    """Write a very small checkpoint whose heads can be split over two ranks."""
     return write_checkpoint(
         folder, family="qwen3", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, seed=0
     )
@@ -32,7 +33,7 @@ def write_model(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request. `body` is what both forms (streamed and whole) have in common."""
+    """One request. `body` is what its streamed and whole forms have in common."""
 
     index: int
     api: Api
@@ -47,24 +48,24 @@ class Question:
 def make_questions(
     count: int = NUM_QUESTIONS, *, model: str = MODEL_NAME, seed: int = 0
 ) -> Sequence[Question]:
-    """The same arguments make the same questions. A third of them are chats, half are streamed."""
-    dice = random.Random(seed)
-    prefixes = [_tokens(dice, SHARED_PREFIX_TOKENS) for _ in range(NUM_SHARED_PREFIXES)]
-    return [_question(dice, index, prefixes, model) for index in range(count)]
+    """Return questions: a third are chats, half are streamed. Equal arguments give equal questions."""
+    rng = random.Random(seed)
+    prefixes = [_tokens(rng, SHARED_PREFIX_TOKENS) for _ in range(NUM_SHARED_PREFIXES)]
+    return [_question(rng, index, prefixes, model) for index in range(count)]
 
 
-def _question(dice: random.Random, index: int, prefixes: Sequence[list[int]], model: str) -> Question:
+def _question(rng: random.Random, index: int, prefixes: Sequence[list[int]], model: str) -> Question:
     body: dict[str, Any] = {
         "model": model,
         "temperature": 0,
         "ignore_eos": True,
         "return_token_ids": True,
-        "max_tokens": dice.choice(ANSWER_TOKENS),
+        "max_tokens": rng.choice(ANSWER_TOKENS),
     }
-    has_logprobs = dice.random() < 0.5
-    is_streamed = dice.random() < 0.5
+    has_logprobs = rng.random() < 0.5
+    is_streamed = rng.random() < 0.5
     if index % 3 == 2:
-        text = " ".join(dice.choice(WORDS) for _ in range(dice.randrange(5, 120)))
+        text = " ".join(rng.choice(WORDS) for _ in range(rng.randrange(5, 120)))
         body["messages"] = [
             {"role": "system", "content": "You explain one word. " * 12},
             {"role": "user", "content": f"{index}: {text}"},
@@ -73,11 +74,11 @@ def _question(dice: random.Random, index: int, prefixes: Sequence[list[int]], mo
         return Question(index, "chat", is_streamed, body)
     body |= {"logprobs": 1} if has_logprobs else {}
     if index % 3 == 1:
-        body["prompt"] = [*dice.choice(prefixes), *_tokens(dice, dice.randrange(4, 100))]
+        body["prompt"] = [*rng.choice(prefixes), *_tokens(rng, rng.randrange(4, 100))]
     else:
-        body["prompt"] = _tokens(dice, dice.randrange(*dice.choice(LENGTHS)))
+        body["prompt"] = _tokens(rng, rng.randrange(*rng.choice(LENGTHS)))
     return Question(index, "completions", is_streamed, body)
 
 
-def _tokens(dice: random.Random, count: int) -> list[int]:
-    return [dice.choice(TOKEN_IDS) for _ in range(count)]
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.choice(TOKEN_IDS) for _ in range(count)]

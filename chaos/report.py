@@ -1,4 +1,4 @@
-"""From the journal to docs/chaos.md: a pure function."""
+"""Writes docs/chaos.md from the journal's records: a pure function."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,26 +6,27 @@ from chaos.cell import Record
 from chaos.faults import FAULTS
 from chaos.modes import MODES
 
-# Seconds; the goals of a quiet machine, which a cell can miss without being bad.
+# Goals in seconds for a quiet machine. A cell that misses one is listed, but is not bad.
 WAIT_GOAL_S = 15.0
 SERVES_GOAL_S = 2.0
-RESET_GOAL_S = 1.0  # What a request that was open at the fault's begin may take beyond the median.
-SILENCE_GOAL_S = 11.0  # The same where no connection is reset: `silence_s`, and the answer.
+RESET_GOAL_S = 1.0  # Time beyond the median wait for a request that was open when the fault began.
+SILENCE_GOAL_S = 11.0  # The same for faults that reset no connection: `silence_s`, and the answer.
 RESETTING = ("kill-", "core-", "front-", "reset")
 SILENT = ("cut-", "partition", "vanish-")
 
 _PREFACE = (
     "Written by `make chaos`; do not edit. Two prefill engines, two decode engines and a router run as real",
-    "processes, each engine in a network namespace of its own; six clients ask without a pause, by chat and",
-    "completions, streamed and whole. A single engine answers the same questions; tokens and texts have to",
-    "be equal, logprobs within 5e-3. *Wrong*, *unclear* (neither an answer nor an error in OpenAI's form)",
-    "and *hung* must be 0, all pools whole after the load, no process and no file left.",
+    "processes, each engine in its own network namespace. Six clients send questions without a pause: chats",
+    "and completions, streamed and whole. A single engine answers the same questions; tokens and texts have",
+    "to be equal, logprobs within 5e-3. *Wrong*, *unclear* (neither an answer nor an error in OpenAI's form)",
+    "and *hung* must be 0. After the load all blocks must be free, with no process and no file left.",
     "",
     "*Median wait*: of right answers before the fault. *Open at begin*: from the fault's begin to the end",
     "of the last request that was open then. *Right after begin (end)*: from then to the first right",
-    "answer to a request sent since. *Serves again*: from the first healthy answer of the engine that was",
-    "hit to its first token. *Hands over again*: from then, or from the fault's end, until every pair of",
-    "a prefill and a decode engine has moved KV. *Pools whole*: from the last answer on.",
+    "answer to a request sent since. *Serves again*: from the first healthy answer of the fault's target",
+    "engine to its first token. *Hands over again*: from then, or from the fault's end, until every pair of",
+    "a prefill and a decode engine has moved KV. *Pools whole*: from the last answer until all blocks were",
+    "free.",
 )
 _COLUMNS = (
     "fault",
@@ -50,12 +51,12 @@ _COLUMNS = (
 
 
 def latest(records: Iterable[Record]) -> dict[tuple[str, str], Record]:
-    """The last record of each cell, by mode and fault."""
+    """Return the last record of each cell, by mode and fault."""
     return {(record.mode, record.fault): record for record in records}
 
 
 def summary(records: Iterable[Record]) -> str:
-    """One sentence."""
+    """Return one sentence with the total counts."""
     ran = [record for record in records if record.skipped is None]
     counts = [record.counts for record in ran if record.counts is not None]
     bad = sum(bool(record.defects) for record in ran)
@@ -69,7 +70,7 @@ def summary(records: Iterable[Record]) -> str:
 
 
 def write_report(records: Sequence[Record], *, machine: str, date: str) -> str:
-    """Markdown. Cells in the order of the tables of faults and modes."""
+    """Return the report in Markdown. Cells follow the order of the tables of faults and modes."""
     cells = latest(records)
     modes = [mode for mode in MODES if any(key[0] == mode.name for key in cells)]
     faults = [fault for fault in FAULTS if any(key[1] == fault.name for key in cells)]
@@ -83,7 +84,7 @@ def write_report(records: Sequence[Record], *, machine: str, date: str) -> str:
         "",
         "## Faults and modes",
         "",
-        "`ok`: a good cell; `BAD`: see below; `-`: the fault does not apply, or was not run.",
+        "`ok`: a good cell; `BAD`: listed below; `-`: the fault does not apply, or was not run.",
         "",
         "| fault | " + " | ".join(mode.name for mode in modes) + " | what it does |",
         "|---|" + "---|" * (len(modes) + 1),
@@ -113,7 +114,7 @@ def write_report(records: Sequence[Record], *, machine: str, date: str) -> str:
                 lines += [f"    {detail}" for detail in record.counts.details]
     late = [sentence for record in cells.values() for sentence in _missed_goals(record)]
     if late:
-        lines += ["", "## Goals that were missed", "", *(f"* {sentence}" for sentence in late)]
+        lines += ["", "## Missed goals", "", *(f"* {sentence}" for sentence in late)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -177,5 +178,5 @@ def _missed_goals(record: Record) -> list[str]:
     if record.serves_again_s is not None and record.serves_again_s > SERVES_GOAL_S:
         missed.append(f"{cell}: served {record.serves_again_s:.1f} s after healthy (goal {SERVES_GOAL_S:g})")
     if record.strikes == 0:
-        missed.append(f"{cell}: the fault struck no packet, so the cell shows nothing")
+        missed.append(f"{cell}: the fault affected no packet, so the cell shows nothing")
     return missed

@@ -1,6 +1,6 @@
-"""A steady load for hours with faults in the background; what leaks shows in samples.
+"""A soak test: a steady load for hours with repeated faults. Samples of each process show leaks.
 
-Faults strike p0, d0 and the links; p1, d1 and the router live as long as the run, so their growth is judged.
+Faults hit p0, d0 and the links; p1, d1 and the router run all the time, so their growth is checked.
 """
 
 import random
@@ -18,16 +18,16 @@ import psutil
 from baton.cli.processes import Stopped
 from chaos.answers import Answer
 from chaos.cell import AT_REST_MAX_S
-from chaos.faults import Scene, fault_named
-from chaos.judge import judge_answer
+from chaos.faults import FaultContext, fault_named
 from chaos.load import Load
-from chaos.matrix import Site, why_not
+from chaos.matrix import Site, skip_reason
 from chaos.modes import mode_named
 from chaos.system import END_S, PLAIN, System, orphans, wait_until, wait_until_empty
+from chaos.verdicts import verdict_on
 
 SAMPLE_EVERY_S = 5.0
 FAULT_EVERY_S = 30.0
-FAULTS_IN_TURN = (
+FAULT_CYCLE = (
     "disconnects",
     "reset",
     "kill-p",
@@ -41,19 +41,20 @@ FAULTS_IN_TURN = (
     "stop-p-15",
     "kill-d",
 )
-# What the median of the last quarter may exceed that of the second quarter by; the first one warms caches up.
+# Allowed growth from the median of the second quarter to that of the last quarter. Caches fill in the first
+# quarter.
 GROWTH_MAX = {"rss_mib": 48.0, "descriptors": 12.0, "threads": 6.0}
 QUARTERS = 4
 
 _PREFACE = (
-    "Written by `make soak`; do not edit. A steady load with a fault every half minute; the answers are",
-    "judged as in [the chaos matrix](chaos.md). p0 and d0 are killed and restarted; p1, d1 and the router",
-    "run all the time, and the medians of their second and last quarter are compared.",
+    "Written by `make soak`; do not edit. A steady load with a fault every half minute; answers are",
+    "checked as in [the chaos matrix](chaos.md). p0 and d0 are killed and restarted; p1, d1 and the router",
+    "run all the time, and the medians of their second and last quarters are compared.",
 )
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """Of one engine or the router, over all its processes. `pid` is that of its first process."""
+    """A sample of one engine or the router, over all its processes. `pid` is that of its first process."""
 
     at_s: float  # Since the run began.
     name: str
@@ -66,13 +67,13 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, kw_only=True):
-    """Of the whole run."""
+    """Results of the whole run."""
 
     hours: float
     commit: str
     num_clients: int
     pause_s: float  # Of a client between two requests.
-    judgements: dict[str, int] = {}
+    verdicts: dict[str, int] = {}
     faults: dict[str, int] = {}
     held: list[str] = []
     processes_left: list[str] = []
@@ -81,17 +82,17 @@ class Outcome(msgspec.Struct, kw_only=True):
 
     @property
     def defects(self) -> list[str]:
-        """Empty for a good run."""
+        """Descriptions of all defects; empty for a good run."""
         found = [f"broken: {self.broken}"] if self.broken else []
         for name in ("wrong", "unclear", "hung"):
-            found += [f"{number} {name}"] if (number := self.judgements.get(name, 0)) else []
+            found += [f"{number} {name}"] if (number := self.verdicts.get(name, 0)) else []
         found += [f"held: {', '.join(self.held)}"] if self.held else []
         found += [f"processes left: {', '.join(self.processes_left)}"] if self.processes_left else []
         return found + self.growth
 
 
 def growth_defects(samples: Sequence[Sample]) -> list[str]:
-    """What grew too much in a process that lived from the second quarter to the end."""
+    """Describe what grew too much in processes that lived from the second quarter to the end."""
     if not samples:
         return []
     end_s = max(sample.at_s for sample in samples)
@@ -123,7 +124,10 @@ def run_soak(
     hang_s: float,
     folder: Path,
 ) -> tuple[Outcome, list[Sample]]:
-    """Samples also go to `folder`/samples.jsonl, one a line, while it runs."""
+    """Run the load with faults.
+
+    Samples are also written to `folder`/samples.jsonl during the run, one per line.
+    """
     expected = site.expected(mode_named(mode).kind)
     outcome = Outcome(hours=hours, commit=commit, num_clients=num_clients, pause_s=pause_s)
     samples: list[Sample] = []
@@ -140,9 +144,9 @@ def run_soak(
     ends_s = began_s + hours * 3600
     try:
         load.start()
-        scene = Scene(system, load, random.Random(0))
-        turns = cycle(
-            name for name in FAULTS_IN_TURN if why_not(site, system.mode, fault_named(name)) is None
+        context = FaultContext(system, load, random.Random(0))
+        cycled = cycle(
+            name for name in FAULT_CYCLE if skip_reason(site, system.mode, fault_named(name)) is None
         )
         with (folder / "samples.jsonl").open("ab", buffering=0) as journal:
             while time.monotonic() < ends_s:
@@ -151,22 +155,22 @@ def run_soak(
                     for sample in take_samples(system, time.monotonic() - began_s):
                         samples.append(sample)
                         journal.write(msgspec.json.encode(sample) + b"\n")
-                    _judge(load, expected, outcome)
+                    _count_verdicts(load, expected, outcome)
                     time.sleep(SAMPLE_EVERY_S)
-                name = next(turns)
+                name = next(cycled)
                 outcome.faults[name] = outcome.faults.get(name, 0) + 1
-                _strike(scene, name)
-                if outcome.faults[name] == 1 or name == FAULTS_IN_TURN[-1]:
-                    site.say(f"{(time.monotonic() - began_s) / 3600:.2f} h, {name}: {outcome.judgements}")
+                _apply_fault(context, name)
+                if outcome.faults[name] == 1 or name == FAULT_CYCLE[-1]:
+                    site.say(f"{(time.monotonic() - began_s) / 3600:.2f} h, {name}: {outcome.verdicts}")
         load.stop()
-        _judge(load, expected, outcome)
+        _count_verdicts(load, expected, outcome)
         outcome.held = wait_until_empty(system.not_at_rest, AT_REST_MAX_S)
         left = wait_until_empty(lambda: orphans(site.run), END_S)
         outcome.processes_left = [f"{process.name()} {process.pid}" for process in left]
     except Stopped:
         load.abandon()
         raise
-    except Exception as error:  # The samples so far are worth a report.
+    except Exception as error:  # The samples so far still go into a report.
         load.abandon()
         outcome.broken = f"{type(error).__name__}: {error}"
     finally:
@@ -176,24 +180,24 @@ def run_soak(
     return outcome, samples
 
 
-def _strike(scene: Scene, name: str) -> None:
+def _apply_fault(context: FaultContext, name: str) -> None:
     fault = fault_named(name)
-    fault.begin(scene)
+    fault.begin(context)
     time.sleep(fault.lasts_s)
-    fault.end(scene)
+    fault.end(context)
     if fault.target is not None:
-        engine = scene.engine(fault.target)
-        wait_until(lambda: engine.is_healthy() or engine.child.has_ended(), scene.system.start_s)
+        engine = context.engine(fault.target)
+        wait_until(lambda: engine.is_healthy() or engine.child.has_ended(), context.system.start_s)
 
 
-def _judge(load: Load, expected: Mapping[int, Answer], outcome: Outcome) -> None:
+def _count_verdicts(load: Load, expected: Mapping[int, Answer], outcome: Outcome) -> None:
     for answer in load.take():
-        judgement = judge_answer(answer, expected[answer.question])
-        outcome.judgements[judgement] = outcome.judgements.get(judgement, 0) + 1
+        verdict = verdict_on(answer, expected[answer.question])
+        outcome.verdicts[verdict] = outcome.verdicts.get(verdict, 0) + 1
 
 
 def take_samples(system: System, at_s: float) -> list[Sample]:
-    """An engine that does not answer just now has none."""
+    """Take a sample of the router and of each engine that answers."""
     found = []
     for name, engine in system.engines.items():
         try:
@@ -221,7 +225,7 @@ def _sample(name: str, pid: int, at_s: float, metrics: Mapping[tuple[str, str], 
 
 
 def plot(samples: Sequence[Sample], path: Path) -> None:
-    """Five curves by engine, one below the other."""
+    """Plot each sampled value over time, in one chart per value with one curve per process."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -249,9 +253,9 @@ def plot(samples: Sequence[Sample], path: Path) -> None:
 
 
 def write_soak_report(outcome: Outcome, samples: Sequence[Sample], *, machine: str, date: str) -> str:
-    """Markdown. `samples` give the table of first and last values."""
+    """Return the report in Markdown. `samples` give the table of first and last values."""
     verdict = "good" if not outcome.defects else "bad: " + "; ".join(outcome.defects)
-    counts = ", ".join(f"{number} {name}" for name, number in sorted(outcome.judgements.items()))
+    counts = ", ".join(f"{number} {name}" for name, number in sorted(outcome.verdicts.items()))
     faults = ", ".join(f"{number} {name}" for name, number in outcome.faults.items())
     lines = [
         "# Soak test",

@@ -1,12 +1,13 @@
-"""A network of hosts in one machine: a network namespace each, joined by a switch in user space.
+"""A network of hosts on one machine: a network namespace per host, joined by a switch in user space.
 
     namespace p0 [tun 10.77.0.2] <--\\
     namespace d0 [tun 10.77.0.4] <---> this process: reads IP packets, applies rules, writes them out
     namespace front [tun ...]    <--/
 
-`python -m chaos.switch CONTROL_SOCKET HOST...` makes the namespaces and holds them open; they end with it.
+`python -m chaos.switch CONTROL_SOCKET HOST...` creates the namespaces and keeps them open until it ends.
 Each line on the control socket is a JSON list of rules, which replaces all rules; the answer is a JSON list
-with the strikes of the rules before. A line `null` changes nothing and answers with the strikes of now.
+with the number of packets that each old rule affected. A line `null` keeps the rules and answers with the
+current numbers.
 """
 
 import ctypes
@@ -32,9 +33,9 @@ from chaos.rules import Rule, RuleBook
 
 SUBNET = "10.77.0"
 NETMASK = "255.255.255.0"
-MTU = 9000  # Large, because every packet costs Python some microseconds.
+MTU = 9000  # Large, because each packet costs Python some microseconds.
 PACKET_BYTES_MAX = 65535
-BURST = 32  # Packets read from one host before the next gets its turn.
+BURST = 32  # Packets read from one host before the next host is read.
 CLONE_NEWNET = 0x40000000
 _DEVICE = b"tun0"
 _TUNSETIFF = 0x400454CA
@@ -48,7 +49,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """`namespace` and `tun` are file descriptors: a handle of the namespace, and its device's far end."""
+    """One host. `namespace` and `tun` are file descriptors: of the namespace, and of its TUN device."""
 
     name: str
     address: str
@@ -57,12 +58,12 @@ class Host:
 
 
 def address_of(index: int) -> str:
-    """Of the host with this index in the order of the command line."""
+    """Return the address of the host with this index in the order of the command line."""
     return f"{SUBNET}.{index + 1}"
 
 
 def unshare(flags: int) -> None:
-    """Give the calling thread namespaces of its own. Raises OSError where that is refused."""
+    """Give the calling thread namespaces of its own. Raises OSError where that is not allowed."""
     if _libc.unshare(flags) != 0:
         raise OSError(ctypes.get_errno(), f"unshare({flags:#x}): {os.strerror(ctypes.get_errno())}")
 
@@ -74,7 +75,7 @@ def enter_namespace(descriptor: int) -> None:
 
 
 def make_host(name: str, address: str) -> Host:
-    """A namespace with a loopback and one TUN device. Raises OSError where namespaces or TUN are refused."""
+    """Create a namespace with a loopback and one TUN device. Raises OSError where either is not allowed."""
     made: list[Host] = []
     errors: list[OSError] = []
 
@@ -90,7 +91,8 @@ def make_host(name: str, address: str) -> Host:
         except OSError as error:
             errors.append(error)
 
-    thread = threading.Thread(target=make)  # Its namespace is its own; ours stays as it is.
+    # Only this thread changes its namespace; the process keeps its own.
+    thread = threading.Thread(target=make)
     thread.start()
     thread.join()
     if errors:
@@ -111,19 +113,19 @@ def _bring_up(device: bytes, address: str | None) -> None:
 
 
 class Switch:
-    """Forwards packets between hosts until the control socket's owner is gone."""
+    """Forwards packets between hosts until the process is ended."""
 
     def __init__(self, hosts: Sequence[Host], listener: socket.socket, book: RuleBook) -> None:
         self._by_address = {socket.inet_aton(host.address): host for host in hosts}
         self._listener = listener
         self._book = book
-        self._queue: list[tuple[float, int, int, bytes]] = []  # Due, order of arrival, tun, packet.
+        self._queue: list[tuple[float, int, int, bytes]] = []  # Due time, order of arrival, tun, packet.
         self._order = count()
         self._selector = selectors.DefaultSelector()
         for host in hosts:
             self._selector.register(host.tun, selectors.EVENT_READ, host)
         self._selector.register(listener, selectors.EVENT_READ, None)
-        self._unread: dict[socket.socket, bytes] = {}
+        self._partial_lines: dict[socket.socket, bytes] = {}
 
     def run(self) -> None:
         while True:
@@ -133,10 +135,10 @@ class Switch:
                     self._read_burst(key.data)
                 elif key.fileobj is self._listener:
                     caller, _ = self._listener.accept()
-                    self._unread[caller] = b""
+                    self._partial_lines[caller] = b""
                     self._selector.register(caller, selectors.EVENT_READ, None)
                 elif isinstance(key.fileobj, socket.socket):
-                    self._obey(key.fileobj)
+                    self._serve_control(key.fileobj)
             self._deliver_due()
 
     def _read_burst(self, host: Host) -> None:
@@ -146,7 +148,7 @@ class Switch:
             except BlockingIOError:
                 return
             if not is_ipv4(packet):
-                continue  # IPv6 neighbours are looked for on every device.
+                continue  # The kernel sends IPv6 neighbour discovery on every device.
             source = self._by_address.get(packet[SOURCE])
             target = self._by_address.get(packet[TARGET])
             if source is None or target is None:
@@ -165,21 +167,21 @@ class Switch:
             self._write(heapq.heappop(self._queue)[-1])
 
     def _write(self, packet: bytes) -> None:
-        """To the host that the header names: a reset also goes to the packet's source."""
+        """Write to the host that the header names, since a reset also goes to the packet's source."""
         host = self._by_address[packet[TARGET]]
         try:
             os.write(host.tun, packet)
-        except OSError as error:  # The device's queue is full: a lost packet, as on a wire.
+        except OSError as error:  # The device's queue is full: the packet is lost, as on a wire.
             print(f"switch: lost a packet for {host.name}: {error}", file=sys.stderr)
 
-    def _obey(self, caller: socket.socket) -> None:
+    def _serve_control(self, caller: socket.socket) -> None:
         received = caller.recv(1 << 16)
         if not received:
             self._selector.unregister(caller)
-            del self._unread[caller]
+            del self._partial_lines[caller]
             caller.close()
             return
-        *lines, self._unread[caller] = (self._unread[caller] + received).split(b"\n")
+        *lines, self._partial_lines[caller] = (self._partial_lines[caller] + received).split(b"\n")
         for line in lines:
             rules = msgspec.json.decode(line, type=list[Rule] | None)
             strikes = self._book.strikes
@@ -191,7 +193,8 @@ class Switch:
 def main(control_path: Path, names: Sequence[str]) -> None:
     hosts = [make_host(name, address_of(index)) for index, name in enumerate(names)]
     with socket.socket(socket.AF_UNIX) as listener:
-        # The path appears only when the network is complete: its first line names the namespaces.
+        # The socket's path appears only when the network is complete and the file with the namespaces is
+        # written.
         making = control_path.with_suffix(".making")
         listener.bind(str(making))
         listener.listen()

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.cli.processes import Child, Fleet
 from baton.core.errors import BatonError
 from chaos.disk import Disk, Layer, build_layer
-from chaos.modes import ENGINES, NUM_BLOCKS, SERVERS, Kind, Mode, Place, Server
+from chaos.modes import ENGINE_PROGRAMS, ENGINES, NUM_BLOCKS, EngineProgram, Kind, Mode, Placement
 from chaos.network import Network
 from chaos.questions import MODEL_NAME
 from chaos.rules import FRONT, HTTP_PORT
@@ -26,10 +26,10 @@ from chaos.rules import FRONT, HTTP_PORT
 HOSTS = (FRONT, *ENGINES)
 ROUTER_PORT = 8000
 SINGLE_PORT = 8001
-END_S = 30.0  # Within this, nothing of a process that ended is left. It takes 2 s on a quiet machine.
+END_S = 30.0  # Time limit for an ended process to leave nothing. It takes 2 s on a quiet machine.
 LOOK_EVERY_S = 0.05
 PROBE_S = 10.0
-RUN_MARK = "CHAOS_RUN"  # In the environment of everything that a run starts.
+RUN_MARK = "CHAOS_RUN"  # Environment variable of every process that a run starts.
 SHARED_MEMORY = Path("/dev/shm")
 
 BLOCKS_IN_USE = "kv_cache_usage_perc"
@@ -41,21 +41,21 @@ AT_REST = (
     "num_requests_delayed_free",
     BLOCKS_IN_USE,
 )
-# One token, so that an engine takes a step and counts anew.
-NUDGE = {"model": MODEL_NAME, "prompt": [300], "max_tokens": 1}
-NUDGE_S = 30.0
+# One token, so that an idle engine takes a step and updates its metrics.
+PROBE_REQUEST = {"model": MODEL_NAME, "prompt": [300], "max_tokens": 1}
+PROBE_REQUEST_S = 30.0
 
 
 class SystemFailed(BatonError):
-    """The system could not be brought to where a cell can begin."""
+    """The system could not be brought to a state where a cell can begin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What a fault needs of the system from its start."""
+    """What a fault needs from the system's start."""
 
     num_blocks: int = NUM_BLOCKS
-    options: tuple[str, ...] = ()  # Of all engines, for `baton serve`.
+    options: tuple[str, ...] = ()  # Options of `baton serve` for all engines.
     has_layer: bool = False  # The engines run with the fault layer.
 
 
@@ -63,7 +63,7 @@ PLAIN = Variant()
 
 
 def wait_until(is_reached: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether it is reached in time."""
+    """Return whether the condition is reached in time."""
     deadline_s = time.monotonic() + timeout_s
     while not is_reached():
         if time.monotonic() > deadline_s:
@@ -73,7 +73,7 @@ def wait_until(is_reached: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def wait_until_empty(look: Callable[[], list[T]], timeout_s: float) -> list[T]:
-    """What the last look found: empty if that came in time."""
+    """Call `look` until it returns an empty list or time is up. Returns its last result."""
     found: list[T] = []
 
     def is_empty() -> bool:
@@ -85,12 +85,12 @@ def wait_until_empty(look: Callable[[], list[T]], timeout_s: float) -> list[T]:
     return found
 
 
-class Engine:
-    """One `baton serve`. It may be started again after its end, on the same host and port."""
+class EngineProcess:
+    """One engine process. It can be started again after its end, on the same host and port."""
 
-    def __init__(self, name: str, server: Server, url: str, launch: Callable[[], Child]) -> None:
+    def __init__(self, name: str, program: EngineProgram, url: str, launch: Callable[[], Child]) -> None:
         self.name = name
-        self._server = server
+        self._program = program
         self.url = url
         self._launch = launch
         self.child = launch()
@@ -106,7 +106,10 @@ class Engine:
             return False
 
     def samples(self) -> dict[tuple[str, str], float]:
-        """By metric's name and the label `peer`, summed over all others. Raises httpx.HTTPError."""
+        """Return metric values by name and `peer` label, summed over other labels.
+
+        Raises httpx.HTTPError.
+        """
         text = self._client.get("/metrics").raise_for_status().text
         sums: dict[tuple[str, str], float] = {}
         for family in text_string_to_metric_families(text):
@@ -116,7 +119,7 @@ class Engine:
         return sums
 
     def num_tokens(self) -> float:
-        """Tokens generated since its start; -1 while it does not answer."""
+        """Return the tokens generated since its start; -1 if it does not answer."""
         try:
             return self.samples().get(("generation_tokens_total", ""), 0.0)
         except httpx.HTTPError:
@@ -124,8 +127,8 @@ class Engine:
 
     def not_at_rest(self) -> list[str]:
         try:
-            if self._server.is_silent_at_rest:
-                self._client.post("/v1/completions", json=NUDGE, timeout=NUDGE_S)
+            if self._program.is_silent_at_rest:
+                self._client.post("/v1/completions", json=PROBE_REQUEST, timeout=PROBE_REQUEST_S)
             samples = self.samples()
         except httpx.HTTPError as error:
             return [f"{self.name} does not answer: {type(error).__name__}"]
@@ -133,7 +136,7 @@ class Engine:
         return [
             f"{self.name} {name}={value:g}"
             for name, value in values.items()
-            if value > (self._server.used_at_rest if name == BLOCKS_IN_USE else 0)
+            if value > (self._program.used_at_rest if name == BLOCKS_IN_USE else 0)
         ]
 
     def processes(self) -> list[psutil.Process]:
@@ -144,19 +147,22 @@ class Engine:
         return [process for process in self.processes() if process.name().startswith(prefix)]
 
     def send(self, number: signal.Signals) -> None:
-        """To all its processes, one by one."""
+        """Send a signal to all its processes, one by one."""
         for process in self.processes():
             process.send_signal(number)
 
     def restart(self, ends_within_s: float) -> None:
-        """Waits for its end, and starts it again on the same port. Raises SystemFailed."""
+        """Wait for its end and start it again on the same port. Raises SystemFailed."""
         if not wait_until(self.child.has_ended, ends_within_s):
             raise SystemFailed(f"{self.name} has not ended after {ends_within_s:g} s")
         self.child = self._launch()
 
 
 class System:
-    """Starts everything; raises ChildDied or StartTimeout. Its owner calls `stop`."""
+    """A running system. Its owner calls `stop`.
+
+    Raises ChildDied or StartTimeout if a process does not start.
+    """
 
     def __init__(
         self, mode: Mode, variant: Variant, *, model: Path, network: Network, folder: Path, may_mount: bool
@@ -174,17 +180,17 @@ class System:
                 self.layers[name] = Layer(path, library=library, folder=self.disk.folder)
         self._model = model
         self._variant = variant
-        self._server = SERVERS[mode.kind]
-        self.start_s = self._server.start_s
+        self._program = ENGINE_PROGRAMS[mode.kind]
+        self.start_s = self._program.start_s
         self._fleet = Fleet(folder / "logs")
         self._env = {
             "BATON_SECRET": secrets.token_hex(32),
             "TMPDIR": str(self.files),
-            **self._server.environment,
+            **self._program.environment,
         }
         self._num_starts = 0
         self.router_url = f"http://{network.addresses[FRONT]}:{ROUTER_PORT}"
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, EngineProcess] = {}
         try:
             for name in mode.engines:
                 self.engines[name] = self._make_engine(name)
@@ -192,7 +198,7 @@ class System:
             engines = self.engines.values()
             urls = {engine.child: f"{engine.url}/health" for engine in engines}
             urls[self.router] = f"{self.router_url}/health"
-            self._fleet.wait_ready(urls, timeout_s=self._server.start_s)
+            self._fleet.wait_ready(urls, timeout_s=self._program.start_s)
         except BaseException:
             self.stop()
             raise
@@ -203,11 +209,11 @@ class System:
         self._fleet.stop()
         self.disk.close()
 
-    def _make_engine(self, name: str) -> Engine:
+    def _make_engine(self, name: str) -> EngineProcess:
         address = self.network.addresses[name]
-        place = Place(name, address, self.network.port_offset, self.disk.folder)
-        command = [*self.mode.command(self._model, place, self._variant.num_blocks)]
-        command += ["--host", address, "--port", str(HTTP_PORT + place.port_offset)]
+        placement = Placement(name, address, self.network.port_offset, self.disk.folder)
+        command = [*self.mode.command(self._model, placement, self._variant.num_blocks)]
+        command += ["--host", address, "--port", str(HTTP_PORT + placement.port_offset)]
         command += self._variant.options
         env = {**self._env, **(self.layers[name].env if self.layers else {})}
 
@@ -218,7 +224,7 @@ class System:
             log_name = f"{self._num_starts:02}-{name}"
             return self._fleet.start(log_name, self.network.command_on(name, command), env=env)
 
-        return Engine(name, self._server, f"http://{address}:{HTTP_PORT}", launch)
+        return EngineProcess(name, self._program, f"http://{address}:{HTTP_PORT}", launch)
 
     def _start_router(self) -> Child:
         command = [sys.executable, "-m", "baton.cli", "route", "--host", self.network.addresses[FRONT]]
@@ -230,7 +236,7 @@ class System:
         return self._fleet.start("router", command, env=self._env)
 
     def num_handed_over(self) -> dict[str, float]:
-        """Bytes that D has read from P, by "p0>d0"; 0 while D does not answer."""
+        """Return the bytes that D has read from P, by "p0>d0"; 0 if D does not answer."""
         handed: dict[str, float] = {}
         for decode in self.mode.decode:
             try:
@@ -242,24 +248,24 @@ class System:
         return handed
 
     def not_at_rest(self) -> list[str]:
-        """What is still held, by engine; empty when all pools are whole."""
+        """Describe what each engine still holds; empty when all blocks are free."""
         return [held for engine in self.engines.values() for held in engine.not_at_rest()]
 
     def num_files(self) -> int:
-        """Temporary files and shared memory of all that runs here; 0 where engines leave some anyway."""
-        if self._server.leaves_files:
+        """Count temporary files and shared memory of all processes; 0 if engines leave some by themselves."""
+        if self._program.leaves_files:
             return 0
         folders = (self.files, SHARED_MEMORY)
         return sum(len(files) for folder in folders for _, _, files in os.walk(folder))
 
     def ended(self) -> list[str]:
-        """Processes that have ended and should not have."""
+        """Return the names of processes that ended unexpectedly."""
         engines = [name for name, engine in self.engines.items() if engine.child.has_ended()]
         return [*engines, *(["router"] if self.router.has_ended() else [])]
 
 
 def orphans(run: str) -> list[psutil.Process]:
-    """Processes of this run that are nobody's children any more."""
+    """Return processes of this run that are not descendants of this process any more."""
     ours = {process.pid for process in psutil.Process().children(recursive=True)}
     found = []
     for process in psutil.process_iter():
@@ -274,11 +280,11 @@ def orphans(run: str) -> list[psutil.Process]:
 
 @contextmanager
 def single_engine(kind: Kind, model: Path, *, host: str, folder: Path) -> Iterator[str]:
-    """The engine that answers are compared with: alone, without a connector. Yields its URL."""
-    server = SERVERS[kind]
-    command = [*server.command(model, NUM_BLOCKS), "--host", host, "--port", str(SINGLE_PORT)]
+    """Start the engine that answers are compared with: alone, without a connector. Yields its URL."""
+    program = ENGINE_PROGRAMS[kind]
+    command = [*program.command(model, NUM_BLOCKS), "--host", host, "--port", str(SINGLE_PORT)]
     url = f"http://{host}:{SINGLE_PORT}"
     with Fleet(folder) as fleet:
-        child = fleet.start(f"single-{kind}", command, env=server.environment)
-        fleet.wait_ready({child: f"{url}/health"}, timeout_s=server.start_s)
+        child = fleet.start(f"single-{kind}", command, env=program.environment)
+        fleet.wait_ready({child: f"{url}/health"}, timeout_s=program.start_s)
         yield url

@@ -1,4 +1,4 @@
-"""Faults of the shared folder, and the layer inside a process."""
+"""Faults of the shared folder, and the fault layer inside a process."""
 
 import os
 import random
@@ -13,7 +13,7 @@ import pytest
 from chaos.disk import Disk, Layer, build_layer
 
 CONTENT = bytes(range(256))
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 HOUR_S = 3600
 DELAY_S = 0.2
 
@@ -26,21 +26,21 @@ def disk(tmp_path: Path) -> Disk:
     return disk
 
 
-def test_corruption_flips_one_bit_truncates_or_spares(disk: Disk) -> None:
+def test_corruption_flips_one_bit_truncates_or_changes_nothing(disk: Disk) -> None:
     disk.corrupt(random.Random(0))
     contents = [path.read_bytes() for path in disk.files()]
-    spared = sum(content == CONTENT for content in contents)
+    unchanged = sum(content == CONTENT for content in contents)
     shorter = sum(len(content) < len(CONTENT) for content in contents)
     flipped = sum(
         sum((x ^ y).bit_count() for x, y in zip(content, CONTENT, strict=True)) == 1
         for content in contents
         if len(content) == len(CONTENT)
     )
-    assert min(spared, shorter, flipped) > 0
-    assert spared + shorter + flipped == len(contents) == 40
+    assert min(unchanged, shorter, flipped) > 0
+    assert unchanged + shorter + flipped == len(contents) == 40
 
 
-def test_fifos_come_and_go(disk: Disk) -> None:
+def test_fifos_replace_files_and_are_removed(disk: Disk) -> None:
     disk.put_fifos(random.Random(0))
     fifos = [path for path in disk.folder.iterdir() if path.is_fifo()]
     assert 5 < len(fifos) < 35
@@ -54,7 +54,7 @@ def test_fifos_come_and_go(disk: Disk) -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
-def test_the_layer_steps_the_clock_and_hangs_files_under_its_folder_only(tmp_path: Path) -> None:
+def test_the_layer_steps_the_clock_and_hangs_calls_on_files_in_its_folder_only(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     folder.mkdir()
     layer = Layer(tmp_path / "control", library=build_layer(tmp_path), folder=folder)
@@ -76,10 +76,10 @@ for path in sys.argv[1:]:
     ) as process:
         assert process.stdout is not None
         _, now = process.stdout.readline().split()
-        assert abs(float(now) - time.time() - HOUR_S) < PATIENCE_S
+        assert abs(float(now) - time.time() - HOUR_S) < TIMEOUT_S
         assert not inside.exists()
-        layer.set(delay_s=DELAY_S)  # For the rest of what hung, too.
+        layer.set(delay_s=DELAY_S)  # Also for the call that hung.
         took_s, now = process.stdout.readline().split()
     assert float(took_s) >= DELAY_S
-    assert abs(float(now) - time.time()) < PATIENCE_S
+    assert abs(float(now) - time.time()) < TIMEOUT_S
     assert inside.exists()

@@ -1,4 +1,4 @@
-"""The network faults as rules: who they strike, and that their end takes all rules away."""
+"""The rules of network faults: the packets that they affect, and their removal at the end of the fault."""
 
 import random
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from chaos.faults import FAULTS, Fault, Scene, fault_named
+from chaos.faults import FAULTS, Fault, FaultContext, fault_named
 from chaos.load import Load
 from chaos.modes import DECODE, PREFILL
 from chaos.rules import FRONT, Rule, RuleBook
@@ -35,15 +35,15 @@ class NetworkOnly:
 
 def rules_of(fault: Fault) -> Sequence[Rule]:
     network = RecordingNetwork()
-    scene = Scene(cast(System, NetworkOnly(network)), cast(Load, None), random.Random(0))
-    fault.begin(scene)
-    fault.end(scene)
+    context = FaultContext(cast(System, NetworkOnly(network)), cast(Load, None), random.Random(0))
+    fault.begin(context)
+    fault.end(context)
     rules, none = network.rules
     assert none == ()
     return rules
 
 
-def is_struck(fault: Fault, source: str, target: str) -> bool:
+def is_affected(fault: Fault, source: str, target: str) -> bool:
     book = RuleBook(random.Random(0))
     book.replace(rules_of(fault))
     for index in range(NUM_TRIES):
@@ -52,7 +52,7 @@ def is_struck(fault: Fault, source: str, target: str) -> bool:
 
 
 @pytest.mark.parametrize("fault", NETWORK, ids=lambda fault: fault.name)
-def test_a_network_fault_has_rules_which_its_end_takes_away(fault: Fault) -> None:
+def test_a_network_fault_sets_rules_and_removes_them_at_its_end(fault: Fault) -> None:
     assert rules_of(fault)
 
 
@@ -65,23 +65,23 @@ def test_a_network_fault_has_rules_which_its_end_takes_away(fault: Fault) -> Non
         ("cut-to-p", True, False),
         ("partition", True, True),
         ("reset", True, True),
-        ("corrupt-control", False, False),  # This packet is of a data connection.
+        ("corrupt-control", False, False),  # The test packet belongs to a data connection.
     ],
 )
-def test_faults_between_engines_strike_every_pair_in_their_direction_only(
+def test_faults_between_engines_affect_every_pair_in_their_direction_only(
     name: str, to_prefill: bool, to_decode: bool
 ) -> None:
     fault = fault_named(name)
     for prefill in PREFILL:
         for decode in DECODE:
-            assert is_struck(fault, decode, prefill) == to_prefill
-            assert is_struck(fault, prefill, decode) == to_decode
-        assert not is_struck(fault, FRONT, prefill)
+            assert is_affected(fault, decode, prefill) == to_prefill
+            assert is_affected(fault, prefill, decode) == to_decode
+        assert not is_affected(fault, FRONT, prefill)
 
 
-def test_a_router_that_is_cut_off_one_engine_reaches_the_others() -> None:
+def test_a_router_that_is_cut_off_from_one_engine_reaches_the_others() -> None:
     fault = fault_named("partition-router")
-    assert is_struck(fault, FRONT, "p0")
-    assert is_struck(fault, "p0", FRONT)
-    assert not is_struck(fault, FRONT, "p1")
-    assert not is_struck(fault, "d0", "p0")
+    assert is_affected(fault, FRONT, "p0")
+    assert is_affected(fault, "p0", FRONT)
+    assert not is_affected(fault, FRONT, "p1")
+    assert not is_affected(fault, "d0", "p0")

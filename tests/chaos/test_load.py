@@ -1,4 +1,4 @@
-"""The load against a small server that answers, errs, cuts and hangs."""
+"""The load on a small server that answers, fails, cuts connections and hangs."""
 
 import socketserver
 import threading
@@ -11,14 +11,14 @@ from chaos.load import Load, ask_all
 from chaos.questions import make_questions
 
 QUESTIONS = make_questions(12)
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 NUM_CLIENTS = 3
 WHOLE = b'{"choices": [{"text": "a", "token_ids": [1]}]}'
 STREAM = b'data: {"choices": [{"text": "a", "token_ids": [1]}]}\n\ndata: [DONE]\n\n'
 
 
 class Server(ThreadingHTTPServer):
-    """`mode` decides how requests end; set from the test."""
+    """An HTTP server. A test sets `mode`, which decides how requests end."""
 
     daemon_threads = True
     mode = "right"
@@ -35,13 +35,16 @@ class Server(ThreadingHTTPServer):
             self._received.notify_all()
 
     def wait_for_answers(self, count: int) -> None:
-        """Until so many requests that come from now on have ended: a client has one at a time."""
+        """Wait until `count` requests that arrive from now on have ended.
+
+        Each client has one open request at a time.
+        """
         with self._received:
             wanted = self._num_received + count + NUM_CLIENTS
-            assert self._received.wait_for(lambda: self._num_received >= wanted, PATIENCE_S)
+            assert self._received.wait_for(lambda: self._num_received >= wanted, TIMEOUT_S)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that leave are no errors."""
+        """Ignore errors of clients that disconnect."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -52,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
         is_streamed = b'"stream":true' in body.replace(b" ", b"")
         content = STREAM if is_streamed else WHOLE
         if self.server.mode == "hang":
-            self.server.is_closing.wait(PATIENCE_S)
+            self.server.is_closing.wait(TIMEOUT_S)
         if self.server.mode == "error":
             content = b'{"error": {"message": "no engine"}}'
         self.send_response(503 if self.server.mode == "error" else 200)
@@ -61,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content[:20] if self.server.mode == "cut" else content)
 
     def log_message(self, *arguments: object) -> None:
-        """Silent."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -79,17 +82,17 @@ def url_of(server: socketserver.TCPServer) -> str:
     return f"http://127.0.0.1:{server.server_address[1]}"
 
 
-def load_on(server: Server, *, hang_s: float = PATIENCE_S) -> Load:
+def load_on(server: Server, *, hang_s: float = TIMEOUT_S) -> Load:
     return Load(url_of(server), QUESTIONS, num_clients=NUM_CLIENTS, hang_s=hang_s)
 
 
 def test_every_question_is_answered_once(server: Server) -> None:
-    answers = ask_all(url_of(server), QUESTIONS, num_at_once=4, hang_s=PATIENCE_S)
+    answers = ask_all(url_of(server), QUESTIONS, num_at_once=4, hang_s=TIMEOUT_S)
     assert sorted(answers) == list(range(12))
     assert all(answer.is_complete and answer.token_ids == [1] for answer in answers.values())
 
 
-def test_a_load_goes_on_until_it_is_stopped_and_gives_all_answers(server: Server) -> None:
+def test_a_load_runs_until_it_is_stopped_and_returns_all_answers(server: Server) -> None:
     load = load_on(server)
     load.start()
     server.wait_for_answers(20)
@@ -102,7 +105,7 @@ def test_a_load_goes_on_until_it_is_stopped_and_gives_all_answers(server: Server
 
 
 @pytest.mark.parametrize(("mode", "field"), [("error", "error"), ("cut", "failure")])
-def test_errors_and_cuts_are_told_apart(server: Server, mode: str, field: str) -> None:
+def test_errors_and_cut_connections_are_distinguished(server: Server, mode: str, field: str) -> None:
     server.mode = mode
     load = load_on(server)
     load.start()
@@ -110,7 +113,7 @@ def test_errors_and_cuts_are_told_apart(server: Server, mode: str, field: str) -
     assert all(getattr(answer, field) and not answer.is_complete for answer in load.stop())
 
 
-def test_a_request_without_an_end_is_hung(server: Server) -> None:
+def test_an_unfinished_request_is_hung(server: Server) -> None:
     server.mode = "hang"
     load = load_on(server, hang_s=0.1)
     load.start()

@@ -1,4 +1,4 @@
-"""Packets that the switch changes are still what a kernel accepts."""
+"""Tests that a kernel would accept the packets that the switch changes."""
 
 import struct
 
@@ -11,26 +11,26 @@ from chaos.packets import (
     TARGET,
     TCP,
     checksum,
+    fix_tcp_checksum,
     flip_bit,
-    mend_tcp_checksum,
     parse_segment,
     resets_for,
 )
 
 
 def make_packet(payload: bytes, *, options: bytes = b"", protocol: int = TCP, fragment: int = 0) -> bytes:
-    """From 10.0.0.1:40000 to 10.0.0.2:9000, with right checksums."""
+    """Return a packet from 10.0.0.1:40000 to 10.0.0.2:9000 with valid checksums."""
     tcp = struct.pack(">HHIIBBHHH", 40000, 9000, 1000, 2000, (5 + len(options) // 4) << 4, 0x18, 100, 0, 0)
     total = 20 + len(tcp) + len(options) + len(payload)
     header = struct.pack(">BBHHHBBH", 0x45, 0, total, 7, fragment, 64, protocol, 0)
     packet = bytearray(header + bytes((10, 0, 0, 1, 10, 0, 0, 2)) + tcp + options + payload)
     if (segment := parse_segment(packet)) is not None:
-        mend_tcp_checksum(packet, segment)
+        fix_tcp_checksum(packet, segment)
     return bytes(packet)
 
 
 def has_right_checksum(packet: bytes) -> bool:
-    """As a receiver computes it: over everything, the checksum too."""
+    """Check as a receiver does: compute the checksum over all bytes, with the checksum itself."""
     tcp = packet[20:]
     return checksum(packet[ADDRESSES] + struct.pack(">BBH", 0, TCP, len(tcp)) + tcp) == 0
 

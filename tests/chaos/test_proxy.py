@@ -1,4 +1,4 @@
-"""Proxies in front of an echo server: what stands in for the switch where namespaces are refused."""
+"""Tests of the proxies, which replace the switch where namespaces are refused, with an echo server."""
 
 import socket
 import threading
@@ -9,11 +9,11 @@ import pytest
 
 from baton.cli.processes import Fleet
 from chaos.network import Network, Proxied
-from chaos.proxy import BEHIND, Route
+from chaos.proxy import ENGINE_PORT_OFFSET, Route
 from chaos.rules import DATA_PORT, FRONT, HTTP_PORT, Rule
 
 SENT = bytes(range(256)) * 400
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def echo_server(address: str, port: int) -> Iterator[None]:
         yield
     finally:
         listener.shutdown(socket.SHUT_RDWR)
-        thread.join(PATIENCE_S)
+        thread.join(TIMEOUT_S)
         listener.close()
 
 
@@ -48,11 +48,14 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     folder = tmp_path_factory.mktemp("proxies")
     with Fleet(folder) as fleet, Proxied(fleet, folder, (FRONT, "p0")) as network:
         address = network.addresses["p0"]
-        with echo_server(address, DATA_PORT + BEHIND), echo_server(address, HTTP_PORT + BEHIND):
+        with (
+            echo_server(address, DATA_PORT + ENGINE_PORT_OFFSET),
+            echo_server(address, HTTP_PORT + ENGINE_PORT_OFFSET),
+        ):
             yield network
 
 
-def ask(network: Network, port: int = DATA_PORT, timeout_s: float = PATIENCE_S) -> bytes:
+def ask(network: Network, port: int = DATA_PORT, timeout_s: float = TIMEOUT_S) -> bytes:
     with socket.create_connection((network.addresses["p0"], port), timeout=timeout_s) as sock:
         sock.sendall(SENT)
         got = b""
@@ -66,7 +69,7 @@ def ask(network: Network, port: int = DATA_PORT, timeout_s: float = PATIENCE_S) 
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_what_rules_do_to_a_stream(network: Network) -> None:
+def test_rules_corrupt_reset_and_stall_a_stream(network: Network) -> None:
     assert ask(network) == SENT
     network.replace_rules([Rule(source="d0", target="p0", corrupt=1.0)])
     got = ask(network)
@@ -90,13 +93,13 @@ def test_an_engine_that_does_not_listen_resets_its_callers(network: Network) -> 
         ask(network, DATA_PORT + 1)
 
 
-def test_rules_hold_in_their_direction_and_for_their_channel() -> None:
+def test_rules_apply_to_their_direction_and_channel_only() -> None:
     inward = Route("p0", "data", is_inward=True)
     outward = Route("p0", "data", is_inward=False)
     http = Route("p0", "http", is_inward=True)
     rule = Rule(source="d0", target="p0", loss=1.0)
-    assert [route.obeys(rule) for route in (inward, outward, http)] == [True, False, False]
+    assert [route.matches(rule) for route in (inward, outward, http)] == [True, False, False]
     rule = Rule(source="p0", target="d0", channel="control")
-    assert [route.obeys(rule) for route in (inward, outward, http)] == [False, False, False]
+    assert [route.matches(rule) for route in (inward, outward, http)] == [False, False, False]
     rule = Rule(source=FRONT, target="p0")
-    assert [route.obeys(rule) for route in (inward, outward, http)] == [False, False, True]
+    assert [route.matches(rule) for route in (inward, outward, http)] == [False, False, True]

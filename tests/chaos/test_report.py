@@ -1,4 +1,4 @@
-"""Plan, journal and report of the matrix: no process, no clock."""
+"""Plan, journal and report of the matrix, without processes or a clock."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -8,7 +8,6 @@ import pytest
 
 from chaos.cell import Record
 from chaos.faults import FAULTS
-from chaos.judge import Counts
 from chaos.matrix import (
     QUICK,
     Shard,
@@ -19,6 +18,7 @@ from chaos.matrix import (
 )
 from chaos.modes import MODES
 from chaos.report import write_report
+from chaos.verdicts import Counts
 
 COUNTS = Counts(
     requests=10,
@@ -45,13 +45,13 @@ def report(*records: Record) -> str:
     return write_report(records, machine="2 cores", date="2026-01-01")
 
 
-def test_names_are_unique_and_the_quick_form_names_cells_that_exist() -> None:
+def test_names_are_unique_and_the_quick_run_lists_existing_cells() -> None:
     assert len({mode.name for mode in MODES}) == len(MODES)
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     assert {(mode.name, fault.name) for mode, fault in plan_cells(quick=True)} == set(QUICK)
 
 
-def test_faults_run_only_where_what_they_need_is() -> None:
+def test_faults_run_only_in_modes_that_meet_their_needs() -> None:
     cells = {(mode.name, fault.name) for mode, fault in plan_cells()}
     assert ("pull", "partition") in cells
     assert ("local", "partition") not in cells
@@ -60,7 +60,7 @@ def test_faults_run_only_where_what_they_need_is() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_shards_part_the_cells(count: int) -> None:
+def test_shards_partition_the_cells(count: int) -> None:
     parts = [plan_cells(shard=Shard(index + 1, count)) for index in range(count)]
     assert [cell for part in parts for cell in part] == plan_cells()
 
@@ -71,7 +71,7 @@ def test_cells_that_share_a_system_follow_each_other() -> None:
     assert changes == len(set(keys)) - 1
 
 
-def test_a_journal_resumes_and_forgets_other_commits(tmp_path: Path) -> None:
+def test_a_journal_resumes_a_run_and_ignores_other_commits(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     assert read_journal(path) == []
     written = [record(), record(fault="none", commit="old"), record(fault="reset", skipped="refused")]
@@ -98,7 +98,7 @@ def test_a_journal_resumes_and_forgets_other_commits(tmp_path: Path) -> None:
         ({"broken": "the switch has ended"}, "broken"),
     ],
 )
-def test_what_must_not_be_is_a_defect_and_stands_in_the_report(fields: dict[str, object], word: str) -> None:
+def test_a_defect_is_in_the_record_and_the_report(fields: dict[str, object], word: str) -> None:
     bad = record(**fields)
     assert len(bad.defects) == 1
     assert word in bad.defects[0]
@@ -114,11 +114,11 @@ def test_the_last_record_of_a_cell_counts() -> None:
     assert "1 cells, 10 requests: 9 right, 1 clear errors" in text
 
 
-def test_missed_goals_are_listed_and_make_no_cell_bad() -> None:
+def test_missed_goals_are_listed_and_are_not_defects() -> None:
     slow = record(counts=msgspec.structs.replace(COUNTS, longest_wait_s=61.0), serves_again_s=5.0, strikes=0)
     text = report(slow)
     assert slow.defects == []
-    for words in ("waited 61.0 s", "served 5.0 s after", "struck no packet"):
+    for words in ("waited 61.0 s", "served 5.0 s after", "affected no packet"):
         assert words in text
 
 
@@ -127,7 +127,7 @@ def test_messages_of_clear_errors_are_listed() -> None:
     assert "* pull, kill-p: no decode engine is up" in text
 
 
-def test_a_cell_that_was_not_run_says_why() -> None:
+def test_a_cell_that_was_not_run_is_reported_with_the_reason() -> None:
     text = report(record(fault="loss", counts=None, skipped="namespaces are refused"), record())
     assert "| loss | - |" in text
     assert "* loss: not run; namespaces are refused" in text

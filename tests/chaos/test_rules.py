@@ -1,4 +1,4 @@
-"""What rules do to packets: dice and time are given."""
+"""Effects of rules on packets, with fixed random numbers and times."""
 
 import random
 from collections import Counter
@@ -25,20 +25,20 @@ def test_without_a_rule_that_matches_packets_leave_at_once_and_unchanged() -> No
     assert rules.strikes == [0, 0]
 
 
-def test_a_cut_is_one_way() -> None:
+def test_a_cut_affects_one_direction() -> None:
     rules = book(Rule(source="a", target="b", loss=1.0))
     assert rules.decide(PACKET, "a", "b", 0.0) == []
     assert len(rules.decide(PACKET, "b", "a", 0.0)) == 1
     assert rules.strikes == [1]
 
 
-def test_shares_are_probabilities_a_packet() -> None:
+def test_shares_are_probabilities_per_packet() -> None:
     rules = book(Rule(loss=0.1, duplicate=0.2, reorder=0.3))
-    fates = [rules.decide(PACKET, "a", "b", 0.0) for _ in range(NUM_TRIES)]
-    copies = Counter(len(deliveries) for deliveries in fates)
+    outcomes = [rules.decide(PACKET, "a", "b", 0.0) for _ in range(NUM_TRIES)]
+    copies = Counter(len(deliveries) for deliveries in outcomes)
     assert abs(copies[0] / NUM_TRIES - 0.1) < 0.03
     assert abs(copies[2] / NUM_TRIES - 0.18) < 0.03
-    late = sum(bool(deliveries) and deliveries[0].due_s == REORDER_S for deliveries in fates)
+    late = sum(bool(deliveries) and deliveries[0].due_s == REORDER_S for deliveries in outcomes)
     assert abs(late / NUM_TRIES - 0.27) < 0.03
 
 
@@ -50,7 +50,7 @@ def test_delay_and_jitter_add_up() -> None:
     assert len(set(dues)) > 50
 
 
-def test_a_rate_lets_through_its_bytes_and_drops_what_would_wait_too_long() -> None:
+def test_a_rate_limit_delays_packets_and_drops_those_that_would_wait_too_long() -> None:
     rate = 10.0 * len(PACKET)
     rules = book(Rule(rate_bytes_s=rate))
     dues = [d.due_s for _ in range(100) for d in rules.decide(PACKET, "a", "b", 0.0)]
@@ -60,7 +60,7 @@ def test_a_rate_lets_through_its_bytes_and_drops_what_would_wait_too_long() -> N
     assert dues[-1] <= QUEUE_MAX_S + 2 / 10
 
 
-def test_corruption_flips_one_bit_of_the_payload_and_leaves_bare_acknowledgements_alone() -> None:
+def test_corruption_flips_one_bit_of_the_payload_and_never_changes_bare_acknowledgements() -> None:
     rules = book(Rule(corrupt=1.0))
     for _ in range(200):
         [delivery] = rules.decide(PACKET, "a", "b", 0.0)
@@ -73,14 +73,14 @@ def test_corruption_flips_one_bit_of_the_payload_and_leaves_bare_acknowledgement
     assert rules.strikes == [200]
 
 
-def test_a_reset_takes_the_packets_place_at_both_ends() -> None:
+def test_a_reset_replaces_the_packet_at_both_ends() -> None:
     rules = book(Rule(reset=1.0))
     deliveries = rules.decide(PACKET, "a", "b", 0.0)
     assert len(deliveries) == 2
     assert PACKET not in [delivery.packet for delivery in deliveries]
 
 
-def test_channels_go_by_ports() -> None:
+def test_a_channel_follows_from_the_ports() -> None:
     segment = parse_segment(PACKET)
     assert segment is not None
     assert channel_of(segment) == "data"

@@ -1,4 +1,4 @@
-"""The verdict of a soak run, from samples that are given."""
+"""Verdicts and the report of a soak run, from given samples."""
 
 import msgspec
 import pytest
@@ -26,17 +26,17 @@ def test_steady_growth_is_a_defect(what: str) -> None:
     assert defect.startswith(f"p1: {what} grew")
 
 
-def test_growth_in_the_first_quarter_is_warming_up() -> None:
+def test_growth_in_the_first_quarter_is_no_defect() -> None:
     samples = [sample(index, rss_mib=min(900.0, 100.0 + 9 * index)) for index in range(NUM_SAMPLES)]
     assert growth_defects(samples) == []
 
 
-def test_peaks_are_no_growth() -> None:
+def test_short_peaks_are_no_defect() -> None:
     samples = [sample(index, descriptors=900 if index % 20 == 0 else 40) for index in range(NUM_SAMPLES)]
     assert growth_defects(samples) == []
 
 
-def test_a_process_that_was_started_again_is_not_compared_with_the_one_before() -> None:
+def test_a_restarted_process_is_not_compared_with_the_previous_one() -> None:
     samples = [
         sample(index, pid=1 + index // 100, rss_mib=100.0 * (1 + index // 100))
         for index in range(NUM_SAMPLES)
@@ -44,17 +44,17 @@ def test_a_process_that_was_started_again_is_not_compared_with_the_one_before() 
     assert growth_defects(samples) == []
 
 
-def test_the_verdict_stands_in_the_report() -> None:
+def test_the_report_has_the_verdict() -> None:
     samples = [sample(index) for index in range(NUM_SAMPLES)]
     good = Outcome(
         hours=2,
         commit="abc",
         num_clients=6,
         pause_s=0.5,
-        judgements={"right": 5, "clear error": 1},
+        verdicts={"right": 5, "clear error": 1},
         faults={"kill-p": 3},
     )
-    bad = msgspec.structs.replace(good, judgements={"wrong": 1}, held=["p1 x=1"], growth=["p1: rss"])
+    bad = msgspec.structs.replace(good, verdicts={"wrong": 1}, held=["p1 x=1"], growth=["p1: rss"])
     assert "Verdict: **good**" in write_soak_report(good, samples, machine="m", date="d")
     text = write_soak_report(bad, samples, machine="m", date="d")
     for words in ("1 wrong", "held: p1 x=1", "p1: rss", "| p1 | 300 | 300 | 40 | 40 | 12 | 12 |"):

@@ -1,4 +1,4 @@
-"""The switch between real namespaces: an echo server on one host, a client on the other."""
+"""The switch with real namespaces: an echo server on one host, a client on the other."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli.processes import Fleet
-from chaos.network import Network, Switched, why_refused
+from chaos.network import Network, Switched, refusal_reason
 from chaos.rules import Rule
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -44,7 +44,7 @@ except (TimeoutError, ConnectionError) as error:
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    if refusal := why_refused():
+    if refusal := refusal_reason():
         pytest.skip(refusal)
     folder = tmp_path_factory.mktemp("network")
     with Fleet(folder) as fleet, Switched(fleet, folder, ("a", "b")) as network:
@@ -62,7 +62,7 @@ def ask(network: Network, timeout_s: float = 30.0) -> str:
     return done.stdout.strip()
 
 
-def test_what_rules_do_to_a_connection(network: Network, tmp_path: Path) -> None:
+def test_rules_corrupt_reset_and_cut_a_connection(network: Network, tmp_path: Path) -> None:
     assert ask(network) == "differing bytes: 0"
     network.replace_rules([Rule(loss=0.05, duplicate=0.1, reorder=0.1)])
     assert ask(network) == "differing bytes: 0"

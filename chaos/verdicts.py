@@ -1,11 +1,11 @@
-"""From answers to a cell's verdict: pure functions, no clock.
+"""Verdicts on the answers of a cell: pure functions without a clock.
 
 right        complete, and equal to the single engine's answer
-clear error  an error in OpenAI's form; what came before it is a beginning of the right answer
-wrong        a token, a logprob or a text that the single engine does not answer
-unclear      ended in any other way: a cut connection, a stream without [DONE], an error without words
-hung         never ended
-left         the client itself closed the connection; what came is a beginning of the right answer
+clear error  an error in OpenAI's form; any text before it is the beginning of the right answer
+wrong        a token, a logprob or a text differs from the single engine's answer
+unclear      ended in any other way: a cut connection, a stream without [DONE], an error without a message
+hung         did not end
+left         the client closed the connection; any text before that is the beginning of the right answer
 """
 
 from collections import Counter
@@ -16,14 +16,14 @@ import msgspec
 
 from chaos.answers import Answer
 
-LOGPROB_DIFFERENCE_MAX = 5e-3  # Between two engines that compute one prompt in different batches.
-DETAILS_MAX = 3  # Sentences about what went wrong that a record keeps.
+LOGPROB_DIFFERENCE_MAX = 5e-3  # Two engines may compute one prompt in different batches.
+DETAILS_MAX = 3  # Descriptions of bad answers that a record keeps.
 
-Judgement = Literal["right", "clear error", "wrong", "unclear", "hung", "left"]
+Verdict = Literal["right", "clear error", "wrong", "unclear", "hung", "left"]
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """Of one cell. Durations are seconds; None: there was no such answer."""
+    """Counts of one cell. Durations are seconds; None: there was no such answer."""
 
     requests: int
     right: int
@@ -33,16 +33,17 @@ class Counts(msgspec.Struct, frozen=True):
     hung: int
     left: int
     longest_wait_s: float
-    median_wait_s: float | None  # Of right answers that ended before the fault.
-    open_longest_s: float | None  # From the fault's begin to the last end of a request that was open then.
-    after_begin_s: float | None  # From the fault's begin to the first right answer asked for since.
+    median_wait_s: float | None  # Of right answers that ended before the fault began.
+    open_longest_s: float | None  # From the fault's begin to the end of the last request that was open then.
+    # From the fault's begin to the first right answer to a request sent after it.
+    after_begin_s: float | None
     after_end_s: float | None  # From the fault's end, likewise.
     details: tuple[str, ...]
-    errors: tuple[str, ...] = ()  # Messages of clear errors, each once, the most frequent first.
+    errors: tuple[str, ...] = ()  # Messages of clear errors, each once, most frequent first.
 
 
-def judge_answer(answer: Answer, expected: Answer) -> Judgement:
-    """`expected` is the single engine's answer to the same question."""
+def verdict_on(answer: Answer, expected: Answer) -> Verdict:
+    """Return the verdict on one answer. `expected` is the single engine's answer to the same question."""
     if not _begins_as(answer, expected):
         return "wrong"
     if answer.is_complete:
@@ -72,10 +73,10 @@ def _begins_as(answer: Answer, expected: Answer) -> bool:
 def count(
     answers: Sequence[Answer], expected: Mapping[int, Answer], *, began_s: float, ended_s: float
 ) -> Counts:
-    """`began_s` and `ended_s` are those of the fault."""
-    judged = [(judge_answer(answer, expected[answer.question]), answer) for answer in answers]
-    tally = Counter(judgement for judgement, _ in judged)
-    right = [answer for judgement, answer in judged if judgement == "right"]
+    """Count the answers of one cell. `began_s` and `ended_s` are the instants of the fault."""
+    verdicts = [(verdict_on(answer, expected[answer.question]), answer) for answer in answers]
+    tally = Counter(verdict for verdict, _ in verdicts)
+    right = [answer for verdict, answer in verdicts if verdict == "right"]
     before = sorted(answer.waited_s for answer in right if answer.ended_s < began_s)
     return Counts(
         requests=len(answers),
@@ -93,16 +94,16 @@ def count(
         after_begin_s=_first_after(right, began_s),
         after_end_s=_first_after(right, ended_s),
         details=tuple(
-            _detail(judgement, answer, expected[answer.question])
-            for judgement, answer in judged
-            if judgement in ("wrong", "unclear", "hung")
+            _detail(verdict, answer, expected[answer.question])
+            for verdict, answer in verdicts
+            if verdict in ("wrong", "unclear", "hung")
         )[:DETAILS_MAX],
-        errors=_messages([answer for judgement, answer in judged if judgement == "clear error"]),
+        errors=_messages([answer for verdict, answer in verdicts if verdict == "clear error"]),
     )
 
 
 def _messages(answers: Sequence[Answer]) -> tuple[str, ...]:
-    """Without digits, by which messages of one kind differ."""
+    """Return the most frequent messages, with # for each digit, since equal kinds differ in digits."""
     kinds = Counter("".join("#" if c.isdigit() else c for c in a.error or "")[:200] for a in answers)
     return tuple(kind for kind, _ in kinds.most_common(DETAILS_MAX))
 
@@ -111,9 +112,9 @@ def _first_after(right: Sequence[Answer], instant_s: float) -> float | None:
     return min((a.ended_s - instant_s for a in right if a.started_s >= instant_s), default=None)
 
 
-def _detail(judgement: Judgement, answer: Answer, expected: Answer) -> str:
-    what = f"question {answer.question}, {judgement} after {answer.waited_s:.1f} s, HTTP {answer.status}"
-    if judgement != "wrong":
+def _detail(verdict: Verdict, answer: Answer, expected: Answer) -> str:
+    what = f"question {answer.question}, {verdict} after {answer.waited_s:.1f} s, HTTP {answer.status}"
+    if verdict != "wrong":
         return f"{what}: {answer.failure or answer.error or 'the stream ended without [DONE]'}"[:300]
     for at, (ours, theirs) in enumerate(zip(answer.token_ids, expected.token_ids, strict=False)):
         if ours != theirs:

@@ -1,11 +1,11 @@
-"""The judge: from answers, as read off the wire, to verdicts and counts."""
+"""Verdicts and counts of answers read from HTTP bodies and SSE events."""
 
 import json
 
 import pytest
 
 from chaos.answers import Answer, read_body, read_event
-from chaos.judge import LOGPROB_DIFFERENCE_MAX, count, judge_answer
+from chaos.verdicts import LOGPROB_DIFFERENCE_MAX, count, verdict_on
 
 EXPECTED = Answer(
     question=0, started_s=0.0, token_ids=[5, 6, 7], logprobs=[-0.1, -0.2, -0.3], text="abc", is_complete=True
@@ -50,11 +50,13 @@ def answer(**fields: object) -> Answer:
         ({"is_complete": False, "was_left": True, "token_ids": [9]}, "wrong"),
     ],
 )
-def test_an_answer_is_judged_against_the_single_engines(fields: dict[str, object], verdict: str) -> None:
-    assert judge_answer(answer(**fields), EXPECTED) == verdict
+def test_the_verdict_compares_an_answer_with_the_single_engines(
+    fields: dict[str, object], verdict: str
+) -> None:
+    assert verdict_on(answer(**fields), EXPECTED) == verdict
 
 
-def test_a_stream_is_put_together_from_its_events() -> None:
+def test_a_streams_events_are_joined() -> None:
     streamed = Answer(question=0, started_s=0.0, status=200)
     events: list[object] = [
         {"choices": [{"text": "a", "token_ids": [5], "logprobs": {"token_logprobs": [-0.1]}}]},
@@ -64,12 +66,12 @@ def test_a_stream_is_put_together_from_its_events() -> None:
     for event in events:
         read_event(streamed, f"data: {json.dumps(event)}")
         read_event(streamed, "")
-    assert judge_answer(streamed, EXPECTED) == "unclear"
+    assert verdict_on(streamed, EXPECTED) == "unclear"
     read_event(streamed, "data: [DONE]")
-    assert judge_answer(streamed, EXPECTED) == "right"
+    assert verdict_on(streamed, EXPECTED) == "right"
 
 
-def test_a_chats_stream_is_put_together_too() -> None:
+def test_a_chat_streams_events_are_joined() -> None:
     streamed = Answer(question=0, started_s=0.0, status=200)
     contents = ({"role": "assistant"}, {"content": "a"}, {"content": "bc"})
     for delta, ids, logprobs in zip(contents, ([], [5], [6, 7]), ([], [-0.1], [-0.2, -0.3]), strict=True):
@@ -77,7 +79,7 @@ def test_a_chats_stream_is_put_together_too() -> None:
         choice = {"delta": delta, "token_ids": ids, "logprobs": {"content": content}}
         read_event(streamed, f"data: {json.dumps({'choices': [choice]})}")
     read_event(streamed, "data: [DONE]")
-    assert judge_answer(streamed, EXPECTED) == "right"
+    assert verdict_on(streamed, EXPECTED) == "right"
 
 
 @pytest.mark.parametrize(
@@ -96,10 +98,12 @@ def test_a_chats_stream_is_put_together_too() -> None:
         ),
     ],
 )
-def test_only_an_error_with_words_in_openais_form_is_clear(status: int, body: bytes, verdict: str) -> None:
+def test_only_an_error_with_a_message_in_openais_form_is_clear(
+    status: int, body: bytes, verdict: str
+) -> None:
     got = Answer(question=0, started_s=0.0, status=status)
     read_body(got, body)
-    assert judge_answer(got, EXPECTED) == verdict
+    assert verdict_on(got, EXPECTED) == verdict
 
 
 def test_a_stream_that_ends_in_an_error_event_is_clear_and_done_does_not_complete_it() -> None:
@@ -107,14 +111,14 @@ def test_a_stream_that_ends_in_an_error_event_is_clear_and_done_does_not_complet
     read_event(streamed, 'data: {"choices": [{"text": "a", "token_ids": [5]}]}')
     read_event(streamed, 'data: {"error": {"message": "the engine died"}}')
     read_event(streamed, "data: [DONE]")
-    assert judge_answer(streamed, EXPECTED) == "clear error"
+    assert verdict_on(streamed, EXPECTED) == "clear error"
 
 
 def test_counts_of_a_cell() -> None:
     answers = [
         answer(started_s=0.0, ended_s=0.5),
         answer(started_s=0.0, ended_s=1.5),
-        answer(started_s=9.5, ended_s=13.0),  # Was open when the fault began.
+        answer(started_s=9.5, ended_s=13.0),  # Open when the fault began.
         answer(started_s=10.5, ended_s=12.0),
         answer(started_s=15.5, ended_s=16.0),
         answer(started_s=10.1, ended_s=10.2, is_complete=False, error="died"),
